@@ -1,0 +1,49 @@
+# Everything a developer needs; `make` alone lists it. Needs python3 (3.11 or newer), make and a package index.
+
+PYTHON ?= python3
+RUNS ?= 20
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint chaos bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+venv: $(STAMP) ## set up .venv with the library and its development tools
+
+demo: $(STAMP) ## watch a job being resized, drained and killed, and end in the same bits
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP) ## run the tests; ARGS="-k digits" selects
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## check style, types and layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+chaos: $(STAMP) ## compare RUNS random schedules (20) bit for bit with an undisturbed run
+	@VIRTUALFLOW_CHAOS_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout=0 tests/trainer/test_chaos.py $(ARGS)
+
+bench: $(STAMP) ## measure against plain PyTorch and DistributedDataParallel
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is touched last, so an interrupted set-up starts over.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here: install Python 3.11 or newer, or say make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but 3.11 or newer is needed: say make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments: install its venv module (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,dev]' -c constraints.txt
+	@touch $@

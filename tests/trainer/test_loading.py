@@ -1,0 +1,239 @@
+"""Micro-batches hold the same bits whoever loads them, and a resize neither loses nor repeats a sample."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loaded_samples import (
+    GRACE,
+    NODES,
+    SIZE,
+    Augmented,
+    Where,
+    assert_same,
+    follow_a_random_script,
+    opened,
+    plan_of,
+    reference,
+    wait_until,
+)
+from torch.utils.data import get_worker_info
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.loading import MapSource, MicroBatch
+
+PROCESSES = pytest.mark.parametrize("processes", [0, 1, 2])
+
+
+@PROCESSES
+@pytest.mark.parametrize("script", range(3))
+def test_random_augmentation_gives_the_same_bits_through_resizes_and_repeats(
+    processes: int, script: int
+) -> None:
+    with opened(Augmented(), num_workers=processes) as source:
+        assert source.steps_per_epoch == 6
+        follow_a_random_script(source, random.Random(script), 6, reference)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_script_gives_the_same_bits_when_loading_in_place(script: int) -> None:
+    with opened(Augmented()) as source:
+        follow_a_random_script(source, random.Random(script), 6, reference)
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_any_prefetch_factor_gives_the_same_bits(factor: int) -> None:
+    with opened(Augmented(), num_workers=1, prefetch_factor=factor) as source:
+        follow_a_random_script(source, random.Random(factor), 6, reference)
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_processes_may_be_started_in_any_way(context: str) -> None:
+    with opened(Augmented(), num_workers=1, multiprocessing_context=context) as source:
+        source.assign(range(2), 0, 0)
+        for node in range(2):
+            assert_same(source.fetch(0, 0, node), reference(0, 0, node))
+
+
+def test_every_sample_of_an_epoch_is_loaded_once_by_workers_that_come_and_go() -> None:
+    partitions = [
+        [range(6)],
+        [range(2), range(2, 6)],
+        [range(1), range(1, 4), range(4, 6)],
+        [range(3), range(3, 6)],
+    ]
+    seen: list[int] = []
+    with (
+        opened(Augmented(), num_workers=1) as one,
+        opened(Augmented(), num_workers=1) as two,
+        opened(Augmented(), num_workers=1) as three,
+    ):
+        for step in range(6):
+            for source, carried in zip((one, two, three), partitions[step % 4], strict=False):
+                source.assign(carried, 0, step)
+                for node in carried:
+                    seen += source.fetch(0, step, node).samples
+    assert sorted(seen) == list(range(SIZE))
+
+
+def test_loading_ahead_happens_and_survives_a_resize(tmp_path: Path) -> None:
+    log = tmp_path / "loaded"
+    plan, loaded = plan_of(), lambda: [int(line) for line in log.read_text().split()]
+    with opened(Augmented(log=log), epochs=1, num_workers=2, prefetch_factor=2) as source:
+        source.assign(range(NODES), 0, 0)
+        source.fetch(0, 0, 0)
+        wait_until(lambda: len(loaded()) == 2 * (1 + 4))  # the one that was fetched and four in flight
+        for node in range(1, NODES):
+            source.fetch(0, 0, node)
+        source.assign(range(2), 0, 1)
+        for step in range(1, 6):
+            for node in range(2):
+                source.fetch(0, step, node)
+    counts = {index: loaded().count(index) for index in loaded()}
+    assert set(counts.values()) == {1}, "something wanted was loaded twice"
+    needed = {i for node in range(NODES) for i in plan.indices(0, 0, node, NODES)}
+    needed |= {i for step in range(1, 6) for node in range(2) for i in plan.indices(0, step, node, NODES)}
+    assert needed <= set(counts)
+    assert len(counts) - len(needed) <= 2 * 4, "more was loaded in vain than was in flight"
+
+
+def test_loading_ahead_crosses_epochs_and_stops_at_the_last(tmp_path: Path) -> None:
+    log = tmp_path / "loaded"
+    with opened(Augmented(log=log), epochs=2, num_workers=2, prefetch_factor=3) as source:
+        source.assign(range(NODES), 0, 5)
+        source.fetch(0, 5, 0)
+        wait_until(lambda: len(log.read_text().split()) == 7 + 2)  # one short batch, and into the next epoch
+        for node in range(1, NODES):
+            source.fetch(0, 5, node)
+        for step in range(6):
+            for node in range(NODES):
+                assert_same(source.fetch(1, step, node), reference(1, step, node))
+    assert len(log.read_text().split()) == 7 + SIZE
+
+
+def test_a_repeated_step_is_loaded_again_and_what_was_ahead_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "loaded"
+    with opened(Augmented(log=log), epochs=1, num_workers=1) as source:
+        for _ in range(5):
+            source.assign(range(NODES), 0, 0)
+            for node in range(3):
+                assert_same(source.fetch(0, 0, node), reference(0, 0, node))
+        source.assign(range(NODES), 0, 0)
+        for step in range(6):
+            for node in range(NODES):
+                assert_same(source.fetch(0, step, node), reference(0, step, node))
+    assert len(log.read_text().split()) == SIZE + 5 * 3 * 2
+
+
+def test_failures_in_a_row_do_not_pile_up_what_is_loaded_ahead(tmp_path: Path) -> None:
+    log = tmp_path / "loaded"
+    with opened(Augmented(log=log), epochs=1, num_workers=2, prefetch_factor=2) as source:
+        for _ in range(20):
+            source.assign(range(NODES), 0, 0)
+            for node in range(2):
+                source.fetch(0, 0, node)
+        handed_out, ahead = 20 * 2 * 2, 2 * 4 * 2  # twice what is in flight: half of it has arrived and waits
+        assert len(log.read_text().split()) <= handed_out + ahead + 2
+        for node in range(2, NODES):
+            source.fetch(0, 0, node)
+        # And yet it goes on loading ahead: four micro-batches of two are on their way.
+        wait_until(lambda: len(log.read_text().split()) >= handed_out + 4 * 2 + 4 * 2)
+
+
+def test_the_same_key_fetched_again_is_loaded_again() -> None:
+    with opened(Augmented(), num_workers=1) as source:
+        source.assign(range(NODES), 0, 0)
+        first = source.fetch(0, 0, 0)
+        first.data.zero_()
+        assert_same(source.fetch(0, 0, 0), reference(0, 0, 0))
+        for node in range(1, NODES):
+            assert_same(source.fetch(0, 0, node), reference(0, 0, node))
+
+
+def test_one_set_of_processes_serves_the_whole_job() -> None:
+    with opened(Where(), epochs=3, num_workers=2) as source:
+        pids = set()
+        for epoch in range(3):
+            for step in range(source.steps_per_epoch or 0):
+                source.assign(range(step % 3, NODES - step % 2), epoch, step)
+                for node in range(step % 3, NODES - step % 2):
+                    pids |= set(source.fetch(epoch, step, node).data.tolist())
+    assert len(pids) == 2
+
+
+class Marked(Where):
+    """Tells what `mark` did to it in a loader process."""
+
+    mark = 0
+
+    def __getitem__(self, index: int) -> int:
+        return self.mark
+
+
+def mark(worker_id: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.mark = 100 + worker_id
+
+
+class Bulk(Where):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        raise AssertionError("samples are loaded one by one, each with its own random stream")
+
+
+@PROCESSES
+def test_collate_fn_gets_the_samples_and_its_result_is_the_data(processes: int) -> None:
+    with opened(Augmented(), num_workers=processes, collate_fn=len) as source:
+        source.assign(range(NODES), 0, 5)
+        assert [source.fetch(0, 5, node).data for node in range(NODES)] == [2, 1, 1, 1, 1, 1]
+
+
+def test_worker_init_fn_finds_the_users_dataset() -> None:
+    with opened(Marked(), num_workers=2, worker_init_fn=mark) as source:
+        source.assign(range(NODES), 0, 0)
+        assert {int(source.fetch(0, 0, node).data[0]) for node in range(NODES)} == {100, 101}
+
+
+@PROCESSES
+def test_getitems_is_left_unused(processes: int) -> None:
+    with opened(Bulk(), num_workers=processes) as source:
+        source.assign(range(NODES), 0, 0)
+        assert source.fetch(0, 0, 0).size == 2
+
+
+@PROCESSES
+def test_a_virtual_node_without_samples_gets_an_empty_micro_batch(processes: int) -> None:
+    with opened(Augmented(size=14), num_workers=processes) as source:
+        source.assign(range(NODES), 0, 1)
+        sizes = [source.fetch(0, 1, node).size for node in range(NODES)]
+        assert sizes == [1, 1, 0, 0, 0, 0]
+        assert source.fetch(0, 1, 5) == MicroBatch(5, None, ())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"shuffle": True}, "shuffle cannot be passed to the data loader"),
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"prefetch_factor": 2}, "prefetch_factor needs loader processes"),
+        ({"timeout": 3}, "timeout needs loader processes"),
+        ({"num_workers": 1, "timeout": -3}, "timeout must not be negative"),
+        ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor is 0"),
+        ({"num_workers": 1, "multiprocessing_context": "thread"}, "'thread' does not exist here"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence), opened(Augmented(), **options):
+        pass
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="does not divide evenly"):
+        MapSource(Augmented(), plan_of(), virtual_nodes=5, epochs=None, options={}, close_grace=GRACE)

@@ -1,0 +1,194 @@
+"""What a schedule means, and how far a scheduled job may run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.local.schedule import (
+    Group,
+    Hang,
+    Kill,
+    KillAll,
+    KillCoordinator,
+    Resize,
+    Staff,
+    Term,
+    hold_step,
+    longest_serving,
+    most_workers,
+    parse_schedule,
+    settled,
+)
+from virtualflow.messages import Status, WorkerStatus
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        pytest.param("", (), id="nothing"),
+        pytest.param("20:=4", (Group(20, (Resize(4),)),), id="resize"),
+        pytest.param("20:kill", (Group(20, (Kill(1),)),), id="kill one"),
+        pytest.param("45:kill:2", (Group(45, (Kill(2),)),), id="kill two"),
+        pytest.param("1:term", (Group(1, (Term(),)),), id="term at the first step"),
+        pytest.param("9:hang", (Group(9, (Hang(),)),), id="hang"),
+        pytest.param("9:coordinator", (Group(9, (KillCoordinator(),)),), id="coordinator"),
+        pytest.param("50:all", (Group(50, (KillAll(),)),), id="all"),
+        pytest.param(" 40:=1 , 20:=4", (Group(20, (Resize(4),)), Group(40, (Resize(1),))), id="sorted, blanks allowed"),
+        pytest.param(
+            "7:kill,7:coordinator,3:term",
+            (Group(3, (Term(),)), Group(7, (Kill(1), KillCoordinator()))),
+            id="several actions of a step keep their order",
+        ),
+    ],
+)
+def test_a_schedule_is_read(text: str, groups: tuple[Group, ...]) -> None:
+    assert parse_schedule(text) == groups
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param("kill", "is not understood", id="no step"),
+        pytest.param("20:", "is not understood", id="no action"),
+        pytest.param("20:=4,", "is not understood", id="an empty entry"),
+        pytest.param("-1:kill", "is not understood", id="a negative step"),
+        pytest.param("0:kill", "first step", id="step zero"),
+        pytest.param("5:explode", "no action 'explode'", id="an unknown action"),
+        pytest.param("5:=0", "at least 1", id="no workers"),
+        pytest.param("5:kill:0", "at least 1", id="kill nobody"),
+        pytest.param("5:term:2", "no action", id="an argument that the action does not take"),
+    ],
+)
+def test_nonsense_in_a_schedule_is_named_in_one_sentence(text: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        parse_schedule(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_most_workers_of_a_job_are_those_of_its_start_or_of_a_resize() -> None:
+    assert most_workers(3, parse_schedule("5:=2,9:kill:7")) == 3
+    assert most_workers(3, parse_schedule("5:=2,9:=6,12:=1")) == 6
+
+
+@pytest.mark.parametrize(
+    ("fired", "in_effect", "hold"),
+    [
+        pytest.param(0, True, 39, id="before the first action the job may run up to the second"),
+        pytest.param(1, False, 39, id="it waits there for the first to take effect"),
+        pytest.param(1, True, 59, id="then the second may take place"),
+        pytest.param(2, False, 59, id="and is waited for in its turn"),
+        pytest.param(2, True, 118, id="behind the last action, two steps before the end"),
+        pytest.param(3, False, 118, id="until it is in effect"),
+        pytest.param(3, True, None, id="when all is in effect nothing is held"),
+    ],
+)
+def test_a_job_is_held_before_the_step_of_the_next_action(fired: int, in_effect: bool, hold: int | None) -> None:
+    assert hold_step([20, 40, 60], fired, in_effect, 120) == hold
+
+
+def test_a_job_of_unknown_length_is_held_where_its_last_action_fires() -> None:
+    assert hold_step([20], 0, True, None) == 20
+
+
+def test_an_action_beyond_the_end_holds_nothing() -> None:
+    assert hold_step([20, 500], 1, True, 120) is None
+
+
+def test_a_job_without_a_schedule_is_never_held() -> None:
+    assert hold_step([], 0, True, 120) is None
+
+
+@given(
+    steps=st.lists(st.integers(1, 60), unique=True, min_size=1, max_size=6).map(sorted),
+    total=st.one_of(st.none(), st.integers(1, 70)),
+    patience=st.integers(0, 3),
+)
+def test_no_hold_keeps_a_schedule_from_going_on(steps: list[int], total: int | None, patience: int) -> None:
+    """Every action within the job fires at its step, and before the one after it only once it is in effect."""
+    length = total if total is not None else 60
+    step = fired = waited = 0
+    in_effect = True
+    fired_at = []
+    for _ in range(1_000):
+        if not in_effect and waited == patience:
+            in_effect = True
+        waited += 1
+        if in_effect and fired < len(steps) and step >= steps[fired]:
+            fired_at.append(step)
+            fired, in_effect, waited = fired + 1, False, 0
+        hold = hold_step(steps, fired, in_effect, total)
+        if step < length and (hold is None or step < hold):
+            step += 1
+    assert step == length
+    within = [one for one in steps if one <= length]
+    assert fired_at[: len(within)] == [one for one in within if one in fired_at or one < length][: len(fired_at)]
+    assert all(one in fired_at for one in within if one < length)
+
+
+def _status(carrying: str, *, proposed: str | None = None, prepared: bool = False, state: str = "training") -> Status:
+    """A status whose members are the letters of ``carrying``: their incarnations."""
+    workers = tuple(
+        WorkerStatus(f"worker-{letter}", letter, "127.0.0.1", 1, state, index, index + 1)  # type: ignore[arg-type]
+        for index, letter in enumerate(carrying)
+    )
+    return Status(
+        phase="training",
+        incarnation=1,
+        generation=1,
+        virtual_nodes=8,
+        wanted=len(carrying),
+        workers=workers,
+        proposed=None if proposed is None else 2,
+        proposed_workers=tuple(proposed or ""),
+        prepared=prepared,
+        reason="",
+        step=20,
+        total_steps=120,
+        epoch=0,
+        metrics={},
+        steps_per_second=1.0,
+        step_ms=None,
+        hold=None,
+        last_change=None,
+        changes=(),
+        repeated_steps=0,
+        events=(),
+        digest=None,
+        optimizer_digest=None,
+        error=None,
+        traceback=None,
+    )
+
+
+def _staff(letters: str) -> list[Staff | None]:
+    return [None if letter == "?" else Staff(f"worker-{letter}", letter) for letter in letters]
+
+
+@pytest.mark.parametrize(
+    ("status", "staff", "wanted", "expected"),
+    [
+        pytest.param(_status("ab"), "ab", 2, True, id="the members are who should be there"),
+        pytest.param(_status("ab"), "ba", 2, True, id="in any order"),
+        pytest.param(None, "ab", 2, False, id="no coordinator"),
+        pytest.param(_status("ab"), "abc", 3, False, id="a joiner is not a member yet"),
+        pytest.param(_status("ab"), "ab?", 3, False, id="a joiner has not connected yet"),
+        pytest.param(_status("abc"), "bc", 3, False, id="a dead member is not replaced yet"),
+        pytest.param(_status("abc"), "bcd", 3, False, id="a replacement is there but a dead process is a member"),
+        pytest.param(_status("abc", proposed="bcd"), "bcd", 3, False, id="the next generation is not ready"),
+        pytest.param(_status("abc", proposed="bcd", prepared=True), "bcd", 3, True, id="it rides on the next step"),
+        pytest.param(_status("abc", proposed="c", prepared=True), "c", 1, True, id="drains take effect likewise"),
+        pytest.param(_status("ab", state="silent"), "ab", 2, False, id="a member is silent"),
+        pytest.param(_status("abcdefgh"), "abcdefghi", 9, True, id="more workers than virtual nodes"),
+    ],
+)
+def test_an_action_is_in_effect_when_the_members_are_who_should_be(
+    status: Status | None, staff: str, wanted: int, expected: bool
+) -> None:
+    assert settled(status, _staff(staff), wanted) is expected
+
+
+def test_the_longest_serving_are_those_that_began_first() -> None:
+    assert longest_serving({"worker-0": 7, "worker-1": 1, "worker-2": 3}, 2) == ["worker-1", "worker-2"]

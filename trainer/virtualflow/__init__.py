@@ -1,0 +1,34 @@
+"""VirtualFlow: elastic training over a fixed number of virtual nodes, to the same bits on any number of workers.
+
+``import virtualflow as vf`` is light: torch is imported when a name that needs it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError
+
+if TYPE_CHECKING:
+    from virtualflow.checkpoint import CheckpointPolicy
+    from virtualflow.loop import Run, Step, elastic
+    from virtualflow.evaluation import evaluate
+
+__all__ = ["CheckpointPolicy", "ConfigurationError", "Drained", "Run", "Step", "VirtualFlowError", "elastic", "evaluate"]
+__version__ = "0.1.0"
+
+_LAZY = {
+    "CheckpointPolicy": "virtualflow.checkpoint",
+    "Run": "virtualflow.loop",
+    "Step": "virtualflow.loop",
+    "elastic": "virtualflow.loop",
+    "evaluate": "virtualflow.evaluation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'virtualflow' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

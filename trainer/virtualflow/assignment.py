@@ -1,0 +1,98 @@
+"""Which worker carries which virtual nodes, and the tree in whose shape everything is summed.
+
+Pure functions. The tree is the reason why results do not depend on the assignment: a sum over virtual nodes always
+has the shape ``node [l, r) = node [l, m) + node [m, r), m = (l + r) // 2``, whoever computes its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def assign(virtual_nodes: int, speeds: Sequence[float]) -> list[range]:
+    """Divide ``virtual_nodes`` into one contiguous range per worker, in the order of the workers.
+
+    The slowest worker decides how long a step takes, so the counts minimise the longest ``count / speed``; with equal
+    speeds they differ by at most one. Counts are found greedily: each virtual node goes to the worker that would be
+    through with it first (VirtualFlow, section 5.3 solves the same for measured step times).
+
+    Args:
+        virtual_nodes: how many there are, at least one for each worker.
+        speeds: relative speed of each worker, all positive.
+
+    Raises:
+        ValueError: no worker, more workers than virtual nodes, or a speed that is not positive.
+    """
+    if not speeds:
+        raise ValueError("no worker to assign virtual nodes to")
+    if len(speeds) > virtual_nodes:
+        raise ValueError(f"{len(speeds)} workers cannot share {virtual_nodes} virtual nodes: each carries at least one")
+    if not all(speed > 0 for speed in speeds):
+        raise ValueError("every worker's speed must be positive")
+    counts = [1] * len(speeds)
+    if len(set(speeds)) == 1:
+        share, extra = divmod(virtual_nodes, len(speeds))
+        counts = [share + (index < extra) for index in range(len(speeds))]
+    else:
+        for _ in range(virtual_nodes - len(speeds)):
+            soonest = min(range(len(speeds)), key=lambda index: ((counts[index] + 1) / speeds[index], index))
+            counts[soonest] += 1
+    ranges, first = [], 0
+    for count in counts:
+        ranges.append(range(first, first + count))
+        first += count
+    return ranges
+
+
+def order_members(current: Mapping[str, int], workers: Sequence[str]) -> list[str]:
+    """Order ``workers`` so that as few virtual nodes as possible change hands: survivors keep their order, joiners follow.
+
+    Args:
+        current: the first virtual node of each member of the running generation.
+        workers: who is in the next generation.
+    """
+    stay = sorted((worker for worker in workers if worker in current), key=lambda worker: current[worker])
+    return stay + sorted(worker for worker in workers if worker not in current)
+
+
+def subtrees(virtual_nodes: int, carried: range) -> list[range]:
+    """The maximal nodes of the canonical tree over ``0..virtual_nodes-1`` that lie within ``carried``, from left to right.
+
+    A range that is itself a node of the tree gives one, any other at most ``2 log2(virtual_nodes)``.
+    """
+    found: list[range] = []
+
+    def descend(left: int, right: int) -> None:
+        if right <= carried.start or left >= carried.stop:
+            return
+        if carried.start <= left and right <= carried.stop:
+            found.append(range(left, right))
+            return
+        middle = (left + right) // 2
+        descend(left, middle)
+        descend(middle, right)
+
+    if carried:
+        descend(0, virtual_nodes)
+    return found
+
+
+def tree_sum(virtual_nodes: int, parts: Mapping[tuple[int, int], T], add: Callable[[T, T], T]) -> T:
+    """Sum ``parts``, keyed by the tree nodes ``(left, right)`` that they are the sums of, in the shape of the tree.
+
+    The parts cover ``0..virtual_nodes-1`` without overlap. ``add(left, right)`` may reuse its left argument.
+    """
+
+    def total(left: int, right: int) -> T:
+        part = parts.get((left, right))
+        if part is not None:
+            return part
+        if right - left == 1:
+            raise ValueError(f"nothing covers virtual node {left}")
+        middle = (left + right) // 2
+        return add(total(left, middle), total(middle, right))
+
+    return total(0, virtual_nodes)

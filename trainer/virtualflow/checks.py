@@ -1,0 +1,64 @@
+"""What is refused before training, with a sentence that says what to do."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.sampling import micro_batch
+
+
+def check_sizes(batch_size: int, virtual_nodes: int, epochs: int | None, steps: int | None) -> None:
+    """Check the numbers that a training is made of.
+
+    Raises:
+        ConfigurationError: they make no training.
+    """
+    if virtual_nodes < 1:
+        raise ConfigurationError(f"virtual_nodes is {virtual_nodes}; a job has at least 1")
+    micro_batch(batch_size, virtual_nodes)
+    if epochs is None and steps is None:
+        raise ConfigurationError("how long to train is open; pass epochs=, steps= or both to vf.elastic")
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name} is {value}; it must be at least 1")
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the library can step this optimizer.
+
+    Raises:
+        ConfigurationError: it needs a closure, or holds parameters that are not the model's.
+    """
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"{name} evaluates the loss several times a step through a closure, which one exchange a step cannot serve; "
+            "use an optimizer whose step() needs no closure, such as AdamW"
+        )
+    owned = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in owned for parameter in group["params"]):
+            raise ConfigurationError(
+                f"{name} holds a parameter that is not the model's, so joiners would not get it; make it part of the model"
+            )
+
+
+def check_scheduler(scheduler: Any, interval: str) -> None:
+    """Check that the library can step this scheduler.
+
+    Raises:
+        ConfigurationError: it needs an argument, or the interval is unknown.
+    """
+    if interval not in ("step", "epoch", "manual"):
+        raise ConfigurationError(f'scheduler_interval is {interval!r}; it must be "step", "epoch" or "manual"')
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and interval != "manual":
+        raise ConfigurationError(
+            'ReduceLROnPlateau.step needs a metric; pass scheduler_interval="manual" and call '
+            'scheduler.step(step.metrics["loss"]) after the virtual nodes of a step'
+        )

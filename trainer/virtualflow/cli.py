@@ -1,0 +1,324 @@
+"""The command line: ``virtualflow run``, ``status``, ``scale``, ``drain`` and ``coordinator``.
+
+What is wrong with a request is said in one line on standard error. Exit codes: 0 success; 1 the job failed or
+the coordinator said no; 2 the request makes no sense and nothing was started; 130 and 143 stopped by SIGINT
+and SIGTERM. Modules are imported when a command needs them, so that the command line starts fast; none of
+them imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.settings import (
+    BACKOFF_LIMIT,
+    CHECKPOINT_KEEP,
+    CHECKPOINT_SECONDS,
+    ENV_COORDINATOR,
+    ENV_TOKEN,
+    VIRTUAL_NODES,
+    WORKERS,
+    CoordinatorSettings,
+    MembershipSettings,
+    SignalSettings,
+)
+
+if TYPE_CHECKING:
+    from virtualflow.messages import Status
+    from virtualflow.signals import CoordinatorClient
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code.
+
+    Args:
+        arguments: without the program's name; ``None``: those of this process.
+    """
+    parsed = _parser().parse_args(arguments)
+    action: Callable[[argparse.Namespace], int] = parsed.action
+    try:
+        return action(parsed)
+    except ConfigurationError as error:
+        _complain(str(error))
+        return EXIT_USAGE
+    except VirtualFlowError as error:
+        _complain(str(error))
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return 130
+
+
+def _complain(sentence: str) -> None:
+    print(f"virtualflow: {' '.join(sentence.split())}", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line instead of printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        _complain(f"{message} (see {self.prog} --help)")
+        sys.exit(EXIT_USAGE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="virtualflow",
+        description="Elastic training over a fixed number of virtual nodes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    _add_run(
+        commands.add_parser("run", help="run a script or a manifest as processes of this machine", allow_abbrev=False)
+    )
+    _add_signals(commands)
+    _add_coordinator(commands.add_parser("coordinator", help="serve the coordinator of one job", allow_abbrev=False))
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        from virtualflow import __version__
+
+        print(f"virtualflow {__version__}")
+        sys.exit(0)
+
+
+# --- virtualflow run --------------------------------------------------------------------------------------
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "virtualflow run [OPTIONS] (SCRIPT [ARGS ...] | -f JOB.yaml)"
+    parser.set_defaults(action=_run)
+    job = parser.add_argument_group("the job")
+    job.add_argument(
+        "--workers", type=int, metavar="N", help=f"worker processes (default {WORKERS}, or the manifest's)"
+    )
+    job.add_argument(
+        "--virtual-nodes",
+        type=int,
+        metavar="V",
+        help=f"overrides the script's and the manifest's (default {VIRTUAL_NODES})",
+    )
+    job.add_argument(
+        "--schedule",
+        metavar="STEP:ACTION,...",
+        help="rehearse: =N, kill, kill:K, term, hang, coordinator, all",
+    )
+    job.add_argument(
+        "-f", dest="manifest", metavar="JOB.yaml", help="run a VirtualFlowJob manifest instead of a script"
+    )
+    job.add_argument("--name", help="what the other commands call this job (default: after the script)")
+    results = parser.add_argument_group("what it leaves behind")
+    results.add_argument("--report", metavar="FILE", help="JSON: digests, steps, membership changes, metrics")
+    results.add_argument(
+        "--audit", metavar="FILE", help="JSON lines: who processed which samples, per step and virtual node"
+    )
+    results.add_argument("--log-dir", metavar="DIR", help="keep the output of every process there")
+    checkpoints = parser.add_argument_group("checkpoints")
+    checkpoints.add_argument(
+        "--checkpoint-dir", metavar="DIR", help="write checkpoints there and resume from the newest"
+    )
+    checkpoints.add_argument("--checkpoint-steps", type=int, metavar="N", help="every N steps")
+    checkpoints.add_argument(
+        "--checkpoint-seconds",
+        type=float,
+        metavar="T",
+        help=f"every T seconds (default {CHECKPOINT_SECONDS:g})",
+    )
+    checkpoints.add_argument(
+        "--checkpoint-keep", type=int, metavar="K", help=f"keep the last K (default {CHECKPOINT_KEEP})"
+    )
+    running = parser.add_argument_group("how it runs")
+    _add_heartbeat_limit(running)
+    running.add_argument(
+        "--port", type=int, default=0, metavar="P", help="of the coordinator (default: any that is free)"
+    )
+    running.add_argument("--plain", action="store_true", help="lines instead of the live view")
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments, passed on untouched")
+    parser.epilog = (
+        "Ctrl-C lets all workers leave at the same step, after a checkpoint where there is a directory for "
+        "one; a second Ctrl-C ends them at once. Killed workers are replaced, up to "
+        f"{BACKOFF_LIMIT} times in a row without progress."
+    )
+
+
+def _add_heartbeat_limit(parser: argparse._ActionsContainer) -> None:
+    limit = MembershipSettings().heartbeat_limit
+    parser.add_argument(
+        "--heartbeat-limit",
+        type=float,
+        default=limit,
+        metavar="S",
+        help=f"give up a worker that was silent for S seconds (default {limit:g})",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from virtualflow.local.options import resolve
+
+    options = resolve(arguments)
+    from virtualflow.local.runner import run
+
+    return run(options)
+
+
+# --- virtualflow status, scale, drain ---------------------------------------------------------------------
+
+
+def _add_signals(commands: argparse._SubParsersAction[_Parser]) -> None:
+    status = commands.add_parser("status", help="show what a running job is doing", allow_abbrev=False)
+    status.add_argument("job", nargs="?", metavar="NAME", help="of the job; not needed when only one is running")
+    status.add_argument("--json", action="store_true", help="all of it, as JSON")
+    status.set_defaults(action=_status)
+    scale = commands.add_parser("scale", help="change the number of workers of a running job", allow_abbrev=False)
+    scale.add_argument("workers", type=int, metavar="N")
+    scale.set_defaults(action=_scale)
+    drain = commands.add_parser(
+        "drain", help="let a worker leave a running job; another takes its place", allow_abbrev=False
+    )
+    drain.add_argument("worker", metavar="WORKER")
+    drain.add_argument("--deadline", type=float, metavar="S", help="it must have left in S seconds")
+    drain.set_defaults(action=_drain)
+    for command in (scale, drain):
+        command.add_argument("--job", metavar="NAME", help="of the job; not needed when only one is running")
+    for command in (status, scale, drain):
+        command.add_argument(
+            "--coordinator",
+            metavar="URL",
+            help=f"of a job elsewhere; its token is taken from {ENV_TOKEN} in the environment",
+        )
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    async def show(client: CoordinatorClient, name: str) -> None:
+        status: Status = await client.status()
+        if arguments.json:
+            from virtualflow.messages import encode
+
+            print(encode(status).decode())
+        else:
+            from virtualflow.local.view import describe_status
+
+            print(describe_status(name, status))
+
+    return _with_job(arguments, show)
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from virtualflow.messages import ScaleCall
+    from virtualflow.settings import MAX_WORKERS
+
+    if not 1 <= arguments.workers <= MAX_WORKERS:
+        raise ConfigurationError(f"a job has between 1 and {MAX_WORKERS} workers, not {arguments.workers}")
+
+    async def scale(client: CoordinatorClient, name: str) -> None:
+        virtual_nodes = (await client.status()).virtual_nodes
+        if virtual_nodes is not None and arguments.workers > virtual_nodes:
+            raise ConfigurationError(
+                f"{name} has {virtual_nodes} virtual nodes; {arguments.workers} workers cannot share them"
+            )
+        print(f"{name}: {await client.send(ScaleCall(arguments.workers))}")
+
+    return _with_job(arguments, scale)
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from virtualflow.messages import DrainCall
+
+    try:
+        call = msgspec.convert(
+            {
+                "workers": [arguments.worker],
+                "deadline": arguments.deadline,
+                "reason": "asked to by virtualflow drain",
+            },
+            DrainCall,
+        )
+    except msgspec.ValidationError:
+        raise ConfigurationError(
+            f"cannot drain {arguments.worker!r} in {arguments.deadline} s; see virtualflow status"
+        ) from None
+
+    async def drain(client: CoordinatorClient, name: str) -> None:
+        print(f"{name}: {await client.send(call)}")
+
+    return _with_job(arguments, drain)
+
+
+def _with_job(arguments: argparse.Namespace, act: Callable[..., object]) -> int:
+    import asyncio
+
+    from virtualflow.signals import CoordinatorClient
+
+    if arguments.coordinator is not None:
+        name, url, token = arguments.coordinator, arguments.coordinator, _token()
+        if not url.startswith(("http://", "https://")):
+            raise ConfigurationError(f"--coordinator {url}: write http://host:port")
+    else:
+        from virtualflow.local.registry import find
+
+        job = find(arguments.job)
+        name, url, token = job.name, job.url, job.token
+
+    async def talk() -> None:
+        async with CoordinatorClient(url, token, SignalSettings()) as client:
+            outcome = act(client, name)
+            assert asyncio.iscoroutine(outcome)
+            await outcome
+
+    asyncio.run(talk())
+    return 0
+
+
+# --- virtualflow coordinator ------------------------------------------------------------------------------
+
+
+def _add_coordinator(parser: argparse.ArgumentParser) -> None:
+    parser.description = f"Serve the coordinator of one job. Its token is taken from {ENV_TOKEN} in the environment."
+    parser.add_argument("--host", required=True, metavar="H", help="the address to listen on")
+    parser.add_argument(
+        "--port", required=True, type=int, metavar="P", help="the port to listen on; 0 for any that is free"
+    )
+    parser.add_argument("--wanted", type=int, default=1, metavar="N", help="how many workers to start with (default 1)")
+    _add_heartbeat_limit(parser)
+    parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write http://host:port there once it listens")
+    parser.set_defaults(action=_coordinator)
+
+
+def _coordinator(arguments: argparse.Namespace) -> int:
+    token = _token()
+    if arguments.wanted < 1:
+        raise ConfigurationError(f"--wanted {arguments.wanted}: a job needs at least one worker")
+    if not 0 <= arguments.port <= 65_535:
+        raise ConfigurationError(f"--port {arguments.port}: a port is between 1 and 65535, or 0 for any that is free")
+    if not arguments.heartbeat_limit > 0:
+        raise ConfigurationError(f"--heartbeat-limit {arguments.heartbeat_limit:g}: it must be positive")
+    import logging
+
+    from virtualflow.coordinator import serve
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    settings = CoordinatorSettings(membership=MembershipSettings(heartbeat_limit=arguments.heartbeat_limit))
+    return serve(arguments.host, arguments.port, token, arguments.wanted, settings, arguments.ready_file)
+
+
+def _token() -> str:
+    token = os.environ.get(ENV_TOKEN, "").strip()
+    if not token:
+        raise ConfigurationError(
+            f"set {ENV_TOKEN} to the job's token (the one beside {ENV_COORDINATOR} of its workers)"
+        )
+    return token

@@ -1,0 +1,190 @@
+"""The collectives of one generation: a gloo process group that needs no default group and may be left behind.
+
+A communicator is built in a background thread while its predecessor carries the training. Its rendezvous (one address a
+member) goes through the coordinator, so no member hosts a store whose death would matter. Waiting is done in slices: a
+peer whose process dies closes its sockets and the collective raises within milliseconds, but one that is stopped, or
+whose machine lost its power, does not, and then the coordinator's word ends the wait.
+
+Messages are CPU tensors of bytes; tensors of an accelerator are staged by the caller (``reduction``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from virtualflow import messages as m
+from virtualflow.client import Link
+from virtualflow.errors import CommunicatorBroken
+from virtualflow.settings import CommunicatorSettings
+
+logger = logging.getLogger("virtualflow.worker")
+
+
+class RelayStore(dist.Store):
+    """The rendezvous of one generation, through the coordinator's relay."""
+
+    def __init__(self, link: Link, generation: m.Generation, timeout: float, superseded: Callable[[], bool]) -> None:
+        super().__init__()
+        self._link = link
+        self._generation = generation
+        self._timeout = timeout
+        self._superseded = superseded
+
+    def set(self, key: str, value: str | bytes | bytearray) -> None:
+        """Publish a key."""
+        self._link.publish(self._generation, key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, waiting for it."""
+        found = self._await([key], self._timeout)
+        return found[0]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        """Wait until all keys are there."""
+        self._await(list(keys), self._timeout if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+        """Whether all keys are there."""
+        return all(self._link.lookup(self._generation, key) is not None for key in keys)
+
+    def _await(self, keys: list[str], timeout: float) -> list[bytes]:
+        self._link.wait(lambda: self._superseded() or self.check(keys), timeout)
+        found = [self._link.lookup(self._generation, key) for key in keys]
+        values = [value for value in found if value is not None]
+        if len(values) != len(keys):
+            raise RuntimeError(f"generation {self._generation} was superseded or its members did not all come")
+        return values
+
+
+class Communicator:
+    """The collectives among the members of ``plan``, as its member number ``rank``."""
+
+    def __init__(
+        self,
+        plan: m.Plan,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        interrupted: Callable[[], str | None],
+        settings: CommunicatorSettings,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.size = len(plan.members)
+        self._group = group
+        self._interrupted = interrupted
+        self._settings = settings
+        self._pending: dist.Work | None = None
+        self._timeout = timedelta(seconds=settings.operation_timeout)
+
+    @classmethod
+    def open(
+        cls,
+        plan: m.Plan,
+        rank: int,
+        link: Link,
+        superseded: Callable[[], bool],
+        interrupted: Callable[[], str | None],
+        settings: CommunicatorSettings,
+    ) -> Communicator:
+        """Connect to the other members; blocks until the mesh stands.
+
+        Args:
+            superseded: whether a newer plan makes this one pointless; ends the wait.
+            interrupted: asked while a collective is waited for; a sentence abandons it.
+
+        Raises:
+            CommunicatorBroken: the members could not all be reached in time.
+        """
+        group = None
+        if len(plan.members) > 1:
+            try:
+                store = RelayStore(link, plan.generation, settings.connect_timeout, superseded)
+                options = dist.ProcessGroupGloo._Options()
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=plan.members[rank].address)]
+                options._timeout = timedelta(seconds=settings.connect_timeout)
+                group = dist.ProcessGroupGloo(store, rank, len(plan.members), options)
+            except RuntimeError as error:
+                raise CommunicatorBroken(_brief(error)) from error
+        return cls(plan, rank, group, interrupted, settings)
+
+    def all_gather(self, block: Tensor) -> Tensor:
+        """Gather equal blocks: ``block`` is uint8 ``[n]``, the result uint8 ``[size, n]`` in the order of the ranks."""
+        if self._group is None:
+            return block.unsqueeze(0)
+        gathered = torch.empty(self.size * block.numel(), dtype=torch.uint8)
+        self.all_gather_into(gathered, block)
+        return gathered.view(self.size, block.numel())
+
+    def all_gather_into(self, out: Tensor, block: Tensor) -> None:
+        """Gather ``block`` (``[n]``) of every member into ``out`` (``[size * n]``), both contiguous, of one dtype."""
+        if self._group is None:
+            out.copy_(block)
+            return
+        options = torch._C._distributed_c10d.AllgatherOptions()
+        options.timeout = self._timeout
+        self._finish(lambda group: group._allgather_base(out, block, options))
+
+    def all_to_all(self, out: Tensor, block: Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
+        """Send a stretch of ``block`` to each member and receive one from each into ``out``; sizes in elements."""
+        if self._group is None:
+            out.copy_(block)
+            return
+        options = dist.AllToAllOptions()
+        options.timeout = self._timeout
+        self._finish(lambda group: group.alltoall_base(out, block, out_sizes, in_sizes, options))
+
+    def _finish(self, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+        """Start a collective and wait for it in slices, looking at the coordinator's news in between.
+
+        Raises:
+            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
+        """
+        assert self._group is not None
+        self._check()
+        try:
+            work = start(self._group)
+        except RuntimeError as error:
+            raise CommunicatorBroken(_brief(error)) from error
+        self._pending = work
+        limit = time.monotonic() + self._settings.operation_timeout
+        part = timedelta(seconds=self._settings.wait_slice)
+        while True:
+            try:
+                work.wait(part)
+                self._pending = None
+                return
+            except RuntimeError as error:
+                if work.is_completed() or time.monotonic() >= limit:
+                    raise CommunicatorBroken(_brief(error)) from error
+            self._check()
+
+    def _check(self) -> None:
+        reason = self._interrupted()
+        if reason is not None:
+            raise CommunicatorBroken(reason)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no collective is under way, so that the group can be taken down without waiting for it."""
+        return self._pending is None or self._pending.is_completed()
+
+    def close(self) -> None:
+        """Take the group down. The destructor waits for a collective under way, so an abandoned one is leaked first."""
+        group, self._group = self._group, None
+        if group is not None and not self.idle:
+            for leaked in (group, self._pending):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))
+
+
+def _brief(error: Exception) -> str:
+    """The first line of a collective's error without the path of torch's source file."""
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return line.rsplit("] ", 1)[-1][:300] if line.startswith("[") else line[:300]

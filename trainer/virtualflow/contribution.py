@@ -1,0 +1,322 @@
+"""What travels with each step beside the gradients: the head of the exchange, metrics and buffers.
+
+Each worker's *head* is one block of fixed size, gathered from all before anything large moves. It says which exchange
+this is, which generation the worker would like to enter next, how many samples each of its virtual nodes had, which
+tensors it contributes to, and its metrics. All workers read the same heads, so they agree on everything that follows
+without a further round trip: the weight of the step, the metrics (combined in tree order), what to exchange at all, and
+whether to switch the generation after this step.
+
+The names of metrics and of changing buffers are not known before a model has run. They form a :class:`Schema` that only
+grows: a worker that met a new name raises a flag in its head, all gather the names, and the heads are exchanged again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow import messages as m
+from virtualflow.assignment import tree_sum
+
+_FIXED = struct.Struct("<8q")
+_NODE = struct.Struct("<q")
+_PAIR = struct.Struct("<dd")
+
+
+class Kind(IntEnum):
+    """What an exchange is for."""
+
+    TRAIN = 1
+    EVALUATE = 2
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Names that every worker knows: metrics, buffers that are averaged, buffers that are copied."""
+
+    metrics: tuple[str, ...] = ()
+    averaged: tuple[str, ...] = ()
+    """Floating-point and complex buffers that have changed at least once."""
+    copied: tuple[str, ...] = ()
+    """Buffers of other types that have changed at least once: the first virtual node's value counts, as in DDP rank 0's."""
+
+    def merge(self, other: Schema) -> Schema:
+        """Both schemas in one, with names in order."""
+        return Schema(*(tuple(sorted({*a, *b})) for a, b in zip(self.parts(), other.parts(), strict=True)))
+
+    def parts(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The three kinds of names."""
+        return self.metrics, self.averaged, self.copied
+
+    def to_json(self) -> list[list[str]]:
+        """As JSON."""
+        return [list(part) for part in self.parts()]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Sequence[str]]) -> Schema:
+        """The inverse of :meth:`to_json`."""
+        return cls(*(tuple(str(name) for name in part) for part in value))
+
+
+@dataclass
+class NodeRecord:
+    """What one virtual node left behind, beside its gradients."""
+
+    samples: int = 0
+    metrics: dict[str, float | Tensor] = field(default_factory=dict)
+    averaged: dict[str, Tensor] = field(default_factory=dict)
+    """New values of changed floating-point buffers."""
+    copied: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A worker's head, as read by all."""
+
+    kind: int
+    exchange: int
+    layout: int
+    offer: m.Generation
+    wishes: bool
+    more: bool
+    """Whether the worker has samples for a further step of this epoch."""
+    samples: tuple[int, ...]
+    present: tuple[bool, ...]
+    metrics: tuple[tuple[tuple[float, bool], ...], ...]
+    """For each virtual node and metric of the schema: the value, and whether there is one."""
+    copied: bytes
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """Sizes of a head's parts; equal on all workers of a generation."""
+
+    schema: Schema
+    places: int
+    """Tensors whose presence is told: parameters, then averaged buffers."""
+    most_nodes: int
+    """The largest number of virtual nodes on one worker."""
+    copied_bytes: int
+    alignment: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of a head."""
+        per_node = _NODE.size + _PAIR.size * len(self.schema.metrics)
+        size = _FIXED.size + (self.places + 7) // 8 + self.most_nodes * per_node + self.copied_bytes
+        return -(-size // self.alignment) * self.alignment
+
+    def write(
+        self,
+        kind: Kind,
+        exchange: int,
+        layout: int,
+        offer: m.Generation,
+        wishes: bool,
+        more: bool,
+        present: Sequence[bool],
+        records: Sequence[NodeRecord],
+    ) -> Tensor:
+        """The head as a uint8 tensor ``[size]``."""
+        block = bytearray(self.size)
+        _FIXED.pack_into(block, 0, kind, exchange, layout, offer.incarnation, offer.counter, wishes, len(records), more)
+        at = _FIXED.size
+        bits = sum(1 << place for place, there in enumerate(present) if there)
+        block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
+        at += (self.places + 7) // 8
+        for record in records:
+            _NODE.pack_into(block, at, record.samples)
+            at += _NODE.size
+            for name in self.schema.metrics:
+                value = record.metrics.get(name)
+                _PAIR.pack_into(block, at, 0.0 if value is None else float(value), 0.0 if value is None else 1.0)
+                at += _PAIR.size
+        if self.copied_bytes:
+            first = next((record for record in records if record.samples), None)
+            if first is not None:
+                raw = b"".join(_raw(first.copied[name]) for name in self.schema.copied)
+                block[self.size - self.copied_bytes :] = raw
+        return torch.frombuffer(block, dtype=torch.uint8)
+
+    def read(self, block: Tensor) -> Head:
+        """The inverse of :meth:`write`."""
+        raw = block.numpy().tobytes()
+        kind, exchange, layout, incarnation, counter, wishes, nodes, more = _FIXED.unpack_from(raw, 0)
+        at = _FIXED.size
+        bits = int.from_bytes(raw[at : at + (self.places + 7) // 8], "little")
+        at += (self.places + 7) // 8
+        samples, metrics = [], []
+        for _ in range(nodes):
+            samples.append(_NODE.unpack_from(raw, at)[0])
+            at += _NODE.size
+            values = []
+            for _ in self.schema.metrics:
+                value, there = _PAIR.unpack_from(raw, at)
+                values.append((value, there == 1.0))
+                at += _PAIR.size
+            metrics.append(tuple(values))
+        return Head(
+            kind,
+            exchange,
+            layout,
+            m.Generation(incarnation, counter),
+            bool(wishes),
+            bool(more),
+            tuple(samples),
+            tuple(bool(bits >> place & 1) for place in range(self.places)),
+            tuple(metrics),
+            raw[len(raw) - self.copied_bytes :] if self.copied_bytes else b"",
+        )
+
+
+def combine_metrics(schema: Schema, virtual_nodes: int, heads: Sequence[Head]) -> dict[str, float]:
+    """Means over all samples, each virtual node weighted by its samples, summed in the shape of the tree.
+
+    A metric that some virtual nodes did not log is the mean over those that did.
+    """
+    samples = [count for head in heads for count in head.samples]
+    rows = [row for head in heads for row in head.metrics]
+    combined = {}
+    for place, name in enumerate(schema.metrics):
+        weighted = {
+            (node, node + 1): (rows[node][place][0] * samples[node], float(samples[node]))
+            if rows[node][place][1]
+            else (0.0, 0.0)
+            for node in range(virtual_nodes)
+        }
+        total, weight = tree_sum(virtual_nodes, weighted, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+        if weight:
+            combined[name] = total / weight
+    return combined
+
+
+def layout_hash(parameters: Mapping[str, Tensor], schema: Schema) -> int:
+    """A number that differs when two workers would misread each other's exchange."""
+    described = [[name, list(p.shape), str(p.dtype)] for name, p in parameters.items()]
+    text = json.dumps([described, schema.to_json()])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _raw(tensor: Tensor) -> bytes:
+    raw: bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return raw
+
+
+@dataclass
+class _Buffer:
+    module: nn.Module
+    attribute: str
+    tensor: Tensor
+    baseline: Tensor
+
+    def differs(self) -> bool:
+        """Whether the module's present value is another one than the baseline.
+
+        By content: batch norm's kernels write to its statistics without raising the tensor's version counter.
+        """
+        present = self.module._buffers[self.attribute]
+        return present is not self.tensor or not _same_bytes(self.tensor, self.baseline)
+
+    def put(self, value: Tensor) -> None:
+        """Set the module's value, in the tensor that it had at first."""
+        with torch.no_grad():
+            self.tensor.copy_(value)
+        self.module._buffers[self.attribute] = self.tensor
+
+
+class BufferTracker:
+    """Lets every virtual node start from the same buffers, and collects what it changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers: dict[str, _Buffer] = {}
+        seen: set[int] = set()
+        for prefix, module in model.named_modules():
+            for attribute, tensor in module._buffers.items():
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                self._buffers[name] = _Buffer(module, attribute, tensor, tensor.detach().clone())
+
+    def begin(self) -> None:
+        """Take the present values as those that every virtual node of the coming step starts from."""
+        for buffer in self._buffers.values():
+            if buffer.differs():
+                present = buffer.module._buffers[buffer.attribute]
+                buffer.tensor = buffer.tensor if present is None else present
+                buffer.baseline = buffer.tensor.detach().clone()
+
+    def collect(self, schema: Schema) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """New values of (averaged, copied) buffers after a virtual node, and the baseline put back.
+
+        Buffers of the schema are always among them; the values are copies.
+        """
+        averaged: dict[str, Tensor] = {}
+        copied: dict[str, Tensor] = {}
+        for name, buffer in self._buffers.items():
+            if name not in schema.averaged and name not in schema.copied and not buffer.differs():
+                continue
+            present = buffer.module._buffers[buffer.attribute]
+            value = buffer.baseline if present is None else present.detach()
+            target = averaged if _averages(buffer.tensor) else copied
+            target[name] = value.to(buffer.tensor.dtype, copy=True).reshape(buffer.tensor.shape)
+            buffer.put(buffer.baseline)
+        return averaged, copied
+
+    def changed(self, name: str, value: Tensor) -> bool:
+        """Whether ``value`` differs from what the step began with."""
+        return not _same_bytes(value, self._buffers[name].baseline)
+
+    def baseline(self, name: str) -> Tensor:
+        """A copy of what a buffer began the step with."""
+        return self._buffers[name].baseline.clone()
+
+    def restore(self) -> None:
+        """Put the baseline back: the attempt is void."""
+        for buffer in self._buffers.values():
+            if buffer.differs():
+                buffer.put(buffer.baseline)
+
+    def commit(self, values: Mapping[str, Tensor]) -> None:
+        """Set the combined values; every other buffer keeps its baseline."""
+        for name, value in values.items():
+            buffer = self._buffers[name]
+            buffer.baseline = value.detach().to(buffer.tensor.device, copy=True).reshape(buffer.tensor.shape)
+            buffer.put(buffer.baseline)
+
+    def templates(self, names: Sequence[str]) -> list[Tensor]:
+        """One tensor per name, with its shape, dtype and device."""
+        return [self._buffers[name].tensor for name in names]
+
+    def copied_bytes(self, schema: Schema) -> int:
+        """Bytes of the copied buffers of the schema."""
+        return sum(tensor.nbytes for tensor in self.templates(schema.copied))
+
+    def read_copied(self, schema: Schema, raw: bytes) -> dict[str, Tensor]:
+        """The copied buffers from a head."""
+        values, at = {}, 0
+        for name, tensor in zip(schema.copied, self.templates(schema.copied), strict=True):
+            part = bytearray(raw[at : at + tensor.nbytes])
+            at += tensor.nbytes
+            if part:
+                values[name] = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        return values
+
+
+def _averages(tensor: Tensor) -> bool:
+    """Whether virtual nodes' values of that type are averaged (float8 has no addition)."""
+    return (tensor.is_floating_point() and tensor.dtype.itemsize > 1) or tensor.is_complex()
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and type hold the same bits (a NaN equals itself here)."""
+    if a.data_ptr() == b.data_ptr():
+        return True
+    return torch.equal(a.detach().contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

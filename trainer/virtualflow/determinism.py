@@ -1,0 +1,59 @@
+"""Pinning what changes bits on one machine, and describing what differs between machines (docs/determinism.md)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What was in force before :func:`pin`, to be put back when the run is over."""
+
+    threads: int
+    deterministic: bool
+    warn_only: bool
+    cudnn_deterministic: bool
+    cudnn_benchmark: bool
+
+    def undo(self) -> None:
+        """Put everything back."""
+        torch.set_num_threads(self.threads)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+
+
+def pin(threads: int, deterministic: bool) -> Pinned:
+    """Pin the number of threads and, if ``deterministic``, refuse kernels whose results vary from call to call."""
+    before = Pinned(
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+    )
+    torch.set_num_threads(threads)
+    if deterministic:
+        os.environ.setdefault(_CUBLAS, ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+    return before
+
+
+def fingerprint(device: torch.device, threads: int, deterministic: bool) -> str:
+    """What must be equal on all workers for equal bits, for people to read; constant when bits need not be equal."""
+    version = torch.__version__.split("+")[0]
+    if not deterministic:
+        return f"torch {version}"
+    parts = [f"torch {version}", f"{threads} thread{'s' if threads != 1 else ''}"]
+    if device.type == "cuda":
+        parts += [torch.cuda.get_device_name(device), f"CUDA {torch.version.cuda}"]
+    else:
+        parts += [device.type, f"CPU capability {torch.backends.cpu.get_cpu_capability()}"]
+    return ", ".join(parts)

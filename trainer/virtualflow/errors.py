@@ -1,0 +1,49 @@
+"""The errors that the library raises on purpose, so that callers can tell them from defects."""
+
+from __future__ import annotations
+
+
+class VirtualFlowError(Exception):
+    """Base of every error that the library raises on purpose."""
+
+
+class ConfigurationError(VirtualFlowError, ValueError):
+    """Something that the user asked for cannot be done; the message is one sentence that says what to do."""
+
+
+class CommunicatorBroken(VirtualFlowError):
+    """A collective failed or was abandoned: the attempt is void and the next generation repeats it."""
+
+
+class Leave(SystemExit):
+    """This worker's part is over before the end of the script; the process ends with ``code``.
+
+    It is raised by iterating over the run, so that code after the training loop (saving the model, printing results)
+    runs only in workers that saw the end of the training. ``finally`` blocks and context managers run as usual.
+    """
+
+    exit_code = 0
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(self.exit_code)
+        self.reason = reason
+
+
+class Drained(Leave):
+    """This worker was asked to leave and has handed over: exit code 0."""
+
+
+class JobEnded(Leave):
+    """The job was completed or stopped while this worker waited to join it: exit code 0."""
+
+
+class JobFailed(Leave):
+    """The job has failed elsewhere: exit code 1."""
+
+    exit_code = 1
+
+
+class Evicted(Leave):
+    """The coordinator gave this process up or refused it; it may be started again: exit code 75 (EX_TEMPFAIL)."""
+
+    exit_code = 75

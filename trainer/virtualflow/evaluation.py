@@ -1,0 +1,141 @@
+"""Inference over a dataset on the same virtual nodes: every sample once, results in dataset order, on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow import state
+from virtualflow.contribution import Kind
+from virtualflow.loop import Run, active_run
+from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError
+from virtualflow.loading import LoaderOptions, Source, open_source
+from virtualflow.randomness import seed_virtual_node
+from virtualflow.settings import LOADER_GRACE, CommunicatorSettings
+from virtualflow.update import gather_bytes, read_heads
+
+Rows = Any
+"""A tensor with one row a sample, or a tuple, list or dict of such."""
+
+
+def evaluate(
+    model: nn.Module,
+    dataset: Any,
+    fn: Callable[[Any], Rows],
+    *,
+    batch_size: int,
+    **loader: Unpack[LoaderOptions],
+) -> Rows:
+    """Run ``fn`` over a map-style dataset and return its rows in dataset order, the same on every worker.
+
+    Inside the ``with`` block of a run all its workers share the work, so all must call it, after a step's micro-batches
+    or after the last step. Members may drain or be lost meanwhile; joiners wait until it is over. Without a run, this
+    process does everything.
+
+    Args:
+        model: put into evaluation mode meanwhile.
+        dataset: map-style.
+        fn: gets a collated micro-batch, returns one row a sample: a tensor ``[n, ...]`` or a tuple, list or dict of them.
+        batch_size: samples at a time over all virtual nodes, divisible by their number.
+        **loader: passed through to the ``DataLoader``.
+
+    Raises:
+        ConfigurationError: the dataset is no map-style one or the sizes do not fit.
+    """
+    run = active_run()
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigurationError("vf.evaluate needs a map-style dataset (with __len__ and __getitem__): rows have an order")
+    virtual_nodes = 1 if run is None else run.virtual_nodes
+    modes = {module: module.training for module in model.modules()}
+    source = open_source(
+        dataset,
+        batch_size=batch_size,
+        virtual_nodes=virtual_nodes,
+        seed=0 if run is None else run.seed,
+        shuffle=False,
+        drop_last=False,
+        epochs=1,
+        options=loader,
+        close_grace=LOADER_GRACE,
+    )
+    try:
+        model.eval()
+        with torch.no_grad():
+            parts = _alone(source, fn) if run is None else _together(run, source, fn)
+    finally:
+        source.close()
+        for module, training in modes.items():
+            module.training = training
+    return _join(parts)
+
+
+def _alone(source: Source, fn: Callable[[Any], Rows]) -> list[Rows]:
+    source.assign(range(1), 0, 0)
+    return [fn(source.fetch(0, step, 0).data) for step in range(source.steps_per_epoch or 0)]
+
+
+def _together(run: Run, source: Source, fn: Callable[[Any], Rows]) -> list[Rows]:
+    """One exchange a batch; the rows of virtual node v are the v-th slice of the batch."""
+    run.require_state()
+    rows: list[Rows] = []
+    run.set_phase("evaluating")
+    assigned = range(0)
+    for step in range(source.steps_per_epoch or 0):
+        number = run.exchanges + 1
+        while run.exchanges < number:
+            if run.carried != assigned:
+                assigned = run.carried
+                source.assign(assigned, 0, step)
+            try:
+                _exchange(run, source, fn, step, number)
+            except CommunicatorBroken as error:
+                run.recover(error)
+                assigned = range(0)
+        blocks = run.evaluated
+        if blocks is None:
+            raise VirtualFlowError("an evaluation was overtaken by a step; call vf.evaluate on all workers alike")
+        by_node: dict[int, Rows] = {}
+        for block in blocks:
+            by_node |= state.unpack(block)
+        rows += [by_node[node] for node in sorted(by_node)]
+    run.set_phase("training")
+    return rows
+
+
+def _exchange(run: Run, source: Source, fn: Callable[[Any], Rows], step: int, number: int) -> None:
+    mine: dict[int, Rows] = {}
+    for node in run.carried:
+        batch = source.fetch(0, step, node)
+        if batch.size:
+            seed_virtual_node(run.seed, -number, node)
+            mine[node] = _to_cpu(fn(batch.data))
+    form = run.update.head_format(run.ranges)
+    head = form.write(Kind.EVALUATE, number, 0, run.offer_to_switch(), False, False, [], [])
+    heads = read_heads(form, run.communicator.all_gather(head), Kind.EVALUATE, number)
+    blocks = gather_bytes(run.communicator, state.pack(mine), CommunicatorSettings.alignment)
+    run.commit_evaluation(blocks, heads)
+
+
+def _to_cpu(rows: Rows) -> Rows:
+    if isinstance(rows, Tensor):
+        return rows.detach().cpu()
+    if isinstance(rows, dict):
+        return {name: _to_cpu(value) for name, value in rows.items()}
+    if isinstance(rows, tuple | list):
+        return tuple(_to_cpu(value) for value in rows)
+    raise ConfigurationError(
+        f"the function of vf.evaluate returned a {type(rows).__name__}; return a tensor with one row a sample, or a tuple, "
+        "list or dict of such tensors"
+    )
+
+
+def _join(parts: list[Rows]) -> Rows:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return {name: _join([part[name] for part in parts]) for name in first}
+    return tuple(_join([part[place] for part in parts]) for place in range(len(first)))

@@ -1,0 +1,302 @@
+"""Micro-batches of a map-style dataset, loaded ahead by a real ``DataLoader`` that no resize restarts.
+
+The ``DataLoader`` gets a sampler that never ends and that we steer: it names the next wanted batch of the
+virtual nodes that this worker carries now. So one set of loader processes serves the whole job, over epochs
+and resizes; what is in flight at a resize is kept where it is still wanted, and every batch carries the name
+of what was really loaded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch._utils import ExceptionWrapper
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.loaders import (
+    Collate,
+    LoaderOptions,
+    MicroBatch,
+    Source,
+    check_options,
+    close_loader,
+    collate_of,
+    open_loader,
+)
+from virtualflow.randomness import seed_sample
+from virtualflow.sampling import Plan, micro_batch
+from virtualflow.streams import Shardable, StreamSource
+
+__all__ = ["LoaderOptions", "MapSource", "MicroBatch", "Shardable", "Source", "StreamSource", "open_source"]
+
+
+def open_source(
+    dataset: Any,
+    *,
+    batch_size: int,
+    virtual_nodes: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    epochs: int | None,
+    options: LoaderOptions,
+    close_grace: float,
+) -> Source:
+    """Open the source that fits ``dataset``: a `MapSource` where samples have indices, else a `StreamSource`.
+
+    Args:
+        dataset: map-style (``__getitem__`` and ``__len__``), or `Shardable`.
+        batch_size: samples of a global batch.
+        virtual_nodes: how many share it.
+        seed: of the job; the order of the samples and the randomness inside the dataset follow from it.
+        shuffle: a new order every epoch. Streams come in the order of their shards, whatever this says.
+        drop_last: leave out a last short batch (map-style only).
+        epochs: nothing is loaded ahead beyond them; ``None`` for no end.
+        options: passed through to the ``DataLoader``.
+        close_grace: seconds that `Source.close` gives a loader process to finish the batch in hand.
+
+    Raises:
+        ConfigurationError: the dataset, the sizes or the options do not fit together.
+    """
+    check_options(options)
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
+        if not hasattr(dataset, "__len__"):
+            raise ConfigurationError(
+                f"{type(dataset).__name__} has no __len__, so its samples cannot be put in order; define it"
+            )
+        plan = Plan(len(dataset), batch_size, seed, shuffle, drop_last)
+        return MapSource(
+            dataset,
+            plan,
+            virtual_nodes=virtual_nodes,
+            epochs=epochs,
+            options=options,
+            close_grace=close_grace,
+        )
+    return StreamSource(
+        dataset,
+        batch_size=batch_size,
+        virtual_nodes=virtual_nodes,
+        seed=seed,
+        options=options,
+        close_grace=close_grace,
+    )
+
+
+class _Key(NamedTuple):
+    """The name of a micro-batch; keys are ordered as they are needed."""
+
+    epoch: int
+    epoch_step: int
+    virtual_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What a loader process is asked for."""
+
+    key: _Key
+    indices: tuple[int, ...]
+
+
+class MapSource:
+    """Micro-batches of a dataset with indices. Implements `Source`.
+
+    Loader processes start with the source, so that they boot, and fork, before there is anything that they
+    would delay or inherit; they idle until the first assignment.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: Plan,
+        *,
+        virtual_nodes: int,
+        epochs: int | None,
+        options: LoaderOptions,
+        close_grace: float,
+    ) -> None:
+        """Open the source over ``dataset``; the arguments and errors are those of `open_source`."""
+        check_options(options)
+        micro_batch(plan.batch_size, virtual_nodes)
+        self._plan = plan
+        self._virtual_nodes = virtual_nodes
+        self._epochs = epochs
+        self._close_grace = close_grace
+        processes = options.get("num_workers", 0)
+        self._slots = processes * (options.get("prefetch_factor") or 2)
+        """Tasks that the ``DataLoader`` keeps in flight (torch's default: two a process)."""
+        self._carried = range(0)
+        self._wanted: Iterator[_Task] = iter(())
+        self._passed = _Key(0, 0, -1)
+        """The latest key handed out: nothing up to it is loaded ahead."""
+        self._due: _Task | None = None
+        self._in_flight: deque[_Key | None] = deque()
+        self._arrived: dict[_Key, tuple[_Task, Any]] = {}
+        self._closed = False
+        self._failed = False
+        self._batches: Iterator[Any] = open_loader(
+            _Loading(dataset, collate_of(options), plan.seed),
+            dataset,
+            options,
+            collate=_as_it_is,
+            sampler=_Tasks(self),
+            batch_size=None,
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in an epoch."""
+        return self._plan.steps_per_epoch
+
+    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int) -> None:
+        """See `Source.assign`. What is in flight or waiting and still wanted is kept."""
+        self._carried = virtual_nodes
+        self._passed = _Key(epoch, epoch_step, -1)
+        self._wanted = self._sequence(virtual_nodes, epoch, epoch_step)
+        self._drop_unwanted()
+
+    def fetch(self, epoch: int, epoch_step: int, virtual_node: int) -> MicroBatch:
+        """See `Source.fetch`."""
+        if self._closed:
+            raise RuntimeError("the source of samples is closed")
+        key = _Key(epoch, epoch_step, virtual_node)
+        self._passed = max(self._passed, key)
+        if not self._plan.size(epoch_step, virtual_node, self._virtual_nodes):
+            return MicroBatch(virtual_node, None, ())
+        task, outcome = self._arrived.pop(key) if key in self._arrived else self._await(key)
+        self._drop_unwanted()
+        self._look_ahead()
+        if isinstance(outcome, ExceptionWrapper):
+            outcome.reraise()  # type: ignore[no-untyped-call]
+        return MicroBatch(virtual_node, outcome, task.indices)
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        if not self._closed:
+            self._closed = True
+            self._arrived.clear()
+            close_loader(self._batches, self._close_grace)
+            self._batches = iter(())
+
+    def _await(self, key: _Key) -> tuple[_Task, Any]:
+        if key not in self._in_flight:
+            indices = self._plan.indices(*key, self._virtual_nodes)
+            self._due = _Task(key, tuple(indices))
+        while True:
+            task, outcome = self._receive()
+            if task is None:
+                continue
+            if task.key == key:
+                return task, outcome
+            if self._is_wanted(task.key):
+                self._arrived[task.key] = (task, outcome)
+
+    def _receive(self) -> tuple[_Task | None, Any]:
+        """Take the next batch from the ``DataLoader``, which asks `_next_task` for another one meanwhile."""
+        if self._failed:
+            raise RuntimeError("a loader process failed before; open a new source")
+        # The user's errors arrive as data from loader processes: whatever is raised here broke the loader.
+        self._failed = self._slots > 0
+        try:
+            task, outcome = next(self._batches)
+        finally:
+            self._in_flight.popleft()
+        self._failed = False
+        return task, outcome
+
+    def _look_ahead(self) -> None:
+        """Exchange idle tasks at the front, which are answered at once, for wanted ones, if there is room."""
+        for _ in range(self._slots):
+            if self._in_flight[0] is not None or self._ahead() >= self._slots:
+                return
+            self._receive()
+            if self._in_flight[-1] is None:
+                return  # the end of the last epoch
+
+    def _next_task(self) -> _Task | None:
+        """Name what to load next; ``None`` is an idle task, which keeps the ``DataLoader`` going."""
+        task, self._due = self._due, None
+        # One in flight is being received while this is asked, hence no "or equal".
+        if task is None and not self._ahead() > self._slots:
+            for candidate in self._wanted:
+                key = candidate.key
+                if key > self._passed and key not in self._arrived and key not in self._in_flight:
+                    task = candidate
+                    break
+        self._in_flight.append(None if task is None else task.key)
+        return task
+
+    def _ahead(self) -> int:
+        return len(self._arrived) + sum(key is not None and self._is_wanted(key) for key in self._in_flight)
+
+    def _is_wanted(self, key: _Key) -> bool:
+        return key > self._passed and key.virtual_node in self._carried
+
+    def _drop_unwanted(self) -> None:
+        for key in [key for key in self._arrived if not self._is_wanted(key)]:
+            del self._arrived[key]
+
+    def _sequence(self, virtual_nodes: range, epoch: int, epoch_step: int) -> Iterator[_Task]:
+        while virtual_nodes and (self._epochs is None or epoch < self._epochs):
+            for step in range(epoch_step, self._plan.steps_per_epoch):
+                for virtual_node in virtual_nodes:
+                    key = _Key(epoch, step, virtual_node)
+                    indices = self._plan.indices(*key, self._virtual_nodes)
+                    if indices:
+                        yield _Task(key, tuple(indices))
+            epoch, epoch_step = epoch + 1, 0
+
+
+class _Tasks:
+    """The never-ending sampler: whatever the source wants next."""
+
+    def __init__(self, source: MapSource) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[_Task | None]:
+        while True:
+            yield self._source._next_task()
+
+
+class _Loading(Dataset[tuple[_Task | None, Any]]):
+    """The dataset as the ``DataLoader`` sees it: an item is a whole micro-batch together with its task.
+
+    ``__getitems__`` of a dataset is left unused, because each sample has a random stream of its own.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+
+    def __getitem__(self, task: _Task | None) -> tuple[_Task | None, Any]:
+        if task is None:
+            return None, None
+        if get_worker_info() is None:
+            return task, self._load(task)
+        try:
+            return task, self._load(task)
+        except Exception:  # noqa: BLE001
+            # Whatever the user's code raises travels as data, so that it surfaces with the batch it belongs
+            # to, if that is still wanted, and is told from the failure of a loader process.
+            return task, ExceptionWrapper(where="in a loader process")  # type: ignore[no-untyped-call]
+
+    def _load(self, task: _Task) -> Any:
+        samples = []
+        try:
+            for index in task.indices:
+                seed_sample(self._seed, task.key.epoch, index)
+                samples.append(self._dataset[index])
+            return self._collate(samples)
+        except StopIteration as stop:
+            # Let through, it would silently end some loop between here and the user.
+            raise RuntimeError(f"the dataset raised StopIteration while loading {task.indices}") from stop
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,130 @@
+"""The coordinator of a local job as a process that is started again whenever it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from virtualflow.errors import VirtualFlowError
+from virtualflow.local.processes import Process, Supervisor, describe_exit
+from virtualflow.settings import ENV_TOKEN, LocalSettings
+
+HOST = "127.0.0.1"
+
+# The coordinator is of this very version, wherever the command line was started.
+_SEARCH_PATH = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(
+    os.pathsep
+)
+
+
+class CoordinatorFailed(VirtualFlowError):
+    """The coordinator cannot be started; the message is a sentence for the user."""
+
+
+class CoordinatorProcess:
+    """Keeps a coordinator listening on one port.
+
+    Args:
+        supervisor: starts the process.
+        token: of the job.
+        port: to listen on, 0 for any; after the first start the port stays the same.
+        heartbeat_limit: seconds.
+        directory: for its log and the file by which it says that it listens.
+        settings: how long to wait for what.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        token: str,
+        port: int,
+        heartbeat_limit: float,
+        directory: Path,
+        settings: LocalSettings,
+    ) -> None:
+        self._supervisor, self._token, self._port = supervisor, token, port
+        self._heartbeat_limit, self._directory, self._settings = heartbeat_limit, directory, settings
+        self._ready_file = directory / "coordinator.ready"
+        self._crashes = 0
+        self.process: Process | None = None
+        self.url = ""
+
+    async def start(self, wanted: Callable[[], int]) -> None:
+        """Start it and wait until it listens; again and again with back-off, unless it has never listened.
+
+        Args:
+            wanted: how many workers the job is to have, asked at each attempt.
+
+        Raises:
+            CoordinatorFailed: it ends or stays silent at its first start, or keeps failing.
+        """
+        while True:
+            trouble = await self._try_start(wanted())
+            if not trouble:
+                self._crashes = 0
+                return
+            if not self.url:
+                raise CoordinatorFailed(trouble)
+            self._crashes += 1
+            if self._crashes > 10:
+                raise CoordinatorFailed(f"the coordinator cannot be started again: {trouble}")
+            delay = self._settings.backoff_first * 2 ** (self._crashes - 1)
+            await asyncio.sleep(min(delay, self._settings.backoff_most))
+
+    async def stop(self) -> None:
+        """End it; kill it when it does not end within a second."""
+        process = self.process
+        if process is None:
+            return
+        process.send(signal.SIGTERM)
+        for _ in range(100):
+            if not process.alive:
+                return
+            await asyncio.sleep(0.01)
+        process.signal_group(signal.SIGKILL)
+
+    async def _try_start(self, wanted: int) -> str:
+        self._ready_file.unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "virtualflow",
+            "coordinator",
+            "--host",
+            HOST,
+            "--port",
+            str(self._port),
+        ]
+        command += ["--wanted", str(wanted), "--heartbeat-limit", str(self._heartbeat_limit)]
+        command += ["--ready-file", str(self._ready_file)]
+        environment = {**os.environ, ENV_TOKEN: self._token, "PYTHONPATH": _SEARCH_PATH}
+        process = self._supervisor.start("coordinator", command, environment, self._directory / "coordinator.log", None)
+        self.process = process
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.coordinator_start
+        while loop.time() < deadline:
+            if url := self._read_url():
+                self.url = url
+                self._port = urlsplit(self.url).port or self._port
+                return ""
+            if not process.alive:
+                await self._supervisor.flush(process)
+                said = next((line for line in reversed(process.tail) if line.strip()), "")
+                return (
+                    said.removeprefix("virtualflow: ")
+                    or f"the coordinator ended at once ({describe_exit(process.code or 0)})"
+                )
+            await asyncio.sleep(0.01)
+        process.signal_group(signal.SIGKILL)
+        return f"the coordinator does not listen after {self._settings.coordinator_start:g} s"
+
+    def _read_url(self) -> str:
+        try:
+            return self._ready_file.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return ""

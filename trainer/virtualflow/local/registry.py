@@ -1,0 +1,206 @@
+"""Where a running ``virtualflow run`` can be found from another terminal: one small file a job, readable by
+its user only.
+
+A file holds the address of the job's coordinator and its token, so the directory has mode 0700 and the files
+0600. A file outlives its runner only if that was killed; whoever reads next removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from virtualflow.errors import ConfigurationError
+
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """A job of this machine."""
+
+    name: str
+    url: str
+    """Of the coordinator; empty while it starts."""
+    token: str
+    pid: int
+    """The runner."""
+    born: int
+    """When the runner's process began, in clock ticks since boot: a pid alone may be somebody else's by
+    now.
+    """
+
+
+def directory() -> Path:
+    """The directory of this user's running jobs, made if it is missing.
+
+    Raises:
+        ConfigurationError: it cannot be made, or belongs to somebody else.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK | os.X_OK):
+        path = Path(runtime) / "virtualflow"
+    else:
+        path = Path(tempfile.gettempdir()) / f"virtualflow-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        facts = path.lstat()
+    except OSError as error:
+        raise ConfigurationError(f"cannot keep track of running jobs in {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        raise ConfigurationError(
+            f"{path} must be a directory that only you can enter; remove it or set XDG_RUNTIME_DIR"
+        )
+    return path
+
+
+def running_jobs() -> list[RunningJob]:
+    """The jobs whose runner lives, by name; what dead ones left is removed."""
+    found = []
+    for path in sorted(directory().glob("*.json")):
+        job = _read(path)
+        if job is not None and _lives(job):
+            found.append(job)
+        elif job is not None:
+            _remove(path)
+    return found
+
+
+def claim(name: str | None, suggestion: str) -> RunningJob:
+    """Take a name for a job of this process; it has no address yet.
+
+    Args:
+        name: the one to take.
+        suggestion: without a name: this one, or the first of ``suggestion-2``, ``suggestion-3``, … that is
+            free.
+
+    Raises:
+        ConfigurationError: the name is malformed or taken.
+    """
+    if name is not None:
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise ConfigurationError(
+                f"a job cannot be called {name!r}; use letters, digits, dots, dashes and underscores"
+            )
+        job = _try_claim(name)
+        if job is None:
+            raise ConfigurationError(f"a job called {name!r} is running already; choose another --name or end that one")
+        return job
+    base = re.sub(r"[^A-Za-z0-9._-]+", "-", suggestion).strip("._-")[:80] or "job"
+    number = 1
+    while True:
+        job = _try_claim(base if number == 1 else f"{base}-{number}")
+        if job is not None:
+            return job
+        number += 1
+
+
+def publish(job: RunningJob) -> None:
+    """Say where the job's coordinator is; replaces what was said before as a whole."""
+    path = _path(job.name)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(asdict(job), file)
+    os.replace(temporary, path)
+
+
+def release(job: RunningJob) -> None:
+    """The job has ended: remove its file, if it is still this job's."""
+    path = _path(job.name)
+    present = _read(path)
+    if present is not None and (present.pid, present.born) == (job.pid, job.born):
+        _remove(path)
+
+
+def find(name: str | None) -> RunningJob:
+    """The running job called ``name``, or the only one.
+
+    Raises:
+        ConfigurationError: there is none of that name, none at all, or several to choose from.
+    """
+    jobs = [job for job in running_jobs() if job.url]
+    names = ", ".join(job.name for job in jobs)
+    if name is not None:
+        for job in jobs:
+            if job.name == name:
+                return job
+        there = f"running: {names}" if jobs else "none is running"
+        raise ConfigurationError(f"no job called {name!r} is running on this machine ({there})")
+    if not jobs:
+        raise ConfigurationError("no job is running on this machine; start one with: virtualflow run SCRIPT")
+    if len(jobs) > 1:
+        raise ConfigurationError(f"several jobs are running ({names}); say which one")
+    return jobs[0]
+
+
+def _path(name: str) -> Path:
+    return directory() / f"{name}.json"
+
+
+def _try_claim(name: str) -> RunningJob | None:
+    job = RunningJob(name, "", "", os.getpid(), _born(os.getpid()) or 0)
+    path = _path(name)
+    # The file appears complete or not at all: a hard link fails when the name is taken.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(asdict(job), file)
+        for _ in range(2):
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                present = _read(path)
+                if present is not None and _lives(present):
+                    return None
+                _remove(path)
+            else:
+                return job
+        return None
+    finally:
+        _remove(Path(temporary))
+
+
+def _read(path: Path) -> RunningJob | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        job = RunningJob(
+            str(content["name"]),
+            str(content["url"]),
+            str(content["token"]),
+            int(content["pid"]),
+            int(content["born"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return job
+
+
+def _lives(job: RunningJob) -> bool:
+    try:
+        os.kill(job.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return False  # Somebody else's process: not the runner, which is ours.
+    born = _born(job.pid)
+    return born is None or born == job.born
+
+
+def _born(pid: int) -> int | None:
+    """The process's start in clock ticks since boot; ``None`` where the system does not tell."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        return int(text.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()

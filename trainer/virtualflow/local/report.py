@@ -1,0 +1,180 @@
+"""What a job leaves behind: the report and the audit, made from what workers and coordinators told while it
+ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from virtualflow.messages import Change, Event, Generation, Status
+
+
+@dataclass
+class Chronicle:
+    """What has happened in a job, across all the coordinators that it had."""
+
+    changes: dict[Generation, Change] = field(default_factory=dict)
+    pids: dict[str, list[int]] = field(default_factory=dict)
+    """Processes of each worker name, in the order in which they were started."""
+    last_checkpoint: Event | None = None
+    """The latest event about a checkpoint, good or bad."""
+    _seen: set[tuple[float, str, str]] = field(default_factory=set)
+
+    def take(self, status: Status) -> tuple[list[Change], list[Event]]:
+        """Remember what ``status`` tells; the changes and events that were not known before."""
+        fresh_changes = []
+        for change in (*status.changes, *((status.last_change,) if status.last_change else ())):
+            if change.generation not in self.changes:
+                fresh_changes.append(change)
+            self.changes[change.generation] = change
+        fresh_events = []
+        for event in status.events:
+            key = (event.time, event.kind, event.text)
+            if key in self._seen:
+                continue
+            self._seen.add(key)
+            fresh_events.append(event)
+            if event.kind.startswith("checkpoint"):
+                self.last_checkpoint = event
+        return fresh_changes, fresh_events
+
+    def add_process(self, worker: str, pid: int) -> None:
+        """A process was started under that name."""
+        self.pids.setdefault(worker, []).append(pid)
+
+    def ordered_changes(self) -> list[Change]:
+        """All changes in the order in which they took effect."""
+        return [self.changes[generation] for generation in sorted(self.changes)]
+
+
+def build_report(chronicle: Chronicle, status: Status | None, name: str, seconds: float) -> dict[str, object]:
+    """The content of ``--report``; fields that only a finished job has are ``None`` before.
+
+    Args:
+        chronicle: of the whole job.
+        status: the last one that was seen.
+        name: of the job.
+        seconds: how long it took by the clock on the wall.
+    """
+    changes = chronicle.ordered_changes()
+    return {
+        "job": name,
+        "phase": status.phase if status else "waiting",
+        "digest": status.digest if status else None,
+        "optimizer_digest": status.optimizer_digest if status else None,
+        "steps": status.step if status else 0,
+        "total_steps": status.total_steps if status else None,
+        "virtual_nodes": status.virtual_nodes if status else None,
+        "changes": [describe_change(change) for change in changes],
+        "repeated_steps": sum(change.repeated_steps for change in changes),
+        "step_ms": status.step_ms if status else None,
+        "metrics": dict(status.metrics) if status else {},
+        "pids": chronicle.pids,
+        "seconds": round(seconds, 3),
+        "error": status.error if status else None,
+    }
+
+
+def describe_change(change: Change) -> dict[str, object]:
+    """A change as the report shows it."""
+    return {
+        "generation": change.generation.counter,
+        "step": change.step,
+        "from": change.from_,
+        "to": change.to,
+        "cause": change.cause,
+        "reason": change.reason,
+        "pause_ms": change.pause_ms,
+        "repeated_steps": change.repeated_steps,
+    }
+
+
+def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object]]:
+    """Who carried what in the attempts that counted, ordered by step and virtual node.
+
+    Every worker wrote what it carried before it contributed it, and which attempts it saw committed. A step
+    that was attempted in several generations counts in the highest one in which anybody saw it committed. A
+    line that is torn, because its writer was killed, is no statement: the writer had not contributed by then.
+
+    Args:
+        fragments: the lines of each worker process.
+    """
+    carried: dict[tuple[int, tuple[int, int]], dict[int, dict[str, object]]] = {}
+    counts: dict[int, tuple[int, int]] = {}
+    for lines in fragments:
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if not isinstance(entry, Mapping):
+                continue
+            if "carried" in entry:
+                fact = entry["carried"]
+                attempt = (fact["step"], _generation(fact["generation"]))
+                row = {key: fact[key] for key in ("epoch", "step", "virtual_node", "worker", "samples")}
+                carried.setdefault(attempt, {})[fact["virtual_node"]] = row
+            elif "committed" in entry:
+                fact = entry["committed"]
+                step, generation = fact["step"], _generation(fact["generation"])
+                counts[step] = max(generation, counts.get(step, generation))
+    for step in sorted(counts):
+        rows = carried.get((step, counts[step]), {})
+        yield from (rows[virtual_node] for virtual_node in sorted(rows))
+
+
+def _generation(numbers: Sequence[int]) -> tuple[int, int]:
+    incarnation, counter = numbers
+    return incarnation, counter
+
+
+def write_audit(path: Path, directory: Path) -> int:
+    """Merge the fragments in ``directory`` into ``path``; how many lines it has.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def fragments() -> Iterator[Iterator[str]]:
+        for fragment in sorted(directory.glob("*.jsonl")):
+            with fragment.open(encoding="utf-8", errors="replace") as file:
+                yield iter(file)
+
+    lines = [json.dumps(row, separators=(",", ":")) for row in merge_audit(fragments())]
+    write_whole(path, "".join(line + "\n" for line in lines))
+    return len(lines)
+
+
+def write_report(path: Path, report: Mapping[str, object]) -> None:
+    """Write the report.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_whole(path, json.dumps(report, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it holds the old content or the new, never a part; a device or pipe is written
+    directly.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    target = path.resolve()
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise

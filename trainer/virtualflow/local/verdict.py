@@ -1,0 +1,66 @@
+"""What the end of a worker's process means. A pure function: facts in, verdict with its reason out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from virtualflow.local.processes import describe_exit
+
+EXIT_EVICTED = 75
+"""A worker that the coordinator gave up or refused ends with this (errors.Evicted)."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a worker is to be replaced, or the job has failed, or neither, or it cannot be told yet."""
+
+    kind: Literal["fine", "lost", "failed", "open"]
+    reason: str = ""
+
+
+def judge(
+    worker: str,
+    code: int,
+    *,
+    over: bool,
+    done: bool,
+    joined: bool,
+    left: bool,
+    killed: bool,
+    dropped: bool,
+    expired: bool,
+) -> Verdict:
+    """What it means that the process of ``worker`` has ended.
+
+    Args:
+        worker: its name.
+        code: return code as ``subprocess`` gives it.
+        over: the job is ending already, whatever the reason.
+        done: the training is complete.
+        joined: the coordinator knew the worker.
+        left: it was asked to leave, or had seen the end of the training.
+        killed: the runner killed it on purpose.
+        dropped: the coordinator had given it up.
+        expired: the status had time to explain the end, and did not.
+    """
+    how = describe_exit(code)
+    if done:
+        if code == 0 or killed:
+            return Verdict("fine")
+        return Verdict("failed", f"{worker} ended after the training: {how}")
+    if over:
+        return Verdict("fine")
+    if code < 0 or killed or dropped or code == EXIT_EVICTED:
+        return Verdict("lost", how)
+    if code == 0 and left:
+        return Verdict("fine")
+    if code > 0 and not joined:
+        return Verdict("failed", f"{worker} ended before it could join: {how}")
+    if not expired:
+        return Verdict("open")  # An error is on its way to the status, with its traceback; or the end of the training.
+    if code > 0:
+        return Verdict("failed", f"{worker} ended with {how}")
+    if joined:
+        return Verdict("failed", f"{worker} ended before the training was complete")
+    return Verdict("failed", f"{worker} ended without training; the script must iterate over vf.elastic(...)")

@@ -1,0 +1,391 @@
+"""What goes over the wire between workers, the coordinator and whoever signals it: typed, bounded JSON.
+
+Workers hold one WebSocket to the coordinator (``/v1/worker``); the operator and the command line use HTTP requests and
+the watch stream. Decoding is strict (msgspec): an unknown field or tag, a wrong type or a number out of bounds is refused
+as a whole and changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from virtualflow.settings import MAX_CHANGES, MAX_NAME, MAX_TRACEBACK, MAX_VIRTUAL_NODES, MAX_WORKERS
+
+PROTOCOL = 1
+"""Raised when a message changes in a way that an older party would misread."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Address = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Sentence = Annotated[str, msgspec.Meta(max_length=4_096)]
+Traceback = Annotated[str, msgspec.Meta(max_length=MAX_TRACEBACK)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0 * 366)]
+Cause = Literal["start", "join", "drain", "resize", "lost", "broken", "restart", "stop"]
+
+
+class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", rename="camel"):
+    """Common ground of all messages: immutable, strict, camelCase on the wire."""
+
+
+class Generation(Base, frozen=True, order=True, tag=False):
+    """The number of a membership: (incarnation of the coordinator that made it, counter); compared in that order.
+
+    The counter goes on upward across coordinators, so people may call a generation by it; the incarnation makes sure
+    that two coordinators never make the same number.
+    """
+
+    incarnation: Count
+    counter: Count
+
+    def __str__(self) -> str:
+        return str(self.counter)
+
+
+class Member(Base, frozen=True, tag=False):
+    """A worker of a generation, and the half-open range of virtual nodes that it carries."""
+
+    worker: Name
+    incarnation: Name
+    """Names the process: a replacement may have the same ``worker`` name."""
+    address: Address
+    first: Annotated[int, msgspec.Meta(ge=0, le=MAX_VIRTUAL_NODES)]
+    last: Annotated[int, msgspec.Meta(ge=0, le=MAX_VIRTUAL_NODES)]
+
+    @property
+    def virtual_nodes(self) -> range:
+        """What it carries."""
+        return range(self.first, self.last)
+
+
+class Plan(Base, frozen=True, tag="plan"):
+    """A generation, proposed to all who are in it or leave by it; a member's rank is its place in ``members``.
+
+    ``mode`` says what the workers of the running generation do: ``planned``, go on training, build the communicator
+    beside it and switch after the step in which all have shown that they are ready; ``recovery``, the running
+    communicator is lost: leave the attempt and enter at once. A planned generation without members ends the training of
+    all its predecessors at the same step.
+    """
+
+    generation: Generation
+    mode: Literal["planned", "recovery"]
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_WORKERS)]
+    joiners: tuple[Name, ...]
+    cause: Cause
+    reason: Sentence
+
+    def rank_of(self, worker: str, incarnation: str) -> int | None:
+        """The rank of that process, ``None`` when it is no member."""
+        for rank, member in enumerate(self.members):
+            if member.worker == worker and member.incarnation == incarnation:
+                return rank
+        return None
+
+
+class Change(Base, frozen=True, tag=False, rename={"from_": "from"}):
+    """A membership change that has happened, as a survivor measured it."""
+
+    generation: Generation
+    step: Count
+    """The first step completed after it."""
+    from_: Count
+    to: Count
+    cause: Cause
+    reason: Sentence
+    pause_ms: Annotated[float, msgspec.Meta(ge=0)] | None
+    """The longest time at any survivor between the last step before it and the first after it; ``None``: no survivor."""
+    repeated_steps: Count
+
+
+# --- worker to coordinator -------------------------------------------------------------------------------------------
+
+
+class Hello(Base, frozen=True, tag="hello"):
+    """The first message of a connection: who this is and all that it knows, for a coordinator that may know nothing."""
+
+    protocol: int
+    worker: Name
+    incarnation: Name
+    address: Address
+    pid: Count
+    virtual_nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_VIRTUAL_NODES)]
+    fingerprint: Sentence
+    """What must be equal for equal bits: torch, device type, CPU capability, threads."""
+    ready: bool
+    """It has built its model and could enter a generation now."""
+    draining: bool
+    drain_deadline: Seconds | None
+    """Seconds from now."""
+    plan: Plan | None
+    """The generation that it is in."""
+    step: Count
+    total_steps: Count | None
+    done: bool
+    changes: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_CHANGES)]
+
+
+class Heartbeat(Base, frozen=True, tag="heartbeat"):
+    """A sign of life."""
+
+
+class Ready(Base, frozen=True, tag="ready"):
+    """The model is built and warm: this worker can enter a generation."""
+
+
+class Prepared(Base, frozen=True, tag="prepared"):
+    """The communicator of that generation stands at this worker."""
+
+    generation: Generation
+
+
+class Entered(Base, frozen=True, tag="entered"):
+    """This worker has left its former generation for this one, with the state of ``step`` completed steps.
+
+    A worker that has no state yet says so only once it has received one: until then it is waiting to join.
+    """
+
+    plan: Plan
+    step: Count
+    restored: bool
+    """The state came from a checkpoint."""
+
+
+class Progress(Base, frozen=True, tag="progress"):
+    """Where the training is, from the leader (the member with rank 0) and from anyone whose phase changed."""
+
+    generation: Generation
+    step: Count
+    epoch: Count
+    total_steps: Count | None
+    metrics: dict[str, float]
+    steps_per_second: float
+    phase: Literal["training", "evaluating"]
+
+
+class Resumed(Base, frozen=True, tag="resumed"):
+    """The first step after a membership change is complete at this worker."""
+
+    change: Change
+
+
+class Broken(Base, frozen=True, tag="broken"):
+    """A collective of that generation failed, or its communicator could not be built."""
+
+    generation: Generation
+    step: Count
+    detail: Sentence
+
+
+class DrainRequest(Base, frozen=True, tag="drain-request"):
+    """This worker was told to leave (SIGTERM) and asks to be relieved."""
+
+    reason: Sentence
+
+
+class Left(Base, frozen=True, tag="left"):
+    """This worker has handed over by entering-time of ``generation``, in which it has no place, and ends."""
+
+    generation: Generation
+    step: Count
+
+
+class Failed(Base, frozen=True, tag="failed"):
+    """The user's code raised, or the job cannot go on for a reason that repeating would not mend."""
+
+    step: Count
+    error: Sentence
+    """The last line: the exception and its message."""
+    traceback: Traceback
+
+
+class Done(Base, frozen=True, tag="done"):
+    """This worker has seen the end of the training and of the ``with`` block."""
+
+    step: Count
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
+    optimizer_digest: Annotated[str, msgspec.Meta(max_length=64)]
+    metrics: dict[str, float]
+    step_ms: float | None
+    timed_steps: Count
+
+
+class Note(Base, frozen=True, tag="note"):
+    """Something for the job's events: a checkpoint written or skipped, a warning."""
+
+    kind: Literal["info", "warning", "checkpoint", "checkpoint-failed"]
+    text: Sentence
+
+
+class Publish(Base, frozen=True, tag="publish"):
+    """A key of a generation's rendezvous; the coordinator relays it to the generation's members."""
+
+    generation: Generation
+    key: Annotated[str, msgspec.Meta(max_length=256)]
+    value: Annotated[bytes, msgspec.Meta(max_length=65_536)]
+
+
+FromWorker = (
+    Hello | Heartbeat | Ready | Prepared | Entered | Progress | Resumed | Broken | DrainRequest | Left | Failed | Done | Note | Publish
+)
+
+# --- coordinator to worker -------------------------------------------------------------------------------------------
+
+
+class Welcome(Base, frozen=True, tag="welcome"):
+    """The answer to Hello. ``running``: others are training already, so a joiner should warm up before it is ready."""
+
+    running: bool
+    step: Count
+    hold: Count | None
+
+
+class Drain(Base, frozen=True, tag="drain"):
+    """This worker is to leave; it remembers that, so that a restarted coordinator learns it from its Hello."""
+
+    deadline: Seconds
+    reason: Sentence
+
+
+class Hold(Base, frozen=True, tag="hold"):
+    """No step after ``step`` may start until further notice (``None``: none is held). For rehearsals."""
+
+    step: Count | None
+
+
+class Release(Base, frozen=True, tag="release"):
+    """All is done that this worker was waiting for after Left or Done: it may end."""
+
+
+class Refuse(Base, frozen=True, tag="refuse"):
+    """This process is not admitted (again)."""
+
+    reason: Sentence
+
+
+class End(Base, frozen=True, tag="end"):
+    """The job is over for everyone: with success while joiners were waiting, or failed."""
+
+    failed: bool
+    reason: Sentence
+
+
+ToWorker = Welcome | Plan | Drain | Hold | Release | Refuse | End | Publish
+
+# --- signalling parties: requests and the status -----------------------------------------------------------------------
+
+
+class DrainCall(Base, frozen=True, tag=False):
+    """``POST /v1/drain``: these workers will be taken away in ``deadline`` seconds."""
+
+    workers: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_WORKERS)]
+    deadline: Seconds | None = None
+    reason: Sentence = "asked to"
+
+
+class GoneCall(Base, frozen=True, tag=False):
+    """``POST /v1/gone``: that worker's process has ended or its node is lost."""
+
+    worker: Name
+    incarnation: Name | None = None
+    """The process meant; without it, whichever bears the name now."""
+    reason: Sentence = "reported gone"
+
+
+class ScaleCall(Base, frozen=True, tag=False):
+    """``POST /v1/scale``: how many workers whoever starts them is to provide."""
+
+    workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+
+
+class HoldCall(Base, frozen=True, tag=False):
+    """``POST /v1/hold``: no step after ``step`` may start; ``null`` lets go."""
+
+    step: Count | None
+
+
+class StopCall(Base, frozen=True, tag=False):
+    """``POST /v1/stop``: all workers leave at the same step, after a checkpoint where there is a place for one."""
+
+    reason: Sentence = "asked to stop"
+
+
+class FailCall(Base, frozen=True, tag=False):
+    """``POST /v1/fail``: the party that starts the workers gives the job up."""
+
+    reason: Sentence
+
+
+class Answer(Base, frozen=True, tag=False):
+    """The answer to a call: one sentence."""
+
+    message: str
+
+
+class WorkerStatus(Base, frozen=True, tag=False):
+    """A worker as the status shows it."""
+
+    worker: str
+    incarnation: str
+    address: str
+    pid: int
+    state: Literal["starting", "ready", "training", "draining", "silent", "done"]
+    first: int
+    last: int
+    """The half-open range of virtual nodes that it carries; empty for one that carries none."""
+
+
+class Event(Base, frozen=True, tag=False):
+    """Something that a person would want to know, numbered upward within one coordinator's life."""
+
+    number: int
+    time: float
+    """Unix time."""
+    kind: str
+    text: str
+
+
+Phase = Literal["waiting", "training", "evaluating", "done", "stopped", "failed"]
+
+
+class Status(Base, frozen=True, tag=False):
+    """``GET /v1/status`` and each message of ``GET /v1/watch``."""
+
+    phase: Phase
+    incarnation: int
+    generation: int
+    virtual_nodes: int | None
+    wanted: int
+    workers: tuple[WorkerStatus, ...]
+    proposed: int | None
+    """The counter of a generation that is being prepared."""
+    proposed_workers: tuple[str, ...]
+    """Incarnations of the members of the generation being prepared."""
+    prepared: bool
+    """All members of the proposed generation have its communicator."""
+    reason: str
+    """The membership decision in force, in words."""
+    step: int
+    total_steps: int | None
+    epoch: int
+    metrics: dict[str, float]
+    steps_per_second: float
+    step_ms: float | None
+    hold: int | None
+    last_change: Change | None
+    changes: tuple[Change, ...]
+    repeated_steps: int
+    events: tuple[Event, ...]
+    digest: str | None
+    optimizer_digest: str | None
+    error: str | None
+    traceback: str | None
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """JSON of a message."""
+    return msgspec.json.encode(message)
+
+
+from_worker = msgspec.json.Decoder(FromWorker)
+to_worker = msgspec.json.Decoder(ToWorker)

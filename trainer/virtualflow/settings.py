@@ -1,0 +1,254 @@
+"""Every default of the system, once: limits, time-outs, names of environment variables.
+
+Durations are seconds and sizes are bytes unless a name says otherwise. A process reads its settings at start and keeps
+them; what a user may change has a flag of the command line or an environment variable, named beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from virtualflow.errors import ConfigurationError
+
+ENV_COORDINATOR = "VIRTUALFLOW_COORDINATOR"
+ENV_TOKEN = "VIRTUALFLOW_TOKEN"
+ENV_WORKER = "VIRTUALFLOW_WORKER"
+ENV_ADDRESS = "VIRTUALFLOW_ADDRESS"
+ENV_VIRTUAL_NODES = "VIRTUALFLOW_VIRTUAL_NODES"
+ENV_CHECKPOINT_DIR = "VIRTUALFLOW_CHECKPOINT_DIR"
+ENV_CHECKPOINT_STEPS = "VIRTUALFLOW_CHECKPOINT_STEPS"
+ENV_CHECKPOINT_SECONDS = "VIRTUALFLOW_CHECKPOINT_SECONDS"
+ENV_CHECKPOINT_KEEP = "VIRTUALFLOW_CHECKPOINT_KEEP"
+ENV_AUDIT_DIR = "VIRTUALFLOW_AUDIT_DIR"
+ENV_THREADS = "VIRTUALFLOW_THREADS"
+
+VIRTUAL_NODES = 8
+"""Virtual nodes of a job that names no number."""
+
+WORKERS = 2
+"""Workers of ``virtualflow run`` without ``--workers``: the fewest that survive the loss of one."""
+
+MAX_VIRTUAL_NODES = 65_536
+MAX_WORKERS = 4_096
+MAX_NAME = 253
+"""A worker's name is a pod's name: at most 253 characters."""
+
+MAX_MESSAGE = 1 << 20
+"""The largest message or request body that the coordinator reads; a larger one is refused."""
+
+MAX_TRACEBACK = 16_384
+"""Characters of a traceback that travel to the status; the end of it is what counts."""
+
+MAX_CHANGES = 1_000
+"""Membership changes that a job remembers in its status and state; the oldest go first."""
+
+MAX_STEP_TIMES = 4_096
+"""Latest step durations that a worker keeps for the median."""
+
+
+@dataclass(frozen=True)
+class MembershipSettings:
+    """What the membership decision waits for, and how long."""
+
+    heartbeat_limit: float = 5.0
+    """A worker that was silent for this long is given up (``--heartbeat-limit``)."""
+
+    reconnect_grace: float = 1.0
+    """A worker whose connection is gone while a collective is broken: how long it may take to come back."""
+
+    suspicion_grace: float = 0.25
+    """A collective is broken and every member is connected: how long to wait for the news of who died before the
+    communicator is rebuilt over the same members."""
+
+    startup_grace: float = 120.0
+    """Founding: how long to wait for the wanted number of workers before starting with those that are there."""
+
+    admission_window: float = 1.0
+    """How long a joiner that is ready waits for others that are wanted too, so that they enter together."""
+
+    drain_margin: float = 5.0
+    """The last worker of a job drains this long before its deadline at the latest, replacement or not."""
+
+    drain_grace: float = 30.0
+    """The deadline of a drain that names none: what Kubernetes gives a pod."""
+
+    rebuilds: int = 8
+    """Communicators broken in a row, with nobody lost and no step done, before the job is given up."""
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """The coordinator process."""
+
+    membership: MembershipSettings = field(default_factory=MembershipSettings)
+    watch_interval: float = 0.05
+    """A watcher of the status gets at most one message in this time."""
+    linger: float = 0.5
+    """After the job has ended, how long watchers have to read the final status before their streams close."""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """A worker's connection to the coordinator."""
+
+    heartbeat: float = 1.0
+    """A sign of life in this interval; a fifth of the heartbeat limit."""
+    progress: float = 0.05
+    """The leader reports its step at most this often."""
+    connect_timeout: float = 3.0
+    retry_first: float = 0.05
+    retry_most: float = 1.0
+    orphan_limit: float = 600.0
+    """A worker that can neither train nor reach a coordinator for this long ends itself."""
+    goodbye: float = 30.0
+    """How long a worker that is through waits for the coordinator to take its result."""
+
+
+@dataclass(frozen=True)
+class CommunicatorSettings:
+    """The collectives between workers."""
+
+    connect_timeout: float = 10.0
+    """Building the communicator of a generation: the full mesh must stand by then."""
+    operation_timeout: float = 1_800.0
+    """The last resort of a collective. A dead peer is noticed by its sockets and a hung one by the coordinator, both
+    much earlier."""
+    wait_slice: float = 0.05
+    """How long a collective is waited for before the coordinator's news are looked at."""
+    alignment: int = 16
+    """Every segment of a message starts at a multiple of this many bytes."""
+
+
+LOADER_GRACE = 5.0
+"""How long a loader process may take to finish the batch in hand before it is killed."""
+
+CHECKPOINT_KEEP = 3
+CHECKPOINT_SECONDS = 60.0
+"""With a checkpoint directory and no interval, a checkpoint is written this often."""
+
+THREADS = 1
+"""Threads of a worker's CPU kernels. Sums inside a kernel depend on it, so it is part of what makes bits equal."""
+
+BACKOFF_LIMIT = 6
+"""``virtualflow run``: replacements in a row without a step in between before the job is given up."""
+
+STOP_GRACE = 30.0
+"""``virtualflow run``: how long a drain of the whole job may take before it is killed."""
+
+
+def read_number(name: str, kind: type[int] | type[float], least: float) -> int | float | None:
+    """Read a number from the environment variable ``name``; ``None`` when it is not set or empty.
+
+    Raises:
+        ConfigurationError: it is no number of that kind or below ``least``.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        number = kind(text)
+    except ValueError:
+        number = None
+    if number is None or not number >= least:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigurationError(f"{name}={text!r} must be {what} of at least {least:g}; correct or unset it")
+    return number
+
+
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """What a worker is told through its environment (see the outside contracts in docs/design.md)."""
+
+    coordinator: str | None
+    token: str
+    worker: str
+    address: str
+    virtual_nodes: int | None
+    checkpoint_dir: Path | None
+    checkpoint_steps: int | None
+    checkpoint_seconds: float | None
+    checkpoint_keep: int | None
+    audit_dir: Path | None
+    threads: int
+
+    @classmethod
+    def read(cls) -> WorkerEnvironment:
+        """Read the environment of this process.
+
+        Raises:
+            ConfigurationError: a variable is malformed, or a coordinator is named without a token.
+        """
+        coordinator = os.environ.get(ENV_COORDINATOR, "").strip().rstrip("/") or None
+        token = os.environ.get(ENV_TOKEN, "").strip()
+        if coordinator and not coordinator.startswith(("http://", "https://")):
+            raise ConfigurationError(f"{ENV_COORDINATOR}={coordinator!r} must look like http://host:port")
+        if coordinator and not token:
+            raise ConfigurationError(f"{ENV_COORDINATOR} is set but {ENV_TOKEN} is not; set both, or neither to run alone")
+        directory = os.environ.get(ENV_CHECKPOINT_DIR, "").strip()
+        audit = os.environ.get(ENV_AUDIT_DIR, "").strip()
+        return cls(
+            coordinator=coordinator,
+            token=token,
+            worker=os.environ.get(ENV_WORKER, "").strip() or f"worker-{os.getpid()}",
+            address=os.environ.get(ENV_ADDRESS, "").strip() or "127.0.0.1",
+            virtual_nodes=_whole(ENV_VIRTUAL_NODES),
+            checkpoint_dir=Path(directory) if directory else None,
+            checkpoint_steps=_whole(ENV_CHECKPOINT_STEPS),
+            checkpoint_seconds=read_number(ENV_CHECKPOINT_SECONDS, float, 0.0),
+            checkpoint_keep=_whole(ENV_CHECKPOINT_KEEP),
+            audit_dir=Path(audit) if audit else None,
+            threads=_whole(ENV_THREADS) or THREADS,
+        )
+
+
+def _whole(name: str) -> int | None:
+    number = read_number(name, int, 1)
+    return None if number is None else int(number)
+
+
+@dataclass(frozen=True)
+class SignalSettings:
+    """The client of the coordinator's HTTP API, for whoever signals or watches a job."""
+
+    request_timeout: float = 5.0
+    """One request, from connecting to its answer."""
+    retry_first: float = 0.05
+    retry_most: float = 0.5
+    patience: float = 15.0
+    """How long a request is repeated while no coordinator answers: it may be restarting."""
+    max_status: int = 64 << 20
+    """The largest status that is read."""
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """``virtualflow run``: what its supervision of processes waits for, and how long."""
+
+    tick: float = 0.2
+    """The runner looks at everything at least this often, whether or not news arrived."""
+    coordinator_start: float = 30.0
+    """A coordinator that does not listen by then has failed to start."""
+    backoff_first: float = 0.1
+    backoff_most: float = 5.0
+    """Delays of the second and later restarts in a row of something that keeps dying."""
+    verdict_grace: float = 2.0
+    """A worker ended and the status does not say why: how long to wait for it before the exit itself is the reason."""
+    failure_grace: float = 5.0
+    """The job failed: how long workers may take to end by themselves."""
+    listing_grace: float = 10.0
+    """A worker that a restarted coordinator has not heard from, beyond the heartbeat limit, is taken for hung."""
+    traceback_grace: float = 2.0
+    """A traceback on a worker's standard error is withheld this long: if it ends the job it is shown at the end."""
+    replay: float = 1.5
+    """When another worker's output is relayed from now on: how far back its lines are caught up on."""
+    progress_interval: float = 2.0
+    """Without a terminal: the least time between two lines about the progress."""
+    refresh: float = 8.0
+    """On a terminal: frames per second."""
+    events_shown: int = 6
+    cells_shown: int = 64
+    """A job of more virtual nodes than this shows them as ranges."""
+    tail: int = 200
+    """Last lines of a worker's standard error that are kept for the message of its failure."""

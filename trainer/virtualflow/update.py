@@ -1,0 +1,305 @@
+"""One optimizer update of the whole job, as one worker sees it: contribute, exchange, apply.
+
+The user's code produces gradients one virtual node at a time; :class:`Update` takes them over, exchanges them
+(``reduction``, ``contribution``) and applies the optimizer when the whole reduced gradient has arrived. Until then nothing
+of the model, the optimizer or the scheduler has changed, so an attempt can be abandoned at any point and repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow import messages as m
+from virtualflow.contribution import (
+    BufferTracker,
+    Head,
+    HeadFormat,
+    Kind,
+    NodeRecord,
+    Schema,
+    combine_metrics,
+    layout_hash,
+)
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.reduction import Accumulator, Collectives, Reducer, Tensors
+
+SchedulerInterval = Literal["step", "epoch", "manual"]
+
+
+class Gathering(Collectives, Protocol):
+    """A communicator that can gather heads, too."""
+
+    def all_gather(self, block: Tensor) -> Tensor:
+        """Gather equal blocks of bytes."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A complete exchange, not yet applied."""
+
+    heads: tuple[Head, ...]
+    samples: int
+    """Of the whole global batch."""
+    metrics: dict[str, float]
+    gradients: Tensors
+    buffers: dict[str, Tensor]
+
+
+class Update:
+    """What a worker keeps for the sake of its updates."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        scheduler_interval: SchedulerInterval,
+        scaler: Any,
+        clip_grad_norm: float | None,
+        clip_grad_value: float | None,
+        virtual_nodes: int,
+        micro_batch: int,
+        alignment: int,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self.schema = Schema()
+        self.buffers = BufferTracker(model)
+        self._interval = scheduler_interval
+        self._clip_norm = clip_grad_norm
+        self._clip_value = clip_grad_value
+        self._virtual_nodes = virtual_nodes
+        self._micro_batch = micro_batch
+        self._alignment = alignment
+        self._accumulator = Accumulator(virtual_nodes)
+        self._reducer = Reducer(virtual_nodes, alignment)
+        self._records: list[NodeRecord] = []
+        self._first_node = 0
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._given: list[bool] = []
+
+    # --- an attempt -------------------------------------------------------------------------------------------------------
+
+    def begin(self, carried: range) -> None:
+        """Start an attempt over the virtual nodes ``carried``."""
+        self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._given = [False] * len(self._parameters)
+        self._accumulator.clear()
+        self._records = []
+        self._first_node = carried.start
+        self.buffers.begin()
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Forget gradients, so that autograd makes new tensors for the next virtual node."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def take(self, samples: int, metrics: dict[str, float | Tensor]) -> None:
+        """Take over what the next virtual node has left in the model: gradients and changed buffers.
+
+        Args:
+            samples: how many its micro-batch had; fewer than usual weigh less, none weigh nothing.
+            metrics: what the user's code has logged for it.
+        """
+        node = self._first_node + len(self._records)
+        averaged, copied = self.buffers.collect(self.schema) if samples else ({}, {})
+        self._records.append(NodeRecord(samples, metrics, averaged, copied))
+        gradients: Tensors = [p.grad for p in self._parameters.values()]
+        self.clear_gradients()
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                name = list(self._parameters)[index]
+                raise ConfigurationError(
+                    f"parameter {name} has a sparse gradient, which cannot be summed canonically; make it dense "
+                    "(nn.Embedding(..., sparse=False))"
+                )
+            self._given[index] = True
+        if samples != self._micro_batch:
+            present = [gradient for gradient in gradients if gradient is not None]
+            if present:
+                torch._foreach_mul_(present, samples / self._micro_batch)
+        self._accumulator.add(node, gradients)
+
+    def abandon(self) -> None:
+        """The attempt is void: leave no trace of it."""
+        self.clear_gradients()
+        self.buffers.restore()
+        self._accumulator.clear()
+        self._records = []
+
+    # --- the exchange -------------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self, communicator: Gathering, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
+    ) -> Outcome:
+        """Exchange everything with the other workers.
+
+        Args:
+            communicator: of the running generation, whose members carry ``ranges``.
+            number: of this exchange, counted the same by all workers.
+            offer: the generation that this worker could enter next, (0, 0) for none.
+            more: whether this worker has samples for a further step of the epoch.
+
+        Raises:
+            CommunicatorBroken: the attempt is void.
+            VirtualFlowError: the workers do not run the same code.
+        """
+        heads, form = self._agree_on_heads(communicator, ranges, number, offer, more)
+        samples = sum(sum(head.samples) for head in heads)
+        if samples == 0:
+            raise ConfigurationError("the dataset gave no samples at all; check its shards")
+        metrics = combine_metrics(self.schema, self._virtual_nodes, heads)
+        present = [any(there) for there in zip(*(head.present for head in heads), strict=True)]
+        if not any(present[: len(self._parameters)]):
+            raise ConfigurationError(
+                "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step"
+            )
+        scale = self._micro_batch / samples
+        templates = [*self._parameters.values(), *self.buffers.templates(self.schema.averaged)]
+        reduced = self._reducer.reduce(communicator, ranges, self._parts(), templates, present, scale)
+        count = len(self._parameters)
+        buffers = {n: t for n, t in zip(self.schema.averaged, reduced[count:], strict=True) if t is not None}
+        if form.copied_bytes:
+            first = next(head for head in heads if sum(head.samples))
+            buffers |= self.buffers.read_copied(self.schema, first.copied)
+        return Outcome(heads, samples, metrics, reduced[:count], buffers)
+
+    def _agree_on_heads(
+        self, communicator: Gathering, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
+    ) -> tuple[tuple[Head, ...], HeadFormat]:
+        while True:
+            form = self.head_format(ranges)
+            mine = self._wanted_schema()
+            wishes = mine.merge(self.schema) != self.schema
+            layout = layout_hash(self._parameters, self.schema)
+            block = form.write(Kind.TRAIN, number, layout, offer, wishes, more, self._present(), self._complete_records())
+            heads = read_heads(form, communicator.all_gather(block), Kind.TRAIN, number)
+            for head in heads:
+                if head.layout != layout:
+                    raise VirtualFlowError(
+                        "the trainable parameters differ between workers in this step; freeze and unfreeze them by "
+                        "step.number or step.epoch, so that all workers do the same"
+                    )
+            if not any(head.wishes for head in heads):
+                return heads, form
+            merged = self.schema
+            for raw in gather_bytes(communicator, as_bytes(json.dumps(mine.to_json())), self._alignment):
+                merged = merged.merge(Schema.from_json(json.loads(raw.numpy().tobytes())))
+            self.schema = merged
+
+    def head_format(self, ranges: Sequence[range]) -> HeadFormat:
+        """The format of heads among members that carry ``ranges``."""
+        return HeadFormat(
+            schema=self.schema,
+            places=len(self._parameters) + len(self.schema.averaged),
+            most_nodes=max(len(carried) for carried in ranges),
+            copied_bytes=self.buffers.copied_bytes(self.schema),
+            alignment=self._alignment,
+        )
+
+    def _wanted_schema(self) -> Schema:
+        metrics = {name for record in self._records for name in record.metrics}
+        averaged = {name for record in self._records for name in record.averaged}
+        copied = {name for record in self._records for name in record.copied}
+        return Schema(tuple(sorted(metrics)), tuple(sorted(averaged)), tuple(sorted(copied)))
+
+    def _present(self) -> list[bool]:
+        changed = [
+            any(name in record.averaged and self.buffers.changed(name, record.averaged[name]) for record in self._records)
+            for name in self.schema.averaged
+        ]
+        return [*self._given, *changed]
+
+    def _complete_records(self) -> list[NodeRecord]:
+        """The records with a value for every copied buffer of the schema."""
+        for record in self._records:
+            for name in self.schema.copied:
+                if record.samples and name not in record.copied:
+                    record.copied[name] = self.buffers.baseline(name)
+        return self._records
+
+    def _parts(self) -> list[tuple[tuple[int, int], Tensors]]:
+        """Sums of gradients, each followed by the sums of the averaged buffers over the same virtual nodes."""
+        if not self.schema.averaged:
+            return self._accumulator.parts
+        sums = Accumulator(self._virtual_nodes)
+        for offset, record in enumerate(self._records):
+            values: Tensors = []
+            for name in self.schema.averaged:
+                if record.samples == 0:
+                    values.append(None)
+                    continue
+                value = record.averaged[name] if name in record.averaged else self.buffers.baseline(name)
+                values.append(value if record.samples == self._micro_batch else value * (record.samples / self._micro_batch))
+            sums.add(self._first_node + offset, values)
+        return [(node, [*a, *b]) for (node, a), (_, b) in zip(self._accumulator.parts, sums.parts, strict=True)]
+
+    # --- the update -----------------------------------------------------------------------------------------------------------
+
+    def apply(self, outcome: Outcome, epoch_ends: bool) -> None:
+        """Apply a complete exchange: clip, optimizer, scaler, buffers, scheduler."""
+        for parameter, gradient in zip(self._parameters.values(), outcome.gradients, strict=True):
+            parameter.grad = gradient
+        parameters = [p for p in self._parameters.values() if p.grad is not None]
+        if self.scaler is not None and (self._clip_norm is not None or self._clip_value is not None):
+            self.scaler.unscale_(self.optimizer)
+        if self._clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, self._clip_value)
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.buffers.commit(outcome.buffers)
+        self._accumulator.clear()
+        self._records = []
+        if self.scheduler is not None and (self._interval == "step" or (self._interval == "epoch" and epoch_ends)):
+            self.scheduler.step()
+
+    def forget_buffers(self) -> None:
+        """Free exchange buffers: another number of workers needs other ones."""
+        self._reducer.forget_buffers()
+
+
+def read_heads(form: HeadFormat, gathered: Tensor, kind: Kind, number: int) -> tuple[Head, ...]:
+    """Read all members' heads and check that they are about the same exchange.
+
+    Raises:
+        VirtualFlowError: the workers are at different places of the user's code.
+    """
+    heads = tuple(form.read(block) for block in gathered)
+    for head in heads:
+        if head.kind != kind or head.exchange != number:
+            raise VirtualFlowError(
+                "workers are at different places: some train while others evaluate; every worker must call "
+                "vf.evaluate at the same step (not only the leader)"
+            )
+    return heads
+
+
+def as_bytes(text: str) -> Tensor:
+    """UTF-8 of ``text`` as uint8 ``[n]``."""
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def gather_bytes(communicator: Gathering, block: Tensor, alignment: int) -> list[Tensor]:
+    """Every member's uint8 ``[n]``, each of its own length, in the order of the ranks."""
+    length = torch.tensor([block.numel()], dtype=torch.int64).view(torch.uint8)
+    lengths = communicator.all_gather(length).contiguous().view(-1).view(torch.int64).tolist()
+    room = max(1, -(-max(lengths) // alignment) * alignment)
+    padded = torch.zeros(room, dtype=torch.uint8)
+    padded[: block.numel()] = block
+    return [row[:length] for row, length in zip(communicator.all_gather(padded), lengths, strict=True)]
