@@ -89,7 +89,8 @@ class CommandLine:
     def leftovers(self) -> list[str]:
         """Files in the places for passing ones."""
         places = (self.home / "tmp", self.home / "runtime" / "virtualflow")
-        return sorted(path.name for place in places if place.exists() for path in place.iterdir())
+        found = [path.name for place in places if place.exists() for path in place.iterdir()]
+        return sorted(name for name in found if not name.startswith("torchinductor"))  # torch makes it on import
 
 
 @pytest.fixture
@@ -296,8 +297,9 @@ def test_a_run_leaves_a_report_and_an_audit_and_prints_once(command_line: Comman
     assert one["digest"] == two["digest"]
     assert one["optimizer_digest"] == two["optimizer_digest"]
     assert one["changes"] == []
-    assert [change["cause"] for change in two["changes"]][0] == "join"
-    assert "lost" in [change["cause"] for change in two["changes"]]
+    causes = [change["cause"] for change in two["changes"]]
+    assert causes[0] == "join"
+    assert "lost" in causes
     assert two["steps"] == 12
     assert two["digest"] in err.splitlines()[-1]
     rows = [json.loads(line) for line in (command_line.home / "audit.jsonl").read_text().splitlines()]

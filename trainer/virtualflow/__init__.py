@@ -11,16 +11,26 @@ from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError
 
 if TYPE_CHECKING:
     from virtualflow.checkpoint import CheckpointPolicy
-    from virtualflow.loop import Run, Step, elastic
     from virtualflow.evaluation import evaluate
+    from virtualflow.loop import Run, elastic
+    from virtualflow.step import Step
 
-__all__ = ["CheckpointPolicy", "ConfigurationError", "Drained", "Run", "Step", "VirtualFlowError", "elastic", "evaluate"]
+__all__ = [
+    "CheckpointPolicy",
+    "ConfigurationError",
+    "Drained",
+    "Run",
+    "Step",
+    "VirtualFlowError",
+    "elastic",
+    "evaluate",
+]
 __version__ = "0.1.0"
 
 _LAZY = {
     "CheckpointPolicy": "virtualflow.checkpoint",
     "Run": "virtualflow.loop",
-    "Step": "virtualflow.loop",
+    "Step": "virtualflow.step",
     "elastic": "virtualflow.loop",
     "evaluate": "virtualflow.evaluation",
 }

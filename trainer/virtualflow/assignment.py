@@ -48,7 +48,7 @@ def assign(virtual_nodes: int, speeds: Sequence[float]) -> list[range]:
 
 
 def order_members(current: Mapping[str, int], workers: Sequence[str]) -> list[str]:
-    """Order ``workers`` so that as few virtual nodes as possible change hands: survivors keep their order, joiners follow.
+    """Order ``workers`` so that few virtual nodes change hands: survivors keep their order, joiners follow.
 
     Args:
         current: the first virtual node of each member of the running generation.
@@ -59,7 +59,7 @@ def order_members(current: Mapping[str, int], workers: Sequence[str]) -> list[st
 
 
 def subtrees(virtual_nodes: int, carried: range) -> list[range]:
-    """The maximal nodes of the canonical tree over ``0..virtual_nodes-1`` that lie within ``carried``, from left to right.
+    """The maximal nodes of the canonical tree over ``0..virtual_nodes-1`` within ``carried``, from left to right.
 
     A range that is itself a node of the tree gives one, any other at most ``2 log2(virtual_nodes)``.
     """

@@ -93,7 +93,7 @@ class _Version(argparse.Action):
         sys.exit(0)
 
 
-# --- virtualflow run --------------------------------------------------------------------------------------
+# --- virtualflow run --------------------------------------------------------------------------------------------------
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +173,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return run(options)
 
 
-# --- virtualflow status, scale, drain ---------------------------------------------------------------------
+# --- virtualflow status, scale, drain ---------------------------------------------------------------------------------
 
 
 def _add_signals(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -283,7 +283,7 @@ def _with_job(arguments: argparse.Namespace, act: Callable[..., object]) -> int:
     return 0
 
 
-# --- virtualflow coordinator ------------------------------------------------------------------------------
+# --- virtualflow coordinator ------------------------------------------------------------------------------------------
 
 
 def _add_coordinator(parser: argparse.ArgumentParser) -> None:

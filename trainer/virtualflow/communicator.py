@@ -15,10 +15,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from virtualflow import messages as m
 from virtualflow.client import Link
@@ -28,7 +29,7 @@ from virtualflow.settings import CommunicatorSettings
 logger = logging.getLogger("virtualflow.worker")
 
 
-class RelayStore(dist.Store):
+class RelayStore(c10d.Store):
     """The rendezvous of one generation, through the coordinator's relay."""
 
     def __init__(self, link: Link, generation: m.Generation, timeout: float, superseded: Callable[[], bool]) -> None:
@@ -47,11 +48,11 @@ class RelayStore(dist.Store):
         found = self._await([key], self._timeout)
         return found[0]
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
         self._await(list(keys), self._timeout if timeout is None else timeout.total_seconds())
 
-    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+    def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
         return all(self._link.lookup(self._generation, key) is not None for key in keys)
 
@@ -71,7 +72,7 @@ class Communicator:
         self,
         plan: m.Plan,
         rank: int,
-        group: dist.ProcessGroup | None,
+        group: c10d.ProcessGroup | None,
         interrupted: Callable[[], str | None],
         settings: CommunicatorSettings,
     ) -> None:
@@ -81,7 +82,7 @@ class Communicator:
         self._group = group
         self._interrupted = interrupted
         self._settings = settings
-        self._pending: dist.Work | None = None
+        self._pending: c10d.Work | None = None
         self._timeout = timedelta(seconds=settings.operation_timeout)
 
     @classmethod
@@ -103,14 +104,15 @@ class Communicator:
         Raises:
             CommunicatorBroken: the members could not all be reached in time.
         """
-        group = None
+        group: Any = None
         if len(plan.members) > 1:
             try:
                 store = RelayStore(link, plan.generation, settings.connect_timeout, superseded)
-                options = dist.ProcessGroupGloo._Options()
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=plan.members[rank].address)]
+                gloo: Any = c10d.ProcessGroupGloo  # its options are not in torch's type stubs
+                options = gloo._Options()
+                options._devices = [gloo.create_device(hostname=plan.members[rank].address)]
                 options._timeout = timedelta(seconds=settings.connect_timeout)
-                group = dist.ProcessGroupGloo(store, rank, len(plan.members), options)
+                group = gloo(store, rank, len(plan.members), options)
             except RuntimeError as error:
                 raise CommunicatorBroken(_brief(error)) from error
         return cls(plan, rank, group, interrupted, settings)
@@ -128,7 +130,7 @@ class Communicator:
         if self._group is None:
             out.copy_(block)
             return
-        options = torch._C._distributed_c10d.AllgatherOptions()
+        options = c10d.AllgatherOptions()
         options.timeout = self._timeout
         self._finish(lambda group: group._allgather_base(out, block, options))
 
@@ -137,11 +139,11 @@ class Communicator:
         if self._group is None:
             out.copy_(block)
             return
-        options = dist.AllToAllOptions()
+        options = c10d.AllToAllOptions()
         options.timeout = self._timeout
         self._finish(lambda group: group.alltoall_base(out, block, out_sizes, in_sizes, options))
 
-    def _finish(self, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+    def _finish(self, start: Callable[[c10d.ProcessGroup], c10d.Work]) -> None:
         """Start a collective and wait for it in slices, looking at the coordinator's news in between.
 
         Raises:

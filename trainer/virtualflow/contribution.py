@@ -45,7 +45,7 @@ class Schema:
     averaged: tuple[str, ...] = ()
     """Floating-point and complex buffers that have changed at least once."""
     copied: tuple[str, ...] = ()
-    """Buffers of other types that have changed at least once: the first virtual node's value counts, as in DDP rank 0's."""
+    """Buffers of other types that have changed: the first virtual node's value counts, as rank 0's does in DDP."""
 
     def merge(self, other: Schema) -> Schema:
         """Both schemas in one, with names in order."""

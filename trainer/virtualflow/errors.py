@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import TracebackType
+
 
 class VirtualFlowError(Exception):
     """Base of every error that the library raises on purpose."""
@@ -47,3 +50,16 @@ class Evicted(Leave):
     """The coordinator gave this process up or refused it; it may be started again: exit code 75 (EX_TEMPFAIL)."""
 
     exit_code = 75
+
+
+def show_errors_plainly() -> None:
+    """Let an error that the library raised on purpose end a script with its sentence, not with a traceback."""
+    former = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, VirtualFlowError):
+            print(f"virtualflow: {error}", file=sys.stderr)
+        else:
+            former(kind, error, trace)
+
+    sys.excepthook = show

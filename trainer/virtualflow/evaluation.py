@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from virtualflow import state
 from virtualflow.contribution import Kind
-from virtualflow.loop import Run, active_run
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError
 from virtualflow.loading import LoaderOptions, Source, open_source
+from virtualflow.loop import Run, active_run
 from virtualflow.randomness import seed_virtual_node
 from virtualflow.settings import LOADER_GRACE, CommunicatorSettings
 from virtualflow.update import gather_bytes, read_heads
@@ -38,7 +38,8 @@ def evaluate(
     Args:
         model: put into evaluation mode meanwhile.
         dataset: map-style.
-        fn: gets a collated micro-batch, returns one row a sample: a tensor ``[n, ...]`` or a tuple, list or dict of them.
+        fn: gets a collated micro-batch and returns one row a sample: a tensor ``[n, ...]``, or a tuple, list or dict of
+            them.
         batch_size: samples at a time over all virtual nodes, divisible by their number.
         **loader: passed through to the ``DataLoader``.
 
@@ -47,7 +48,9 @@ def evaluate(
     """
     run = active_run()
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ConfigurationError("vf.evaluate needs a map-style dataset (with __len__ and __getitem__): rows have an order")
+        raise ConfigurationError(
+            "vf.evaluate needs a map-style dataset (with __len__ and __getitem__): rows have an order"
+        )
     virtual_nodes = 1 if run is None else run.virtual_nodes
     modes = {module: module.training for module in model.modules()}
     source = open_source(
@@ -79,43 +82,44 @@ def _alone(source: Source, fn: Callable[[Any], Rows]) -> list[Rows]:
 
 def _together(run: Run, source: Source, fn: Callable[[Any], Rows]) -> list[Rows]:
     """One exchange a batch; the rows of virtual node v are the v-th slice of the batch."""
-    run.require_state()
+    run.begin_evaluation()
+    training, part = run.training, run.participation
     rows: list[Rows] = []
-    run.set_phase("evaluating")
     assigned = range(0)
     for step in range(source.steps_per_epoch or 0):
-        number = run.exchanges + 1
-        while run.exchanges < number:
-            if run.carried != assigned:
-                assigned = run.carried
+        number = training.exchanges + 1
+        while training.exchanges < number:
+            if part.carried != assigned:
+                assigned = part.carried
                 source.assign(assigned, 0, step)
             try:
                 _exchange(run, source, fn, step, number)
             except CommunicatorBroken as error:
-                run.recover(error)
+                part.recover(error)
                 assigned = range(0)
-        blocks = run.evaluated
-        if blocks is None:
+        if training.evaluated is None:
             raise VirtualFlowError("an evaluation was overtaken by a step; call vf.evaluate on all workers alike")
         by_node: dict[int, Rows] = {}
-        for block in blocks:
+        for block in training.evaluated:
             by_node |= state.unpack(block)
         rows += [by_node[node] for node in sorted(by_node)]
-    run.set_phase("training")
+    run.end_evaluation()
     return rows
 
 
 def _exchange(run: Run, source: Source, fn: Callable[[Any], Rows], step: int, number: int) -> None:
+    part = run.participation
     mine: dict[int, Rows] = {}
-    for node in run.carried:
+    for node in part.carried:
+        part.check()
         batch = source.fetch(0, step, node)
         if batch.size:
             seed_virtual_node(run.seed, -number, node)
             mine[node] = _to_cpu(fn(batch.data))
-    form = run.update.head_format(run.ranges)
-    head = form.write(Kind.EVALUATE, number, 0, run.offer_to_switch(), False, False, [], [])
-    heads = read_heads(form, run.communicator.all_gather(head), Kind.EVALUATE, number)
-    blocks = gather_bytes(run.communicator, state.pack(mine), CommunicatorSettings.alignment)
+    form = run.update.head_format(part.ranges)
+    head = form.write(Kind.EVALUATE, number, 0, part.offer(evaluating=True), False, False, [], [])
+    heads = read_heads(form, part.communicator.all_gather(head), Kind.EVALUATE, number)
+    blocks = gather_bytes(part.communicator, state.pack(mine), CommunicatorSettings.alignment)
     run.commit_evaluation(blocks, heads)
 
 
@@ -127,8 +131,8 @@ def _to_cpu(rows: Rows) -> Rows:
     if isinstance(rows, tuple | list):
         return tuple(_to_cpu(value) for value in rows)
     raise ConfigurationError(
-        f"the function of vf.evaluate returned a {type(rows).__name__}; return a tensor with one row a sample, or a tuple, "
-        "list or dict of such tensors"
+        f"the function of vf.evaluate returned a {type(rows).__name__}; return a tensor with one row a sample, or a "
+        "tuple, list or dict of such tensors"
     )
 
 

@@ -1,7 +1,7 @@
 """What goes over the wire between workers, the coordinator and whoever signals it: typed, bounded JSON.
 
-Workers hold one WebSocket to the coordinator (``/v1/worker``); the operator and the command line use HTTP requests and
-the watch stream. Decoding is strict (msgspec): an unknown field or tag, a wrong type or a number out of bounds is refused
+Workers hold one WebSocket to the coordinator (``/v1/worker``); the operator and the command line use HTTP requests
+and the watch stream. Decoding is strict (msgspec): an unknown field or tag, a wrong type or a number out of bounds is refused
 as a whole and changes nothing.
 """
 
@@ -94,11 +94,11 @@ class Change(Base, frozen=True, tag=False, rename={"from_": "from"}):
     cause: Cause
     reason: Sentence
     pause_ms: Annotated[float, msgspec.Meta(ge=0)] | None
-    """The longest time at any survivor between the last step before it and the first after it; ``None``: no survivor."""
+    """The longest time at a survivor between the last step before it and the first after it; ``None``: no survivor."""
     repeated_steps: Count
 
 
-# --- worker to coordinator -------------------------------------------------------------------------------------------
+# --- worker to coordinator --------------------------------------------------------------------------------------------
 
 
 class Hello(Base, frozen=True, tag="hello"):
@@ -226,10 +226,23 @@ class Publish(Base, frozen=True, tag="publish"):
 
 
 FromWorker = (
-    Hello | Heartbeat | Ready | Prepared | Entered | Progress | Resumed | Broken | DrainRequest | Left | Failed | Done | Note | Publish
+    Hello
+    | Heartbeat
+    | Ready
+    | Prepared
+    | Entered
+    | Progress
+    | Resumed
+    | Broken
+    | DrainRequest
+    | Left
+    | Failed
+    | Done
+    | Note
+    | Publish
 )
 
-# --- coordinator to worker -------------------------------------------------------------------------------------------
+# --- coordinator to worker --------------------------------------------------------------------------------------------
 
 
 class Welcome(Base, frozen=True, tag="welcome"):
@@ -272,7 +285,7 @@ class End(Base, frozen=True, tag="end"):
 
 ToWorker = Welcome | Plan | Drain | Hold | Release | Refuse | End | Publish
 
-# --- signalling parties: requests and the status -----------------------------------------------------------------------
+# --- signalling parties: requests and the status ----------------------------------------------------------------------
 
 
 class DrainCall(Base, frozen=True, tag=False):

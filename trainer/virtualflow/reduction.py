@@ -76,9 +76,9 @@ class Accumulator:
 
 def add_tensors(left: Tensors, right: Tensors) -> Tensors:
     """``left + right`` element by element, in place in ``left`` where both are there."""
-    both = [index for index, (a, b) in enumerate(zip(left, right, strict=True)) if a is not None and b is not None]
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
-        torch._foreach_add_([left[i] for i in both], [right[i] for i in both])  # type: ignore[arg-type]
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         if (a is None) != (b is None):
             there = a if a is not None else b
@@ -137,7 +137,9 @@ class Reducer:
         counts = [len(subtrees(self._virtual_nodes, carried)) for carried in ranges]
         keys = [[(node.start, node.stop) for node in subtrees(self._virtual_nodes, carried)] for carried in ranges]
         for dtype, places in groups.items():
-            whole = self._reduce_group(collectives, counts, keys, parts, [templates[p] for p in places], places, dtype, scale)
+            whole = self._reduce_group(
+                collectives, counts, keys, parts, [templates[p] for p in places], places, dtype, scale
+            )
             offset = 0
             for place in places:
                 template = templates[place]

@@ -37,6 +37,7 @@ class Facts:
     total_steps: int | None = None
     done: bool = False
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
+    """Shared with the training's state: joiners bring on what happened before them."""
 
 
 class Session:
@@ -63,7 +64,7 @@ class Session:
         self._offered: m.Plan | None = None
         self.link = Link(environment.coordinator, environment.token, self._hello, self._on_plan, link)
 
-    # --- for the training thread --------------------------------------------------------------------------------------------
+    # --- for the training thread --------------------------------------------------------------------------------------
 
     def start(self) -> m.Welcome:
         """Connect; whether the job runs already.
@@ -174,8 +175,9 @@ class Session:
         self.link.send(m.Broken(generation, self.facts.step, detail), keep=True)
 
     def await_entry(self) -> m.Plan:
-        """Wait for the newest plan that this worker may enter without an agreement: a recovery, or, for a worker without
-        state, any that it is in.
+        """Wait for the newest plan that this worker may enter without an agreement.
+
+        That is a recovery or, for a worker without state, any that it is in.
 
         Raises:
             Leave: this process is not to take part (any more).
@@ -188,7 +190,9 @@ class Session:
             return newest if newest.mode == "recovery" or not self.has_state else None
 
         def over() -> bool:
-            return self.link.refused is not None or self.link.ended is not None or (self.draining and not self.has_state)
+            return (
+                self.link.refused is not None or self.link.ended is not None or (self.draining and not self.has_state)
+            )
 
         said = False
         while True:
@@ -204,7 +208,9 @@ class Session:
                 raise JobFailed(f"no coordinator for {self._settings.orphan_limit:g} s")
             if silent > self._settings.connect_timeout and not said:
                 said = True
-                logger.warning("%s waits for the coordinator at %s", self.worker, os.environ.get("VIRTUALFLOW_COORDINATOR"))
+                logger.warning(
+                    "%s waits for the coordinator at %s", self.worker, os.environ.get("VIRTUALFLOW_COORDINATOR")
+                )
 
     def await_hold(self, step: int) -> float:
         """Wait while no step after ``step`` may start; seconds that it took.
@@ -227,7 +233,7 @@ class Session:
         """Why a collective of ``plan`` is not to be waited for any longer."""
         if self.link.refused is not None:
             return self.link.refused
-        if self.link.ended is not None:
+        if self.link.ended is not None and (self.link.ended.failed or not self.has_state):
             return self.link.ended.reason
         newest = self.link.plan
         if newest is None or plan is None or newest.generation <= plan.generation:
@@ -304,7 +310,7 @@ class Session:
                 communicator.close()
         self._retired, self._prepared, self.communicator = [], {}, None
 
-    # --- behind it ------------------------------------------------------------------------------------------------------------
+    # --- behind it ----------------------------------------------------------------------------------------------------
 
     def _await_release(self) -> None:
         self.link.wait(lambda: self.link.released or self.link.ended or self.link.refused, self._settings.goodbye)

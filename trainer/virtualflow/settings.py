@@ -185,7 +185,9 @@ class WorkerEnvironment:
         if coordinator and not coordinator.startswith(("http://", "https://")):
             raise ConfigurationError(f"{ENV_COORDINATOR}={coordinator!r} must look like http://host:port")
         if coordinator and not token:
-            raise ConfigurationError(f"{ENV_COORDINATOR} is set but {ENV_TOKEN} is not; set both, or neither to run alone")
+            raise ConfigurationError(
+                f"{ENV_COORDINATOR} is set but {ENV_TOKEN} is not; set both, or neither to run alone"
+            )
         directory = os.environ.get(ENV_CHECKPOINT_DIR, "").strip()
         audit = os.environ.get(ENV_AUDIT_DIR, "").strip()
         return cls(

@@ -38,9 +38,7 @@ class Standing:
 
     def to_bytes(self) -> Tensor:
         """As uint8 ``[48]``."""
-        raw = _STANDING.pack(
-            self.has_state, self.exchanges, self.step, self.checkpoint, self.model, self.signature
-        )
+        raw = _STANDING.pack(self.has_state, self.exchanges, self.step, self.checkpoint, self.model, self.signature)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     @classmethod
@@ -63,6 +61,11 @@ class Transfer:
     def receivers(self) -> frozenset[int]:
         """Who gets a state."""
         return frozenset(receiver for pairs in self.rounds for _, receiver in pairs)
+
+    @property
+    def givers(self) -> frozenset[int]:
+        """Who gives a state that it had before."""
+        return frozenset(donor for pairs in self.rounds for donor, _ in pairs) - self.receivers
 
 
 def plan_transfer(standings: Sequence[Standing]) -> Transfer:
@@ -123,19 +126,20 @@ def move(communicator: Moving, transfer: Transfer, packed: Tensor | None) -> Ten
         The state that this member has received, ``None`` if it needed none.
     """
     length = torch.tensor([0 if packed is None else packed.numel()], dtype=torch.int64).view(torch.uint8)
-    sizes = communicator.all_gather(length).contiguous().view(-1).view(torch.int64).tolist()
+    sizes: list[int] = communicator.all_gather(length).contiguous().view(-1).view(torch.int64).tolist()
     received = None
     for pairs in transfer.rounds:
-        out_sizes, in_sizes = [0] * communicator.size, [0] * communicator.size
+        out_sizes: list[int] = [0] * communicator.size
+        in_sizes: list[int] = [0] * communicator.size
         for donor, receiver in pairs:
             sizes[receiver] = sizes[donor]
             if donor == communicator.rank:
                 in_sizes[receiver] = sizes[donor]
             if receiver == communicator.rank:
                 out_sizes[donor] = sizes[donor]
-        out = torch.empty(sum(out_sizes), dtype=torch.uint8)
-        block = packed if packed is not None and sum(in_sizes) else torch.empty(0, dtype=torch.uint8)
+        out = torch.empty(max(out_sizes), dtype=torch.uint8)
+        block = packed if packed is not None and any(in_sizes) else torch.empty(0, dtype=torch.uint8)
         communicator.all_to_all(out, block, out_sizes, in_sizes)
-        if sum(out_sizes):
+        if any(out_sizes):
             received = packed = out
     return received

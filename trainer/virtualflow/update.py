@@ -1,8 +1,9 @@
 """One optimizer update of the whole job, as one worker sees it: contribute, exchange, apply.
 
 The user's code produces gradients one virtual node at a time; :class:`Update` takes them over, exchanges them
-(``reduction``, ``contribution``) and applies the optimizer when the whole reduced gradient has arrived. Until then nothing
-of the model, the optimizer or the scheduler has changed, so an attempt can be abandoned at any point and repeated.
+(``reduction``, ``contribution``) and applies the optimizer when the whole reduced gradient has arrived. Until then
+nothing of the model, the optimizer or the scheduler has changed, so an attempt can be abandoned at any point and
+repeated.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Update:
         self._parameters: dict[str, nn.Parameter] = {}
         self._given: list[bool] = []
 
-    # --- an attempt -------------------------------------------------------------------------------------------------------
+    # --- an attempt ---------------------------------------------------------------------------------------------------
 
     def begin(self, carried: range) -> None:
         """Start an attempt over the virtual nodes ``carried``."""
@@ -138,7 +139,7 @@ class Update:
         self._accumulator.clear()
         self._records = []
 
-    # --- the exchange -------------------------------------------------------------------------------------------------------
+    # --- the exchange -------------------------------------------------------------------------------------------------
 
     def exchange(
         self, communicator: Gathering, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
@@ -183,7 +184,9 @@ class Update:
             mine = self._wanted_schema()
             wishes = mine.merge(self.schema) != self.schema
             layout = layout_hash(self._parameters, self.schema)
-            block = form.write(Kind.TRAIN, number, layout, offer, wishes, more, self._present(), self._complete_records())
+            block = form.write(
+                Kind.TRAIN, number, layout, offer, wishes, more, self._present(), self._complete_records()
+            )
             heads = read_heads(form, communicator.all_gather(block), Kind.TRAIN, number)
             for head in heads:
                 if head.layout != layout:
@@ -216,7 +219,10 @@ class Update:
 
     def _present(self) -> list[bool]:
         changed = [
-            any(name in record.averaged and self.buffers.changed(name, record.averaged[name]) for record in self._records)
+            any(
+                name in record.averaged and self.buffers.changed(name, record.averaged[name])
+                for record in self._records
+            )
             for name in self.schema.averaged
         ]
         return [*self._given, *changed]
@@ -241,11 +247,13 @@ class Update:
                     values.append(None)
                     continue
                 value = record.averaged[name] if name in record.averaged else self.buffers.baseline(name)
-                values.append(value if record.samples == self._micro_batch else value * (record.samples / self._micro_batch))
+                values.append(
+                    value if record.samples == self._micro_batch else value * (record.samples / self._micro_batch)
+                )
             sums.add(self._first_node + offset, values)
         return [(node, [*a, *b]) for (node, a), (_, b) in zip(self._accumulator.parts, sums.parts, strict=True)]
 
-    # --- the update -----------------------------------------------------------------------------------------------------------
+    # --- the update ---------------------------------------------------------------------------------------------------
 
     def apply(self, outcome: Outcome, epoch_ends: bool) -> None:
         """Apply a complete exchange: clip, optimizer, scaler, buffers, scheduler."""

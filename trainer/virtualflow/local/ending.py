@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from virtualflow import settings as s
@@ -32,13 +34,15 @@ class Ending:
     """The worker whose last words explain a failure."""
     started: bool = True
     """Processes were started, so there may be something in their output."""
+    concluded: bool = False
+    """All workers have ended."""
     since: float = field(default_factory=time.monotonic)
     _told: set[int] = field(default_factory=set)
 
     @property
     def note(self) -> str:
         """For the view."""
-        return {"done": "done", "stopped": "stopping", "failed": "failed"}[self.kind]
+        return "stopping" if self.kind == "stopped" and not self.concluded else self.kind
 
     def enforce(self, runner: Runner, now: float) -> None:
         """Move everyone towards the end; those who take too long are killed."""
@@ -82,6 +86,8 @@ async def conclude(runner: Runner) -> int:
         for worker in runner.crew.workers:
             runner.relay.ended(worker, with_error=False)
     trouble = _write(runner) if ending.started else ""
+    ending.concluded = True
+    runner.show()
     runner.view.close()
     match ending.kind:
         case "failed":
@@ -140,14 +146,21 @@ def _done(runner: Runner, trouble: str) -> int:
 def _stopped(runner: Runner, ending: Ending) -> str:
     step = runner.status.step if runner.status is not None else 0
     said = f"stopped after step {step} ({ending.reason})"
-    last = runner.chronicle.last_checkpoint
-    if last is None and runner.options.checkpoint_dir is None:
+    last, directory = runner.chronicle.last_checkpoint, runner.options.checkpoint_dir
+    if last is not None and last.kind == "checkpoint-failed":
+        return f"{said}; {last.text}"
+    if directory is None:
         return f"{said}; without --checkpoint-dir no checkpoint was written: the next run starts from step 1"
-    if last is None:
-        return f"{said}; no checkpoint was written by this run"
-    if last.kind == "checkpoint-failed":
-        return f"{said}; the last checkpoint failed: {last.text}"
-    return f"{said}; the same command resumes from the newest checkpoint: {last.text}"
+    newest = newest_checkpoint(directory)
+    if newest is None:
+        return f"{said}; there is no checkpoint in {directory}: the next run starts from step 1"
+    return f"{said}; the same command resumes from the checkpoint of step {newest} in {directory}"
+
+
+def newest_checkpoint(directory: Path) -> int | None:
+    """The step of the newest checkpoint by its name (see virtualflow.checkpoint, which checks what is in it)."""
+    names = (re.fullmatch(r"step-([0-9]+)", path.name) for path in directory.glob("step-*"))
+    return max((int(name[1]) for name in names if name is not None), default=None)
 
 
 def _failed(runner: Runner, ending: Ending) -> int:

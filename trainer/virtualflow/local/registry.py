@@ -144,7 +144,8 @@ def _path(name: str) -> Path:
 
 
 def _try_claim(name: str) -> RunningJob | None:
-    job = RunningJob(name, "", "", os.getpid(), _born(os.getpid()) or 0)
+    facts = _facts(os.getpid())
+    job = RunningJob(name, "", "", os.getpid(), facts.born if facts is not None else 0)
     path = _path(name)
     # The file appears complete or not at all: a hard link fails when the name is taken.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
@@ -184,19 +185,24 @@ def _read(path: Path) -> RunningJob | None:
 def _lives(job: RunningJob) -> bool:
     try:
         os.kill(job.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return False  # Somebody else's process: not the runner, which is ours.
-    born = _born(job.pid)
-    return born is None or born == job.born
+    except (ProcessLookupError, PermissionError):
+        return False  # Nobody's, or somebody else's: the runner is ours.
+    facts = _facts(job.pid)
+    return facts is None or (facts.born == job.born and facts.state not in "ZX")
 
 
-def _born(pid: int) -> int | None:
-    """The process's start in clock ticks since boot; ``None`` where the system does not tell."""
+@dataclass(frozen=True)
+class _Facts:
+    state: str
+    born: int
+
+
+def _facts(pid: int) -> _Facts | None:
+    """What the system tells of a process; ``None`` where it does not."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        return int(text.rpartition(")")[2].split()[19])
+        fields = text.rpartition(")")[2].split()
+        return _Facts(fields[0], int(fields[19]))
     except (OSError, ValueError, IndexError):
         return None
 

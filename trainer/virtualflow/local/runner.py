@@ -138,6 +138,7 @@ class Runner:
             while not self._is_over():
                 self._reconcile()
                 await self._news()
+            tasks[1].cancel()  # From now on the coordinator may end.
             return await conclude(self)
         finally:
             for task in tasks:
@@ -180,11 +181,8 @@ class Runner:
     async def _keep_coordinator(self) -> None:
         while True:
             process = self.coordinator.process
-            if (
-                process is not None
-                and not process.alive
-                and not (self.status and self.status.phase in ("done", "failed"))
-            ):
+            over = self.status is not None and self.status.phase in ("done", "stopped", "failed")
+            if process is not None and not process.alive and not over:
                 self.forget_coordinator()
                 self.view.event(f"the coordinator ended ({describe_exit(process.code or 0)}); starting it again")
                 try:
@@ -248,6 +246,10 @@ class Runner:
             self.ending.enforce(self, now)
         self._choose_output()
         self.relay.tick()
+        self.show()
+
+    def show(self) -> None:
+        """Let the view know how things are."""
         processes = {worker.name: worker.process.pid for worker in self.crew.living()}
         note = self.ending.note if self.ending is not None else ""
         self.view.update(Snapshot(self.job.name, self.status, processes, self.wanted, note))

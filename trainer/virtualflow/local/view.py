@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import termios
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,7 @@ class LiveView:
         self._snapshot: Snapshot | None = None
         self._closed = False
         self._stdout_here = _same_terminal()
+        self._terminal = _quiet_terminal()
         self._live.start()
 
     def line(self, stream: Stream, text: str) -> None:
@@ -198,6 +200,7 @@ class LiveView:
             return
         self._closed = True
         self._live.stop()
+        _restore_terminal(self._terminal)
         if self._snapshot is not None:
             self._console.print(self._draw(self._snapshot))
 
@@ -303,6 +306,24 @@ def _same_terminal() -> bool:
         return os.ttyname(sys.stdout.fileno()) == os.ttyname(sys.stderr.fileno())
     except (OSError, ValueError):
         return False
+
+
+def _quiet_terminal() -> list[int | list[bytes | int]] | None:
+    """Keep the terminal from writing ``^C`` into the panel; what it did before, ``None`` where it is none."""
+    try:
+        before = termios.tcgetattr(sys.stdin.fileno())
+        now = termios.tcgetattr(sys.stdin.fileno())
+        now[3] &= ~termios.ECHOCTL
+        termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, now)
+    except (termios.error, OSError, ValueError):
+        return None
+    return before
+
+
+def _restore_terminal(before: list[int | list[bytes | int]] | None) -> None:
+    if before is not None:
+        with contextlib.suppress(termios.error, OSError, ValueError):
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, before)
 
 
 def _workers(count: int) -> str:

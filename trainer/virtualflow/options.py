@@ -1,15 +1,56 @@
-"""What is refused before training, with a sentence that says what to do."""
+"""The arguments of :func:`virtualflow.elastic`, checked before anything starts."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from virtualflow.checkpoint import CheckpointPolicy
 from virtualflow.errors import ConfigurationError
+from virtualflow.loading import LoaderOptions
 from virtualflow.sampling import micro_batch
+from virtualflow.update import SchedulerInterval
+
+
+@dataclass(frozen=True)
+class Options:
+    """All arguments but the model, the optimizer and the dataset; :func:`virtualflow.elastic` describes them."""
+
+    batch_size: int
+    epochs: int | None
+    steps: int | None
+    virtual_nodes: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    scheduler: Any
+    scheduler_interval: SchedulerInterval
+    scaler: Any
+    clip_grad_norm: float | None
+    clip_grad_value: float | None
+    checkpoint: CheckpointPolicy | Path | str | None
+    deterministic: bool
+    loader: LoaderOptions
+
+    def total_steps(self, steps_per_epoch: int | None) -> int | None:
+        """How many updates the training takes; ``None`` when the length of the streams decides."""
+        if self.epochs is None:
+            return self.steps
+        if steps_per_epoch is None:
+            return None
+        by_epochs = self.epochs * steps_per_epoch
+        return by_epochs if self.steps is None else min(by_epochs, self.steps)
+
+    def is_over(self, completed_steps: int, epoch: int) -> bool:
+        """Whether a training that stands there is through."""
+        return (self.steps is not None and completed_steps >= self.steps) or (
+            self.epochs is not None and epoch >= self.epochs
+        )
 
 
 def check_sizes(batch_size: int, virtual_nodes: int, epochs: int | None, steps: int | None) -> None:
@@ -38,14 +79,15 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigurationError(
-            f"{name} evaluates the loss several times a step through a closure, which one exchange a step cannot serve; "
-            "use an optimizer whose step() needs no closure, such as AdamW"
+            f"{name} evaluates the loss several times a step through a closure, which one exchange a step cannot "
+            "serve; use an optimizer whose step() needs no closure, such as AdamW"
         )
     owned = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         if any(id(parameter) not in owned for parameter in group["params"]):
             raise ConfigurationError(
-                f"{name} holds a parameter that is not the model's, so joiners would not get it; make it part of the model"
+                f"{name} holds a parameter that is not the model's, so joiners would not get it; make it part of the "
+                "model"
             )
 
 

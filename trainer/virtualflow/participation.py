@@ -1,0 +1,213 @@
+"""A worker's part in the job's membership: join, enter a generation with one state, switch, recover, leave.
+
+Between ``session`` (which plans there are) and ``loop`` (what the user's script sees). Alone, without a coordinator,
+the same questions have simple answers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from virtualflow import messages as m
+from virtualflow import state
+from virtualflow.alone import ALONE
+from virtualflow.communicator import Communicator
+from virtualflow.errors import CommunicatorBroken, ConfigurationError
+from virtualflow.keeper import Keeper
+from virtualflow.session import NOTHING, Session
+from virtualflow.settings import CommunicatorSettings
+from virtualflow.stopwatch import Stopwatch
+from virtualflow.synchronization import Standing, Transfer, move, plan_transfer
+from virtualflow.training import Training, signature_hash
+from virtualflow.update import gather_bytes
+
+logger = logging.getLogger("virtualflow.worker")
+
+
+class Participation:
+    """What this worker carries, with whom, and how that changes."""
+
+    def __init__(
+        self,
+        session: Session | None,
+        training: Training,
+        keeper: Keeper,
+        signature: dict[str, Any],
+        virtual_nodes: int,
+        stopwatch: Stopwatch,
+        on_entry: Callable[[], None],
+    ) -> None:
+        self.session = session
+        self.has_state = False
+        self.carried = range(0)
+        """The virtual nodes of this worker."""
+        self.ranges: tuple[range, ...] = ()
+        """Those of all members, in the order of their ranks."""
+        self._training = training
+        self._keeper = keeper
+        self._signature = signature
+        self._virtual_nodes = virtual_nodes
+        self._stopwatch = stopwatch
+        self._on_entry = on_entry
+        self._agreed: m.Plan | None = None
+
+    @property
+    def communicator(self) -> Any:
+        """The collectives of the running generation."""
+        if self.session is None or self.session.communicator is None:
+            return ALONE
+        return self.session.communicator
+
+    @property
+    def leader(self) -> bool:
+        """Whether this worker carries virtual node 0."""
+        return 0 in self.carried
+
+    def join(self) -> None:
+        """Become a member, with a state; returns at once for one that is.
+
+        Raises:
+            Leave: this process is not to take part.
+        """
+        if self.has_state:
+            return
+        if self.session is None:
+            self._stand_alone()
+        else:
+            self.session.be_ready()
+            self._enter(self.session.await_entry())
+
+    def check(self) -> None:
+        """Look whether the attempt still makes sense.
+
+        Raises:
+            CommunicatorBroken: a recovery is called for.
+        """
+        reason = None if self.session is None else self.session.interruption(self.session.plan)
+        if reason is not None:
+            raise CommunicatorBroken(reason)
+
+    def offer(self, evaluating: bool) -> m.Generation:
+        """The generation that this worker could enter after the coming exchange."""
+        return NOTHING if self.session is None else self.session.offer(evaluating)
+
+    def note_offers(self, offers: Iterable[m.Generation]) -> None:
+        """An exchange is complete: remember the plan that all have offered to enter, if there is one."""
+        self._agreed = None if self.session is None else self.session.agreed_plan(offers)
+
+    def switch_if_agreed(self) -> None:
+        """Enter the generation that all have agreed on, or leave by it.
+
+        Raises:
+            Drained: this worker is not in it.
+        """
+        plan, self._agreed = self._agreed, None
+        if plan is None or self.session is None:
+            return
+        if not self.session.is_member(plan):
+            if not plan.members and self.session.rank == 0:
+                self._keeper.save_final(self._training)
+            self.session.leave(plan.generation)
+        self._enter(plan)
+
+    def recover(self, error: CommunicatorBroken) -> None:
+        """The attempt is void: wait for the generation that takes over, and enter it.
+
+        Raises:
+            Leave: this process is not to take part any more.
+        """
+        session = self._require_session()
+        self._training.update.abandon()
+        if session.interruption(session.plan) is None:
+            logger.info("%s: generation %s broke: %s", session.worker, session.generation, error)
+            session.say_broken(session.generation, str(error))
+        self._enter(session.await_entry())
+
+    def _require_session(self) -> Session:
+        if self.session is None:
+            raise RuntimeError("a process without a coordinator has no generations")
+        return self.session
+
+    def _enter(self, plan: m.Plan) -> None:
+        """Enter ``plan``, or whichever takes over from it, and come to one state with its members."""
+        session = self._require_session()
+        while True:
+            self._stopwatch.plans.append(plan)
+            try:
+                self._synchronize(session.enter(plan))
+                break
+            except CommunicatorBroken as error:
+                # A worker without a state says so even when a newer plan has called it away: those who have agreed on
+                # this one would wait for it.
+                if session.interruption(plan) is None or not self.has_state:
+                    session.say_broken(plan.generation, str(error))
+                plan = session.await_entry()
+        self.carried = plan.members[session.rank].virtual_nodes
+        self.ranges = tuple(member.virtual_nodes for member in plan.members)
+        self._agreed = None
+        self._training.update.forget_buffers()
+        self._on_entry()
+
+    def _synchronize(self, communicator: Communicator) -> None:
+        """Come to one state with the other members of a generation.
+
+        Raises:
+            CommunicatorBroken: a member was lost meanwhile.
+            ConfigurationError: the members do not fit together.
+        """
+        session, training = self._require_session(), self._training
+        standing = Standing(
+            has_state=self.has_state,
+            exchanges=training.exchanges,
+            step=training.completed_steps,
+            checkpoint=-1 if self.has_state else self._keeper.find(),
+            model=0 if self.has_state else training.model_hash(),
+            signature=signature_hash(self._signature),
+        )
+        standings = [Standing.from_bytes(block) for block in communicator.all_gather(standing.to_bytes())]
+        if len({other.signature for other in standings}) > 1:
+            self._explain_difference(communicator)
+        transfer = plan_transfer(standings)
+        self._bring_state(communicator, transfer)
+        session.facts.step = training.completed_steps
+        if not self.has_state:
+            self.has_state = session.has_state = True
+            session.say_entered(restored=transfer.restorer is not None)
+
+    def _bring_state(self, communicator: Communicator, transfer: Transfer) -> None:
+        """Restore a checkpoint, give or receive the state, as the transfer says."""
+        if transfer.restorer == communicator.rank:
+            self._keeper.restore(self._training)
+        if not transfer.rounds:
+            return
+        gives = communicator.rank in transfer.givers
+        received = move(communicator, transfer, state.pack(self._training.capture()) if gives else None)
+        if received is not None:
+            self._training.restore(state.unpack(received))
+
+    def _explain_difference(self, communicator: Communicator) -> None:
+        raw = torch.frombuffer(bytearray(msgspec.json.encode(self._signature)), dtype=torch.uint8)
+        blocks = gather_bytes(communicator, raw, CommunicatorSettings.alignment)
+        signatures = [msgspec.json.decode(block.numpy().tobytes()) for block in blocks]
+        for other in signatures:
+            found = state.difference(signatures[0], other)
+            if found is not None:
+                raise ConfigurationError(
+                    f"the workers run different models: {found}; start all of them with the same script and arguments"
+                )
+
+    def _stand_alone(self) -> None:
+        """Run without a coordinator: this process carries everything."""
+        self.has_state = True
+        step = self._keeper.find()
+        if step >= 0:
+            self._keeper.restore(self._training)
+            logger.warning("resumed from the checkpoint of step %d", step)
+        self.carried = range(self._virtual_nodes)
+        self.ranges = (self.carried,)
+        self._on_entry()

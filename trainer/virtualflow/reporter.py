@@ -1,0 +1,78 @@
+"""What a worker tells its coordinator of the training: progress, checkpoints, the result, a failure."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Literal
+
+from virtualflow import messages as m
+from virtualflow import state
+from virtualflow.errors import VirtualFlowError
+from virtualflow.session import Session
+from virtualflow.settings import LinkSettings
+from virtualflow.stopwatch import Stopwatch
+from virtualflow.training import Training
+
+
+class Reporter:
+    """Reports one worker's training; without a coordinator there is nobody to tell."""
+
+    def __init__(
+        self, session: Session | None, training: Training, stopwatch: Stopwatch, total_steps: int | None
+    ) -> None:
+        self._session = session
+        self._training = training
+        self._stopwatch = stopwatch
+        self._total_steps = total_steps
+        self._phase: Literal["training", "evaluating"] = "training"
+        self._reported_at = 0.0
+
+    def progress(self, now: bool) -> None:
+        """Tell where the training is: the first member does, and not too often unless it is to be ``now``."""
+        session, training, moment = self._session, self._training, time.monotonic()
+        if session is None or session.rank != 0 or (not now and moment - self._reported_at < LinkSettings.progress):
+            return
+        self._reported_at = moment
+        progress = m.Progress(
+            session.generation,
+            training.completed_steps,
+            training.position[0],
+            self._total_steps,
+            {**training.metrics, **training.logged},
+            self._stopwatch.steps_per_second,
+            self._phase,
+        )
+        session.link.send(progress)
+
+    def phase(self, phase: Literal["training", "evaluating"]) -> None:
+        """Tell what goes on: it decides which membership changes can be made."""
+        self._phase = phase
+        self.progress(now=True)
+
+    def done(self, take_part: Callable[[], None]) -> None:
+        """Report the result and wait until nobody needs this worker any more (see :meth:`Session.report_done`)."""
+        training = self._training
+        if self._session is None:
+            return
+        done = m.Done(
+            step=training.completed_steps,
+            digest=state.digest(training.model.state_dict()),
+            optimizer_digest=state.optimizer_digest(training.optimizer),
+            metrics={**training.metrics, **training.logged},
+            step_ms=self._stopwatch.median_ms,
+            timed_steps=self._stopwatch.timed_steps,
+        )
+        self._session.report_done(done, take_part)
+
+
+def report_failure(session: Session | None, error: Exception) -> None:
+    """Tell why this process ends: one sentence for an error raised on purpose, the traceback for any other."""
+    if session is None or not session.connect():
+        return
+    if isinstance(error, VirtualFlowError):
+        session.report_failed(str(error), "")
+    else:
+        line = traceback.format_exception_only(error)[-1].strip()
+        session.report_failed(line, "".join(traceback.format_exception(error)))

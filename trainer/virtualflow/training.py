@@ -1,0 +1,90 @@
+"""The state of a training between two steps, as a whole: what a joiner gets, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from virtualflow import messages as m
+from virtualflow import state
+from virtualflow.contribution import Schema
+from virtualflow.update import Outcome, Update
+
+
+@dataclass
+class Training:
+    """The model and its companions, and how far the training has come."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: Any
+    update: Update
+    completed_steps: int = 0
+    """Updates that have been applied."""
+    position: tuple[int, int] = (0, 0)
+    """Epoch and step in the epoch of the next update, both from 0."""
+    exchanges: int = 0
+    """Exchanges of any kind that are complete; the same on all workers between two of them."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The combined metrics of the last step."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """Numbers of the whole job."""
+    evaluated: list[Tensor] | None = None
+    """What the last exchange brought, if it was one of an evaluation: others may need it again."""
+    members: int | None = None
+    """How many workers made the last step."""
+    changes: dict[m.Generation, m.Change] = field(default_factory=dict)
+    """Membership changes so far, for coordinators and members to come."""
+
+    def commit(self, outcome: Outcome, members: int) -> None:
+        """Apply a complete exchange: the next step's turn has come."""
+        epoch, epoch_step = self.position
+        epoch_ends = not any(head.more for head in outcome.heads)
+        self.update.apply(outcome, epoch_ends)
+        self.completed_steps += 1
+        self.exchanges += 1
+        self.position = (epoch + 1, 0) if epoch_ends else (epoch, epoch_step + 1)
+        self.metrics, self.evaluated, self.members = outcome.metrics, None, members
+
+    def capture(self) -> dict[str, Any]:
+        """Everything, by reference: to be packed or copied before the next step."""
+        extra = {
+            "step": self.completed_steps,
+            "position": self.position,
+            "exchanges": self.exchanges,
+            "schema": self.update.schema.to_json(),
+            "metrics": self.metrics,
+            "logged": self.logged,
+            "evaluated": self.evaluated,
+            "members": self.members,
+            "changes": msgspec.to_builtins(list(self.changes.values())),
+        }
+        return state.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Become what :meth:`capture` gave, here or elsewhere."""
+        extra = state.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler)
+        self.completed_steps, self.exchanges = extra["step"], extra["exchanges"]
+        self.position = (extra["position"][0], extra["position"][1])
+        self.update.schema = Schema.from_json(extra["schema"])
+        self.metrics, self.logged, self.members = extra["metrics"], extra["logged"], extra["members"]
+        self.evaluated = None if extra["evaluated"] is None else [block.clone() for block in extra["evaluated"]]
+        for change in msgspec.convert(extra["changes"], list[m.Change]):
+            self.changes.setdefault(change.generation, change)
+
+    def model_hash(self) -> int:
+        """A number that differs when two freshly built models do."""
+        return int(state.digest(self.model.state_dict())[:15], 16)
+
+
+def signature_hash(signature: dict[str, Any]) -> int:
+    """A number that differs when two signatures (``state.signature``) do."""
+    text = json.dumps(signature, sort_keys=True)
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
