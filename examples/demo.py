@@ -23,7 +23,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 
@@ -32,6 +31,7 @@ STEPS = 120
 FEWEST_STEPS = 12  # so that no two actions of an act fall on one step
 VIRTUAL_NODES = 8
 DIGEST_SHOWN = 12  # of 64 hexadecimal digits
+EXIT_INTERRUPTED = 130
 WIDTH = 110  # where there is no terminal to ask
 
 
@@ -56,9 +56,9 @@ ACTS = (
         "undisturbed",
         1,
         (),
-        "One worker trains a small convolutional network (batch norm, dropout, AdamW) on handwritten digits. It carries "
-        f"all {VIRTUAL_NODES} virtual nodes: in every step it computes {VIRTUAL_NODES} slices of the batch, one after the "
-        "other, and adds their gradients up.",
+        "One worker trains a small convolutional network (batch norm, dropout, AdamW) on handwritten digits. It "
+        f"carries all {VIRTUAL_NODES} virtual nodes: in every step it computes {VIRTUAL_NODES} slices of the batch, "
+        "one after the other, and adds their gradients up.",
         "Nothing. This is what the others have to match, bit for bit.",
     ),
     Act(
@@ -66,9 +66,9 @@ ACTS = (
         2,
         ((0.2, "=4"), (0.45, "term"), (0.7, "=2")),
         "Two workers become four; one gets a SIGTERM, as from a node that is being emptied; the rest shrink to two.",
-        "Floating-point sums depend on their order, and the number of workers usually decides the order. Dropout, batch "
-        "norm and the shuffle usually depend on the process. And those who stay should neither restart nor wait for "
-        "those who are starting.",
+        "Floating-point sums depend on their order, and the number of workers usually decides the order. Dropout, "
+        "batch norm and the shuffle usually depend on the process. And those who stay should neither restart nor wait "
+        "for those who are starting.",
     ),
     Act(
         "killed",
@@ -94,7 +94,7 @@ class Outcome:
         """How many there were, one number after the other."""
         changes = self.report["changes"]
         first = changes[0]["from"] if changes else self.act.workers
-        return " > ".join(str(count) for count in [first, *(change["to"] for change in changes)])
+        return "→".join(str(count) for count in [first, *(change["to"] for change in changes)])
 
     @property
     def longest_pause(self) -> str:
@@ -119,6 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DemoFailed as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("demo: stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -142,8 +145,10 @@ def perform(console: Console, act: Act, steps: int, directory: Path) -> Outcome:
     console.print(Rule(f"{number} of {len(ACTS)}: {act.name}", align="left"))
     console.print(act.happens)
     console.print(f"[bold]What is hard about it:[/bold] {act.hard}")
-    console.print(Padding(f"$ virtualflow {shlex.join([*command, *script])}", (1, 2)), style="cyan", soft_wrap=True)
-    code = run([sys.executable, "-m", "virtualflow", *command, "--name", act.name, "--report", str(report), *script])
+    console.print(f"\n  $ virtualflow {shlex.join([*command, *script])}\n", style="cyan", soft_wrap=True, markup=False)
+    code = run([sys.executable, "-m", "virtualflow", *command, "--report", str(report), *script])
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
     if code:
         raise DemoFailed(f"the run '{act.name}' ended with exit code {code}; its output above says why")
     try:
@@ -171,17 +176,17 @@ def run(command: list[str]) -> int:
 
 def conclude(console: Console, outcomes: Sequence[Outcome]) -> int:
     """Show all runs side by side and say whether they are equal; the exit code."""
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading, justify in (
         ("run", "left"),
         ("workers", "left"),
         ("changes", "right"),
         ("longest pause", "right"),
         ("repeated steps", "right"),
-        ("test accuracy", "right"),
-        ("digest of the weights", "left"),
+        ("accuracy", "right"),
+        ("digest", "left"),
     ):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+        table.add_column(heading, justify=justify, no_wrap=heading in ("run", "workers", "digest"))  # type: ignore[arg-type]
     for outcome in outcomes:
         report = outcome.report
         table.add_row(
@@ -204,8 +209,8 @@ def conclude(console: Console, outcomes: Sequence[Outcome]) -> int:
             )
             return 1
     console.print(
-        "[bold green]The same bits.[/bold green] Weights, batch norm statistics and optimizer states of all runs are equal "
-        "(SHA-256), whoever came, left or died."
+        "[bold green]The same bits.[/bold green] Weights, batch norm statistics and optimizer states of all runs are "
+        "equal (SHA-256), whoever came, left or died."
     )
     console.print("A 'repeated step' is an attempt that a death made void: it was thrown away whole, and done again.")
     console.print("Next: README.md shows how few lines it takes in a script of your own.")

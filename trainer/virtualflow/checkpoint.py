@@ -349,8 +349,10 @@ class CheckpointWriter:
             self.failure = failure
             if failure is not None:
                 self._on_event(failure)
+        if failure is not None:
+            return
         self.newest = step
-        if failed_before and failure is None:
+        if failed_before:
             self._on_event(f"checkpoints are written again: that of step {step} is complete")
         self._prune(step)
 

@@ -1,14 +1,15 @@
 """A worker's connection to its coordinator: a thread that outlives coordinators and never stops the training.
 
-The training thread reads the newest facts under :attr:`Link.changed` and queues messages; the thread behind it connects,
-says Hello, beats, and comes back with another Hello whenever the connection is lost. What a restarted coordinator must
-know and Hello does not say is kept and sent again (:meth:`Link.send` with ``keep``).
+The training thread reads the newest facts under :attr:`Link.changed` and queues messages; the thread behind it
+connects, says Hello, beats, and comes back with another Hello whenever the connection is lost. What a restarted
+coordinator must know and Hello does not say is kept and sent again (:meth:`Link.send` with ``keep``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import threading
 import time
@@ -34,11 +35,16 @@ _BACKLOG = 200
 class Link:
     """The connection of one worker process.
 
-    All attributes below are written by the link's thread and read under :attr:`changed`, which is notified on each news.
+    All attributes below are written by the link's thread and read under :attr:`changed`, notified on each news.
     """
 
     def __init__(
-        self, url: str, token: str, hello: Callable[[], m.Hello], on_plan: Callable[[m.Plan], None], settings: LinkSettings
+        self,
+        url: str,
+        token: str,
+        hello: Callable[[], m.Hello],
+        on_plan: Callable[[m.Plan], None],
+        settings: LinkSettings,
     ) -> None:
         self.changed = threading.Condition()
         self.connected = False
@@ -54,6 +60,7 @@ class Link:
         self.rejected: str | None = None
         """Why the coordinator cannot be used at all (a wrong token)."""
         self._keys: dict[tuple[m.Generation, str], bytes] = {}
+        self._published: dict[tuple[m.Generation, str], m.Publish] = {}
         self._url = url
         self._token = token
         self._hello = hello
@@ -63,11 +70,11 @@ class Link:
         self._kept: dict[type, m.FromWorker] = {}
         self._wake: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing = False
+        self._closing = threading.Event()
         self._lost_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="virtualflow-link", daemon=True)
 
-    # --- for the training thread ------------------------------------------------------------------------------------------
+    # --- for the training thread -------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Connect, and wait until the coordinator has answered.
@@ -78,7 +85,9 @@ class Link:
         self._thread.start()
         limit = self._settings.orphan_limit
         if not self.wait(lambda: self.welcome or self.rejected or self.refused, limit):
-            raise ConfigurationError(f"no coordinator answers at {self._url} for {limit:g} s; check VIRTUALFLOW_COORDINATOR")
+            raise ConfigurationError(
+                f"no coordinator answers at {self._url} for {limit:g} s; check VIRTUALFLOW_COORDINATOR"
+            )
         if self.rejected is not None:
             raise ConfigurationError(self.rejected)
 
@@ -89,6 +98,7 @@ class Link:
 
     def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
         """Queue a message; with ``keep`` it is sent again to every coordinator to come (the latest of its kind)."""
+        message = _encodable(message)
         with self.changed:
             if keep:
                 self._kept[type(message)] = message
@@ -112,9 +122,11 @@ class Link:
 
     def publish(self, generation: m.Generation, key: str, value: bytes) -> None:
         """Tell the other members of a generation a key of its rendezvous."""
+        message = m.Publish(generation, key, value)
         with self.changed:
             self._keys[generation, key] = value
-        self.send(m.Publish(generation, key, value))
+            self._published[generation, key] = message
+        self.send(message)
 
     def lookup(self, generation: m.Generation, key: str) -> bytes | None:
         """A key of a generation's rendezvous, if it has arrived."""
@@ -131,12 +143,12 @@ class Link:
 
     def close(self) -> None:
         """End the thread and the connection."""
-        self._closing = True
+        self._closing.set()
         self._stir()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=self._settings.connect_timeout)
 
-    # --- the link's thread --------------------------------------------------------------------------------------------------
+    # --- the link's thread -------------------------------------------------------------------------------------------
 
     def _stir(self) -> None:
         loop, wake = self._loop, self._wake
@@ -153,14 +165,24 @@ class Link:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         pause, said = self._settings.retry_first, False
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout)
-        async with aiohttp.ClientSession(timeout=timeout, headers={"Authorization": f"Bearer {self._token}"}) as session:
-            while not self._closing and self.rejected is None and self.refused is None:
+        async with aiohttp.ClientSession(
+            timeout=timeout, headers={"Authorization": f"Bearer {self._token}"}
+        ) as session:
+            while not self._closing.is_set() and self.rejected is None and self.refused is None:
                 try:
-                    async with session.ws_connect(
-                        f"{self._url}/v1/worker", max_msg_size=MAX_MESSAGE, autoping=True
-                    ) as socket:
-                        pause, said = self._settings.retry_first, False
+                    # A coordinator that accepts connections and then does nothing must not hold this up for ever.
+                    async with asyncio.timeout(self._settings.connect_timeout):
+                        socket = await session.ws_connect(
+                            f"{self._url}/v1/worker",
+                            max_msg_size=MAX_MESSAGE,
+                            heartbeat=2 * self._settings.connect_timeout,
+                            timeout=aiohttp.ClientWSTimeout(ws_close=self._settings.connect_timeout),
+                        )
+                    welcome = self.welcome
+                    async with socket:
                         await self._converse(socket)
+                    if self.welcome is not welcome:
+                        pause, said = self._settings.retry_first, False
                 except aiohttp.WSServerHandshakeError as error:
                     if error.status in (401, 403):
                         self._reject(f"the coordinator at {self._url} refuses the token; check VIRTUALFLOW_TOKEN")
@@ -169,18 +191,20 @@ class Link:
                     if not said:
                         logger.debug("no connection to the coordinator: %s", error)
                         said = True
-                if self._closing:
+                if self._closing.is_set():
                     break
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, self._settings.retry_most)
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        await socket.send_bytes(m.encode(self._hello()))
         with self.changed:
-            # What waited is old news to a coordinator that has just read Hello, but for what Hello does not say.
-            queued = [x for x in self._queue if isinstance(x, m.Note | m.Resumed) and type(x) not in self._kept]
+            # What waited is old news to a coordinator that is about to read Hello, but for what Hello does not say.
+            # The queue is taken before Hello is made: what is queued from now on may be missing in it.
+            queued = [x for x in self._queue if isinstance(x, m.Note | m.Resumed)]
             self._queue.clear()
-            self._queue.extend([*queued, *self._kept.values()])
+            self._queue.extend([*queued, *self._kept.values(), *self._published.values()])
+        await socket.send_bytes(_encode_hello(self._hello()))
+        with self.changed:
             self.connected = True
             self.changed.notify_all()
         writer = asyncio.create_task(self._write(socket))
@@ -204,19 +228,23 @@ class Link:
         try:
             while True:
                 while self._queue:
-                    await socket.send_bytes(m.encode(self._queue[0]))
+                    message = self._queue[0]
+                    await socket.send_bytes(m.encode(message))
                     with self.changed:
-                        if self._queue:
+                        # A queue that was full has lost its first message meanwhile.
+                        if self._queue and self._queue[0] is message:
                             self._queue.popleft()
                         self.changed.notify_all()
-                if self._closing:
+                if self._closing.is_set():
                     await socket.close()
                     return
                 self._wake.clear()
-                if self._queue or self._closing:
+                if self._queue or self._closing.is_set():
                     continue
                 try:
-                    async with asyncio.timeout(self._settings.heartbeat):
+                    welcome = self.welcome
+                    every = self._settings.heartbeat if welcome is None else welcome.heartbeat
+                    async with asyncio.timeout(every):
                         await self._wake.wait()
                 except TimeoutError:
                     await socket.send_bytes(m.encode(m.Heartbeat()))
@@ -232,6 +260,7 @@ class Link:
                     if self.plan is None or message.generation > self.plan.generation:
                         self.plan = message
                         self._keys = {key: value for key, value in self._keys.items() if key[0] >= message.generation}
+                        self._published = {k: v for k, v in self._published.items() if k[0] >= message.generation}
                     else:
                         return
                 case m.Drain():
@@ -254,3 +283,20 @@ class Link:
         with self.changed:
             self.rejected = sentence
             self.changed.notify_all()
+
+
+def _encode_hello(hello: m.Hello) -> bytes:
+    """JSON of ``hello``, without the oldest membership changes if it would be more than the coordinator reads."""
+    encoded = m.encode(hello)
+    while len(encoded) > MAX_MESSAGE and hello.changes:
+        hello = msgspec.structs.replace(hello, changes=hello.changes[len(hello.changes) // 2 + 1 :])
+        encoded = m.encode(hello)
+    return encoded
+
+
+def _encodable(message: m.FromWorker) -> m.FromWorker:
+    """``message`` without metrics that JSON has no number for: a loss of NaN must not cost the connection."""
+    if isinstance(message, m.Progress | m.Done) and not all(map(math.isfinite, message.metrics.values())):
+        finite = {name: value for name, value in message.metrics.items() if math.isfinite(value)}
+        return msgspec.structs.replace(message, metrics=finite)
+    return message

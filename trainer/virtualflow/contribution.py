@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from virtualflow import messages as m
 from virtualflow.assignment import tree_sum
+from virtualflow.errors import ConfigurationError
 
 _FIXED = struct.Struct("<8q")
 _NODE = struct.Struct("<q")
@@ -265,6 +266,15 @@ class BufferTracker:
                 continue
             present = buffer.module._buffers[buffer.attribute]
             value = buffer.baseline if present is None else present.detach()
+            if value.shape != buffer.tensor.shape:
+                if buffer.attribute not in buffer.module._non_persistent_buffers_set:
+                    raise ConfigurationError(
+                        f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} in a "
+                        "forward pass, so virtual nodes cannot be averaged; give it its shape from the start"
+                    )
+                # A cache, which the next virtual node makes anew.
+                buffer.put(buffer.baseline)
+                continue
             target = averaged if _averages(buffer.tensor) else copied
             target[name] = value.to(buffer.tensor.dtype, copy=True).reshape(buffer.tensor.shape)
             buffer.put(buffer.baseline)
@@ -288,7 +298,8 @@ class BufferTracker:
         """Set the combined values; every other buffer keeps its baseline."""
         for name, value in values.items():
             buffer = self._buffers[name]
-            buffer.baseline = value.detach().to(buffer.tensor.device, copy=True).reshape(buffer.tensor.shape)
+            value = value.detach().to(buffer.tensor.device, buffer.tensor.dtype, copy=True)
+            buffer.baseline = value.reshape(buffer.tensor.shape)
             buffer.put(buffer.baseline)
 
     def templates(self, names: Sequence[str]) -> list[Tensor]:
@@ -308,6 +319,11 @@ class BufferTracker:
             if part:
                 values[name] = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
         return values
+
+
+def summed_as(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a buffer is averaged: half precision would overflow and lose most of what is added."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _averages(tensor: Tensor) -> bool:

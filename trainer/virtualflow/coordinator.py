@@ -21,45 +21,94 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp import WSMsgType, web
+from aiohttp import WSCloseCode, WSMsgType, web
 
 from virtualflow import messages as m
+from virtualflow.errors import ConfigurationError
 from virtualflow.job import Job
+from virtualflow.roster import UnknownWorker
 from virtualflow.settings import MAX_MESSAGE, CoordinatorSettings
 
 logger = logging.getLogger("virtualflow.coordinator")
 
-_OUTBOX = 1_000
-"""Messages that may wait for one slow worker before its connection is closed (it comes back with a Hello)."""
-
-_FIRST_MESSAGE = 10.0
-"""Seconds that a new connection has to say Hello."""
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class _Line:
+    """The way to one worker: what waits to be sent, already encoded, and the socket."""
+
+    def __init__(self, socket: web.WebSocketResponse, transport: asyncio.BaseTransport | None, backlog: int) -> None:
+        self._socket = socket
+        self._transport = transport
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(backlog)
+        self._finishing = False
+
+    def put(self, data: bytes) -> bool:
+        """Queue a message; ``False``: too many wait already."""
+        if self._queue.full():
+            return False
+        self._queue.put_nowait(data)
+        return True
+
+    def finish(self) -> None:
+        """Close the connection when all that waits is sent."""
+        if not self._finishing:
+            self._finishing = True
+            if self._queue.full():
+                self.abort()
+            else:
+                self._queue.put_nowait(None)
+
+    def abort(self) -> None:
+        """Cut the connection off."""
+        if isinstance(self._transport, asyncio.WriteTransport):
+            self._transport.abort()
+
+    async def write(self) -> None:
+        """Send what is queued until :meth:`finish` or the end of the connection."""
+        try:
+            while (data := await self._queue.get()) is not None:
+                await self._socket.send_bytes(data)
+            await self._socket.close(code=WSCloseCode.GOING_AWAY)
+        except ConnectionError:
+            pass  # the reader of the socket learns it too
+        finally:
+            self.abort()
+
+
 class Coordinator:
-    """The server's state: the job, the open connections, and the time to decide again."""
+    """The server's state: the job, the open connections, and the time to decide again.
+
+    Raises:
+        ConfigurationError: the token is empty.
+    """
 
     def __init__(self, token: str, wanted: int, settings: CoordinatorSettings) -> None:
+        if not token:
+            raise ConfigurationError("a coordinator needs a token that all who talk to it know")
         self._digest = hashlib.sha256(token.encode()).digest()
         self._settings = settings
+        self._ticked_at = time.monotonic()
         self.job = Job(
             incarnation=time.time_ns() // 1_000_000,
             wanted=wanted,
             settings=settings.membership,
-            now=time.monotonic(),
+            now=self._ticked_at,
             wall=time.time(),
         )
-        self._links: dict[str, asyncio.Queue[m.ToWorker]] = {}
+        self._lines: dict[str, _Line] = {}
+        self._writers: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._seen_version = 0
+        self._seen_version = -1
+        self._encoded: tuple[int, bytes] = (-1, b"")
         self._timer: asyncio.TimerHandle | None = None
+        self._pulse: asyncio.TimerHandle | None = None
         self._closing = False
 
     def application(self) -> web.Application:
         """The routes, behind the token."""
         app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[self._guard])
+        app.on_startup.append(self._start)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/v1/status", self._status)
         app.router.add_get("/v1/watch", self._watch)
@@ -76,25 +125,34 @@ class Coordinator:
             app.router.add_post(f"/v1/{name}", self._call(kind, act))
         return app
 
-    # --- turning the job's wheel ------------------------------------------------------------------------------------------
+    # --- turning the job's wheel -------------------------------------------------------------------------------------
+
+    async def _start(self, app: web.Application) -> None:
+        self._beat()
+
+    def _beat(self) -> None:
+        """Look at the clock often enough to notice when this process did not run."""
+        self._tick()
+        if not self._closing:
+            self._pulse = asyncio.get_running_loop().call_later(self._settings.stall / 2, self._beat)
 
     def _tick(self) -> None:
-        self.job.now, self.job.wall = time.monotonic(), time.time()
+        now = time.monotonic()
+        stalled, self._ticked_at = now - self._ticked_at, now
+        self.job.set_time(now, time.time())
+        if stalled > self._settings.stall:
+            # What the workers sent meanwhile is read after this: their silence is this process's own.
+            logger.warning("the coordinator did not run for %.1f s", stalled)
+            self.job.excuse(stalled)
 
     def _turn(self) -> None:
         """Decide, send what there is to send, and see to it that the next limit is not missed."""
+        if self._closing:
+            return
         self._tick()
         wake_at = self.job.decide()
-        outbox, self.job.outbox = self.job.outbox, []
-        for incarnation, message in outbox:
-            queue = self._links.get(incarnation)
-            if queue is None:
-                continue
-            if queue.full():
-                logger.warning("a worker does not read its messages; closing its connection")
-                del self._links[incarnation]
-            else:
-                queue.put_nowait(message)
+        while not self._deliver():
+            wake_at = self.job.decide()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -105,14 +163,45 @@ class Coordinator:
             self._seen_version = self.job.version
             self._changed.set()
 
+    def _deliver(self) -> bool:
+        """Send what the job has to say; ``False``: a connection was given up over it."""
+        outbox, self.job.outbox = self.job.outbox, []
+        encoded: dict[int, bytes] = {}
+        undisturbed = True
+        for incarnation, message in outbox:
+            line = self._lines.get(incarnation)
+            if line is None:
+                continue
+            if id(message) not in encoded:
+                encoded[id(message)] = m.encode(message)  # once for all who are told
+            data = encoded[id(message)]
+            if not line.put(data):
+                logger.warning("%s does not read its messages; closing its connection", incarnation)
+                self._drop(incarnation)
+                undisturbed = False
+            elif isinstance(message, m.Refuse):
+                line.finish()
+        return undisturbed
+
+    def _drop(self, incarnation: str) -> None:
+        self._lines.pop(incarnation).abort()
+        self.job.disconnected(incarnation)
+
     async def close(self) -> None:
         """End all connections."""
         self._closing = True
         self._changed.set()
-        if self._timer is not None:
-            self._timer.cancel()
+        for handle in (self._timer, self._pulse):
+            if handle is not None:
+                handle.cancel()
+        for line in self._lines.values():
+            line.finish()
+        if self._writers:
+            await asyncio.wait(self._writers, timeout=self._settings.goodbye)
+        for line in self._lines.values():
+            line.abort()
 
-    # --- requests -----------------------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -128,7 +217,13 @@ class Coordinator:
         return web.Response(text="ok\n")
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.Response(body=m.encode(self.job.status()), content_type="application/json")
+        return web.Response(body=self._encoded_status(), content_type="application/json")
+
+    def _encoded_status(self) -> bytes:
+        """The status, encoded once for all who read it."""
+        if self._encoded[0] != self.job.version:
+            self._encoded = (self.job.version, m.encode(self.job.status()))
+        return self._encoded[1]
 
     def _call(self, kind: type[Any], act: Callable[[Any], str]) -> Handler:
         async def handle(request: web.Request) -> web.Response:
@@ -142,7 +237,7 @@ class Coordinator:
             self._tick()
             try:
                 sentence = act(call)
-            except KeyError as error:
+            except UnknownWorker as error:
                 return _answer(404, f"the job has no worker {error.args[0]}; GET /v1/status lists them")
             self._turn()
             return _answer(200, sentence)
@@ -151,7 +246,7 @@ class Coordinator:
 
     async def _watch(self, request: web.Request) -> web.WebSocketResponse:
         """Send the status now and whenever it has changed, at most once an interval."""
-        socket = web.WebSocketResponse(heartbeat=10.0, max_msg_size=MAX_MESSAGE)
+        socket = web.WebSocketResponse(heartbeat=10.0, max_msg_size=MAX_MESSAGE, compress=False)
         await socket.prepare(request)
         reader = asyncio.create_task(_drain_socket(socket))
         sent = -1
@@ -159,11 +254,11 @@ class Coordinator:
             while not socket.closed and not reader.done():
                 if sent != self.job.version:
                     sent = self.job.version
-                    await socket.send_bytes(m.encode(self.job.status()))
-                await asyncio.sleep(self._settings.watch_interval)
+                    await socket.send_bytes(self._encoded_status())
                 if self._closing:
                     break
-                if sent == self.job.version:
+                await asyncio.sleep(self._settings.watch_interval)
+                if sent == self.job.version and not self._closing:
                     self._changed.clear()
                     changed = asyncio.create_task(self._changed.wait())
                     await asyncio.wait({changed, reader}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,68 +273,72 @@ class Coordinator:
 
     async def _worker(self, request: web.Request) -> web.WebSocketResponse:
         """One worker's connection: a Hello, then messages both ways until either side closes it."""
-        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE)
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, compress=False)
         await socket.prepare(request)
-        incarnation = ""
-        queue: asyncio.Queue[m.ToWorker] = asyncio.Queue(_OUTBOX)
-        writer: asyncio.Task[None] | None = None
-        try:
-            hello = await self._first_message(socket)
-            if hello is None:
-                return socket
-            self._tick()
-            incarnation = hello.incarnation
-            self._links[incarnation] = queue
-            refusal = self.job.hello(hello)
-            if refusal is not None:
-                self.job.event("refused", f"{hello.worker} refused: {refusal}")
-                await socket.send_bytes(m.encode(m.Refuse(refusal)))
-                return socket
-            writer = asyncio.create_task(self._write(socket, incarnation, queue))
+        hello = await self._first_message(socket)
+        if hello is None or self._closing:
+            return socket
+        self._tick()
+        refusal = self.job.hello(hello)
+        if refusal is not None:
             self._turn()
-            async for frame in socket:
-                if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
-                    break
-                try:
-                    message = m.from_worker.decode(frame.data)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    logger.warning("%s sent a message that is refused: %s", hello.worker, error)
-                    await socket.close(code=1007, message=b"malformed message")
-                    break
-                self._tick()
-                self.job.receive(incarnation, message)
-                self._turn()
+            with contextlib.suppress(ConnectionError):
+                await socket.send_bytes(m.encode(m.Refuse(refusal)))
+            return socket
+        line = _Line(socket, request.transport, self._settings.backlog)
+        former = self._lines.get(hello.incarnation)
+        if former is not None:
+            former.abort()  # half open: the worker would not have come again otherwise
+        self._lines[hello.incarnation] = line
+        writer = asyncio.create_task(line.write())
+        self._writers.add(writer)
+        writer.add_done_callback(self._writers.discard)
+        try:
+            self._turn()
+            await self._listen(socket, hello, line)
         except ConnectionError:
             pass  # said below, as for a connection that was closed in order
         finally:
-            if writer is not None:
+            if not self._closing:
                 writer.cancel()
-            if self._links.get(incarnation) is queue:
-                del self._links[incarnation]
+            if self._lines.get(hello.incarnation) is line:
                 self._tick()
-                self.job.disconnected(incarnation)
+                self._drop(hello.incarnation)
                 self._turn()
         return socket
 
+    async def _listen(self, socket: web.WebSocketResponse, hello: m.Hello, line: _Line) -> None:
+        async for frame in socket:
+            if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT) or self._lines.get(hello.incarnation) is not line:
+                return
+            try:
+                message = m.from_worker.decode(frame.data)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                logger.warning("%s sent a message that is refused: %s", hello.worker, error)
+                await socket.close(code=WSCloseCode.INVALID_TEXT, message=b"malformed message")
+                return
+            self._tick()
+            self.job.receive(hello.incarnation, message)
+            if isinstance(message, m.Publish):
+                self._deliver()
+            elif not isinstance(message, m.Heartbeat):  # which can only put decisions off
+                self._turn()
+
     async def _first_message(self, socket: web.WebSocketResponse) -> m.Hello | None:
+        message: m.FromWorker | None = None
         try:
-            frame = await asyncio.wait_for(socket.receive(), _FIRST_MESSAGE)
+            frame = await asyncio.wait_for(socket.receive(), self._settings.first_message)
             if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
                 return None
             message = m.from_worker.decode(frame.data)
-        except (TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            logger.warning("a connection is refused: %s", error or "it said nothing")
-            message = None
+        except TimeoutError:
+            logger.warning("a connection is refused: it said nothing for %g s", self._settings.first_message)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            logger.warning("a connection is refused: %s", error)
         if isinstance(message, m.Hello):
             return message
-        await socket.close(code=1007, message=b"the first message must be a valid Hello")
+        await socket.close(code=WSCloseCode.INVALID_TEXT, message=b"the first message must be a valid Hello")
         return None
-
-    async def _write(self, socket: web.WebSocketResponse, incarnation: str, queue: asyncio.Queue[m.ToWorker]) -> None:
-        with contextlib.suppress(ConnectionError):
-            while self._links.get(incarnation) is queue or not queue.empty():
-                await socket.send_bytes(m.encode(await queue.get()))
-            await socket.close()
 
 
 async def _drain_socket(socket: web.WebSocketResponse) -> None:
@@ -256,15 +355,19 @@ async def _serve(
     host: str, port: int, token: str, wanted: int, settings: CoordinatorSettings, ready_file: Path | None
 ) -> int:
     coordinator = Coordinator(token, wanted, settings)
-    runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=settings.goodbye)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
         try:
             await site.start()
         except OSError as error:
-            what = "is taken by another program" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-            print(f"virtualflow: port {port} of {host} {what}; choose another with --port", file=sys.stderr)
+            what = (
+                "is taken by another program"
+                if error.errno == errno.EADDRINUSE
+                else f"cannot be used ({error.strerror})"
+            )
+            sys.stderr.write(f"virtualflow: port {port} of {host} {what}; choose another with --port\n")
             return 1
         bound = runner.addresses[0][1]
         shown = f"[{host}]" if ":" in host else host
@@ -284,9 +387,7 @@ async def _serve(
         await runner.cleanup()
 
 
-def serve(
-    host: str, port: int, token: str, wanted: int, settings: CoordinatorSettings, ready_file: Path | None
-) -> int:
+def serve(host: str, port: int, token: str, wanted: int, settings: CoordinatorSettings, ready_file: Path | None) -> int:
     """Serve one job until SIGTERM or SIGINT; the exit code.
 
     Args:

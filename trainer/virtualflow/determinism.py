@@ -9,6 +9,9 @@ import torch
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
+_CPU_SWITCHES = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables that make CPU libraries choose other kernels."""
+
 
 @dataclass(frozen=True)
 class Pinned:
@@ -56,4 +59,5 @@ def fingerprint(device: torch.device, threads: int, deterministic: bool) -> str:
         parts += [torch.cuda.get_device_name(device), f"CUDA {torch.version.cuda}"]
     else:
         parts += [device.type, f"CPU capability {torch.backends.cpu.get_cpu_capability()}"]
+        parts += [f"{name}={os.environ[name]}" for name in _CPU_SWITCHES if os.environ.get(name)]
     return ", ".join(parts)

@@ -77,7 +77,8 @@ def evaluate(
 
 def _alone(source: Source, fn: Callable[[Any], Rows]) -> list[Rows]:
     source.assign(range(1), 0, 0)
-    return [fn(source.fetch(0, step, 0).data) for step in range(source.steps_per_epoch or 0)]
+    batches = (source.fetch(0, step, 0) for step in range(source.steps_per_epoch or 0))
+    return [_checked(fn(batch.data), batch.size) for batch in batches]
 
 
 def _together(run: Run, source: Source, fn: Callable[[Any], Rows]) -> list[Rows]:
@@ -115,7 +116,7 @@ def _exchange(run: Run, source: Source, fn: Callable[[Any], Rows], step: int, nu
         batch = source.fetch(0, step, node)
         if batch.size:
             seed_virtual_node(run.seed, -number, node)
-            mine[node] = _to_cpu(fn(batch.data))
+            mine[node] = _to_cpu(_checked(fn(batch.data), batch.size))
     form = run.update.head_format(part.ranges)
     head = form.write(Kind.EVALUATE, number, 0, part.offer(evaluating=True), False, False, [], [])
     heads = read_heads(form, part.communicator.all_gather(head), Kind.EVALUATE, number)
@@ -123,17 +124,35 @@ def _exchange(run: Run, source: Source, fn: Callable[[Any], Rows], step: int, nu
     run.commit_evaluation(blocks, heads)
 
 
+def _checked(rows: Rows, samples: int) -> Rows:
+    """``rows`` with tuples for lists.
+
+    Raises:
+        ConfigurationError: it is not made of tensors with one row a sample.
+    """
+    if isinstance(rows, dict):
+        return {name: _checked(value, samples) for name, value in rows.items()}
+    if isinstance(rows, tuple | list):
+        return tuple(_checked(value, samples) for value in rows)
+    if not isinstance(rows, Tensor):
+        raise ConfigurationError(
+            f"the function of vf.evaluate returned a {type(rows).__name__}; return a tensor with one row a sample, or a "
+            "tuple, list or dict of such tensors"
+        )
+    if rows.ndim == 0 or rows.shape[0] != samples:
+        raise ConfigurationError(
+            f"the function of vf.evaluate returned a tensor of shape {list(rows.shape)} for {samples} "
+            f"sample{'' if samples == 1 else 's'}; return one row a sample, without reducing over the batch"
+        )
+    return rows.detach()
+
+
 def _to_cpu(rows: Rows) -> Rows:
     if isinstance(rows, Tensor):
-        return rows.detach().cpu()
+        return rows.cpu()
     if isinstance(rows, dict):
         return {name: _to_cpu(value) for name, value in rows.items()}
-    if isinstance(rows, tuple | list):
-        return tuple(_to_cpu(value) for value in rows)
-    raise ConfigurationError(
-        f"the function of vf.evaluate returned a {type(rows).__name__}; return a tensor with one row a sample, or a "
-        "tuple, list or dict of such tensors"
-    )
+    return tuple(_to_cpu(value) for value in rows)
 
 
 def _join(parts: list[Rows]) -> Rows:

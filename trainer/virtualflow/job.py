@@ -1,205 +1,62 @@
-"""What the coordinator knows of its job: a state machine without I/O.
+"""What the coordinator knows of its job and decides about it: a state machine without I/O.
 
-Messages and calls come in with the time, answers to workers collect in :attr:`Job.outbox`, and :meth:`Job.decide` carries
-out the membership decision. The server (``coordinator``) does nothing but move bytes. Everything here can be lost:
-a new coordinator learns the same from the Hellos of the workers.
+Messages (``record``) and calls come in with the time, answers to workers collect in ``outbox``, and :meth:`Job.decide`
+carries out the membership decision. The server (``coordinator``) does nothing but move bytes. Everything here can be
+lost: a new coordinator learns the same from the Hellos of the workers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from dataclasses import dataclass, field, replace
 
 from virtualflow import messages as m
 from virtualflow.assignment import assign
-from virtualflow.membership import Cluster, Decision, Proposal, Worker, decide, find_lost, next_limit
-from virtualflow.settings import MAX_CHANGES, MembershipSettings
+from virtualflow.cluster import Cluster, Decision, Proposal
+from virtualflow.history import MAX_TEXT
+from virtualflow.membership import decide, find_lost, next_limit
+from virtualflow.record import NONE, Record
+from virtualflow.roster import Contact, UnknownWorker
+from virtualflow.status import describe
 
 logger = logging.getLogger("virtualflow.coordinator")
 
-MAX_EVENTS = 200
-"""Latest events that the status carries."""
+_ROUNDS = 8
+"""Decisions that may follow from one another at one moment; the rules settle after two or three."""
 
 
-@dataclass
-class Contact:
-    """What the job remembers of a worker beyond what the membership decision needs."""
+class Job(Record):
+    """One job; calls and decisions change its record, all at the time that was set last."""
 
-    pid: int
-    address: str
-    fingerprint: str
-    entered: m.Generation | None = None
-    result: m.Done | None = None
-    waits_for_release: bool = False
-
-
-@dataclass
-class Job:
-    """The state of one job; all times are of one monotonic clock, ``wall`` is Unix time for events."""
-
-    incarnation: int
-    wanted: int
-    settings: MembershipSettings
-    now: float
-    wall: float
-    workers: dict[str, Worker] = field(default_factory=dict)
-    contacts: dict[str, Contact] = field(default_factory=dict)
-    running: m.Plan | None = None
-    proposed: m.Plan | None = None
-    prepared: set[str] = field(default_factory=set)
-    broken: dict[m.Generation, float] = field(default_factory=dict)
-    rebuilds: int = 0
-    progress: m.Progress | None = None
-    step: int = 0
-    total_steps: int | None = None
-    hold: int | None = None
-    stop: str | None = None
-    error: str | None = None
-    traceback: str | None = None
-    result: m.Done | None = None
-    restored_from: int | None = None
-    changes: dict[m.Generation, m.Change] = field(default_factory=dict)
-    events: deque[m.Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
-    reason: str = ""
-    outbox: list[tuple[str, m.ToWorker]] = field(default_factory=list)
-    version: int = 0
-    """Raised whenever the status may have changed."""
-    _founded_at: float = 0.0
-    _trained: bool = False
-    _virtual_nodes: int | None = None
-    _counter: int = 0
-    _highest_step: int = 0
-    _keys: dict[tuple[m.Generation, str], m.Publish] = field(default_factory=dict)
-    _event_number: int = 0
-    _failed: bool = False
-
-    def __post_init__(self) -> None:
-        self._founded_at = self.now
-
-    # --- workers ------------------------------------------------------------------------------------------------------
-
-    def hello(self, hello: m.Hello) -> str | None:
-        """Admit a connection; a sentence instead when that process must not take part."""
-        if hello.protocol != m.PROTOCOL:
-            return f"this worker speaks protocol {hello.protocol} and the coordinator {m.PROTOCOL}; use one version of virtualflow"
-        known = self.workers.get(hello.incarnation)
-        if known is not None and (known.gone or known.left):
-            return known.gone or "it has left"
-        if self._virtual_nodes is not None and hello.virtual_nodes != self._virtual_nodes:
-            return f"this worker has {hello.virtual_nodes} virtual nodes and the job {self._virtual_nodes}; their number is fixed for a job's life"
-        differing = self._foreign_fingerprint(hello)
-        if differing is not None:
-            return differing
-        if hello.plan is not None and self.running is not None and hello.plan.generation > self._newest():
-            self._learn(hello.plan)
-        for other in self.workers.values():
-            if other.name == hello.worker and other.incarnation != hello.incarnation and not (other.gone or other.left or other.done):
-                self._give_up(other.incarnation, "another process has taken its name")
-        self._virtual_nodes = hello.virtual_nodes
-        self.contacts[hello.incarnation] = Contact(hello.pid, hello.address, hello.fingerprint)
-        deadline = None if hello.drain_deadline is None else self.now + hello.drain_deadline
-        self.workers[hello.incarnation] = Worker(
-            hello.worker,
-            hello.incarnation,
-            last_heard=self.now,
-            ready_at=self.now if hello.ready else None,
-            draining=hello.draining or bool(known and known.draining),
-            deadline=deadline if deadline is not None else (known.deadline if known else None),
-        )
-        if hello.plan is not None:
-            self._learn(hello.plan)
-            self.contacts[hello.incarnation].entered = hello.plan.generation
-            self._trained = True
-        for change in hello.changes:
-            self._merge_change(change)
-        self.step = max(self.step, hello.step)
-        self._highest_step = max(self._highest_step, hello.step)
-        self.total_steps = hello.total_steps if hello.total_steps is not None else self.total_steps
-        running = self.running is not None and bool(self.running.members)
-        self._send(hello.incarnation, m.Welcome(running, self.step, self.hold))
-        if self._failed or self.phase in ("done", "stopped"):
-            self._send_end(hello.incarnation)
-        elif self.proposed is not None and self._concerns(self.proposed, hello.incarnation):
-            self._send(hello.incarnation, self.proposed)
-            self._resend_keys(hello.incarnation, self.proposed.generation)
-        if known is None:
-            self.event("worker", f"{hello.worker} connected (pid {hello.pid})")
-        self._changed()
-        return None
-
-    def disconnected(self, incarnation: str) -> None:
-        """The worker's connection closed; whether that means anything is for the membership decision."""
-        worker = self.workers.get(incarnation)
-        if worker is not None and worker.connected:
-            self.workers[incarnation] = replace(worker, connected=False, disconnected_at=self.now)
-            self._changed()
-
-    def receive(self, incarnation: str, message: m.FromWorker) -> None:
-        """Take one message of an admitted worker; what is stale is ignored."""
-        worker = self.workers.get(incarnation)
-        if worker is None or worker.gone:
-            return
-        self.workers[incarnation] = worker = replace(worker, last_heard=self.now)
-        match message:
-            case m.Heartbeat():
-                return
-            case m.Ready():
-                self.workers[incarnation] = replace(worker, ready_at=worker.ready_at or self.now)
-            case m.Prepared(generation):
-                if self.proposed is not None and generation == self.proposed.generation:
-                    self.prepared.add(incarnation)
-            case m.Entered(plan, step, restored):
-                self._entered(incarnation, plan, step, restored)
-            case m.Progress():
-                self._progressed(message)
-            case m.Resumed(change):
-                self._merge_change(change)
-            case m.Broken(generation, step, detail):
-                self._is_broken(worker, generation, step, detail)
-            case m.DrainRequest(reason):
-                self._mark_draining(worker, self.now + self.settings.drain_margin * 6, reason)
-            case m.Left(generation, step):
-                self._left(worker, generation, step)
-            case m.Failed(step, error, traceback):
-                if not self._failed:
-                    self.error, self.traceback = error, traceback
-                    self._fail(f"{worker.name} failed in step {step}: {error}" if step else f"{worker.name} failed: {error}")
-            case m.Done():
-                self._done(worker, message)
-            case m.Note(kind, text):
-                self.event(kind, text)
-            case m.Publish():
-                self._publish(incarnation, message)
-            case m.Hello():
-                return
-        self._changed()
-
-    # --- signalling parties ---------------------------------------------------------------------------------------------
+    # --- signalling parties ------------------------------------------------------------------------------------------
 
     def drain(self, call: m.DrainCall) -> str:
         """Announce that workers will be taken away; the answer is one sentence.
 
         Raises:
-            KeyError: none of the job's workers bears one of the names (the name is the argument).
+            UnknownWorker: none of the job's workers bears one of the names.
         """
-        found = [self._named(name) for name in call.workers]
-        seconds = self.settings.drain_margin * 6 if call.deadline is None else call.deadline
+        found = [self.roster.named(name) for name in call.workers]
+        seconds = self.settings.drain_grace if call.deadline is None else call.deadline
         for worker in found:
-            if not worker.draining:
-                self._mark_draining(worker, self.now + seconds, call.reason)
+            if self._mark_draining(worker, self.now + seconds, call.reason):
                 self._send(worker.incarnation, m.Drain(seconds, call.reason))
         return f"{', '.join(call.workers)} will leave within {seconds:g} s"
 
     def gone(self, call: m.GoneCall) -> str:
-        """Take note that a worker's process has ended.
+        """Take note that a worker's process has ended; to say so again does no harm.
 
         Raises:
-            KeyError: no worker bears that name (and incarnation).
+            UnknownWorker: no worker bears that name (and incarnation).
         """
-        worker = self._named(call.worker) if call.incarnation is None else self.workers[call.incarnation]
-        if worker.name != call.worker:
-            raise KeyError(call.worker)
+        try:
+            worker = self.roster.named(call.worker, call.incarnation)
+        except UnknownWorker:
+            if not self.roster.was_here(call.worker, call.incarnation):
+                if call.incarnation is not None and call.incarnation not in self.roster.workers:
+                    # A coordinator that has just started may hear of the generation that it was in later than this.
+                    self.roster.remember_over(call.worker, call.incarnation, call.reason)
+                raise
+            return f"{call.worker} is gone already"
         self._give_up(worker.incarnation, call.reason)
         return f"{worker.name} is gone: {call.reason}"
 
@@ -208,414 +65,191 @@ class Job:
         if workers != self.wanted:
             self.event("scale", f"{workers} workers wanted instead of {self.wanted}")
         self.wanted = workers
-        self._changed()
         return f"{workers} workers wanted"
 
     def set_hold(self, step: int | None) -> str:
         """No step after ``step`` may start; ``None`` lets go."""
         self.hold = step
-        for incarnation, worker in self.workers.items():
-            if worker.connected:
-                self._send(incarnation, m.Hold(step))
+        for incarnation in self.roster.workers:
+            self._send(incarnation, m.Hold(step))
         self._changed()
         return "nothing is held" if step is None else f"no step after {step} starts"
 
     def request_stop(self, reason: str) -> str:
-        """All workers leave at the same step."""
+        """All workers leave at the same step; before the first one they end at once."""
         if self.stop is None:
             self.stop = reason
             self.event("stop", f"stopping: {reason}")
-            for incarnation, worker in self.workers.items():
-                if self.running is None and worker.connected:
-                    self._send(incarnation, m.End(False, f"stopped before the first step: {reason}"))
+            if self.running is None:
+                self._withdraw()
         return f"stopping: {reason}"
 
     def fail(self, reason: str) -> str:
         """Give the job up."""
-        if not self._failed and self.phase not in ("done", "stopped"):
-            self.error = reason
+        if self.phase not in ("done", "stopped", "failed"):
+            self.history.error = reason
             self._fail(reason)
-        return f"the job has failed: {self.error}"
+        return f"the job has failed: {self.history.error}" if self._failed else f"the job is {self.phase} already"
 
-    # --- decisions --------------------------------------------------------------------------------------------------------
+    # --- decisions ---------------------------------------------------------------------------------------------------
 
     def decide(self) -> float | None:
-        """Carry out the membership decision at ``self.now``; the time at which to come back, if any."""
-        if self.phase in ("done", "stopped", "failed"):
-            self._release()
-            return None
-        cluster = self._cluster()
-        lost = find_lost(self.now, cluster, self.settings)
-        if self._complete(lost):
-            return None
-        decision = decide(self.now, cluster, self.settings)
-        for incarnation, why in decision.lost.items():
-            self._give_up(incarnation, why)
+        """Carry out the membership decision at :attr:`now`; the time at which to come back, if any."""
+        wake_at = None
+        for _ in range(_ROUNDS):
+            self._count_failures()
+            for incarnation, why in find_lost(self.now, self._cluster(), self.settings).items():
+                self._give_up(incarnation, why)
+            if self.phase in ("done", "stopped", "failed"):
+                self._dismiss()
+                break
+            decision = decide(self.now, self._cluster(), self.settings)
+            wake_at = decision.wake_at
+            if not self._carry_out(decision):
+                break
+        self._release()
+        members = {x.incarnation for plan in (self.running, self.proposed) if plan for x in plan.members}
+        self.roster.prune(members, lambda incarnation: self.roster.contacts[incarnation].waits_for_release)
+        times = [wake_at, next_limit(self.now, self._cluster(), self.settings)]
+        # A limit that has passed was taken into account above: to wake for it again would be a busy loop.
+        return min((t for t in times if t is not None and t > self.now), default=None)
+
+    def _carry_out(self, decision: Decision) -> bool:
+        """Do as decided; whether that may call for a further decision."""
         if decision.reason != self.reason:
-            self.reason = decision.reason
-            logger.info("%s", decision.reason)
+            self.reason = decision.reason[:MAX_TEXT]
+            logger.info("%s", self.reason)
             self._changed()
         if decision.fail:
-            self.error = decision.reason
+            self.history.error = decision.reason
             self._fail(decision.reason)
-            return None
-        self._forget_a_lost_generation(decision)
+            return True
+        if decision.over:
+            self.trained = self.trained or self.running is not None
+            self.running = self.history.progress = None
+            self._rebuilds, self._founded_at = 0, self.now
+            self._withdraw()
+            return True
         if decision.proposal is not None:
             self._propose(decision.proposal, decision.reason)
-        self._release()
-        times = [t for t in (decision.wake_at, next_limit(self._cluster(), self.settings)) if t is not None]
-        return min(times, default=None)
+        return decision.proposal is not None
 
     def _cluster(self) -> Cluster:
         return Cluster(
-            virtual_nodes=self._virtual_nodes,
+            virtual_nodes=self.virtual_nodes,
             wanted=self.wanted,
             founded_at=self._founded_at,
-            workers=self.workers,
+            workers=self.roster.workers,
             running=self.running,
             proposed=self.proposed,
-            broken=self.broken,
-            rebuilds=self.rebuilds,
-            evaluating=self.progress is not None and self.progress.phase == "evaluating",
+            proposed_at=self._proposed_at,
+            prepared=self.is_prepared,
+            broken=self._broken,
+            rebuilds=self._rebuilds,
+            evaluating=self.history.evaluating,
             stop=self.stop,
-            trained=self._trained,
+            trained=self.trained,
         )
 
-    def _forget_a_lost_generation(self, decision: Decision) -> None:
-        """When nobody of the running generation survives, the job waits for workers as if it began."""
-        base = self.proposed if self.proposed is not None and self.proposed.members else self.running
-        if base is None or not base.members:
+    def _count_failures(self) -> None:
+        """A proposed generation cannot be built and nobody of it is lost: note whom that may be due to."""
+        plan = self.proposed
+        if plan is None or plan.generation <= self._counted or plan.generation not in self._broken:
             return
-        if all(self._is_lost(member.incarnation) for member in base.members) and (
-            self.running is None or all(self._is_lost(member.incarnation) for member in self.running.members)
-        ):
-            self._trained = self._trained or self.running is not None
-            self.running = self.proposed = self.progress = None
-            if decision.proposal is None:
-                self._founded_at = self.now
-            self._changed()
-
-    def _is_lost(self, incarnation: str) -> bool:
-        worker = self.workers[incarnation]
-        return worker.gone is not None or worker.left
+        members = [member.incarnation for member in plan.members]
+        if any(self.roster.is_lost(i) or not self.roster.workers[i].connected for i in members):
+            return
+        grace = self.settings.reconnect_grace if plan.mode == "planned" else self.settings.suspicion_grace
+        if self.now < self._broken[plan.generation] + grace:
+            return
+        self._counted = plan.generation
+        absent = {i for i in members if not self._rendezvous.takes_part(plan.generation, i)}
+        if plan.mode == "planned":
+            running = {member.incarnation for member in self.running.members} if self.running else set()
+            arriving = set(members) - running
+            suspects = arriving & absent or arriving
+        else:
+            built_for = self.now - self._proposed_at
+            suspects = absent if built_for >= self.settings.heartbeat_limit and len(absent) < len(members) else set()
+        for incarnation in suspects:
+            self.roster.update(incarnation, failures=self.roster.workers[incarnation].failures + 1)
 
     def _propose(self, proposal: Proposal, reason: str) -> None:
         self._counter += 1
-        generation = m.Generation(self.incarnation, self._counter)
-        if proposal.members:
-            ranges = assign(self._virtual_nodes or len(proposal.members), [1.0] * len(proposal.members))
-        else:
-            ranges = []
-        members = tuple(
-            m.Member(self.workers[i].name, i, self.contacts[i].address, r.start, r.stop)
-            for i, r in zip(proposal.members, ranges, strict=True)
+        ranges = (
+            assign(self.virtual_nodes or len(proposal.members), [1.0] * len(proposal.members))
+            if proposal.members
+            else []
         )
-        joiners = tuple(self.workers[i].name for i in proposal.joiners)
-        plan = m.Plan(generation, proposal.mode, members, joiners, proposal.cause, reason)
-        told = set(proposal.members) | {member.incarnation for member in (self.running.members if self.running else ())}
-        if proposal.cause == "broken" and proposal.mode == "recovery":
-            self.rebuilds += 1
-        self.proposed, self.prepared = plan, set()
-        self._keys = {key: value for key, value in self._keys.items() if key[0] >= self._running_generation()}
+        workers, contacts = self.roster.workers, self.roster.contacts
+        plan = m.Plan(
+            m.Generation(self.incarnation, self._counter),
+            proposal.mode,
+            tuple(
+                m.Member(workers[i].name, i, contacts[i].address, r.start, r.stop)
+                for i, r in zip(proposal.members, ranges, strict=True)
+            ),
+            tuple(workers[i].name for i in proposal.joiners),
+            proposal.cause,
+            reason[:MAX_TEXT],
+        )
+        told = {x.incarnation: None for known in (self.running, self.proposed, plan) if known for x in known.members}
+        if proposal.mode == "recovery":
+            # A communicator that broke with nobody lost; after a loss the counting begins anew.
+            broke = self.proposed if self.proposed and self.proposed.mode == "recovery" else self.running
+            same = broke is not None and {x.incarnation for x in broke.members} == set(proposal.members)
+            self._rebuilds = self._rebuilds + 1 if same else 0
+        self.proposed, self._prepared, self._proposed_at = plan, set(), self.now
+        self._plans.append(plan)
+        self._rendezvous.forget_before(self.running_generation)
         for incarnation in told:
             self._send(incarnation, plan)
         self._changed()
 
-    def _complete(self, lost: dict[str, str]) -> bool:
-        """Whether everyone who is left has seen the end; then the job is done."""
-        members = [member.incarnation for member in (self.running.members if self.running else ())]
-        waiting = [i for i in members if i not in lost and not self.workers[i].left]
-        if self.result is None or not all(self.workers[i].done for i in waiting):
-            return False
-        self.event("done", f"training complete after {self.result.step} steps")
-        self._end_all()
-        self._changed()
-        return True
-
-    @property
-    def phase(self) -> m.Phase:
-        """What the job is doing."""
-        if self._failed:
-            return "failed"
-        if self.result is not None and all(
-            self.workers[member.incarnation].done or self._is_lost(member.incarnation)
-            for member in (self.running.members if self.running else ())
-        ):
-            return "done"
-        if self.running is not None and not self.running.members:
-            return "stopped"
-        if self.stop is not None and self.running is None and self.proposed is None:
-            return "stopped"
-        if self.running is None:
-            return "waiting"
-        return "evaluating" if self.progress is not None and self.progress.phase == "evaluating" else "training"
-
-    # --- what messages do ---------------------------------------------------------------------------------------------------
-
-    def _entered(self, incarnation: str, plan: m.Plan, step: int, restored: bool) -> None:
-        self.contacts[incarnation].entered = plan.generation
-        if plan.generation < self._running_generation():
-            return
-        if self.running is None or plan.generation > self.running.generation:
-            first = self.running is None
-            self._learn(plan)
-            if plan.generation.incarnation == self.incarnation:
-                self.event("generation", f"generation {plan.generation}: {len(plan.members)} workers ({plan.reason})")
-            if restored and first:
-                self.restored_from = step
-                self.event("restored", f"resumed from the checkpoint of step {step}")
-        self.step = step
-        self._trained = True
-
-    def _learn(self, plan: m.Plan) -> None:
-        """A worker is in this generation: it is the running one if it is the newest, and its members exist."""
-        self._counter = max(self._counter, plan.generation.counter)
-        if plan.generation.incarnation > self.incarnation:
-            self.incarnation = plan.generation.incarnation + 1
-        if self.running is not None and plan.generation <= self.running.generation:
-            return
-        self.running = plan
-        if self.proposed is not None and self.proposed.generation <= plan.generation:
-            self.proposed, self.prepared = None, set()
-        for member in plan.members:
-            if member.incarnation not in self.workers:
-                self.workers[member.incarnation] = Worker(
-                    member.worker,
-                    member.incarnation,
-                    last_heard=self.now,
-                    connected=False,
-                    disconnected_at=self.now,
-                    known_in_person=False,
-                )
-                self.contacts[member.incarnation] = Contact(0, member.address, "")
-        self.broken = {generation: since for generation, since in self.broken.items() if generation >= plan.generation}
-        self._changed()
-
-    def _progressed(self, progress: m.Progress) -> None:
-        if progress.generation < self._running_generation():
-            return
-        if progress.step > self.step:
-            self.rebuilds = 0
-        self.progress = progress
-        self.step = progress.step
-        self._highest_step = max(self._highest_step, progress.step)
-        self.total_steps = progress.total_steps
-
-    def _is_broken(self, worker: Worker, generation: m.Generation, step: int, detail: str) -> None:
-        if generation >= self._running_generation() and generation not in self.broken:
-            self.broken[generation] = self.now
-            logger.info("%s: generation %s broke at step %d: %s", worker.name, generation, step, detail)
-
-    def _left(self, worker: Worker, generation: m.Generation, step: int) -> None:
-        if self.proposed is not None and generation == self.proposed.generation:
-            self._learn(self.proposed)
-        self.workers[worker.incarnation] = replace(worker, left=True)
-        self.contacts[worker.incarnation].waits_for_release = True
-        self.step = max(self.step, step)
-        self.event("left", f"{worker.name} left after step {step}")
-        if self.phase == "stopped":
-            self._end_all()
-
-    def _done(self, worker: Worker, done: m.Done) -> None:
-        self.workers[worker.incarnation] = replace(worker, done=True)
-        contact = self.contacts[worker.incarnation]
-        contact.result, contact.waits_for_release = done, True
-        if self.result is not None and done.digest != self.result.digest:
-            reason = (
-                f"{worker.name} ended with weights {done.digest[:12]} and another worker with {self.result.digest[:12]}: "
-                "the training is not deterministic on these machines (see docs/determinism.md)"
-            )
-            self.error = reason
-            self._fail(reason)
-            return
-        self.step = done.step
-        if self.result is None or done.timed_steps > self.result.timed_steps:
-            self.result = done
-
-    def _publish(self, incarnation: str, message: m.Publish) -> None:
-        plan = next((p for p in (self.proposed, self.running) if p and p.generation == message.generation), None)
-        if plan is None:
-            return
-        self._keys[message.generation, message.key] = message
-        for member in plan.members:
-            if member.incarnation != incarnation:
-                self._send(member.incarnation, message)
-
-    def _resend_keys(self, incarnation: str, generation: m.Generation) -> None:
-        for (of, _), message in self._keys.items():
-            if of == generation:
-                self._send(incarnation, message)
-
-    def _merge_change(self, change: m.Change) -> None:
-        known = self.changes.get(change.generation)
-        if known is None:
-            repeated = change.repeated_steps
-            if change.cause == "restart":
-                repeated = max(0, self._highest_step - (change.step - 1))
-            self.changes[change.generation] = known = replace_struct(change, repeated_steps=repeated)
-            pause = "" if change.pause_ms is None else f", pause {change.pause_ms:.0f} ms"
-            self.event("change", f"{known.from_} to {known.to} workers at step {known.step} ({known.reason}){pause}")
-            while len(self.changes) > MAX_CHANGES:
-                del self.changes[min(self.changes)]
-            return
-        pauses = [pause for pause in (known.pause_ms, change.pause_ms) if pause is not None]
-        self.changes[change.generation] = replace_struct(
-            known,
-            pause_ms=max(pauses, default=None),
-            repeated_steps=max(known.repeated_steps, change.repeated_steps),
-        )
-
-    def _mark_draining(self, worker: Worker, deadline: float, reason: str) -> None:
-        if not worker.draining:
-            self.workers[worker.incarnation] = replace(worker, draining=True, deadline=deadline)
-            self.event("drain", f"{worker.name} drains: {reason}")
-
-    def _give_up(self, incarnation: str, why: str) -> None:
-        worker = self.workers[incarnation]
-        if worker.gone is not None or worker.left:
-            return
-        self.workers[incarnation] = replace(worker, gone=why)
-        if not worker.done:
-            self.event("lost", f"{worker.name} lost: {why}")
-        if worker.connected:
-            self._send(incarnation, m.Refuse(f"given up: {why}"))
-        self._changed()
-
-    def _fail(self, reason: str) -> None:
-        self._failed = True
-        self.event("failed", reason)
-        self._end_all()
-
-    def _end_all(self) -> None:
-        for incarnation, worker in self.workers.items():
-            if worker.connected and worker.gone is None and not worker.left:
-                self._send_end(incarnation)
-        self._release()
-
-    def _send_end(self, incarnation: str) -> None:
+    def _dismiss(self) -> None:
+        """The job is over: tell everyone who does not know it."""
         phase = self.phase
-        if phase == "failed":
-            self._send(incarnation, m.End(True, f"the job has failed: {self.error}"))
-        elif not self.workers[incarnation].done:
-            self._send(incarnation, m.End(False, "the job is complete" if phase == "done" else "the job was stopped"))
+        if phase == "done" and not self._told_done and self.history.result is not None:
+            self._told_done = True
+            self.event("done", f"training complete after {self.history.result.step} steps")
+        for incarnation, worker in self.roster.workers.items():
+            contact = self.roster.contacts[incarnation]
+            if (
+                contact.told_end
+                or not worker.connected
+                or worker.gone
+                or worker.left
+                or (worker.done and phase == "done")
+            ):
+                continue
+            if phase == "stopped" and worker.entered is not None and self.running is not None:
+                continue  # it completes the step at which all leave, and says so
+            contact.told_end = True
+            if phase == "failed":
+                self._send(incarnation, m.End(True, f"the job has failed: {self.history.error}"[:MAX_TEXT]))
+            else:
+                text = "the job is complete" if phase == "done" else f"the job was stopped: {self.stop}"
+                self._send(incarnation, m.End(False, text[:MAX_TEXT]))
 
     def _release(self) -> None:
-        """Let those go who are through, once nobody needs them any more."""
-        over = self.phase in ("done", "stopped", "failed")
-        settled = (
-            self.running is not None
-            and self.proposed is None
-            and all(
-                self._is_lost(member.incarnation) or self._entered_it(member.incarnation, self.running.generation)
-                for member in self.running.members
-            )
-        )
-        for incarnation, contact in self.contacts.items():
-            worker = self.workers[incarnation]
-            if contact.waits_for_release and (over or (worker.left and settled)):
+        """Let those go who are through, once nobody needs their connections any more."""
+        over = self.phase in ("done", "failed")
+        for incarnation, contact in self.roster.contacts.items():
+            if contact.waits_for_release and (over or self._is_relieved(incarnation, contact)):
                 contact.waits_for_release = False
                 self._send(incarnation, m.Release())
 
-    def _entered_it(self, incarnation: str, generation: m.Generation) -> bool:
-        entered = self.contacts[incarnation].entered
-        return entered is not None and entered >= generation
-
-    # --- small parts ----------------------------------------------------------------------------------------------------------
-
-    def _foreign_fingerprint(self, hello: m.Hello) -> str | None:
-        """A sentence when a worker's machine would not give the same bits as those that are there."""
-        for incarnation, contact in self.contacts.items():
-            if self._is_lost(incarnation) or incarnation == hello.incarnation or not contact.fingerprint:
-                continue
-            if contact.fingerprint != hello.fingerprint:
-                return (
-                    f"{hello.worker} runs on [{hello.fingerprint}] and the job on [{contact.fingerprint}]: the bits would "
-                    "differ; use one machine type, or pass deterministic=False to vf.elastic"
-                )
-        return None
-
-    def _concerns(self, plan: m.Plan, incarnation: str) -> bool:
-        running = self.running.members if self.running else ()
-        return any(member.incarnation == incarnation for member in (*plan.members, *running))
-
-    def _running_generation(self) -> m.Generation:
-        return self.running.generation if self.running is not None else m.Generation(0, 0)
-
-    def _newest(self) -> m.Generation:
-        return self.proposed.generation if self.proposed is not None else self._running_generation()
-
-    def _named(self, name: str) -> Worker:
-        for worker in reversed(self.workers.values()):
-            if worker.name == name and not (worker.gone or worker.left or worker.done):
-                return worker
-        raise KeyError(name)
-
-    def _send(self, incarnation: str, message: m.ToWorker) -> None:
-        if self.workers[incarnation].connected:
-            self.outbox.append((incarnation, message))
-
-    def event(self, kind: str, text: str) -> None:
-        """Tell people something, in the log and in the status."""
-        self._event_number += 1
-        logger.info("%s", text)
-        self.events.append(m.Event(self._event_number, self.wall, kind, text))
-        self._changed()
-
-    def _changed(self) -> None:
-        self.version += 1
+    def _is_relieved(self, incarnation: str, contact: Contact) -> bool:
+        """Whether all others are in the generation by which that worker left, or a later one, or have left as well."""
+        workers = self.roster.workers
+        if self.running is not None and not self.running.members:
+            others = [i for i, worker in workers.items() if worker.entered is not None]
+            return all(self.roster.is_lost(i) or self.roster.contacts[i].told_end for i in others)
+        others = [x.incarnation for x in self.running.members] if self.running is not None else []
+        return workers[incarnation].left and all(
+            self.roster.is_lost(i) or (workers[i].entered or NONE) >= (contact.left_by or NONE) for i in others
+        )
 
     def status(self) -> m.Status:
         """What ``GET /v1/status`` answers."""
-        progress, result = self.progress, self.result
-        last = self.changes[max(self.changes)] if self.changes else None
-        ordered = tuple(self.changes[generation] for generation in sorted(self.changes))
-        return m.Status(
-            phase=self.phase,
-            incarnation=self.incarnation,
-            generation=self._running_generation().counter,
-            virtual_nodes=self._virtual_nodes,
-            wanted=self.wanted,
-            workers=tuple(self._worker_status(i) for i, w in self.workers.items() if not (w.gone or w.left)),
-            proposed=self.proposed.generation.counter if self.proposed else None,
-            proposed_workers=tuple(x.incarnation for x in self.proposed.members) if self.proposed else (),
-            prepared=self.proposed is not None and self.prepared >= {x.incarnation for x in self.proposed.members},
-            reason=self.reason,
-            step=self.step,
-            total_steps=self.total_steps,
-            epoch=progress.epoch if progress else 0,
-            metrics=result.metrics if result else progress.metrics if progress else {},
-            steps_per_second=progress.steps_per_second if progress else 0.0,
-            step_ms=result.step_ms if result else None,
-            hold=self.hold,
-            last_change=last,
-            changes=ordered,
-            repeated_steps=sum(change.repeated_steps for change in ordered),
-            events=tuple(self.events),
-            digest=result.digest if result else None,
-            optimizer_digest=result.optimizer_digest if result else None,
-            error=self.error,
-            traceback=self.traceback,
-        )
-
-    def _worker_status(self, incarnation: str) -> m.WorkerStatus:
-        worker, contact = self.workers[incarnation], self.contacts[incarnation]
-        carried = range(0)
-        for member in self.running.members if self.running else ():
-            if member.incarnation == incarnation:
-                carried = member.virtual_nodes
-        state = (
-            "done" if worker.done
-            else "silent" if not worker.connected
-            else "draining" if worker.draining
-            else "training" if carried
-            else "ready" if worker.ready_at is not None
-            else "starting"
-        )  # fmt: skip
-        return m.WorkerStatus(worker.name, incarnation, contact.address, contact.pid, state, carried.start, carried.stop)
-
-
-def replace_struct(change: m.Change, **values: object) -> m.Change:
-    """A copy of ``change`` with other values."""
-    import msgspec
-
-    return msgspec.structs.replace(change, **values)
+        return describe(self)

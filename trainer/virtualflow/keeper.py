@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from virtualflow.checkpoint import CheckpointPolicy, CheckpointWriter, Found, JobIdentity, find_newest, load
 from virtualflow.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, WorkerEnvironment
@@ -32,16 +33,21 @@ def choose_policy(
     return CheckpointPolicy(directory, every_steps, every_seconds, keep)
 
 
+Kind = Literal["checkpoint", "checkpoint-failed", "warning"]
+"""What there is to tell of checkpoints: one was written, one could not be, or something else about them."""
+
+
 class Keeper:
     """Keeps the checkpoints of one run, or none when there is no place for them."""
 
     def __init__(
-        self, policy: CheckpointPolicy | None, identity: JobIdentity, tell: Callable[[str, bool], None] | None
+        self, policy: CheckpointPolicy | None, identity: JobIdentity, tell: Callable[[Kind, str], None] | None
     ) -> None:
         self._policy = policy
         self._identity = identity
         self._tell = tell
         self._saved_step = -1
+        self._told: int | None = None
         self._found: Found | None = None
         self._writer: CheckpointWriter | None = None
         if policy is not None:
@@ -73,6 +79,7 @@ class Keeper:
     def save_if_due(self, training: Training) -> None:
         """Write a checkpoint behind the training's back when it is time."""
         writer, step = self._writer, training.completed_steps
+        self._tell_of_success()
         if writer is not None and writer.due(step) and writer.save(step, training.capture()):
             self._saved_step = step
 
@@ -84,15 +91,23 @@ class Keeper:
         if self._saved_step != training.completed_steps or self._writer.failure is not None:
             self._writer.save_now(training.completed_steps, training.capture())
             self._saved_step = training.completed_steps
+        self._tell_of_success()
 
     def flush(self, timeout: float) -> None:
         """Wait for a write under way."""
         if self._writer is not None:
             self._writer.flush(timeout)
 
+    def _tell_of_success(self) -> None:
+        if self._writer is not None and self._policy is not None and self._writer.newest != self._told:
+            self._told = self._writer.newest
+            self._pass_on("checkpoint", f"checkpoint of step {self._told} written to {self._policy.directory}")
+
     def _say(self, text: str) -> None:
-        failed = self.failure == text
+        self._pass_on("checkpoint-failed" if self.failure == text else "warning", text)
+
+    def _pass_on(self, kind: Kind, text: str) -> None:
         if self._tell is not None:
-            self._tell(text, failed)
+            self._tell(kind, text)
         else:
-            logger.log(logging.WARNING if failed else logging.INFO, "%s", text)
+            logger.log(logging.INFO if kind == "checkpoint" else logging.WARNING, "%s", text)

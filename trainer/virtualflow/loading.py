@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.loaders import (
@@ -287,6 +288,10 @@ class _Loading(Dataset[tuple[_Task | None, Any]]):
             return task, ExceptionWrapper(where="in a loader process")  # type: ignore[no-untyped-call]
 
     def _load(self, task: _Task) -> Any:
+        if type(self._dataset) is TensorDataset and self._collate is default_collate:
+            # It draws nothing at random, so it needs no seeds, and its samples can be gathered at once.
+            indices = torch.tensor(task.indices)
+            return [tensor[indices] for tensor in self._dataset.tensors]
         samples = []
         try:
             for index in task.indices:

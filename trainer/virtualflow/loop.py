@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -435,9 +435,9 @@ class Run:
             self._source.assign(self.participation.carried, *self.training.position)
         self.reporter.progress(now=True)
 
-    def _tell_checkpoint(self, text: str, failed: bool) -> None:
+    def _tell_checkpoint(self, kind: Literal["checkpoint", "checkpoint-failed", "warning"], text: str) -> None:
         assert self._session is not None
-        self._session.link.send(m.Note("checkpoint-failed" if failed else "checkpoint", text[:4_000]))
+        self._session.link.send(m.Note(kind, text[:4_000]))
 
     # --- evaluations --------------------------------------------------------------------------------------------------
 

@@ -251,6 +251,8 @@ class Welcome(Base, frozen=True, tag="welcome"):
     running: bool
     step: Count
     hold: Count | None
+    heartbeat: Seconds
+    """How often the coordinator wants a sign of life."""
 
 
 class Drain(Base, frozen=True, tag="drain"):

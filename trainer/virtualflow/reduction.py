@@ -33,7 +33,7 @@ class Collectives(Protocol):
         """Gather ``block`` of every member into ``out``."""
 
     def all_to_all(self, out: Tensor, block: Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
-        """Exchange stretches of ``block``; sizes in elements."""
+        """Exchange stretches of ``block``; sizes in elements, which are bytes here."""
 
 
 class Accumulator:
@@ -88,11 +88,18 @@ def add_tensors(left: Tensors, right: Tensors) -> Tensors:
 
 
 class Reducer:
-    """Reduces between workers; keeps its buffers from step to step, since fresh large ones cost page faults."""
+    """Reduces between workers; keeps its buffers from step to step, since fresh large ones cost page faults.
 
-    def __init__(self, virtual_nodes: int, alignment: int) -> None:
+    Args:
+        virtual_nodes: how many there are.
+        alignment: bytes at whose multiples slices start.
+        small: up to so many bytes at each worker, subtrees are gathered whole: one collective instead of two.
+    """
+
+    def __init__(self, virtual_nodes: int, alignment: int, small: int) -> None:
         self._virtual_nodes = virtual_nodes
         self._alignment = alignment
+        self._small = small
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def forget_buffers(self) -> None:
@@ -130,7 +137,9 @@ class Reducer:
             for places in groups.values():
                 tensors = [self._or_zeros(total[place], templates[place]).contiguous() for place in places]
                 if scale != 1.0:
-                    torch._foreach_mul_(tensors, scale)
+                    # Not torch._foreach_mul_, which rounds the factor to the type of the tensors first.
+                    for tensor in tensors:
+                        tensor.mul_(scale)
                 for place, tensor in zip(places, tensors, strict=True):
                     result[place] = tensor
             return result
@@ -158,30 +167,69 @@ class Reducer:
         dtype: torch.dtype,
         scale: float,
     ) -> Tensor:
-        size = collectives.size
+        size, most = collectives.size, max(counts)
         total = sum(template.numel() for template in templates)
+        if size * most * total * dtype.itemsize <= self._small:
+            return self._gather_group(collectives, most, keys, parts, templates, places, dtype, total, scale)
         unit = max(1, self._alignment // dtype.itemsize)
         piece = -(-total // (size * unit)) * unit
         mine = len(parts)
         flat = self._buffer("flat", mine * size * piece, dtype).view(mine, size * piece)
-        for row, (_, tensors) in zip(flat, parts, strict=True):
-            self._flatten(row[:total], [tensors[place] for place in places], templates)
-            row[total:].zero_()
+        self._fill(flat, parts, places, templates, total)
         if mine == 1:
             outgoing = flat.view(-1)
         else:
             outgoing = self._buffer("outgoing", mine * size * piece, dtype)
             outgoing.view(size, mine, piece).copy_(flat.view(mine, size, piece).transpose(0, 1))
         incoming = self._buffer("incoming", sum(counts) * piece, dtype)
-        collectives.all_to_all(incoming, outgoing, [count * piece for count in counts], [mine * piece] * size)
+        row = piece * dtype.itemsize
+        collectives.all_to_all(
+            _as_bytes(incoming), _as_bytes(outgoing), [count * row for count in counts], [mine * row] * size
+        )
         slices = iter(incoming.view(-1, piece))
         arrived = {node: next(slices) for nodes in keys for node in nodes}
-        reduced = tree_sum(self._virtual_nodes, arrived, torch.Tensor.add_)
-        if scale != 1.0:
-            reduced.mul_(scale)
+        reduced = self._sum(arrived, scale)
         whole = self._buffer("whole", size * piece, dtype)
-        collectives.all_gather_into(whole, reduced)
+        collectives.all_gather_into(_as_bytes(whole), _as_bytes(reduced))
         return whole
+
+    def _gather_group(
+        self,
+        collectives: Collectives,
+        most: int,
+        keys: list[list[tuple[int, int]]],
+        parts: list[tuple[tuple[int, int], Tensors]],
+        templates: list[Tensor],
+        places: list[int],
+        dtype: torch.dtype,
+        total: int,
+        scale: float,
+    ) -> Tensor:
+        """Where latency counts and not bandwidth: everyone gets all subtrees, whole, and does the same additions."""
+        flat = self._buffer("flat", most * total, dtype).view(most, total)
+        self._fill(flat, parts, places, templates, total)
+        gathered = self._buffer("incoming", collectives.size * most * total, dtype)
+        collectives.all_gather_into(_as_bytes(gathered), _as_bytes(flat))
+        rows = gathered.view(collectives.size, most, total)
+        arrived = {node: rows[rank, at] for rank, nodes in enumerate(keys) for at, node in enumerate(nodes)}
+        return self._sum(arrived, scale)
+
+    def _sum(self, arrived: dict[tuple[int, int], Tensor], scale: float) -> Tensor:
+        reduced = tree_sum(self._virtual_nodes, arrived, torch.Tensor.add_)
+        return reduced if scale == 1.0 else reduced.mul_(scale)
+
+    def _fill(
+        self,
+        flat: Tensor,
+        parts: list[tuple[tuple[int, int], Tensors]],
+        places: list[int],
+        templates: list[Tensor],
+        total: int,
+    ) -> None:
+        """Write one subtree to each row of ``flat``; what is left of a row, and further rows, are never read as sums."""
+        for row, (_, tensors) in zip(flat, parts, strict=False):
+            self._flatten(row[:total], [tensors[place] for place in places], templates)
+            row[total:].zero_()
 
     def _flatten(self, row: Tensor, tensors: Tensors, templates: list[Tensor]) -> None:
         """Copy tensors, of any device, one after the other into ``row``; a missing one is zero."""
@@ -201,3 +249,8 @@ class Reducer:
             self._buffers = {k: v for k, v in self._buffers.items() if (k[0], k[2]) != (name, dtype)}
             self._buffers[key] = torch.empty(numel, dtype=dtype)
         return self._buffers[key]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8 ``[n]``: gloo knows few types, and bytes are all that it has to know."""
+    return tensor.view(-1).view(torch.uint8)

@@ -48,6 +48,13 @@ MAX_STEP_TIMES = 4_096
 """Latest step durations that a worker keeps for the median."""
 
 
+LEAST_HEARTBEAT_LIMIT = 0.5
+"""Below this, an ordinary machine's hiccups look like deaths."""
+
+HEARTBEATS = 5
+"""Signs of life that fit into the heartbeat limit: one may be late, or four."""
+
+
 @dataclass(frozen=True)
 class MembershipSettings:
     """What the membership decision waits for, and how long."""
@@ -77,6 +84,17 @@ class MembershipSettings:
     rebuilds: int = 8
     """Communicators broken in a row, with nobody lost and no step done, before the job is given up."""
 
+    restart_grace: float = 2.0
+    """A new coordinator founds no generation for this long: workers of a running one may be on their way to it. More
+    than the longest pause between two attempts to connect."""
+
+    join_patience: float = 2.0
+    """How long the relief of a draining worker waits for joiners that were to enter with it."""
+
+    join_attempts: int = 3
+    """Generations in a row that could not be built and in which a worker was to arrive, or took no part, before it is
+    given up."""
+
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
@@ -85,8 +103,14 @@ class CoordinatorSettings:
     membership: MembershipSettings = field(default_factory=MembershipSettings)
     watch_interval: float = 0.05
     """A watcher of the status gets at most one message in this time."""
-    linger: float = 0.5
-    """After the job has ended, how long watchers have to read the final status before their streams close."""
+    first_message: float = 10.0
+    """A new connection has this long to say Hello."""
+    backlog: int = 1_000
+    """Messages that may wait for one worker that does not read before its connection is closed; it may come back."""
+    goodbye: float = 0.3
+    """How long the connections may take to close when the coordinator ends."""
+    stall: float = 0.5
+    """When the coordinator itself did not run for longer than this, nobody's silence in that time counts."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +118,7 @@ class LinkSettings:
     """A worker's connection to the coordinator."""
 
     heartbeat: float = 1.0
-    """A sign of life in this interval; a fifth of the heartbeat limit."""
+    """A sign of life in this interval, until the coordinator has said which one it wants."""
     progress: float = 0.05
     """The leader reports its step at most this often."""
     connect_timeout: float = 3.0
@@ -119,6 +143,8 @@ class CommunicatorSettings:
     """How long a collective is waited for before the coordinator's news are looked at."""
     alignment: int = 16
     """Every segment of a message starts at a multiple of this many bytes."""
+    small_exchange: int = 1 << 20
+    """Gradients that make at most so many bytes at each worker are exchanged in one collective instead of two."""
 
 
 LOADER_GRACE = 5.0

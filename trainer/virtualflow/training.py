@@ -17,6 +17,10 @@ from virtualflow.contribution import Schema
 from virtualflow.update import Outcome, Update
 
 
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+"""What learning rate schedulers, torch's own and hand-written ones, change in a parameter group."""
+
+
 @dataclass
 class Training:
     """The model and its companions, and how far the training has come."""
@@ -59,7 +63,7 @@ class Training:
             "step": self.completed_steps,
             "position": self.position,
             "exchanges": self.exchanges,
-            "schema": self.update.schema.to_json(),
+            "schema": self.update.settled.to_json(),
             "metrics": self.metrics,
             "logged": self.logged,
             "evaluated": self.evaluated,
@@ -69,11 +73,25 @@ class Training:
         return state.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Become what :meth:`capture` gave, here or elsewhere."""
+        """Become what :meth:`capture` gave, here or elsewhere.
+
+        A survivor that lacks the last exchange gets it from one that has gone on, through the user's code after the
+        step. Its own code after that step is still to come. What that code changes, a learning rate that is scheduled by
+        hand, is therefore kept as it is, or it would be changed twice.
+        """
+        survivor = self.update.contributed
+        by_hand = survivor and not self.update.steps_scheduler
+        kept = [{key: group[key] for key in _SCHEDULED if key in group} for group in self.optimizer.param_groups]
+        schedule = state.snapshot(self.scheduler.state_dict()) if by_hand and self.scheduler is not None else None
         extra = state.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler)
+        if by_hand:
+            for group, values in zip(self.optimizer.param_groups, kept, strict=True):
+                group.update(values)
+        if schedule is not None:
+            self.scheduler.load_state_dict(schedule)
         self.completed_steps, self.exchanges = extra["step"], extra["exchanges"]
         self.position = (extra["position"][0], extra["position"][1])
-        self.update.schema = Schema.from_json(extra["schema"])
+        self.update.settle(Schema.from_json(extra["schema"]))
         self.metrics, self.logged, self.members = extra["metrics"], extra["logged"], extra["members"]
         self.evaluated = None if extra["evaluated"] is None else [block.clone() for block in extra["evaluated"]]
         for change in msgspec.convert(extra["changes"], list[m.Change]):

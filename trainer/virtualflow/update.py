@@ -26,9 +26,11 @@ from virtualflow.contribution import (
     Schema,
     combine_metrics,
     layout_hash,
+    summed_as,
 )
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.reduction import Accumulator, Collectives, Reducer, Tensors
+from virtualflow.settings import CommunicatorSettings
 
 SchedulerInterval = Literal["step", "epoch", "manual"]
 
@@ -73,6 +75,11 @@ class Update:
         self.scheduler = scheduler
         self.scaler = scaler
         self.schema = Schema()
+        """Names that the present attempt exchanges."""
+        self.settled = Schema()
+        """Names that all workers knew when the last step was committed: part of the state."""
+        self.contributed = False
+        """Whether this worker has taken part in an exchange, so that it is no joiner any more."""
         self.buffers = BufferTracker(model)
         self._interval = scheduler_interval
         self._clip_norm = clip_grad_norm
@@ -81,10 +88,12 @@ class Update:
         self._micro_batch = micro_batch
         self._alignment = alignment
         self._accumulator = Accumulator(virtual_nodes)
-        self._reducer = Reducer(virtual_nodes, alignment)
+        self._reducer = Reducer(virtual_nodes, alignment, CommunicatorSettings.small_exchange)
         self._records: list[NodeRecord] = []
         self._first_node = 0
+        self._all_parameters = list(model.parameters())
         self._parameters: dict[str, nn.Parameter] = {}
+        """Those that are trained in the present attempt."""
         self._given: list[bool] = []
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
@@ -98,10 +107,14 @@ class Update:
         self._first_node = carried.start
         self.buffers.begin()
         self.clear_gradients()
+        if self.scaler is not None and self._all_parameters:
+            # A scaler comes into being when it first scales; a worker without samples must be able to step it, too.
+            self.scaler.scale(torch.ones((), device=self._all_parameters[0].device))
 
     def clear_gradients(self) -> None:
         """Forget gradients, so that autograd makes new tensors for the next virtual node."""
-        for parameter in self._parameters.values():
+        # Also of those that were frozen a moment ago: optimizers step whatever has a gradient.
+        for parameter in self._all_parameters:
             parameter.grad = None
 
     def take(self, samples: int, metrics: dict[str, float | Tensor]) -> None:
@@ -125,11 +138,12 @@ class Update:
                     f"parameter {name} has a sparse gradient, which cannot be summed canonically; make it dense "
                     "(nn.Embedding(..., sparse=False))"
                 )
+            gradients[index] = gradient.detach()
             self._given[index] = True
         if samples != self._micro_batch:
-            present = [gradient for gradient in gradients if gradient is not None]
-            if present:
-                torch._foreach_mul_(present, samples / self._micro_batch)
+            for gradient in gradients:
+                if gradient is not None:  # torch._foreach_mul_ would round the factor to the type of the gradient
+                    gradient.mul_(samples / self._micro_batch)
         self._accumulator.add(node, gradients)
 
     def abandon(self) -> None:
@@ -138,6 +152,8 @@ class Update:
         self.buffers.restore()
         self._accumulator.clear()
         self._records = []
+        # Others may not have got as far: a head's size must not depend on how far an attempt came before it broke.
+        self.schema = self.settled
 
     # --- the exchange -------------------------------------------------------------------------------------------------
 
@@ -156,20 +172,23 @@ class Update:
             CommunicatorBroken: the attempt is void.
             VirtualFlowError: the workers do not run the same code.
         """
+        self.contributed = True
         heads, form = self._agree_on_heads(communicator, ranges, number, offer, more)
         samples = sum(sum(head.samples) for head in heads)
         if samples == 0:
             raise ConfigurationError("the dataset gave no samples at all; check its shards")
         metrics = combine_metrics(self.schema, self._virtual_nodes, heads)
         present = [any(there) for there in zip(*(head.present for head in heads), strict=True)]
-        if not any(present[: len(self._parameters)]):
+        count, averaged = len(self._parameters), len(self.schema.averaged)
+        present = present[:count] + present[len(present) - averaged :]
+        if not any(present[:count]):
             raise ConfigurationError(
                 "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step"
             )
         scale = self._micro_batch / samples
-        templates = [*self._parameters.values(), *self.buffers.templates(self.schema.averaged)]
+        sums = [tensor.to(summed_as(tensor.dtype)) for tensor in self.buffers.templates(self.schema.averaged)]
+        templates = [*self._parameters.values(), *sums]
         reduced = self._reducer.reduce(communicator, ranges, self._parts(), templates, present, scale)
-        count = len(self._parameters)
         buffers = {n: t for n, t in zip(self.schema.averaged, reduced[count:], strict=True) if t is not None}
         if form.copied_bytes:
             first = next(head for head in heads if sum(head.samples))
@@ -205,7 +224,8 @@ class Update:
         """The format of heads among members that carry ``ranges``."""
         return HeadFormat(
             schema=self.schema,
-            places=len(self._parameters) + len(self.schema.averaged),
+            # All parameters have a place: a head has the same size when workers disagree on which of them are trained.
+            places=len(self._all_parameters) + len(self.schema.averaged),
             most_nodes=max(len(carried) for carried in ranges),
             copied_bytes=self.buffers.copied_bytes(self.schema),
             alignment=self._alignment,
@@ -225,7 +245,8 @@ class Update:
             )
             for name in self.schema.averaged
         ]
-        return [*self._given, *changed]
+        frozen = len(self._all_parameters) - len(self._given)
+        return [*self._given, *[False] * frozen, *changed]
 
     def _complete_records(self) -> list[NodeRecord]:
         """The records with a value for every copied buffer of the schema."""
@@ -247,6 +268,7 @@ class Update:
                     values.append(None)
                     continue
                 value = record.averaged[name] if name in record.averaged else self.buffers.baseline(name)
+                value = value.to(summed_as(value.dtype))
                 values.append(
                     value if record.samples == self._micro_batch else value * (record.samples / self._micro_batch)
                 )
@@ -274,8 +296,18 @@ class Update:
         self.buffers.commit(outcome.buffers)
         self._accumulator.clear()
         self._records = []
+        self.settled = self.schema
         if self.scheduler is not None and (self._interval == "step" or (self._interval == "epoch" and epoch_ends)):
             self.scheduler.step()
+
+    def settle(self, schema: Schema) -> None:
+        """Take over the names of a state that was restored."""
+        self.schema = self.settled = schema
+
+    @property
+    def steps_scheduler(self) -> bool:
+        """Whether the learning rate is changed here, and not by the user's code between two steps."""
+        return self.scheduler is not None and self._interval != "manual"
 
     def forget_buffers(self) -> None:
         """Free exchange buffers: another number of workers needs other ones."""

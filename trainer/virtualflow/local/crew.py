@@ -30,6 +30,8 @@ class Worker:
     state: str = ""
     """The last one listed."""
     carries: bool = False
+    served: bool = False
+    """It has been a member of a running generation."""
     draining: bool = False
     surplus: bool = False
     """It is drained because fewer workers are wanted."""
@@ -114,6 +116,7 @@ class Crew:
             if entry is not None:
                 worker.listed, worker.listed_by = True, status.incarnation
                 worker.state, worker.carries = entry.state, entry.first < entry.last
+                worker.served = worker.served or worker.carries
                 worker.draining = worker.draining or entry.state == "draining"
             elif worker.incarnation is not None:
                 self._miss(worker, status, now)

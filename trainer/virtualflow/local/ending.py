@@ -37,6 +37,8 @@ class Ending:
     concluded: bool = False
     """All workers have ended."""
     since: float = field(default_factory=time.monotonic)
+    impatient_since: float = float("inf")
+    """When a signal asked for the end of scripts that go on after the training."""
     _told: set[int] = field(default_factory=set)
 
     @property
@@ -53,6 +55,12 @@ class Ending:
                 limit = float("inf")
                 for worker in strangers:
                     worker.kill()
+                # Connected, but never a member: they are told that the job is over, and have nothing to lose.
+                grace = runner.settings.failure_grace
+                for worker in runner.crew.living():
+                    idle = worker.state in ("starting", "ready", "silent") and not worker.served
+                    if (idle and now - self.since > grace) or now - self.impatient_since > grace:
+                        worker.kill()
             case "stopped":
                 limit = s.STOP_GRACE
                 runner.tell_stop(self.reason)

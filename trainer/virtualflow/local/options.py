@@ -141,7 +141,7 @@ def _check_numbers(arguments: Namespace, workers: int, virtual_nodes: int | None
             f"{most} workers cannot share {virtual_nodes} virtual nodes, as each carries at least one; "
             "ask for fewer workers or more virtual nodes"
         )
-    least = 2 * s.LinkSettings().heartbeat
+    least = s.LEAST_HEARTBEAT_LIMIT
     if not least <= arguments.heartbeat_limit <= 86_400:
         raise ConfigurationError(
             f"--heartbeat-limit {arguments.heartbeat_limit:g}: it must be between {least:g} and 86400 seconds"

@@ -2,8 +2,9 @@
 it runs.
 
 That worker is the leader, since scripts may print on the leader alone. When another one takes over, its
-latest lines are caught up on, without those that were shown already. Tracebacks on standard error are
-withheld for a moment: one that ends the job is shown at the end, once, however many workers raised it.
+latest lines are caught up on, without those that were shown already. Tracebacks on standard error, and the
+sentences of the library's own errors, are withheld for a moment: one that ends the job is shown at the end,
+once, however many workers raised it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from virtualflow.local.processes import Stream
 Show = Callable[[Stream, str], None]
 
 _OPENING = re.compile(
-    r"Traceback \(most recent call last\):|\s*(\+ )?Exception Group Traceback|  File \".*\", line \d+$"
+    r"Traceback \(most recent call last\):|\s*(\+ )?Exception Group Traceback|  File \".*\", line \d+$|virtualflow: "
 )
 _REMEMBERED = 500
 

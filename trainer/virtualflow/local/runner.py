@@ -224,6 +224,9 @@ class Runner:
         elif self.ending is None:
             self.ending = Ending("stopped", number, f"{number.name} received")
             self.view.event(f"{number.name}: all workers leave at the same step; once more ends them at once")
+        elif self.ending.kind == "done":
+            self.ending.impatient_since = time.monotonic()
+            self.view.event(f"{number.name}: the training is complete; scripts that go on are ended in a moment")
         self._wake.set()
 
     # --- the look at everything ---------------------------------------------------------------------------

@@ -162,7 +162,9 @@ def settled(status: Status | None, staff: Sequence[Staff | None], wanted: int) -
     if status.virtual_nodes is None or status.phase not in ("training", "evaluating", "done"):
         return False
     if status.proposed is not None:
-        members = set(status.proposed_workers) if status.prepared else set()
+        # A lone worker that drains stays in until its replacement has entered beside it.
+        leaving = {worker.incarnation for worker in status.workers if worker.state == "draining"}
+        members = set(status.proposed_workers) - leaving if status.prepared else set()
     else:
         carrying = [worker for worker in status.workers if worker.first < worker.last]
         if any(worker.state not in ("training", "done") for worker in carrying):

@@ -1,0 +1,33 @@
+"""What a joiner's start costs the worker that trains meanwhile, where a core is free for it.
+
+One worker trains on one core; then a second boots (imports, model, connection, rehearsal) on the other. Step times of the
+first, before and meanwhile, and the same with no joiner at all, for the noise of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+
+from benchmarks.jobs import run_job
+
+
+def main() -> None:
+    """Run it some times and print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    print("median step of a worker alone on its core: first half, second half, ratio")
+    for name, schedule in (("nobody joins", []), ("a joiner boots", ["--schedule", "300:=2"])):
+        ratios = []
+        for _ in range(args.runs):
+            _, output = run_job("--workers", 1, *schedule, "benchmarks/pinned.py", "--steps", 600)
+            line = next(json.loads(line) for line in output.splitlines() if line.startswith('{"before"'))
+            ratios.append(line["during"] / line["before"])
+            print(f"  {name:16} {line['before']:.2f} ms  {line['during']:.2f} ms  {ratios[-1]:.3f}")
+        print(f"  {name:16} median ratio {statistics.median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

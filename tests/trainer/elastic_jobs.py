@@ -1,0 +1,353 @@
+"""What the tests of elastic training share: real jobs (processes, gloo, a coordinator) that start in tenths of a second.
+
+Workers are forked from a server process that has imported torch already. A test gives a *script*, a function of a test
+module, which runs in every worker as a user's script would; what it returns comes back through a pipe. Changes are made
+while the job is held at a step, and every wait is for a condition and has an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+from aiohttp import web
+
+from virtualflow import messages as m
+from virtualflow import settings, state
+from virtualflow.coordinator import Coordinator
+from virtualflow.errors import Leave
+
+HERE = Path(__file__).parent
+# torch._dynamo is what the first optimizer of a process imports, for two seconds.
+PRELOAD = ["torch", "torch._dynamo", "numpy", "virtualflow.evaluation", "safetensors.torch", "pytest", "elastic_jobs"]
+TOKEN = "a-token-for-tests"
+PATIENCE = 30.0
+"""Seconds until a wait fails; far more than anything takes."""
+
+# The coordinators here replace nobody, so there is nobody to wait for.
+MEMBERSHIP = settings.MembershipSettings(restart_grace=0.0)
+
+_forking = multiprocessing.get_context("forkserver")
+
+
+def prepare_forkserver() -> None:
+    """Name what the server process imports; to be called before anybody starts it."""
+    _forking.set_forkserver_preload(PRELOAD)
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    # Before Python 3.13 the server does not take over sys.path.
+    former = os.environ.get("PYTHONPATH")
+    paths = [str(HERE), str(HERE.parent.parent / "trainer"), *([former] if former else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    try:
+        yield
+    finally:
+        if former is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = former
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a script tells of its training."""
+
+    digest: str
+    optimizer: str
+    metrics: Any = None
+    more: Any = None
+
+
+def trained(run: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, metrics: Any = None, more: Any = None) -> Trained:
+    """The bits of a finished training."""
+    return Trained(state.digest(model.state_dict()), state.optimizer_digest(optimizer), metrics, more)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a worker ended."""
+
+    worker: str
+    kind: str
+    """``"returned"``, ``"killed"``, or the name of the exception that ended the script."""
+    value: Any = None
+    text: str = ""
+    trace: str = ""
+    log: str = ""
+
+
+@dataclass
+class _Worker:
+    name: str
+    process: Any
+    pipe: Connection
+    log: Path
+    children: set[int] = field(default_factory=set)
+
+
+def _work(script: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], pipe: Connection, log: str) -> None:
+    os.environ.update(environment)
+    with open(log, "w", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.dump_traceback_later(PATIENCE / 2, exit=False)
+    kind, value, text, trace = "returned", None, "", ""
+    try:
+        value = script(*arguments)
+    except Leave as leave:
+        kind, text = type(leave).__name__, leave.reason
+    except Exception as error:  # noqa: BLE001 - whatever the script raised is what the test asks about
+        kind, text, trace = type(error).__name__, str(error), traceback.format_exc()
+    pipe.send_bytes(pickle.dumps((kind, value, text, trace)))
+    pipe.close()
+
+
+class _CoordinatorThread:
+    """A real coordinator, on a thread of its own."""
+
+    def __init__(self, wanted: int, membership: settings.MembershipSettings) -> None:
+        self.url = ""
+        self._ready = threading.Event()
+        self._wanted = wanted
+        self._settings = settings.CoordinatorSettings(membership=membership)
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self._thread.start()
+        assert self._ready.wait(PATIENCE)
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        coordinator = Coordinator(TOKEN, self._wanted, self._settings)
+        runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        await self._over.wait()
+        await coordinator.close()
+        await runner.cleanup()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+class ElasticJob:
+    """One job and its workers; made by the fixture ``start_job``."""
+
+    def __init__(
+        self,
+        directory: Path,
+        script: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        *,
+        workers: int,
+        hold: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        membership: settings.MembershipSettings | None = None,
+    ) -> None:
+        self.workers: dict[str, _Worker] = {}
+        self._directory = directory
+        self._script = script
+        self._arguments = arguments
+        self._environment = dict(environment or {})
+        self._coordinator = _CoordinatorThread(workers, membership or MEMBERSHIP)
+        self.wanted = workers
+        if hold is not None:
+            self.hold(hold)
+        for _ in range(workers):
+            self.start_worker()
+
+    # --- the coordinator's interface ----------------------------------------------------------------------------------
+
+    def status(self) -> m.Status:
+        return msgspec.json.decode(self._request("status", None), type=m.Status)
+
+    def call(self, name: str, **values: Any) -> str:
+        return msgspec.json.decode(self._request(name, msgspec.json.encode(values)), type=m.Answer).message
+
+    def _request(self, name: str, body: bytes | None) -> bytes:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        request = urllib.request.Request(f"{self._coordinator.url}/v1/{name}", data=body, headers=headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            return bytes(answer.read())
+
+    def wait_for(self, holds: Callable[[m.Status], bool], what: str) -> m.Status:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            status = self.status()
+            if holds(status):
+                return status
+            if status.phase == "failed" or time.monotonic() > deadline:
+                logs = "\n".join(f"--- {w.name}\n{w.log.read_text()}" for w in self.workers.values())
+                raise AssertionError(f"in vain waited for: {what}\n{status}\n{logs}")
+            time.sleep(0.003)
+
+    # --- what a test does to a job ------------------------------------------------------------------------------------
+
+    def start_worker(self) -> str:
+        name = f"worker-{len(self.workers)}"
+        environment = {
+            **self._environment,
+            settings.ENV_COORDINATOR: self._coordinator.url,
+            settings.ENV_TOKEN: TOKEN,
+            settings.ENV_WORKER: name,
+        }
+        ours, theirs = _forking.Pipe(duplex=False)
+        log = self._directory / f"{name}.log"
+        log.touch()
+        arguments = (self._script, self._arguments, environment, theirs, str(log))
+        process = _forking.Process(target=_work, args=arguments, name=name)
+        with _importable():
+            process.start()
+        theirs.close()
+        self.workers[name] = _Worker(name, process, ours, log)
+        return name
+
+    def hold(self, step: int | None) -> None:
+        self.call("hold", step=step)
+
+    def reach(self, step: int) -> m.Status:
+        """Let the job go on to ``step``, and wait until it is held there."""
+        self.hold(step)
+        return self.wait_for(lambda status: status.step == step and status.phase == "training", f"step {step}")
+
+    def kill(self, name: str) -> None:
+        """SIGKILL a worker of a job that is held, and wait until the others have gone on without it."""
+        before = self.status()
+        self.wanted -= 1
+        self.call("scale", workers=max(1, self.wanted))
+        self._note_children()
+        os.kill(self.workers[name].process.pid, signal.SIGKILL)
+        self.workers[name].process.join(PATIENCE)
+        self.wait_for(lambda status: status.generation > before.generation, f"a generation without {name}")
+
+    def kill_all(self) -> None:
+        """SIGKILL all workers at once."""
+        self._note_children()
+        for worker in self.workers.values():
+            os.kill(worker.process.pid, signal.SIGKILL)
+        for worker in self.workers.values():
+            worker.process.join(PATIENCE)
+            self.call("gone", worker=worker.name)
+
+    def join(self, count: int = 1) -> list[str]:
+        """Start workers and wait until they are ready to enter after the next step."""
+        self.wanted += count
+        self.call("scale", workers=self.wanted)
+        names = [self.start_worker() for _ in range(count)]
+        self._await_proposal(set(names), set())
+        return names
+
+    def drain(self, *names: str) -> None:
+        """Announce that workers leave, and wait until the others are ready to go on without them."""
+        self.wanted -= len(names)
+        self.call("scale", workers=max(1, self.wanted))
+        self.call("drain", workers=list(names), deadline=PATIENCE)
+        self._await_proposal(set(), set(names))
+
+    def _await_proposal(self, there: set[str], not_there: set[str]) -> None:
+        def proposed(status: m.Status) -> bool:
+            names = {worker.worker for worker in status.workers if worker.incarnation in status.proposed_workers}
+            return status.prepared and there <= names and not (not_there & names)
+
+        self.wait_for(proposed, f"a prepared plan with {there} and without {not_there}")
+
+    def finish(self) -> dict[str, Outcome]:
+        """Let the job run to its end; how each worker ended."""
+        self.hold(None)
+        deadline = time.monotonic() + PATIENCE
+        found: dict[str, Outcome] = {}
+        for name, worker in self.workers.items():
+            while worker.process.exitcode is None and not worker.pipe.poll(0.02):
+                self._note_children()
+                assert time.monotonic() < deadline, f"{name} does not end:\n{worker.log.read_text()}\n{self.status()}"
+            try:
+                raw = worker.pipe.recv_bytes() if worker.pipe.poll() else b""
+            except EOFError:
+                raw = b""
+            worker.process.join(max(0.1, deadline - time.monotonic()))
+            code = worker.process.exitcode
+            log = worker.log.read_text()
+            if raw:
+                kind, value, text, trace = pickle.loads(raw)
+                found[name] = Outcome(name, kind, value, text, trace, log)
+            else:
+                assert code == -signal.SIGKILL, f"{name} ended with {code}:\n{log}"
+                found[name] = Outcome(name, "killed", log=log)
+        return found
+
+    def results(self) -> list[Any]:
+        """Let the job run to its end; what the script returned in each worker that saw it."""
+        outcomes = self.finish()
+        for outcome in outcomes.values():
+            assert outcome.kind in ("returned", "killed", "Drained", "JobEnded"), f"{outcome.text}\n{outcome.trace}\n{outcome.log}"
+        values = [outcome.value for outcome in outcomes.values() if outcome.kind == "returned"]
+        assert values, outcomes
+        return values
+
+    def _note_children(self) -> None:
+        for worker in self.workers.values():
+            try:
+                worker.children |= {child.pid for child in psutil.Process(worker.process.pid).children(recursive=True)}
+            except psutil.Error:
+                continue
+
+    def close(self) -> None:
+        """End everything, and complain about processes that would have stayed."""
+        for worker in self.workers.values():
+            if worker.process.is_alive():
+                os.kill(worker.process.pid, signal.SIGKILL)
+            worker.process.join(PATIENCE)
+            worker.pipe.close()
+        self._coordinator.close()
+        children = [pid for worker in self.workers.values() for pid in worker.children]
+        processes = [psutil.Process(pid) for pid in children if psutil.pid_exists(pid)]
+        _, alive = psutil.wait_procs(processes, timeout=5)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE], "loader processes stay"
+
+
+def alone(script: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """Run a script in this process, without a coordinator: the reference."""
+    former = {name: os.environ.get(name) for name in environment or {}}
+    os.environ.update(environment or {})
+    try:
+        return script(*arguments)
+    finally:
+        for name, value in former.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def die_here(worker: str) -> None:
+    """SIGKILL this process if it is that worker."""
+    if os.environ.get(settings.ENV_WORKER) == worker:
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)

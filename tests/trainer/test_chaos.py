@@ -1,0 +1,54 @@
+"""Random schedules of everything that can happen, each compared bit for bit with the undisturbed run.
+
+The suite makes a few with a fixed seed; ``make chaos RUNS=100`` makes as many as wanted, with a seed of its own that it
+prints.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from jobs import check_audit, check_changes, run_job
+
+RUNS = int(os.environ.get("VIRTUALFLOW_CHAOS_RUNS") or 3)
+SEED = int(os.environ.get("VIRTUALFLOW_CHAOS_SEED") or 20_261_120)
+STEPS = 100
+ACTIONS = ["=1", "=2", "=3", "=4", "kill", "kill:2", "term", "hang", "coordinator", "all"]
+
+
+def draw_schedule(randomness: random.Random) -> str:
+    """Three to five actions at random steps; a hang at most once, since each takes the heartbeat limit."""
+    count = randomness.randint(3, 5)
+    steps = sorted(randomness.sample(range(3, STEPS - 5), count))
+    drawn: list[str] = []
+    for _ in steps:
+        choices = [action for action in ACTIONS if action not in ("hang", "all") or action not in drawn]
+        drawn.append(randomness.choice(choices))
+    return ",".join(f"{step}:{action}" for step, action in zip(steps, drawn, strict=True))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    finished = run_job(tmp_path_factory.mktemp("undisturbed"), "--workers", "1", *script())
+    return finished.bits
+
+
+def script() -> list[str]:
+    return ["examples/digits.py", "--steps", str(STEPS)]
+
+
+@pytest.mark.parametrize("number", range(RUNS))
+def test_a_random_schedule_gives_the_same_bits(number: int, undisturbed: tuple[str, str], tmp_path: Path) -> None:
+    randomness = random.Random(f"{SEED}/{number}")
+    schedule, workers = draw_schedule(randomness), randomness.randint(1, 4)
+    print(f"seed {SEED}, run {number}: --workers {workers} --schedule {schedule}")
+    finished = run_job(
+        tmp_path, "--workers", workers, "--schedule", schedule, "--heartbeat-limit", "3",
+        "--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-steps", "7", *script(),
+    )  # fmt: skip
+    assert finished.bits == undisturbed
+    check_audit(finished, 1_437, 8)
+    check_changes(finished)

@@ -1,0 +1,100 @@
+"""The promise, on real jobs of real processes: the same bits, every sample once, survivors that never restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import Finished, check_audit, check_changes, check_survivors, run_job
+
+DIGITS = 1_437
+"""Training samples of examples/digits.py."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    finished = run_job(directory, "--virtual-nodes", "8", "--workers", "1", "examples/digits.py", "--steps", "120")
+    check_audit(finished, DIGITS, 8)
+    assert finished.report["changes"] == []
+    assert finished.report["metrics"]["test_accuracy"] >= 0.97
+    return finished
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
+def test_digits_gives_the_same_bits_on_any_number_of_workers(
+    workers: int, undisturbed: Finished, tmp_path: Path
+) -> None:
+    finished = run_job(
+        tmp_path, "--virtual-nodes", "8", "--workers", workers, "examples/digits.py", "--steps", "120"
+    )
+    assert finished.bits == undisturbed.bits
+    assert finished.report["metrics"] == undisturbed.report["metrics"]
+    check_audit(finished, DIGITS, 8)
+
+
+@pytest.mark.parametrize(
+    ("workers", "schedule", "killed"),
+    [
+        pytest.param(2, "20:=4,40:=1,60:=3", 0, id="resized up and down"),
+        pytest.param(3, "20:kill,50:kill,80:kill", 3, id="killed three times"),
+        pytest.param(3, "15:term,30:=3,45:kill:2,60:coordinator,75:hang,90:=2", 4, id="all that can happen"),
+    ],
+)
+def test_digits_gives_the_same_bits_through_a_schedule(
+    workers: int, schedule: str, killed: int, undisturbed: Finished, tmp_path: Path
+) -> None:
+    finished = run_job(
+        tmp_path, "--virtual-nodes", "8", "--workers", workers, "--schedule", schedule,
+        "examples/digits.py", "--steps", "120",
+    )  # fmt: skip
+    assert finished.bits == undisturbed.bits
+    check_audit(finished, DIGITS, 8)
+    check_changes(finished)
+    check_survivors(finished, killed)
+    assert len(finished.report["changes"]) >= 3
+
+
+def test_digits_gives_the_same_bits_after_the_loss_of_all_workers(undisturbed: Finished, tmp_path: Path) -> None:
+    finished = run_job(
+        tmp_path, "--virtual-nodes", "8", "--workers", "3", "--schedule", "50:all",
+        "--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-steps", "10",
+        "examples/digits.py", "--steps", "120",
+    )  # fmt: skip
+    assert finished.bits == undisturbed.bits
+    check_audit(finished, DIGITS, 8)
+    (change,) = finished.report["changes"]
+    assert change["cause"] == "restart"
+    assert 0 < change["step"] <= 61
+    assert change["pause_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("virtual_nodes", "workers", "schedule"), [(7, 3, "8:kill"), (6, 4, "8:=5,16:=1")], ids=["7 nodes", "6 nodes"]
+)
+def test_odd_numbers_of_virtual_nodes_are_ordinary(
+    virtual_nodes: int, workers: int, schedule: str, tmp_path: Path
+) -> None:
+    script = ["examples/digits.py", "--steps", "24", "--batch-size", "168"]
+    alone = run_job(tmp_path, "--virtual-nodes", virtual_nodes, "--workers", "1", *script)
+    finished = run_job(tmp_path, "--virtual-nodes", virtual_nodes, "--workers", workers, "--schedule", schedule, *script)
+    assert finished.bits == alone.bits
+    check_audit(finished, DIGITS, virtual_nodes)
+    check_changes(finished)
+
+
+def test_a_transformer_with_a_scheduler_gives_the_same_bits(tmp_path: Path) -> None:
+    script = ["examples/charlm.py", "--steps", "40"]
+    alone = run_job(tmp_path, "--virtual-nodes", "8", "--workers", "1", *script)
+    three = run_job(tmp_path, "--virtual-nodes", "8", "--workers", "3", *script)
+    schedule = "10:term,15:=3,22:kill:2,30:coordinator"
+    disturbed = run_job(tmp_path, "--virtual-nodes", "8", "--workers", "3", "--schedule", schedule, *script)
+    assert alone.bits == three.bits == disturbed.bits
+    assert len(disturbed.audit) == 40 * 8
+    check_changes(disturbed)
+
+
+def test_a_manifest_trains_like_the_script(tmp_path: Path) -> None:
+    manifest = run_job(tmp_path, "-f", "examples/digits.yaml")
+    script = run_job(tmp_path, "--virtual-nodes", "8", "--workers", "1", "examples/digits.py", "--steps", "600")
+    assert manifest.bits == script.bits

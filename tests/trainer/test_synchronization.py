@@ -1,0 +1,147 @@
+"""Whichever collective breaks, before or after it took effect on some, the workers come back to one state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from elastic_jobs import ElasticJob, Trained, alone, die_here, trained
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import virtualflow as vf
+from virtualflow.communicator import Communicator
+from virtualflow.errors import CommunicatorBroken, ConfigurationError
+from virtualflow.settings import ENV_WORKER, MembershipSettings
+from virtualflow.synchronization import Standing, Transfer, plan_transfer
+
+HASTY = MembershipSettings(restart_grace=0.0, suspicion_grace=0.02)
+"""Nobody dies of the faults here, so there is no news to wait for."""
+
+
+class Counting(nn.Module):
+    """Has buffers that are averaged and copied, so that a first step takes every kind of exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x.shape[0]
+        return self.norm(self.linear(x)).sum(1)
+
+
+def break_collective(number: int, how: str) -> None:
+    """Let this process fail at its ``number``-th collective: ``killed`` before it, or told that it ``broke`` after it."""
+    calls = 0
+    finish = Communicator._finish
+
+    def failing(self: Communicator, start: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number and how == "killed":
+            die_here(os.environ[ENV_WORKER])
+        finish(self, start)
+        if calls == number and how == "broke":
+            raise CommunicatorBroken("injected by the test")
+
+    Communicator._finish = failing  # type: ignore[method-assign]
+
+
+def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
+    """Four steps with an evaluation between; the learning rate is changed by hand and by factors."""
+    torch.manual_seed(1)
+    if os.environ.get(ENV_WORKER) == victim and victim:
+        break_collective(number, how)
+    model = Counting()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    draw = torch.Generator().manual_seed(0)
+    dataset = TensorDataset(torch.randn(24, 4, generator=draw), torch.randn(24, generator=draw))
+    rates, sums = [], []
+    with vf.elastic(
+        model, optimizer, dataset, batch_size=12, steps=4, virtual_nodes=6, scheduler=scheduler, scheduler_interval="manual"
+    ) as run:
+        for step in run:
+            for x, y in step:
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                step.log(loss=loss)
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            if step.number == 2:
+                sums.append(float(vf.evaluate(model, dataset, lambda batch: model(batch[0]), batch_size=12).sum()))
+    return trained(run, model, optimizer, (dict(step.metrics), rates, sums), scheduler.last_epoch)
+
+
+def test_one_worker_is_told_that_a_collective_broke_after_it_had_worked_for_the_others(
+    start_job: Callable[..., ElasticJob],
+) -> None:
+    reference = alone(train)
+    for number in range(2, 19):
+        job = start_job(train, "worker-1", number, "broke", workers=3, membership=HASTY)
+        assert job.results() == [reference] * 3, f"collective {number}"
+
+
+def test_a_worker_is_killed_at_any_collective(start_job: Callable[..., ElasticJob]) -> None:
+    reference = alone(train)
+    for number in range(2, 19, 2):
+        job = start_job(train, "worker-1", number, "killed", workers=3)
+        assert job.results() == [reference] * 2, f"collective {number}"
+
+
+def standing(**facts: Any) -> Standing:
+    values = {"has_state": False, "exchanges": 0, "step": 0, "checkpoint": -1, "model": 7, "signature": 9, **facts}
+    return Standing(**values)
+
+
+@pytest.mark.parametrize(
+    ("standings", "wanted"),
+    [
+        pytest.param([standing(), standing()], Transfer(None, ()), id="fresh equal models need nothing"),
+        pytest.param([standing(checkpoint=3), standing()], Transfer(0, (((0, 1),),)), id="one has a checkpoint"),
+        pytest.param(
+            [standing(checkpoint=3), standing(checkpoint=5), standing(checkpoint=5)],
+            Transfer(1, (((1, 0),), ((1, 2),))),
+            id="the newest checkpoint wins, read once",
+        ),
+        pytest.param(
+            [standing(has_state=True, exchanges=4), standing(has_state=True, exchanges=5), standing(checkpoint=9)],
+            Transfer(None, (((1, 0),), ((1, 2),))),
+            id="a state goes before a checkpoint, the newest state first",
+        ),
+        pytest.param(
+            [standing(has_state=True, exchanges=5), *[standing()] * 4],
+            Transfer(None, (((0, 1),), ((0, 2), (1, 3)), ((0, 4),))),
+            id="who has received gives in the next round",
+        ),
+    ],
+)
+def test_the_newest_state_goes_to_all_who_lack_it(standings: list[Standing], wanted: Transfer) -> None:
+    plan = plan_transfer(standings)
+    assert plan.restorer == wanted.restorer
+    receivers = [receiver for pairs in plan.rounds for _, receiver in pairs]
+    assert sorted(receivers) == sorted(receiver for pairs in wanted.rounds for _, receiver in pairs)
+    have = set(range(len(standings))) - set(receivers)
+    for pairs in plan.rounds:
+        assert {donor for donor, _ in pairs} <= have, "a donor must have the state"
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+        have |= {receiver for _, receiver in pairs}
+
+
+def test_fresh_models_that_differ_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="seed before building it"):
+        plan_transfer([standing(model=1), standing(model=2)])
+
+
+def test_a_standing_survives_the_wire() -> None:
+    sent = standing(has_state=True, exchanges=2**40, step=3, checkpoint=8)
+    assert Standing.from_bytes(sent.to_bytes()) == sent

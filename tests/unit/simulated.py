@@ -1,0 +1,395 @@
+"""A job without processes and sockets: workers that follow the protocol of a session, around a real ``Job``.
+
+Time stands still but for :meth:`World.pass_time`. Messages wait on both sides until they are delivered, and are lost
+with the connection. What the model knows of the numerics is who has the state of which training, and at which step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from virtualflow import messages as m
+from virtualflow.job import Job
+from virtualflow.settings import MembershipSettings
+
+NOTHING = m.Generation(0, 0)
+VIRTUAL_NODES = 4
+SETTINGS = MembershipSettings()
+BUILD_LIMIT = 10.0
+
+
+def holds(plan: m.Plan, incarnation: str) -> bool:
+    return any(member.incarnation == incarnation for member in plan.members)
+
+
+@dataclass
+class Worker:
+    """One worker process: what its link knows, and where its training thread stands."""
+
+    name: str
+    incarnation: str
+    hung: bool = False
+    alive: bool = True
+    builds: bool = True
+    """It takes part in building communicators."""
+    connected: bool = False
+    reconnect_at: float = 0.0
+    over: str | None = None
+    ready: bool = False
+    draining: bool = False
+    deadline: float = 0.0
+    has_state: bool = False
+    lineage: int = 0
+    step: int = 0
+    plan: m.Plan | None = None
+    """The generation that it is in."""
+    synced: bool = False
+    newest: m.Plan | None = None
+    newest_at: float = 0.0
+    prepared: set[m.Generation] = field(default_factory=set)
+    reported: set[m.Generation] = field(default_factory=set)
+    awaiting: bool = True
+    """It is in no collective and waits for a generation to enter."""
+    agreed: m.Plan | None = None
+    leaving: bool = False
+    kept: dict[type, m.FromWorker] = field(default_factory=dict)
+    out: deque[m.FromWorker] = field(default_factory=deque)
+    inbox: deque[m.ToWorker] = field(default_factory=deque)
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.hung and self.over is None
+
+    @property
+    def generation(self) -> m.Generation:
+        return self.plan.generation if self.plan is not None else NOTHING
+
+    def say(self, message: m.FromWorker, keep: bool = False) -> None:
+        if keep:
+            self.kept[type(message)] = message
+        if self.connected:
+            self.out.append(message)
+
+    def hello(self, now: float) -> m.Hello:
+        return m.Hello(
+            protocol=m.PROTOCOL,
+            worker=self.name,
+            incarnation=self.incarnation,
+            address="127.0.0.1",
+            pid=1,
+            virtual_nodes=VIRTUAL_NODES,
+            fingerprint="one machine",
+            ready=self.ready,
+            draining=self.draining,
+            drain_deadline=max(0.0, self.deadline - now) if self.draining else None,
+            plan=self.plan if self.has_state else None,
+            step=self.step,
+            total_steps=None,
+            done=False,
+            changes=(),
+        )
+
+
+class World:
+    """The workers, and the coordinator that they talk to."""
+
+    def __init__(self, wanted: int) -> None:
+        self.now = 1_000.0
+        self.wanted = wanted
+        self.workers: dict[str, Worker] = {}
+        self.lineages = 0
+        self.plans: dict[m.Generation, m.Plan] = {}
+        self.wake_at: float | None = None
+        self.coordinators = 0
+        self.start_coordinator()
+
+    # --- what happens to a job ---------------------------------------------------------------------------------------
+
+    def start_coordinator(self) -> None:
+        self.coordinators += 1
+        self.job = Job(1_000 + self.coordinators, self.wanted, SETTINGS, self.now, 0.0)
+        for worker in self.workers.values():
+            self.disconnect(worker, tell=False, pause=1.0)
+
+    def start_worker(self, name: str) -> Worker:
+        worker = Worker(name, f"{name}.{len(self.workers)}")
+        self.workers[worker.incarnation] = worker
+        return worker
+
+    def disconnect(self, worker: Worker, tell: bool = True, pause: float = 0.05) -> None:
+        if worker.connected and tell:
+            self.job.disconnected(worker.incarnation)
+        worker.connected, worker.reconnect_at = False, self.now + pause
+        worker.out.clear()
+        worker.inbox.clear()
+        self.turn()
+
+    def kill(self, worker: Worker) -> None:
+        worker.alive = False
+        self.disconnect(worker)
+
+    def drain(self, worker: Worker) -> None:
+        """A signal to the process itself."""
+        if not worker.draining:
+            worker.draining, worker.deadline = True, self.now + SETTINGS.drain_grace
+            worker.say(m.DrainRequest("SIGTERM"), keep=True)
+
+    # --- the coordinator ----------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        self.job.set_time(self.now, 0.0)
+        self.wake_at = self.job.decide()
+        assert self.wake_at is None or self.wake_at > self.now, "a busy loop"
+        outbox, self.job.outbox = self.job.outbox, []
+        for incarnation, message in outbox:
+            m.to_worker.decode(m.encode(message))
+            worker = self.workers[incarnation]
+            if isinstance(message, m.Plan):
+                known = self.plans.setdefault(message.generation, message)
+                assert known == message, "a number is used twice"
+                self.check(message)
+            if worker.connected and worker.alive:
+                worker.inbox.append(message)
+            if isinstance(message, m.Refuse):
+                self.job.disconnected(incarnation)  # the server closes that connection, half open or not
+
+    def check(self, plan: m.Plan) -> None:
+        assert len(plan.members) <= VIRTUAL_NODES
+        carried = [node for member in plan.members for node in member.virtual_nodes]
+        assert carried == (list(range(VIRTUAL_NODES)) if plan.members else [])
+        assert plan.members or plan.mode == "planned"
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, with heartbeats and with the coordinator's own limits."""
+        end = self.now + seconds
+        while self.now < end:
+            soon = min(end, self.now + 0.5, *([self.wake_at] if self.wake_at is not None else []))
+            self.now = max(soon, self.now + 1e-6)
+            for worker in self.workers.values():
+                if worker.connected and worker.alive and not worker.hung and worker.over is None:
+                    self.job.set_time(self.now, 0.0)
+                    self.job.receive(worker.incarnation, m.Heartbeat())
+            self.turn()
+            for worker in list(self.workers.values()):
+                self.advance(worker)
+
+    # --- a worker -----------------------------------------------------------------------------------------------------
+
+    def advance(self, worker: Worker) -> bool:
+        """Let a worker do the next thing that it can do; whether there was any."""
+        if not worker.runs:
+            if worker.connected and worker.over is not None:
+                self.disconnect(worker)
+            return False
+        return (
+            self.connect(worker)
+            or self.deliver(worker)
+            or self.build(worker)
+            or self.switch(worker)
+            or self.enter(worker)
+            or self.synchronize(worker)
+            or self.notice(worker)
+        )
+
+    def connect(self, worker: Worker) -> bool:
+        if worker.connected or self.now < worker.reconnect_at:
+            return False
+        worker.connected = True
+        self.job.set_time(self.now, 0.0)
+        refusal = self.job.hello(worker.hello(self.now))
+        if refusal is not None:
+            worker.over, worker.connected = f"refused: {refusal}", False
+        else:
+            worker.out.extend(worker.kept.values())
+        self.turn()
+        return True
+
+    def deliver(self, worker: Worker) -> bool:
+        if worker.out and worker.connected:
+            message = m.from_worker.decode(m.encode(worker.out.popleft()))
+            self.job.set_time(self.now, 0.0)
+            self.job.receive(worker.incarnation, message)
+            self.turn()
+            return True
+        if not worker.inbox:
+            return False
+        match worker.inbox.popleft():
+            case m.Plan() as plan:
+                if worker.newest is None or plan.generation > worker.newest.generation:
+                    worker.newest, worker.newest_at = plan, self.now
+                    if holds(plan, worker.incarnation) and plan.generation > worker.generation and worker.builds:
+                        worker.say(m.Publish(plan.generation, "0", b"address"), keep=True)
+            case m.Drain(deadline, _):
+                worker.draining, worker.deadline = True, self.now + deadline
+            case m.Refuse(reason):
+                worker.over = f"refused: {reason}"
+            case m.End(failed, reason):
+                worker.over = f"ended: {failed} {reason}"
+            case m.Release():
+                worker.over = "left" if worker.leaving else "released"
+        return True
+
+    def build(self, worker: Worker) -> bool:
+        plan = worker.newest
+        if plan is None or not holds(plan, worker.incarnation) or plan.generation <= worker.generation:
+            return False
+        if plan.generation in worker.prepared or plan.generation in worker.reported or not worker.builds:
+            return False
+        others = [self.workers[member.incarnation] for member in plan.members]
+        meets = all(
+            other.runs
+            and other.builds
+            and (
+                plan.generation in other.prepared
+                or other.newest is plan
+                or (other.newest is not None and other.newest.generation == plan.generation)
+            )
+            for other in others
+        )
+        if meets:
+            # A mesh stands for all its members or for none.
+            for other in others:
+                if plan.generation not in other.prepared:
+                    other.prepared.add(plan.generation)
+                    other.say(m.Prepared(plan.generation), keep=True)
+            return True
+        if self.now - worker.newest_at < BUILD_LIMIT:
+            return False
+        worker.reported.add(plan.generation)
+        worker.say(m.Broken(plan.generation, worker.step, "not built"))
+        return True
+
+    def enterable(self, worker: Worker) -> m.Plan | None:
+        plan = worker.newest
+        if plan is None or plan.generation <= worker.generation or plan.generation not in worker.prepared:
+            return None
+        return plan if plan.mode == "recovery" or not worker.has_state else None
+
+    def interrupted(self, worker: Worker) -> bool:
+        plan = worker.newest
+        if plan is None or worker.plan is None or plan.generation <= worker.generation:
+            return False
+        return plan.mode == "recovery" or not worker.has_state
+
+    def enter(self, worker: Worker) -> bool:
+        if not worker.awaiting or not worker.ready or worker.leaving:
+            return False
+        plan = self.enterable(worker)
+        if plan is not None:
+            self.begin(worker, plan)
+            return True
+        if worker.draining and not worker.has_state:
+            self.leave(worker, NOTHING)
+            return True
+        return False
+
+    def begin(self, worker: Worker, plan: m.Plan) -> None:
+        worker.plan, worker.synced, worker.awaiting, worker.agreed = plan, False, False, None
+        worker.kept.pop(m.Prepared, None)
+        worker.kept.pop(m.Broken, None)
+        if worker.has_state:
+            worker.say(m.Entered(plan, worker.step, False))
+
+    def leave(self, worker: Worker, generation: m.Generation) -> None:
+        worker.leaving, worker.awaiting = True, True
+        worker.say(m.Left(generation, worker.step), keep=True)
+
+    def members(self, plan: m.Plan) -> list[Worker]:
+        return [self.workers[member.incarnation] for member in plan.members]
+
+    def synchronize(self, worker: Worker) -> bool:
+        """All members are in the generation: those without a state get one."""
+        plan = worker.plan
+        if plan is None or worker.synced or worker.awaiting:
+            return False
+        members = self.members(plan)
+        if not all(x.runs and x.plan == plan and not x.awaiting for x in members):
+            return False
+        donors = [x for x in members if x.has_state]
+        if donors:
+            assert len({donor.lineage for donor in donors}) == 1, "two trainings met"
+            donor = max(donors, key=lambda x: x.step)
+            lineage, step = donor.lineage, donor.step
+        else:
+            alive = [x for x in self.workers.values() if x.runs and x.has_state and not x.leaving]
+            assert not alive, f"began anew while {[x.name for x in alive]} had the state"
+            self.lineages += 1
+            lineage, step = self.lineages, 0
+        for member in members:
+            fresh = not member.has_state
+            member.has_state, member.lineage, member.step, member.synced = True, lineage, step, True
+            if fresh:
+                member.say(m.Entered(plan, step, False))
+        return True
+
+    def notice(self, worker: Worker) -> bool:
+        """A collective is void: a peer's sockets are closed, or the coordinator says so."""
+        plan = worker.plan
+        if plan is None or worker.awaiting or worker.agreed is not None:
+            return False
+        abandoned = any(
+            not x.alive
+            or x.over is not None
+            or (x.plan != plan and x.generation > plan.generation)
+            or (x.plan == plan and x.awaiting)
+            for x in self.members(plan)
+        )
+        interrupted = self.interrupted(worker)
+        if not abandoned and not interrupted:
+            return False
+        worker.awaiting = True
+        if not interrupted or not worker.has_state:
+            worker.say(m.Broken(plan.generation, worker.step, "connection closed by peer"), keep=True)
+        return True
+
+    def switch(self, worker: Worker) -> bool:
+        """Carry out what was agreed on in the last exchange."""
+        plan, worker.agreed = worker.agreed, None
+        if plan is None:
+            return False
+        if holds(plan, worker.incarnation):
+            self.begin(worker, plan)
+        else:
+            self.leave(worker, plan.generation)
+        return True
+
+    def train(self) -> bool:
+        """A step of whichever generation can make one; whether there was any."""
+        for plan in {worker.generation: worker.plan for worker in self.workers.values() if worker.plan}.values():
+            members = self.members(plan)
+            if not all(x.runs and x.plan == plan and x.synced and not x.awaiting and not x.agreed for x in members):
+                continue
+            if any(self.interrupted(x) for x in members):
+                continue
+            for member in members:
+                member.step += 1
+            if members[0].connected:
+                members[0].say(m.Progress(plan.generation, members[0].step, 0, None, {}, 1.0, "training"))
+            offers = [self.offer(member) for member in members]
+            if all(offer is not None and offer == offers[0] for offer in offers):
+                for member in members:
+                    member.agreed = offers[0]
+            return True
+        return False
+
+    def offer(self, worker: Worker) -> m.Plan | None:
+        plan = worker.newest
+        if plan is None or plan.mode != "planned" or plan.generation <= worker.generation:
+            return None
+        return plan if not holds(plan, worker.incarnation) or plan.generation in worker.prepared else None
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def settle(self, seconds: float) -> None:
+        """Let everybody go on for so long."""
+        end = self.now + seconds
+        while self.now < end:
+            for _ in range(200):
+                moved = [self.advance(worker) for worker in list(self.workers.values())]
+                if not any(moved):
+                    break
+            else:
+                raise AssertionError("the workers never come to rest")
+            self.train()
+            self.pass_time(0.25)

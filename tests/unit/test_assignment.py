@@ -1,0 +1,122 @@
+"""Who carries which virtual nodes, and the tree in whose shape everything is summed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from virtualflow.assignment import assign, order_members, subtrees, tree_sum
+
+SIZES = st.integers(1, 200).flatmap(lambda nodes: st.tuples(st.just(nodes), st.integers(1, nodes)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "speeds", "counts"),
+    [
+        pytest.param(8, [1.0], [8], id="one worker carries everything"),
+        pytest.param(8, [1.0, 1.0], [4, 4], id="equal workers carry the same"),
+        pytest.param(8, [1.0, 1.0, 1.0], [3, 3, 2], id="the first carry what does not divide"),
+        pytest.param(8, [2.0, 2.0, 2.0], [3, 3, 2], id="only the ratio of the speeds counts"),
+        pytest.param(9, [2.0, 1.0], [6, 3], id="twice as fast carries twice as much"),
+        pytest.param(4, [100.0, 1.0, 1.0, 1.0], [1, 1, 1, 1], id="each carries at least one"),
+        pytest.param(6, [100.0, 1.0, 1.0], [4, 1, 1], id="the fast one takes the rest"),
+    ],
+)
+def test_ranges_follow_the_speeds(nodes: int, speeds: list[float], counts: list[int]) -> None:
+    assert [len(carried) for carried in assign(nodes, speeds)] == counts
+
+
+@pytest.mark.parametrize(
+    ("nodes", "speeds", "sentence"),
+    [
+        pytest.param(8, [], "no worker", id="nobody"),
+        pytest.param(2, [1.0, 1.0, 1.0], "cannot share", id="more workers than virtual nodes"),
+        pytest.param(8, [1.0, 0.0], "positive", id="one that stands still"),
+        pytest.param(8, [1.0, float("nan")], "positive", id="no number"),
+    ],
+)
+def test_what_cannot_be_assigned_is_refused(nodes: int, speeds: list[float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        assign(nodes, speeds)
+
+
+@given(SIZES.flatmap(lambda s: st.tuples(st.just(s[0]), st.lists(st.floats(0.1, 10), min_size=s[1], max_size=s[1]))))
+def test_ranges_are_contiguous_and_cover_every_virtual_node_once(case: tuple[int, list[float]]) -> None:
+    nodes, speeds = case
+    ranges = assign(nodes, speeds)
+    assert [node for carried in ranges for node in carried] == list(range(nodes))
+    assert all(ranges)
+
+
+@given(SIZES)
+def test_equal_workers_differ_by_at_most_one(case: tuple[int, int]) -> None:
+    counts = [len(carried) for carried in assign(case[0], [1.0] * case[1])]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.floats(0.2, 5), min_size=2, max_size=3))))
+def test_no_other_division_is_faster(case: tuple[int, list[float]]) -> None:
+    nodes, speeds = case
+    if len(speeds) > nodes:
+        return
+    slowest = max(len(carried) / speed for carried, speed in zip(assign(nodes, speeds), speeds, strict=True))
+
+    def best(left: int, rest: list[float]) -> float:
+        if len(rest) == 1:
+            return left / rest[0]
+        return min(max(own / rest[0], best(left - own, rest[1:])) for own in range(1, left - len(rest) + 2))
+
+    assert slowest <= best(nodes, speeds) * (1 + 1e-12)
+
+
+@given(st.lists(st.integers(0, 50), unique=True), st.sets(st.integers(0, 50)))
+def test_survivors_keep_their_order_and_joiners_follow(former: list[int], target: set[int]) -> None:
+    current = {str(worker): place for place, worker in enumerate(former)}
+    ordered = order_members(current, [str(worker) for worker in target])
+    stay = [str(worker) for worker in former if worker in target]
+    assert ordered[: len(stay)] == stay
+    assert sorted(ordered) == sorted(str(worker) for worker in target)
+
+
+@given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(0, n))))
+def test_subtrees_cover_a_range_with_few_nodes_of_the_tree(case: tuple[int, int, int]) -> None:
+    nodes, first, last = case
+    carried = range(min(first, last), max(first, last))
+    found = subtrees(nodes, carried)
+    assert [node for part in found for node in part] == list(carried)
+    assert len(found) <= max(1, 2 * nodes.bit_length())
+
+
+@given(SIZES, st.randoms(use_true_random=False))
+def test_the_shape_of_a_sum_does_not_depend_on_who_carries_what(case: tuple[int, int], random: object) -> None:
+    nodes, workers = case
+
+    def add(left: str, right: str) -> str:
+        return f"({left}{right})"
+
+    def summed(count: int) -> str:
+        parts = {}
+        for carried in assign(nodes, [1.0] * count):
+            for part in subtrees(nodes, carried):
+                leaves = {(node, node + 1): f"{node}." for node in part}
+                middle = {**leaves}
+                parts[part.start, part.stop] = _within(nodes, part, middle, add)
+        return tree_sum(nodes, parts, add)
+
+    assert summed(workers) == summed(1)
+
+
+def _within(nodes: int, part: range, leaves: dict[tuple[int, int], str], add: object) -> str:
+    def total(left: int, right: int) -> str:
+        if right - left == 1:
+            return leaves[left, right]
+        middle = (left + right) // 2
+        return add(total(left, middle), total(middle, right))  # type: ignore[operator]
+
+    return total(part.start, part.stop)
+
+
+def test_a_sum_that_misses_a_part_is_refused() -> None:
+    with pytest.raises(ValueError, match="virtual node 3"):
+        tree_sum(4, {(0, 2): 1, (2, 3): 1}, lambda left, right: left + right)

@@ -1,0 +1,455 @@
+"""The job as a whole: whatever happens to its workers and its coordinator, all come together again."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulated import SETTINGS, VIRTUAL_NODES, Worker, World
+
+from virtualflow import messages as m
+from virtualflow.roster import UnknownWorker
+
+
+class Jobs(RuleBasedStateMachine):
+    """Anything may happen at any moment; then it stops, and one generation holds all who live."""
+
+    @initialize(wanted=st.integers(1, 4), workers=st.integers(1, 4), head_start=st.booleans())
+    def begin(self, wanted: int, workers: int, head_start: bool) -> None:
+        self.world = World(wanted)
+        for number in range(workers):
+            self.world.start_worker(f"worker-{number}").ready = True
+        if head_start:
+            self.world.settle(5.0)
+
+    def pick(self, data: st.DataObject) -> Worker | None:
+        living = [worker for worker in self.world.workers.values() if worker.alive and worker.over is None]
+        return data.draw(st.sampled_from(living)) if living else None
+
+    @precondition(lambda self: len(self.world.workers) < 12)
+    @rule(name=st.integers(0, 5), ready=st.booleans())
+    def a_worker_starts(self, name: int, ready: bool) -> None:
+        self.world.start_worker(f"worker-{name}").ready = ready
+
+    @rule(data=st.data())
+    def a_worker_is_ready(self, data: st.DataObject) -> None:
+        worker = self.pick(data)
+        if worker is not None and not worker.hung and not worker.ready:
+            worker.ready = True
+            worker.say(m.Ready())
+
+    @rule(data=st.data())
+    def a_worker_dies(self, data: st.DataObject) -> None:
+        worker = self.pick(data)
+        if worker is not None:
+            self.world.kill(worker)
+
+    @rule(data=st.data())
+    def a_worker_hangs_or_wakes_up(self, data: st.DataObject) -> None:
+        worker = self.pick(data)
+        if worker is not None:
+            worker.hung = not worker.hung
+
+    @rule(data=st.data(), tell=st.booleans())
+    def a_connection_breaks(self, data: st.DataObject, tell: bool) -> None:
+        worker = self.pick(data)
+        if worker is not None and not worker.hung:
+            self.world.disconnect(worker, tell=tell)
+
+    @rule(data=st.data())
+    def a_worker_gets_a_signal(self, data: st.DataObject) -> None:
+        worker = self.pick(data)
+        if worker is not None and not worker.hung:
+            self.world.drain(worker)
+
+    @rule(data=st.data(), deadline=st.sampled_from([None, 2.0, 20.0]))
+    def a_drain_is_announced(self, data: st.DataObject, deadline: float | None) -> None:
+        worker = self.pick(data)
+        if worker is not None:
+            try:
+                self.world.job.drain(m.DrainCall((worker.name,), deadline))
+            except UnknownWorker:
+                return
+            self.world.turn()
+
+    @rule(data=st.data())
+    def a_loss_is_reported(self, data: st.DataObject) -> None:
+        worker = self.pick(data)
+        if worker is not None:
+            self.world.kill(worker)
+            try:
+                self.world.job.gone(m.GoneCall(worker.name, worker.incarnation))
+            except UnknownWorker:
+                return
+            self.world.turn()
+
+    @rule()
+    def the_coordinator_starts_again(self) -> None:
+        self.world.start_coordinator()
+
+    @rule(data=st.data(), times=st.integers(1, 6))
+    def a_worker_goes_on(self, data: st.DataObject, times: int) -> None:
+        worker = self.pick(data)
+        for _ in range(times):
+            if worker is not None:
+                self.world.advance(worker)
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 2.0, 6.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0]))
+    def all_go_on(self, seconds: float) -> None:
+        self.world.settle(seconds)
+
+    @rule()
+    def a_step_is_made(self) -> None:
+        self.world.train()
+
+    @invariant()
+    def the_status_can_be_shown(self) -> None:
+        if hasattr(self, "world"):
+            m.encode(self.world.job.status())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for worker in world.workers.values():
+            if worker.alive and worker.hung:
+                world.kill(worker)
+            worker.ready = True
+            worker.say(m.Ready())
+        world.settle(45.0)
+        # All others may have had to go; then those who come now must find each other.
+        for number in range(2):
+            world.start_worker(f"late-{number}").ready = True
+        world.wanted = 2
+        world.job.scale(2)
+        world.settle(60.0)
+        living = [worker for worker in world.workers.values() if worker.runs]
+        together(world, living)
+
+
+def together(world: World, living: list[Worker]) -> None:
+    """All of ``living`` are in one generation, or wait for a place in it."""
+    running = world.job.running
+    assert running is not None, world.job.reason
+    inside = [worker for worker in living if worker.plan == running]
+    assert {worker.incarnation for worker in inside} == {x.incarnation for x in running.members}
+    assert all(worker.synced and not worker.awaiting for worker in inside)
+    assert len(inside) == min(len(living), VIRTUAL_NODES)
+    assert not any(worker.draining for worker in living)
+    assert len(world.job.roster.workers) <= len(living) + 1, "the dead are remembered for ever"
+    before = inside[0].step
+    world.settle(1.0)
+    assert inside[0].step > before, "the training stands still"
+
+
+TestJobs = Jobs.TestCase
+TestJobs.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# --- single stories ---------------------------------------------------------------------------------------------------
+
+
+def running_world(workers: int = 2) -> World:
+    world = World(wanted=workers)
+    for number in range(workers):
+        world.start_worker(f"worker-{number}").ready = True
+    world.settle(5.0)
+    assert world.job.phase == "training"
+    return world
+
+
+def test_a_lone_worker_that_drains_hands_its_state_to_its_replacement() -> None:
+    world = running_world(1)
+    [old] = world.workers.values()
+    world.drain(old)
+    new = world.start_worker("worker-1")
+    new.ready = True
+    world.settle(5.0)
+    assert old.over == "left"
+    assert new.lineage == old.lineage
+    assert new.step >= old.step > 0
+
+
+def test_a_lone_worker_without_a_replacement_leaves_in_time_and_the_job_waits() -> None:
+    world = running_world(1)
+    [old] = world.workers.values()
+    world.drain(old)
+    world.settle(SETTINGS.drain_grace)
+    assert old.over == "left"
+    assert world.job.phase == "waiting"
+
+
+def test_a_joiner_that_never_builds_holds_up_nobody() -> None:
+    world = running_world(2)
+    hung = world.start_worker("hung")
+    hung.ready, hung.builds = True, False
+    world.settle(1.0)
+    assert world.job.proposed is not None
+    other = world.start_worker("other")
+    other.ready = True
+    world.settle(25.0)
+    assert other.synced
+    world.settle(40.0)
+    assert hung.over is not None
+    assert "could not be connected" in hung.over
+
+
+def test_a_drain_takes_effect_before_its_deadline_though_a_joiner_hangs() -> None:
+    world = running_world(2)
+    hung = world.start_worker("hung")
+    hung.ready, hung.builds = True, False
+    world.settle(1.0)
+    world.job.drain(m.DrainCall(("worker-1",), 8.0))
+    world.turn()
+    world.settle(8.0 - SETTINGS.drain_margin + 0.5)
+    assert world.workers["worker-1.1"].over == "left"
+    assert world.workers["worker-0.0"].synced
+
+
+def test_a_worker_that_hangs_while_the_job_is_founded_is_given_up() -> None:
+    world = World(wanted=3)
+    for number in range(3):
+        worker = world.start_worker(f"worker-{number}")
+        worker.ready, worker.builds = True, number != 1
+    world.settle(60.0)
+    assert world.workers["worker-1.1"].over is not None
+    assert world.workers["worker-0.0"].synced
+    assert world.workers["worker-2.2"].synced
+
+
+def test_a_worker_that_was_given_up_is_refused_when_it_comes_back() -> None:
+    world = running_world(3)
+    lost = world.workers["worker-1.1"]
+    lost.hung = True
+    world.settle(10.0)
+    lost.hung = False
+    world.settle(1.0)
+    assert lost.over is not None
+    assert "no sign of life" in lost.over
+
+
+def test_also_by_a_coordinator_that_has_never_known_it() -> None:
+    world = running_world(3)
+    lost = world.workers["worker-1.1"]
+    lost.hung = True
+    world.settle(10.0)
+    world.start_coordinator()
+    world.settle(5.0)
+    replacement = world.start_worker("worker-1")
+    replacement.ready = True
+    world.settle(5.0)
+    lost.hung = False
+    world.settle(2.0)
+    assert lost.over is not None
+    assert "went on" in lost.over
+    assert replacement.synced
+
+
+def test_the_dead_are_forgotten_and_still_refused() -> None:
+    world = running_world(1)
+    for number in range(50):
+        worker = world.start_worker(f"spot-{number}")
+        worker.ready = True
+        world.settle(2.0)
+        assert worker.synced
+        world.kill(worker)
+        world.settle(2.0)
+    assert len(world.job.roster.workers) == 1
+    assert world.job.hello(world.workers["spot-0.1"].hello(world.now)) is not None
+
+
+@pytest.mark.parametrize("incarnation", [None, "nobody.7"], ids=["by name", "by incarnation"])
+def test_the_loss_of_a_worker_that_never_was_is_no_news(incarnation: str | None) -> None:
+    world = running_world(2)
+    with pytest.raises(UnknownWorker):
+        world.job.gone(m.GoneCall("nobody", incarnation))
+    with pytest.raises(UnknownWorker):
+        world.job.gone(m.GoneCall("nobody", "worker-0.0"))
+
+
+def test_a_loss_may_be_reported_twice() -> None:
+    world = running_world(2)
+    call = m.GoneCall("worker-1", "worker-1.1", "killed")
+    world.kill(world.workers["worker-1.1"])
+    world.job.gone(call)
+    world.settle(2.0)
+    assert "already" in world.job.gone(call)
+    assert world.workers["worker-0.0"].synced
+
+
+def test_a_loss_that_a_new_coordinator_hears_of_too_early_is_kept_in_mind() -> None:
+    world = running_world(2)
+    world.kill(world.workers["worker-1.1"])
+    world.start_coordinator()
+    with pytest.raises(UnknownWorker):
+        world.job.gone(m.GoneCall("worker-1", "worker-1.1", "killed"))
+    world.settle(2.0)
+    assert world.workers["worker-0.0"].synced
+    assert world.job.running is not None
+    assert len(world.job.running.members) == 1
+
+
+def test_a_silent_coordinator_is_not_the_workers_silence() -> None:
+    world = running_world(2)
+    world.now += 30.0
+    world.job.set_time(world.now, 0.0)
+    world.job.excuse(30.0)
+    world.turn()
+    assert not any(worker.gone for worker in world.job.roster.workers.values())
+
+
+def test_a_stop_before_the_first_step_ends_all_at_once() -> None:
+    world = World(wanted=2)
+    for number in range(2):
+        worker = world.start_worker(f"worker-{number}")
+        worker.ready, worker.builds = True, False
+    world.settle(3.0)
+    assert world.job.proposed is not None
+    world.job.request_stop("enough")
+    world.turn()
+    world.settle(1.0)
+    assert world.job.phase == "stopped"
+    assert all(worker.over is not None and "ended: False" in worker.over for worker in world.workers.values())
+
+
+def test_a_stop_lets_all_leave_at_one_step_and_ends_those_who_wait() -> None:
+    world = running_world(2)
+    waiting = world.start_worker("worker-2")
+    world.settle(1.0)
+    world.job.request_stop("enough")
+    world.turn()
+    world.settle(2.0)
+    first, second = world.workers["worker-0.0"], world.workers["worker-1.1"]
+    assert first.over == second.over == "left"
+    assert first.step == second.step
+    assert waiting.over is not None
+    assert world.job.phase == "stopped"
+
+
+def done(step: int, digest: str = "d") -> m.Done:
+    return m.Done(step, digest, digest, {}, 1.0, step)
+
+
+def test_the_end_is_told_to_those_who_wait_to_join() -> None:
+    world = running_world(2)
+    waiting = world.start_worker("worker-2")
+    world.settle(1.0)
+    for incarnation in ("worker-0.0", "worker-1.1"):
+        world.job.receive(incarnation, done(7))
+        world.turn()
+    assert world.job.phase == "done"
+    assert m.End(False, "the job is complete") in waiting.inbox
+    assert [event.kind for event in world.job.status().events].count("done") == 1
+
+
+def test_a_coordinator_that_restarts_at_the_end_does_not_wait_for_those_who_are_through() -> None:
+    world = running_world(2)
+    first, second = world.workers.values()
+    first.kept[m.Done] = done(7)
+    world.kill(second)
+    world.start_coordinator()
+    world.settle(SETTINGS.heartbeat_limit + 3.0)
+    assert world.job.phase == "done"
+
+
+def test_different_weights_at_the_end_fail_the_job() -> None:
+    world = running_world(2)
+    world.job.receive("worker-0.0", done(7, "aaaa"))
+    world.job.receive("worker-1.1", done(7, "bbbb"))
+    world.turn()
+    assert world.job.phase == "failed"
+    assert "not deterministic" in (world.job.status().error or "")
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        pytest.param({"protocol": 99}, "protocol 99", id="another protocol"),
+        pytest.param({"virtual_nodes": 8}, "8 virtual nodes", id="another number of virtual nodes"),
+        pytest.param({"fingerprint": "other"}, "bits would differ", id="another kind of machine"),
+        pytest.param({"incarnation": "worker-0.0"}, "was called worker-0", id="another's incarnation"),
+    ],
+)
+def test_who_does_not_fit_is_refused_and_changes_nothing(facts: dict[str, object], sentence: str) -> None:
+    import msgspec
+
+    world = running_world(2)
+    before = world.job.status()
+    hello = msgspec.structs.replace(Worker("stranger", "stranger.9").hello(world.now), **facts)
+    refusal = world.job.hello(hello)
+    assert refusal is not None
+    assert sentence in refusal
+    world.turn()
+    after = world.job.status()
+    assert msgspec.structs.replace(after, events=()) == msgspec.structs.replace(before, events=())
+
+
+def generation(counter: int, incarnation: int = 1_001) -> m.Generation:
+    return m.Generation(incarnation, counter)
+
+
+def member(worker: str, first: int, last: int) -> m.Member:
+    return m.Member(worker, f"{worker}.0", "127.0.0.1", first, last)
+
+
+def plan(counter: int, *members: m.Member, incarnation: int = 1_001) -> m.Plan:
+    return m.Plan(generation(counter, incarnation), "planned", members, (), "join", "")
+
+
+LIES = [
+    pytest.param(m.Prepared(generation(99)), id="prepared for a generation that is not"),
+    pytest.param(m.Broken(generation(0, 0), 1, ""), id="a broken generation of old"),
+    pytest.param(m.Entered(plan(0, member("worker-0", 0, 4)), 3, False), id="in a generation numbered 0"),
+    pytest.param(m.Entered(plan(9), 3, False), id="in a generation without members"),
+    pytest.param(m.Entered(plan(9, member("worker-9", 0, 4)), 3, False), id="in a generation of others"),
+    pytest.param(m.Entered(plan(9, member("worker-0", 0, 3)), 3, False), id="in one that leaves out a virtual node"),
+    pytest.param(m.Entered(plan(9, member("worker-0", 1, 4)), 3, False), id="in one that leaves out the first"),
+    pytest.param(m.Entered(plan(9, member("worker-0", 0, 4), member("worker-1", 4, 4)), 3, False), id="with idle ones"),
+    pytest.param(m.Entered(plan(2**53, member("worker-0", 0, 4)), 3, False), id="with a number too large to go on"),
+    pytest.param(m.Publish(generation(99), "k", b"v"), id="a key of no generation"),
+    pytest.param(m.Progress(generation(0, 0), 2**53, 0, 1, {}, 1.0, "training"), id="the progress of long ago"),
+    pytest.param(m.Heartbeat(), id="a sign of life"),
+]
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_cannot_be_true_changes_nothing(lie: m.FromWorker) -> None:
+    import msgspec
+
+    world = running_world(2)
+    before = msgspec.structs.replace(world.job.status(), events=())
+    world.job.receive("worker-0.0", lie)
+    world.turn()
+    assert msgspec.structs.replace(world.job.status(), events=()) == before
+    assert not any(worker.inbox for worker in world.workers.values())
+    world.settle(1.0)
+    assert all(worker.synced for worker in world.workers.values())
+
+
+def test_keys_of_a_rendezvous_are_bounded() -> None:
+    world = running_world(2)
+    assert world.job.running is not None
+    for number in range(500):
+        world.job.receive("worker-0.0", m.Publish(world.job.running.generation, str(number), b"v"))
+    assert len(world.job.outbox) <= 64
+
+
+def test_sentences_of_any_length_reach_the_workers() -> None:
+    world = running_world(4)
+    for incarnation in ("worker-1.1", "worker-2.2", "worker-3.3"):
+        worker = world.workers[incarnation]
+        world.kill(worker)
+        world.job.gone(m.GoneCall(worker.name, incarnation, "x" * 4_096))
+    world.turn()  # decodes what is sent
+    world.settle(2.0)
+    assert world.workers["worker-0.0"].synced
+    world.job.fail("y" * 4_096)
+    world.turn()
+    assert world.job.phase == "failed"

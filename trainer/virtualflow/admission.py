@@ -1,0 +1,91 @@
+"""Whether a process that says Hello may take part in the job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from virtualflow import messages as m
+
+if TYPE_CHECKING:
+    from virtualflow.record import Record
+
+_LARGEST = 2**53 - 2**20
+"""Numbers of generations end here, so that one can always be counted on from."""
+
+
+def refuse(job: Record, hello: m.Hello) -> str | None:
+    """Why the process that says ``hello`` must not take part in ``job``, in one sentence; ``None``: it may."""
+    if hello.protocol != m.PROTOCOL:
+        return (
+            f"this worker speaks protocol {hello.protocol} and the coordinator {m.PROTOCOL}; "
+            "use one version of virtualflow"
+        )
+    over = job.roster.refusal(hello.incarnation)
+    if over is not None:
+        return over
+    known = job.roster.workers.get(hello.incarnation)
+    if known is not None and known.name != hello.worker:
+        return f"this process was called {known.name} before"
+    if job.virtual_nodes is not None and hello.virtual_nodes != job.virtual_nodes and _bound(job, hello):
+        return (
+            f"this worker has {hello.virtual_nodes} virtual nodes and the job {job.virtual_nodes}; "
+            "their number is fixed for a job's life"
+        )
+    differing = _foreign_fingerprint(job, hello)
+    if differing is not None:
+        return differing
+    if hello.plan is None:
+        return None
+    fault = fault_in_plan(hello.plan, hello.virtual_nodes)
+    if fault is None and hello.plan.rank_of(hello.worker, hello.incarnation) is None:
+        fault = "it is no member of it"
+    if fault is not None:
+        return f"the generation that this worker names cannot be: {fault}"
+    newest = [plan for plan in (job.running, job.proposed) if plan is not None]
+    left_behind = job.running is not None and hello.plan.generation < job.running.generation
+    if left_behind and not hello.draining and not any(is_member(plan, hello.incarnation) for plan in newest):
+        return f"the job went on in generation {job.running_generation} without this process"
+    return None
+
+
+def fault_in_plan(plan: m.Plan, virtual_nodes: int | None) -> str | None:
+    """What is wrong with a generation that somebody says to be in, if anything."""
+    if not 0 < plan.generation.counter < _LARGEST or not 0 < plan.generation.incarnation < _LARGEST:
+        return "no such generation is ever made"
+    if not plan.members:
+        return "it has no members"
+    if len({member.incarnation for member in plan.members}) != len(plan.members):
+        return "a member is in it twice"
+    first = 0
+    for member in plan.members:
+        if member.first != first or member.last <= member.first:
+            return "its virtual nodes are not divided among its members"
+        first = member.last
+    if virtual_nodes is not None and first != virtual_nodes:
+        return f"it is about {first} virtual nodes"
+    return None
+
+
+def _bound(job: Record, hello: m.Hello) -> bool:
+    """Whether the job's number of virtual nodes is more than the word of a process that is gone again."""
+    return job.trained or any(
+        incarnation != hello.incarnation and not job.roster.is_lost(incarnation) for incarnation in job.roster.workers
+    )
+
+
+def is_member(plan: m.Plan, incarnation: str) -> bool:
+    """Whether that process is in ``plan``."""
+    return any(member.incarnation == incarnation for member in plan.members)
+
+
+def _foreign_fingerprint(job: Record, hello: m.Hello) -> str | None:
+    """A sentence when a worker's machine would not give the same bits as those that are there."""
+    for incarnation, contact in job.roster.contacts.items():
+        if job.roster.is_lost(incarnation) or incarnation == hello.incarnation or not contact.fingerprint:
+            continue
+        if contact.fingerprint != hello.fingerprint:
+            return (
+                f"{hello.worker} runs on [{hello.fingerprint[:400]}] and the job on [{contact.fingerprint[:400]}]: "
+                "the bits would differ; use one machine type, or pass deterministic=False to vf.elastic"
+            )
+    return None

@@ -1,0 +1,96 @@
+"""What has happened in the job so far, for people: events, membership changes, how far the training is."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+import msgspec
+
+from virtualflow import messages as m
+from virtualflow.settings import MAX_CHANGES
+
+logger = logging.getLogger("virtualflow.coordinator")
+
+MAX_EVENTS = 200
+"""Latest events that the status carries."""
+
+MAX_TEXT = 4_000
+"""Characters of a sentence that goes to workers or into the status: what the messages can carry, with some room."""
+
+
+class History:
+    """The figures and the chronicle of one job, as far as this coordinator has heard of them."""
+
+    def __init__(self) -> None:
+        self.wall = 0.0
+        """Unix time of what happens now."""
+        self.events: deque[m.Event] = deque(maxlen=MAX_EVENTS)
+        self.changes: dict[m.Generation, m.Change] = {}
+        self.progress: m.Progress | None = None
+        self.step = 0
+        self.highest_step = 0
+        """Of all steps that were ever reported: a restart from a checkpoint repeats what is between."""
+        self.total_steps: int | None = None
+        self.result: m.Done | None = None
+        self.error: str | None = None
+        self.traceback: str | None = None
+        self._number = 0
+
+    def tell(self, kind: str, text: str) -> None:
+        """Tell people something, in the log and in the status."""
+        self._number += 1
+        logger.info("%s", text)
+        self.events.append(m.Event(self._number, self.wall, kind, text[:MAX_TEXT]))
+
+    def reached(self, step: int) -> None:
+        """A worker has the state of so many completed steps."""
+        self.step = max(self.step, step)
+        self.highest_step = max(self.highest_step, step)
+
+    def began_at(self, step: int) -> None:
+        """A generation without predecessors begins from the state of so many completed steps."""
+        self.step = step
+        self.highest_step = max(self.highest_step, step)
+
+    def take_progress(self, progress: m.Progress) -> bool:
+        """Take note of where the training is; whether a step was completed."""
+        forward = progress.step > self.step
+        self.progress, self.step = progress, progress.step
+        self.highest_step = max(self.highest_step, progress.step)
+        self.total_steps = progress.total_steps
+        return forward
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the workers are in an evaluation."""
+        return self.progress is not None and self.progress.phase == "evaluating"
+
+    def merge_change(self, change: m.Change, fresh: bool = True) -> None:
+        """Take note of a membership change: every survivor tells of it, and their longest pause counts.
+
+        Args:
+            change: as one of them saw it.
+            fresh: it has just happened, so that what was reached before tells how much a restart repeats.
+        """
+        known = self.changes.get(change.generation)
+        if known is None:
+            repeated = change.repeated_steps
+            if change.cause == "restart" and fresh:
+                repeated = max(0, self.highest_step - (change.step - 1))
+            known = self.changes[change.generation] = msgspec.structs.replace(change, repeated_steps=repeated)
+            pause = "" if change.pause_ms is None else f", pause {change.pause_ms:.0f} ms"
+            self.tell("change", f"{known.from_} to {known.to} workers at step {known.step} ({known.reason}){pause}")
+            while len(self.changes) > MAX_CHANGES:
+                del self.changes[min(self.changes)]
+            return
+        pauses = [pause for pause in (known.pause_ms, change.pause_ms) if pause is not None]
+        self.changes[change.generation] = msgspec.structs.replace(
+            known,
+            pause_ms=max(pauses, default=None),
+            repeated_steps=max(known.repeated_steps, change.repeated_steps),
+        )
+
+    def ordered_changes(self) -> tuple[m.Change, ...]:
+        """The changes from the first to the last."""
+        return tuple(self.changes[generation] for generation in sorted(self.changes))

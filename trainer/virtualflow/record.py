@@ -1,0 +1,376 @@
+"""The state of a job, and what the messages of its workers do to it.
+
+What a worker says is checked against what can be true: a message about a generation that it is no member of, or
+that is over, changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from virtualflow import messages as m
+from virtualflow.admission import fault_in_plan, is_member, refuse
+from virtualflow.cluster import Worker
+from virtualflow.history import MAX_TEXT, History
+from virtualflow.rendezvous import Rendezvous
+from virtualflow.roster import Contact, Roster
+from virtualflow.settings import HEARTBEATS, MembershipSettings
+
+logger = logging.getLogger("virtualflow.coordinator")
+
+NONE = m.Generation(0, 0)
+"""The generation before the first."""
+
+_KNOWN = 32
+"""Latest generations that are remembered: by number, and as reported broken."""
+
+
+class Record:
+    """The state of one job; :attr:`now` is of one monotonic clock."""
+
+    def __init__(self, incarnation: int, wanted: int, settings: MembershipSettings, now: float, wall: float) -> None:
+        self.incarnation = incarnation
+        self.wanted = wanted
+        self.settings = settings
+        self.now = now
+        self.roster = Roster()
+        self.history = History()
+        self.history.wall = wall
+        self.running: m.Plan | None = None
+        """The newest generation that a worker has entered."""
+        self.proposed: m.Plan | None = None
+        """The newest generation, while nobody has entered it."""
+        self.virtual_nodes: int | None = None
+        self.hold: int | None = None
+        self.stop: str | None = None
+        self.reason = ""
+        self.outbox: list[tuple[str, m.ToWorker]] = []
+        self.version = 0
+        """Raised whenever the status may have changed."""
+        self.trained = False
+        """A generation has run."""
+        self._founded_at = now
+        self._proposed_at = now
+        self._prepared: set[str] = set()
+        self._broken: dict[m.Generation, float] = {}
+        self._counted: m.Generation = NONE
+        self._rebuilds = 0
+        self._counter = 0
+        self._plans: deque[m.Plan] = deque(maxlen=_KNOWN)
+        self._withdrawn: deque[m.Generation] = deque(maxlen=_KNOWN)
+        self._rendezvous = Rendezvous()
+        self._failed = False
+        self._told_done = False
+
+    def set_time(self, now: float, wall: float) -> None:
+        """It is now ``now`` of the monotonic clock and ``wall`` in Unix time."""
+        self.now, self.history.wall = now, wall
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def hello(self, hello: m.Hello) -> str | None:
+        """Admit a connection; a sentence instead when that process must not take part."""
+        refusal = refuse(self, hello)
+        if refusal is not None:
+            self.event("refused", f"{hello.worker} refused: {refusal}")
+            return refusal[:MAX_TEXT]
+        known = self.roster.workers.get(hello.incarnation)
+        if hello.plan is not None:
+            self._learn(hello.plan)
+        if hello.plan is None or self._concerns_now(hello.incarnation):
+            for namesake in self.roster.namesakes(hello.worker, hello.incarnation):
+                self._give_up(namesake, "another process has taken its name")
+        self.virtual_nodes = hello.virtual_nodes
+        worker = self._described(hello, known)
+        contact = Contact(hello.pid, hello.address, hello.fingerprint)
+        self.roster.add(worker, contact)
+        self.trained = self.trained or hello.plan is not None
+        for change in hello.changes:
+            self.history.merge_change(change, fresh=False)
+        self.history.reached(hello.step)
+        if hello.total_steps is not None:
+            self.history.total_steps = hello.total_steps
+        running = self.running is not None and bool(self.running.members)
+        self._send(hello.incarnation, m.Welcome(running, self.history.step, self.hold, self.settings.heartbeat_limit / HEARTBEATS))
+        if known is not None and known.draining and not hello.draining:
+            seconds = max(0.0, (worker.deadline or self.now) - self.now)
+            self._send(hello.incarnation, m.Drain(seconds, "asked to"))
+        for plan in (self.running, self.proposed):
+            # Also the running one: it may have been entered by others while this connection was down.
+            if plan is not None and self._tells(plan, hello.incarnation) and plan.generation > (worker.entered or NONE):
+                self._send(hello.incarnation, plan)
+                for message in self._rendezvous.of(plan.generation):
+                    self._send(hello.incarnation, message)
+        if known is None:
+            self.event("worker", f"{hello.worker} connected (pid {hello.pid})")
+        self._changed()
+        return None
+
+    def _described(self, hello: m.Hello, known: Worker | None) -> Worker:
+        """The worker as its Hello and what was known before describe it."""
+        draining = hello.draining or bool(known and known.draining)
+        deadlines = [
+            deadline
+            for deadline in (
+                None if hello.drain_deadline is None else self.now + hello.drain_deadline,
+                known.deadline if known else None,
+            )
+            if deadline is not None
+        ]
+        entered = hello.plan.generation if hello.plan is not None else None
+        if known is not None and known.entered is not None:
+            entered = max(entered or NONE, known.entered)
+        ready_at = (known.ready_at if known else None) or self.now
+        return Worker(
+            hello.worker,
+            hello.incarnation,
+            last_heard=self.now,
+            entered=entered,
+            ready_at=ready_at if hello.ready else None,
+            draining=draining,
+            deadline=min(deadlines, default=self.now + self.settings.drain_grace) if draining else None,
+            failures=known.failures if known else 0,
+            done=bool(known and known.done),
+        )
+
+    def disconnected(self, incarnation: str) -> None:
+        """The worker's connection closed; whether that means anything is for the membership decision."""
+        worker = self.roster.workers.get(incarnation)
+        if worker is not None and worker.connected:
+            self.roster.update(incarnation, connected=False, disconnected_at=self.now)
+            self._changed()
+
+    def excuse(self, seconds: float) -> None:
+        """The coordinator itself did not run for so long: nobody's silence in that time counts."""
+        self.roster.shift(seconds, self.now)
+        self._broken = {generation: min(self.now, since + seconds) for generation, since in self._broken.items()}
+        self._proposed_at = min(self.now, self._proposed_at + seconds)
+
+    def receive(self, incarnation: str, message: m.FromWorker) -> None:
+        """Take one message of an admitted worker; what is stale is ignored."""
+        worker = self.roster.workers.get(incarnation)
+        if worker is None or worker.gone or not worker.connected:
+            return
+        self.roster.update(incarnation, last_heard=self.now)
+        match message:
+            case m.Heartbeat() | m.Hello():
+                return
+            case m.Ready():
+                self.roster.update(incarnation, ready_at=worker.ready_at or self.now)
+            case m.Prepared(generation):
+                if self.proposed is not None and generation == self.proposed.generation:
+                    self._prepared.add(incarnation)
+            case m.Entered(plan, step, restored):
+                self._entered(incarnation, plan, step, restored)
+            case m.Progress():
+                if message.generation >= self.running_generation and self.history.take_progress(message):
+                    self._rebuilds = 0
+            case m.Resumed(change):
+                self.history.merge_change(change)
+            case m.Broken(generation, step, detail):
+                self._is_broken(worker, generation, step, detail)
+            case m.DrainRequest(reason):
+                self._mark_draining(worker, self.now + self.settings.drain_grace, reason)
+            case m.Left(generation, step):
+                self._left(worker, generation, step)
+            case m.Failed(step, error, traceback):
+                if self.phase not in ("failed", "done", "stopped"):
+                    self.history.error, self.history.traceback = error, traceback
+                    self._fail(
+                        f"{worker.name} failed in step {step}: {error}" if step else f"{worker.name} failed: {error}"
+                    )
+            case m.Done():
+                self._done(worker, message)
+            case m.Note(kind, text):
+                self.event(kind, text)
+            case m.Publish():
+                self._publish(incarnation, message)
+        self._changed()
+
+    # --- what messages do --------------------------------------------------------------------------------------------
+
+    def _entered(self, incarnation: str, told: m.Plan, step: int, restored: bool) -> None:
+        plan = next((known for known in self._plans if known.generation == told.generation), told)
+        if plan is told and fault_in_plan(told, self.virtual_nodes) is not None:
+            return
+        if not is_member(plan, incarnation):
+            return
+        if plan.generation in self._withdrawn:
+            # It began anew just when one that has the state of the training came back.
+            self._give_up(incarnation, f"generation {plan.generation}, which it entered, was withdrawn")
+            return
+        entered = self.roster.workers[incarnation].entered
+        self.roster.update(incarnation, entered=max(entered or NONE, plan.generation), stranded=False, failures=0)
+        if plan.generation < self.running_generation:
+            return
+        first, begins = self.running is None, len(plan.joiners) == len(plan.members)
+        fresh = plan.generation > self.running_generation
+        self._learn(plan)
+        if fresh and plan.generation.incarnation == self.incarnation:
+            self.event("generation", f"generation {plan.generation}: {len(plan.members)} workers ({plan.reason})")
+        if fresh and restored and first:
+            self.event("restored", f"resumed from the checkpoint of step {step}")
+        if fresh and begins:
+            self.history.began_at(step)
+        else:
+            self.history.reached(step)
+        self.trained = True
+
+    def _learn(self, plan: m.Plan) -> None:
+        """A worker is in this generation: it is the running one if it is the newest, and its members exist."""
+        self._counter = max(self._counter, plan.generation.counter)
+        if plan.generation.incarnation > self.incarnation:
+            self.incarnation = plan.generation.incarnation + 1
+        if plan.generation <= self.running_generation:
+            return
+        if self.running is None and self.proposed is not None and plan.generation < self.proposed.generation:
+            self._withdraw()  # a founding, but there is a training to go on with
+        self.running = plan
+        self._plans.append(plan)
+        if self.proposed is not None and self.proposed.generation <= plan.generation:
+            self.proposed, self._prepared = None, set()
+        for member in plan.members:
+            self.roster.add_heard_of(member, self.now)
+        self._broken = {
+            generation: since for generation, since in self._broken.items() if generation >= plan.generation
+        }
+        if any(self.roster.workers[member.incarnation].stranded for member in plan.members):
+            # It could not complete the step after which the others entered: it never comes here by itself.
+            self._broken.setdefault(plan.generation, self.now)
+        self._changed()
+
+    def _withdraw(self) -> None:
+        """Nobody has entered the proposed generation, and nobody is to."""
+        if self.proposed is not None:
+            self._withdrawn.append(self.proposed.generation)
+            self.proposed, self._prepared = None, set()
+            self._changed()
+
+    def _is_broken(self, worker: Worker, generation: m.Generation, step: int, detail: str) -> None:
+        if self.running is not None and not self.running.members and worker.entered is not None:
+            # The others have left at the end of a step that it could not complete.
+            self._give_up(worker.incarnation, f"it could not leave with the others: {detail}")
+            return
+        if generation == worker.entered:
+            self.roster.update(worker.incarnation, stranded=True)
+            if self.running is not None and is_member(self.running, worker.incarnation):
+                generation = max(generation, self.running_generation)
+        if generation < self.running_generation or generation in self._broken:
+            return
+        plan = next((known for known in self._plans if known.generation == generation), None)
+        if plan is not None and not is_member(plan, worker.incarnation):
+            return
+        if plan is None and len(self._broken) >= _KNOWN:
+            return  # of generations that nobody has told of yet, some are enough
+        self._broken[generation] = self.now
+        logger.info("%s: generation %s broke at step %d: %s", worker.name, generation, step, detail)
+
+    def _left(self, worker: Worker, generation: m.Generation, step: int) -> None:
+        plan = next((known for known in self._plans if known.generation == generation), None)
+        if plan is not None and generation not in self._withdrawn and not is_member(plan, worker.incarnation):
+            self._learn(plan)
+        contact = self.roster.contacts[worker.incarnation]
+        contact.waits_for_release, contact.left_by = True, generation
+        if not worker.left:
+            self.roster.update(worker.incarnation, left=True)
+            self.history.step = max(self.history.step, step)
+            self.event("left", f"{worker.name} left after step {step}")
+
+    def _done(self, worker: Worker, done: m.Done) -> None:
+        self.roster.update(worker.incarnation, done=True)
+        self.roster.contacts[worker.incarnation].waits_for_release = True
+        result = self.history.result
+        if result is not None and done.digest != result.digest and self.phase != "failed":
+            reason = (
+                f"{worker.name} ended with weights {done.digest[:12]} and another worker with {result.digest[:12]}: "
+                "the training is not deterministic on these machines (see docs/determinism.md)"
+            )
+            self.history.error = reason
+            self._fail(reason)
+            return
+        self.history.step = done.step
+        if result is None or done.timed_steps > result.timed_steps:
+            self.history.result = done
+
+    def _publish(self, incarnation: str, message: m.Publish) -> None:
+        plan = next((p for p in (self.proposed, self.running) if p and p.generation == message.generation), None)
+        others = [member.incarnation for member in plan.members if member.incarnation != incarnation] if plan else []
+        if plan is None or len(others) == len(plan.members) or not self._rendezvous.add(incarnation, message):
+            return
+        for other in others:
+            self._send(other, message)
+
+    def _mark_draining(self, worker: Worker, deadline: float, reason: str) -> bool:
+        """Note that a worker will be taken away; whether that is news to it."""
+        if not worker.draining:
+            self.event("drain", f"{worker.name} drains: {reason}")
+        elif worker.deadline is not None and worker.deadline <= deadline:
+            return False
+        self.roster.update(worker.incarnation, draining=True, deadline=deadline)
+        return True
+
+    def _give_up(self, incarnation: str, why: str) -> None:
+        worker = self.roster.workers[incarnation]
+        if worker.gone is not None or worker.left:
+            return
+        self.roster.update(incarnation, gone=why[:400])
+        if not worker.done:
+            self.event("lost", f"{worker.name} lost: {why}")
+        self._send(incarnation, m.Refuse(f"given up: {why}"[:MAX_TEXT]))
+        self._changed()
+
+    def _fail(self, reason: str) -> None:
+        self._failed = True
+        self.event("failed", reason)
+
+    # --- small parts -------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> m.Phase:
+        """What the job is doing."""
+        if self._failed:
+            return "failed"
+        members = self.running.members if self.running is not None else ()
+        workers = self.roster.workers
+        if self.history.result is not None and all(
+            self.roster.is_lost(x.incarnation) or workers[x.incarnation].done for x in members
+        ):
+            return "done"
+        if self.stop is not None and not members and self.proposed is None:
+            return "stopped"
+        if self.running is None:
+            return "waiting"
+        return "evaluating" if self.history.evaluating else "training"
+
+    @property
+    def running_generation(self) -> m.Generation:
+        """The number of the running generation."""
+        return self.running.generation if self.running is not None else NONE
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether all members of the proposed generation have its communicator."""
+        return self.proposed is not None and self._prepared >= {x.incarnation for x in self.proposed.members}
+
+    def _tells(self, plan: m.Plan, incarnation: str) -> bool:
+        """Whether that worker is to know of ``plan``: it is in it, or leaves by it."""
+        return is_member(plan, incarnation) or (self.running is not None and is_member(self.running, incarnation))
+
+    def _concerns_now(self, incarnation: str) -> bool:
+        """Whether that worker is in the running or the proposed generation."""
+        plans = [plan for plan in (self.running, self.proposed) if plan is not None]
+        return any(is_member(plan, incarnation) for plan in plans)
+
+    def _send(self, incarnation: str, message: m.ToWorker) -> None:
+        worker = self.roster.workers.get(incarnation)
+        if worker is not None and worker.connected:
+            self.outbox.append((incarnation, message))
+
+    def event(self, kind: str, text: str) -> None:
+        """Tell people something, in the log and in the status."""
+        self.history.tell(kind, text)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1

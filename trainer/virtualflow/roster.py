@@ -1,0 +1,142 @@
+"""Who has ever said Hello to this coordinator: the living, and as long as it matters the others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from virtualflow import messages as m
+from virtualflow.cluster import Worker
+
+REMEMBERED = 1_000
+"""Latest processes that are over: should one come back, it is refused."""
+
+
+class UnknownWorker(LookupError):
+    """The job has no such worker; the argument is what it was looked up by."""
+
+
+@dataclass
+class Contact:
+    """What is remembered of a worker beyond what the membership decision needs."""
+
+    pid: int
+    address: str
+    fingerprint: str
+    left_by: m.Generation | None = None
+    """The generation by which it left."""
+    waits_for_release: bool = False
+    told_end: bool = False
+    """It knows that the job is over."""
+
+
+class Roster:
+    """The workers by their incarnation, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.contacts: dict[str, Contact] = {}
+        self._over: OrderedDict[str, tuple[str, str]] = OrderedDict()
+
+    def add(self, worker: Worker, contact: Contact) -> None:
+        """Take a worker in, or take note of what it says about itself now."""
+        self.workers[worker.incarnation], self.contacts[worker.incarnation] = worker, contact
+
+    def add_heard_of(self, member: m.Member, now: float) -> None:
+        """Take in a member of a generation that has not come itself yet."""
+        if member.incarnation in self.workers:
+            return
+        gone = self.refusal(member.incarnation)
+        worker = Worker(
+            member.worker,
+            member.incarnation,
+            last_heard=now,
+            connected=False,
+            disconnected_at=now,
+            known_in_person=False,
+            gone=gone,
+        )
+        self.add(worker, Contact(0, member.address, ""))
+
+    def update(self, incarnation: str, **facts: Any) -> Worker:
+        """Change facts about a worker."""
+        worker = self.workers[incarnation] = replace(self.workers[incarnation], **facts)
+        return worker
+
+    def is_lost(self, incarnation: str) -> bool:
+        """Whether no generation can count on it any more."""
+        worker = self.workers.get(incarnation)
+        return worker is None or worker.gone is not None or worker.left
+
+    def named(self, name: str, incarnation: str | None = None) -> Worker:
+        """The worker that bears the name now, or that very process.
+
+        Raises:
+            UnknownWorker: there is none.
+        """
+        if incarnation is not None:
+            worker = self.workers.get(incarnation)
+            if worker is None or worker.name != name:
+                raise UnknownWorker(name)
+            return worker
+        for worker in reversed(self.workers.values()):
+            if worker.name == name and not (worker.gone or worker.left):
+                return worker
+        raise UnknownWorker(name)
+
+    def was_here(self, name: str, incarnation: str | None) -> bool:
+        """Whether such a worker is known to be over."""
+        if incarnation is None:
+            return any(worker.name == name for worker in self.workers.values()) or any(
+                known == name for known, _ in self._over.values()
+            )
+        worker = self.workers.get(incarnation)
+        return (worker.name if worker else self._over.get(incarnation, ("", ""))[0]) == name
+
+    def refusal(self, incarnation: str) -> str | None:
+        """Why that process must not come back, if so."""
+        worker = self.workers.get(incarnation)
+        if worker is not None:
+            return worker.gone or ("it has left" if worker.left else None)
+        return self._over[incarnation][1] if incarnation in self._over else None
+
+    def remember_over(self, name: str, incarnation: str, why: str) -> None:
+        """That process must not come back, also if nobody has told of it yet."""
+        self._over[incarnation] = (name, why[:400])
+        while len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)
+
+    def namesakes(self, name: str, incarnation: str) -> list[str]:
+        """Other living processes of that name."""
+        return [
+            i
+            for i, worker in self.workers.items()
+            if worker.name == name and i != incarnation and not (worker.gone or worker.left or worker.done)
+        ]
+
+    def shift(self, seconds: float, now: float) -> None:
+        """Nobody could be heard for so long: that silence does not count."""
+        for incarnation, worker in self.workers.items():
+            self.update(
+                incarnation,
+                last_heard=min(now, worker.last_heard + seconds),
+                disconnected_at=min(now, worker.disconnected_at + seconds),
+            )
+
+    def prune(self, members: Set[str], needed: Callable[[str], bool]) -> None:
+        """Forget whom no decision needs any more, but for what a process that comes back would be told.
+
+        Args:
+            members: of the running and the proposed generation.
+            needed: whether something remains to be told to that worker.
+        """
+        for incarnation, worker in list(self.workers.items()):
+            finished = worker.gone is not None or worker.left or worker.done or not worker.known_in_person
+            if worker.connected or incarnation in members or not finished or needed(incarnation):
+                continue
+            refusal = self.refusal(incarnation)
+            if refusal is not None:
+                self.remember_over(worker.name, incarnation, refusal)
+            del self.workers[incarnation], self.contacts[incarnation]

@@ -1,0 +1,64 @@
+"""The status of a job as it is shown to people: ``GET /v1/status`` and the messages of ``GET /v1/watch``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from virtualflow import messages as m
+
+if TYPE_CHECKING:
+    from virtualflow.job import Job
+
+WorkerState = Literal["starting", "ready", "training", "draining", "silent", "done"]
+
+
+def describe(job: Job) -> m.Status:
+    """All that may be known about ``job`` from outside."""
+    history, progress, result = job.history, job.history.progress, job.history.result
+    changes = history.ordered_changes()
+    proposed = job.proposed
+    return m.Status(
+        phase=job.phase,
+        incarnation=job.incarnation,
+        generation=job.running_generation.counter,
+        virtual_nodes=job.virtual_nodes,
+        wanted=job.wanted,
+        workers=tuple(_worker(job, i) for i, worker in job.roster.workers.items() if not (worker.gone or worker.left)),
+        proposed=proposed.generation.counter if proposed else None,
+        proposed_workers=tuple(member.incarnation for member in proposed.members) if proposed else (),
+        prepared=job.is_prepared,
+        reason=job.reason,
+        step=history.step,
+        total_steps=history.total_steps,
+        epoch=progress.epoch if progress else 0,
+        metrics=result.metrics if result else progress.metrics if progress else {},
+        steps_per_second=progress.steps_per_second if progress else 0.0,
+        step_ms=result.step_ms if result else None,
+        hold=job.hold,
+        last_change=changes[-1] if changes else None,
+        changes=changes,
+        repeated_steps=sum(change.repeated_steps for change in changes),
+        events=tuple(history.events),
+        digest=result.digest if result else None,
+        optimizer_digest=result.optimizer_digest if result else None,
+        error=history.error,
+        traceback=history.traceback,
+    )
+
+
+def _worker(job: Job, incarnation: str) -> m.WorkerStatus:
+    worker, contact = job.roster.workers[incarnation], job.roster.contacts[incarnation]
+    members = job.running.members if job.running else ()
+    carried = next((x.virtual_nodes for x in members if x.incarnation == incarnation), range(0))
+    state: WorkerState = "starting"
+    if worker.done:
+        state = "done"
+    elif not worker.connected:
+        state = "silent"
+    elif worker.draining:
+        state = "draining"
+    elif carried:
+        state = "training"
+    elif worker.ready_at is not None:
+        state = "ready"
+    return m.WorkerStatus(worker.name, incarnation, contact.address, contact.pid, state, carried.start, carried.stop)
