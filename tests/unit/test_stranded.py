@@ -51,3 +51,32 @@ def test_a_survivor_left_behind_in_the_former_generation_is_recovered(entered_fi
     assert recovery is not None
     assert recovery.mode == "recovery"
     assert [member.worker for member in recovery.members] == ["a", "c"]
+
+
+def test_a_recovery_is_not_broken_because_not_all_have_entered_it_yet() -> None:
+    job = Job(incarnation=1, wanted=3, settings=MembershipSettings(), now=0.0, wall=0.0)
+    for worker in "abc":
+        assert job.hello(hello(worker)) is None
+    job.set_time(3.0, 3.0)
+    job.decide()
+    founded = job.proposed
+    assert founded is not None
+    for worker in "abc":
+        job.receive(f"i{worker}", m.Entered(founded, 0, False))
+    for incarnation in ("ia", "ic"):
+        job.receive(incarnation, m.Broken(founded.generation, 9, "peer closed"))
+    job.disconnected("ib")
+    job.decide()
+    recovery = job.proposed
+    assert recovery is not None
+    for moment, incarnation in ((4.0, "ic"), (4.1, "ia")):
+        job.set_time(moment, moment)
+        job.receive(incarnation, m.Entered(recovery, 9, False))
+        job.decide()
+    for moment in (5.0, 6.0):
+        job.set_time(moment, moment)
+        for incarnation in ("ia", "ic"):
+            job.receive(incarnation, m.Heartbeat())
+        job.decide()
+    assert job.proposed is None
+    assert job.running == recovery

@@ -235,8 +235,8 @@ class Record:
         self._broken = {
             generation: since for generation, since in self._broken.items() if generation >= plan.generation
         }
-        if any(self.roster.workers[member.incarnation].stranded for member in plan.members):
-            # It could not complete the step after which the others entered: it never comes here by itself.
+        if plan.mode == "planned" and any(self.roster.workers[member.incarnation].stranded for member in plan.members):
+            # It could not complete the step after which the others entered: only a recovery calls it away.
             self._broken.setdefault(plan.generation, self.now)
         self._changed()
 
@@ -254,7 +254,8 @@ class Record:
             return
         if generation == worker.entered:
             self.roster.update(worker.incarnation, stranded=True)
-            if self.running is not None and is_member(self.running, worker.incarnation):
+            running = self.running
+            if running is not None and running.mode == "planned" and is_member(running, worker.incarnation):
                 generation = max(generation, self.running_generation)
         if generation < self.running_generation or generation in self._broken:
             return

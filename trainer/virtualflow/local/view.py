@@ -163,6 +163,8 @@ class LiveView:
             transient=True,
         )
         self._events: list[tuple[str, str]] = []
+        self._known: set[int] = set()
+        """Processes that the coordinator has listed: one that it lists no longer is about to end."""
         self._drawn_at = 0.0
         self._started = time.monotonic()
         self._colours: dict[str, str] = {}
@@ -265,9 +267,11 @@ class LiveView:
                 str(worker.pid or "?"),
             )
         pids = {worker.pid for worker in listed}
+        self._known |= pids
         for name, pid in sorted(snapshot.processes.items()):
             if pid not in pids:
-                table.add_row(Text(name, self._colour(name)), "", Text("booting", "dim"), str(pid))
+                state = Text("ending" if pid in self._known else "booting", "dim")
+                table.add_row(Text(name, self._colour(name)), "", state, str(pid))
         return table
 
     def _cells(self, worker: WorkerStatus, total: int, colour: str) -> Text:
