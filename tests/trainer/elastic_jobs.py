@@ -1,4 +1,4 @@
-"""What the tests of elastic training share: real jobs (processes, gloo, a coordinator) that start in tenths of a second.
+"""What the tests of elastic training share: real jobs (processes, gloo, a coordinator) that start quickly.
 
 Workers are forked from a server process that has imported torch already. A test gives a *script*, a function of a test
 module, which runs in every worker as a user's script would; what it returns comes back through a pipe. Changes are made
@@ -78,7 +78,9 @@ class Trained:
     more: Any = None
 
 
-def trained(run: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, metrics: Any = None, more: Any = None) -> Trained:
+def trained(
+    run: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, metrics: Any = None, more: Any = None
+) -> Trained:
     """The bits of a finished training."""
     return Trained(state.digest(model.state_dict()), state.optimizer_digest(optimizer), metrics, more)
 
@@ -105,8 +107,12 @@ class _Worker:
     children: set[int] = field(default_factory=set)
 
 
-def _work(script: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], pipe: Connection, log: str) -> None:
+def _work(
+    script: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], pipe: Connection, log: str
+) -> None:
     os.environ.update(environment)
+    # As in any script: a child of the fork server would start loader processes through a fork server of its own.
+    multiprocessing.set_start_method("fork", force=True)
     with open(log, "w", buffering=1) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -306,7 +312,9 @@ class ElasticJob:
         """Let the job run to its end; what the script returned in each worker that saw it."""
         outcomes = self.finish()
         for outcome in outcomes.values():
-            assert outcome.kind in ("returned", "killed", "Drained", "JobEnded"), f"{outcome.text}\n{outcome.trace}\n{outcome.log}"
+            assert outcome.kind in ("returned", "killed", "Drained", "JobEnded"), (
+                f"{outcome.text}\n{outcome.trace}\n{outcome.log}"
+            )
         values = [outcome.value for outcome in outcomes.values() if outcome.kind == "returned"]
         assert values, outcomes
         return values

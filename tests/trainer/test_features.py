@@ -1,4 +1,4 @@
-"""Everything that a training may be made of gives the same bits alone, on other numbers of workers, and through changes."""
+"""Whatever a training is made of, it gives the same bits alone, on several workers, and through changes."""
 
 from __future__ import annotations
 
@@ -74,13 +74,18 @@ def channels_last_convolutions_with_clipping() -> Case:
     model = nn.Sequential(
         nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 3, (1, 3), padding=1)
     ).to(memory_format=torch.channels_last)
-    return Case(model, torch.optim.Adam(model.parameters(), 0.02), squares, {"clip_grad_norm": 0.1, "clip_grad_value": 0.05})
+    return Case(
+        model, torch.optim.Adam(model.parameters(), 0.02), squares, {"clip_grad_norm": 0.1, "clip_grad_value": 0.05}
+    )
 
 
 @case
 def parameter_groups() -> Case:
     model = mlp()
-    groups = [{"params": model[0].parameters(), "lr": 0.1, "weight_decay": 0.3}, {"params": model[2].parameters(), "momentum": 0.5}]
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.1, "weight_decay": 0.3},
+        {"params": model[2].parameters(), "momentum": 0.5},
+    ]
     return Case(model, torch.optim.SGD(groups, 0.01, momentum=0.9, nesterov=False), squares)
 
 
@@ -264,7 +269,9 @@ def parameters_of_several_types() -> Case:
 @case
 def double_precision() -> Case:
     model = mlp().double()
-    return Case(model, torch.optim.Adam(model.parameters(), 0.05), lambda model, x, y: squares(model, x.double(), y.double()))
+    return Case(
+        model, torch.optim.Adam(model.parameters(), 0.05), lambda model, x, y: squares(model, x.double(), y.double())
+    )
 
 
 @case
@@ -348,7 +355,9 @@ def test_a_training_of_any_make_gives_the_same_bits(name: str, start_job: Callab
 @pytest.mark.parametrize(
     ("virtual_nodes", "workers"), [(1, 1), (2, 2), (6, 4), (6, 5), (7, 2), (7, 3), (7, 5), (8, 3), (8, 5)], ids=str
 )
-def test_no_number_of_workers_shows_in_the_bits(virtual_nodes: int, workers: int, start_job: Callable[..., ElasticJob]) -> None:
+def test_no_number_of_workers_shows_in_the_bits(
+    virtual_nodes: int, workers: int, start_job: Callable[..., ElasticJob]
+) -> None:
     for name in ("batch_norm_with_and_without_momentum", "buffers_of_every_type")[:: 1 if workers == 3 else 2]:
         reference = alone(train, name, virtual_nodes)
         assert start_job(train, name, virtual_nodes, workers=workers).results() == [reference] * workers

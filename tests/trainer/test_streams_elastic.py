@@ -73,7 +73,9 @@ def test_a_resize_and_a_kill_lose_and_repeat_nothing(
     kind: str, loaders: int, tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:
     reference = alone(train, kind, 0)
-    job = start_job(train, kind, loaders, "worker-1", workers=2, hold=2, environment={ENV_AUDIT_DIR: str(tmp_path / "audit")})
+    job = start_job(
+        train, kind, loaders, "worker-1", workers=2, hold=2, environment={ENV_AUDIT_DIR: str(tmp_path / "audit")}
+    )
     job.reach(2)
     job.join()
     assert job.results() == [reference] * 2
@@ -90,9 +92,7 @@ def test_a_resize_and_a_kill_lose_and_repeat_nothing(
 
 
 @pytest.mark.parametrize("loaders", [0, 1], ids=["in the worker", "in a loader process"])
-def test_a_stream_is_resumed_in_the_middle(
-    loaders: int, tmp_path: Path, start_job: Callable[..., ElasticJob]
-) -> None:
+def test_a_stream_is_resumed_in_the_middle(loaders: int, tmp_path: Path, start_job: Callable[..., ElasticJob]) -> None:
     reference = alone(train, "stream", 0)
     environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "kept")}
     job = start_job(train, "stream", loaders, workers=2, hold=9, environment=environment)

@@ -39,7 +39,7 @@ class Counting(nn.Module):
 
 
 def break_collective(number: int, how: str) -> None:
-    """Let this process fail at its ``number``-th collective: ``killed`` before it, or told that it ``broke`` after it."""
+    """Let this process fail at a collective: ``killed`` before it, or told that it ``broke`` after it."""
     calls = 0
     finish = Communicator._finish
 
@@ -67,7 +67,14 @@ def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
     dataset = TensorDataset(torch.randn(24, 4, generator=draw), torch.randn(24, generator=draw))
     rates, sums = [], []
     with vf.elastic(
-        model, optimizer, dataset, batch_size=12, steps=4, virtual_nodes=6, scheduler=scheduler, scheduler_interval="manual"
+        model,
+        optimizer,
+        dataset,
+        batch_size=12,
+        steps=4,
+        virtual_nodes=6,
+        scheduler=scheduler,
+        scheduler_interval="manual",
     ) as run:
         for step in run:
             for x, y in step:

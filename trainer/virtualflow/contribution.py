@@ -269,8 +269,8 @@ class BufferTracker:
             if value.shape != buffer.tensor.shape:
                 if buffer.attribute not in buffer.module._non_persistent_buffers_set:
                     raise ConfigurationError(
-                        f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} in a "
-                        "forward pass, so virtual nodes cannot be averaged; give it its shape from the start"
+                        f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} "
+                        "in a forward pass, so virtual nodes cannot be averaged; give it its shape from the start"
                     )
                 # A cache, which the next virtual node makes anew.
                 buffer.put(buffer.baseline)
@@ -298,8 +298,8 @@ class BufferTracker:
         """Set the combined values; every other buffer keeps its baseline."""
         for name, value in values.items():
             buffer = self._buffers[name]
-            value = value.detach().to(buffer.tensor.device, buffer.tensor.dtype, copy=True)
-            buffer.baseline = value.reshape(buffer.tensor.shape)
+            copied = value.detach().to(buffer.tensor.device, buffer.tensor.dtype, copy=True)
+            buffer.baseline = copied.reshape(buffer.tensor.shape)
             buffer.put(buffer.baseline)
 
     def templates(self, names: Sequence[str]) -> list[Tensor]:

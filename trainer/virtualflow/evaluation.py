@@ -136,8 +136,8 @@ def _checked(rows: Rows, samples: int) -> Rows:
         return tuple(_checked(value, samples) for value in rows)
     if not isinstance(rows, Tensor):
         raise ConfigurationError(
-            f"the function of vf.evaluate returned a {type(rows).__name__}; return a tensor with one row a sample, or a "
-            "tuple, list or dict of such tensors"
+            f"the function of vf.evaluate returned a {type(rows).__name__}; return a tensor with one row a sample, or "
+            "a tuple, list or dict of such tensors"
         )
     if rows.ndim == 0 or rows.shape[0] != samples:
         raise ConfigurationError(

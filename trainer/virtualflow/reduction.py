@@ -226,7 +226,7 @@ class Reducer:
         templates: list[Tensor],
         total: int,
     ) -> None:
-        """Write one subtree to each row of ``flat``; what is left of a row, and further rows, are never read as sums."""
+        """Write one subtree to each row of ``flat``; what is left over is never read as a sum."""
         for row, (_, tensors) in zip(flat, parts, strict=False):
             self._flatten(row[:total], [tensors[place] for place in places], templates)
             row[total:].zero_()
@@ -252,5 +252,5 @@ class Reducer:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as uint8 ``[n]``: gloo knows few types, and bytes are all that it has to know."""
+    """The memory of a contiguous tensor as uint8 ``[n]``: gloo knows few types, and bytes are enough for it."""
     return tensor.view(-1).view(torch.uint8)

@@ -60,7 +60,7 @@ class Step:
         """
         if self.complete or not self._iterating:
             raise VirtualFlowError(
-                "step.log belongs into the loop over the step's micro-batches; for numbers about the whole job use run.log"
+                "step.log belongs into the loop over the micro-batches; for numbers about the whole job use run.log"
             )
         values: dict[str, float | Tensor] = {}
         for name, value in metrics.items():

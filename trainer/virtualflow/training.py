@@ -16,7 +16,6 @@ from virtualflow import state
 from virtualflow.contribution import Schema
 from virtualflow.update import Outcome, Update
 
-
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 """What learning rate schedulers, torch's own and hand-written ones, change in a parameter group."""
 
@@ -76,7 +75,7 @@ class Training:
         """Become what :meth:`capture` gave, here or elsewhere.
 
         A survivor that lacks the last exchange gets it from one that has gone on, through the user's code after the
-        step. Its own code after that step is still to come. What that code changes, a learning rate that is scheduled by
+        step. Its own code after that step is still to come. What that code changes, a learning rate scheduled by
         hand, is therefore kept as it is, or it would be changed twice.
         """
         survivor = self.update.contributed
