@@ -1,7 +1,7 @@
 """What a joiner's start costs the worker that trains meanwhile, where a core is free for it.
 
-One worker trains on one core; then a second boots (imports, model, connection, rehearsal) on the other. Step times of the
-first, before and meanwhile, and the same with no joiner at all, for the noise of the machine.
+One worker trains on one core; then a second boots (imports, model, connection, rehearsal) on the other. Step times of
+the first, before and meanwhile, and the same with no joiner at all, for the noise of the machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The digits job with each worker on a core of its own, printing step times of the first worker.
 
-Steps 100 to 300 are ``before``; with a schedule that starts a joiner at step 300, those after it until the joiner enters
-are ``during`` (without one, the same steps).
+Steps 100 to 300 are ``before``; with a schedule that starts a joiner at step 300, those after it until the joiner
+enters are ``during`` (without one, the same steps).
 """
 
 from __future__ import annotations

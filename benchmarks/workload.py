@@ -1,7 +1,8 @@
 """One worker of a step-time measurement: the same model and micro-batches under three regimes.
 
-``plain``: one process, gradients accumulated over the micro-batches. ``ddp``: DistributedDataParallel, micro-batches but
-the last under ``no_sync``. ``virtualflow``: the elastic loop. It prints one JSON line with the step times in milliseconds.
+``plain``: one process, gradients accumulated over the micro-batches. ``ddp``: DistributedDataParallel, micro-batches
+but the last under ``no_sync``. ``virtualflow``: the elastic loop. It prints one JSON line with the step times in
+milliseconds.
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ def parser(
     description: str | None, *, epochs: int | None, steps: int | None, batch_size: int
 ) -> argparse.ArgumentParser:
     """Return a parser of --steps, --epochs and --batch-size, with an example's own defaults."""
-    result = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     length = f"{epochs} epochs" if steps is None else f"{steps} steps"
     result.add_argument("--steps", type=positive, metavar="N", help=f"updates to make (default: {length})")
     result.add_argument("--epochs", type=positive, metavar="N", help="passes over the data to make")

@@ -30,9 +30,7 @@ def main() -> None:
                 step.log(loss=loss)
 
         # Then see how it does on the end of the text, which it has not learned from.
-        losses = vf.evaluate(
-            model, held_out, lambda batch: window_losses(model, batch), batch_size=args.batch_size
-        )
+        losses = vf.evaluate(model, held_out, lambda batch: window_losses(model, batch), batch_size=args.batch_size)
         run.log(held_out_loss=losses.mean().item())
         if run.leader:
             print(f"held-out loss {losses.mean():.4f} nats a character; it writes:\n{generate(model)}")

@@ -37,9 +37,7 @@ def main() -> None:
     # Then see how it does on the end of the text, which it has not learned from.
     model.eval()
     with torch.no_grad():
-        losses = torch.cat(
-            [window_losses(model, batch) for batch in DataLoader(held_out, batch_size=args.batch_size)]
-        )
+        losses = torch.cat([window_losses(model, batch) for batch in DataLoader(held_out, batch_size=args.batch_size)])
     print(f"held-out loss {losses.mean():.4f} nats a character; it writes:\n{generate(model)}")
 
 

@@ -168,7 +168,5 @@ def generate(model: nn.Module, prompt: str = "Return ", length: int = 240) -> st
 def parse_arguments(description: str | None) -> argparse.Namespace:
     """Parse the command line."""
     arguments = parser(description, epochs=None, steps=200, batch_size=32)
-    arguments.add_argument(
-        "--text", type=Path, metavar="FILE", help="what to learn (default: Python's documentation)"
-    )
+    arguments.add_argument("--text", type=Path, metavar="FILE", help="what to learn (default: Python's documentation)")
     return arguments.parse_args()

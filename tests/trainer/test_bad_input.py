@@ -49,9 +49,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def python(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command, env=environment(**more), capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=120, check=False)
 
 
 def virtualflow_run(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -66,9 +64,7 @@ def said(finished: subprocess.CompletedProcess[str]) -> list[str]:
 def test_a_batch_that_does_not_divide_is_one_line_alone(script: Path) -> None:
     finished = python(script, 30, 5, 8)
     assert finished.returncode == 1
-    assert finished.stderr == (
-        "virtualflow: batch_size 30 does not divide evenly over 8 virtual nodes; use 24 or 32\n"
-    )
+    assert finished.stderr == ("virtualflow: batch_size 30 does not divide evenly over 8 virtual nodes; use 24 or 32\n")
 
 
 def test_a_batch_that_does_not_divide_is_one_line_in_a_job(script: Path) -> None:
@@ -156,9 +152,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(directory)], check=True)
 
 
-def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
-    script: Path, small_disk: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_costs_the_checkpoint_and_not_the_training(script: Path, small_disk: Path, tmp_path: Path) -> None:
     report, directory = tmp_path / "report.json", small_disk / "checkpoints"
     finished = virtualflow_run(
         "--workers", "2", "--checkpoint-dir", directory, "--checkpoint-steps", "5", "--report", report,

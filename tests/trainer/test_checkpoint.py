@@ -79,9 +79,7 @@ def assert_holds(found: Found, step: int, size: int = 1000) -> None:
 
 def test_a_checkpoint_holds_every_dtype_bit_by_bit(tmp_path: Path, events: list[str]) -> None:
     raw = torch.randint(0, 256, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    tensors: dict[str, Any] = {
-        name: raw.view(dtype) for name, dtype in state.DTYPES.items() if name != "bool"
-    }
+    tensors: dict[str, Any] = {name: raw.view(dtype) for name, dtype in state.DTYPES.items() if name != "bool"}
     shared = torch.arange(6.0)
     tensors |= {
         "bool": torch.tensor([True, False]),
@@ -100,9 +98,7 @@ def test_a_checkpoint_holds_every_dtype_bit_by_bit(tmp_path: Path, events: list[
     assert events == []
 
 
-def test_the_files_are_what_they_say_and_readable_by_whom_the_umask_admits(
-    tmp_path: Path, events: list[str]
-) -> None:
+def test_the_files_are_what_they_say_and_readable_by_whom_the_umask_admits(tmp_path: Path, events: list[str]) -> None:
     before = os.umask(0o027)
     try:
         writer_to(tmp_path / "a" / "b", events).save_now(120, tree_of(120))
@@ -178,30 +174,22 @@ def test_a_damaged_checkpoint_is_skipped_with_its_path_and_the_older_one_counts(
     damage(tmp_path / "step-00000002")
     assert_holds(newest(tmp_path, events), 1)
     assert len(events) == 1
-    assert re.match(
-        rf"skipped the damaged checkpoint {re.escape(str(tmp_path))}/step-0000000[23]: .", events[0]
-    )
+    assert re.match(rf"skipped the damaged checkpoint {re.escape(str(tmp_path))}/step-0000000[23]: .", events[0])
 
 
-def test_no_single_flipped_bit_of_a_manifest_passes_for_another_job(
-    tmp_path: Path, events: list[str]
-) -> None:
+def test_no_single_flipped_bit_of_a_manifest_passes_for_another_job(tmp_path: Path, events: list[str]) -> None:
     writer_to(tmp_path, events).save_now(1, tree_of(1))
     manifest = tmp_path / "step-00000001" / "manifest.json"
     intact = manifest.read_bytes()
     for position in range(len(intact)):
         for mask in (1, 2, 4, 16, 32):
-            manifest.write_bytes(
-                intact[:position] + bytes([intact[position] ^ mask]) + intact[position + 1 :]
-            )
+            manifest.write_bytes(intact[:position] + bytes([intact[position] ^ mask]) + intact[position + 1 :])
             events.clear()
             assert find_newest(tmp_path, events.append, IDENTITY) is None
             assert len(events) == 1
 
 
-def test_a_checkpoint_of_a_newer_format_is_refused_and_not_taken_for_damage(
-    tmp_path: Path, events: list[str]
-) -> None:
+def test_a_checkpoint_of_a_newer_format_is_refused_and_not_taken_for_damage(tmp_path: Path, events: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT", 2)
         writer_to(tmp_path, events).save_now(1, tree_of(1))
@@ -307,9 +295,7 @@ def test_the_last_k_remain(tmp_path: Path, events: list[str]) -> None:
     assert_holds(newest(tmp_path, events), 120_000_000)
 
 
-def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(
-    tmp_path: Path, events: list[str]
-) -> None:
+def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path: Path, events: list[str]) -> None:
     writer = writer_to(tmp_path, events, keep=2)
     for step in (1, 2):
         writer.save_now(step, tree_of(step))
@@ -493,26 +479,19 @@ def test_a_directory_that_vanished_is_made_again(tmp_path: Path, events: list[st
     assert steps_in(directory) == [2]
 
 
-def test_a_directory_that_cannot_be_made_is_an_error_before_training(
-    tmp_path: Path, events: list[str]
-) -> None:
+def test_a_directory_that_cannot_be_made_is_an_error_before_training(tmp_path: Path, events: list[str]) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError) as caught:
         writer_to(tmp_path / "file" / "checkpoints", events).check_writable()
     assert str(caught.value) == (
-        f"no checkpoint can be written to {tmp_path}/file/checkpoints (Not a directory); use another "
-        "--checkpoint-dir"
+        f"no checkpoint can be written to {tmp_path}/file/checkpoints (Not a directory); use another --checkpoint-dir"
     )
-    with pytest.raises(
-        ConfigurationError, match=r"cannot be read \(Not a directory\); use another --checkpoint-dir"
-    ):
+    with pytest.raises(ConfigurationError, match=r"cannot be read \(Not a directory\); use another --checkpoint-dir"):
         find_newest(tmp_path / "file", events.append)
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_before_training(events: list[str]) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"^no checkpoint can be written to /proc/self .*--checkpoint-dir$"
-    ):
+    with pytest.raises(ConfigurationError, match=r"^no checkpoint can be written to /proc/self .*--checkpoint-dir$"):
         writer_to(Path("/proc/self"), events).check_writable()
 
 

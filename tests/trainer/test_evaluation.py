@@ -167,6 +167,7 @@ def misplaced(where: str) -> None:
         ("at the head of a step", "call vf.evaluate after the micro-batches of a step"),
         ("in a micro-batch", "call vf.evaluate after the micro-batches of a step"),
         ("on the leader", "every worker must call vf.evaluate at the same step"),
+        ("on the leader at the end", "every worker must call vf.evaluate at the same step"),
     ],
     ids=str,
 )

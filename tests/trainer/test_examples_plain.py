@@ -45,9 +45,7 @@ def training(script: str) -> list[str]:
 
 @pytest.mark.parametrize("example", ["digits", "charlm"])
 def test_an_elastic_training_is_at_most_six_lines_away_from_plain_pytorch(example: str) -> None:
-    difference = list(difflib.unified_diff(training(f"{example}_plain.py"), training(f"{example}.py"), n=0))[
-        2:
-    ]
+    difference = list(difflib.unified_diff(training(f"{example}_plain.py"), training(f"{example}.py"), n=0))[2:]
     added = [line[1:] for line in difference if line.startswith("+") and line.strip("+ ")]
     assert any("vf.elastic(" in line for line in added)
     assert 0 < len(added) <= 6, "\n".join(added)

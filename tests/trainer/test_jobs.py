@@ -25,9 +25,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_digits_gives_the_same_bits_on_any_number_of_workers(
     workers: int, undisturbed: Finished, tmp_path: Path
 ) -> None:
-    finished = run_job(
-        tmp_path, "--virtual-nodes", "8", "--workers", workers, "examples/digits.py", "--steps", "120"
-    )
+    finished = run_job(tmp_path, "--virtual-nodes", "8", "--workers", workers, "examples/digits.py", "--steps", "120")
     assert finished.bits == undisturbed.bits
     assert finished.report["metrics"] == undisturbed.report["metrics"]
     check_audit(finished, DIGITS, 8)
@@ -77,7 +75,9 @@ def test_odd_numbers_of_virtual_nodes_are_ordinary(
 ) -> None:
     script = ["examples/digits.py", "--steps", "24", "--batch-size", "168"]
     alone = run_job(tmp_path, "--virtual-nodes", virtual_nodes, "--workers", "1", *script)
-    finished = run_job(tmp_path, "--virtual-nodes", virtual_nodes, "--workers", workers, "--schedule", schedule, *script)
+    finished = run_job(
+        tmp_path, "--virtual-nodes", virtual_nodes, "--workers", workers, "--schedule", schedule, *script
+    )
     assert finished.bits == alone.bits
     check_audit(finished, DIGITS, virtual_nodes)
     check_changes(finished)

@@ -27,9 +27,7 @@ def draw() -> tuple[float, ...]:
 
 
 @given(paths, paths)
-def test_different_paths_give_different_seeds(
-    one: tuple[int | str, ...], other: tuple[int | str, ...]
-) -> None:
+def test_different_paths_give_different_seeds(one: tuple[int | str, ...], other: tuple[int | str, ...]) -> None:
     assert (derive_seed(*one) == derive_seed(*other)) == (one == other)
     assert 0 <= derive_seed(*one) < 2**63
 

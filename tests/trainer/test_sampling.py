@@ -41,9 +41,7 @@ def test_every_sample_of_an_epoch_is_planned_once(
     for step, batch in enumerate(planned):
         counts = [plan.size(step, node, virtual_nodes) for node in range(virtual_nodes)]
         assert counts == split(len(batch), virtual_nodes)
-        assert counts == [
-            len(plan.indices(epoch, step, node, virtual_nodes)) for node in range(virtual_nodes)
-        ]
+        assert counts == [len(plan.indices(epoch, step, node, virtual_nodes)) for node in range(virtual_nodes)]
 
 
 @given(sizes, nodes, nodes, seeds, st.booleans())
@@ -112,9 +110,7 @@ def test_a_division_that_does_not_come_out_is_refused_with_a_way_out(
     ],
     ids=["empty dataset", "nothing but a short batch, dropped", "empty batch"],
 )
-def test_a_plan_without_a_batch_is_refused(
-    size: int, batch_size: int, drop_last: bool, sentence: str
-) -> None:
+def test_a_plan_without_a_batch_is_refused(size: int, batch_size: int, drop_last: bool, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         Plan(size, batch_size, 0, shuffle=True, drop_last=drop_last)
 

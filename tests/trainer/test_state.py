@@ -180,9 +180,7 @@ NONSENSE = {
 def test_a_well_framed_header_of_nonsense_is_refused(header: bytes) -> None:
     framed = state.PREFIX.pack(state.MAGIC, len(header), zlib.crc32(header), 0) + header
     framed += b"\0" * (-len(framed) % state.ALIGNMENT)
-    with pytest.raises(
-        ValueError, match=r"describe a state|shape of a tensor|cut short|Expecting|decode|not an entry"
-    ):
+    with pytest.raises(ValueError, match=r"describe a state|shape of a tensor|cut short|Expecting|decode|not an entry"):
         state.unpack(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
 
 
@@ -358,9 +356,7 @@ def test_capturable_state_comes_back_exactly() -> None:
             group["capturable"] = True
         pair.append((model, optimizer))
     (donor, ours), (joiner, theirs) = pair
-    state.restore(
-        state.unpack(state.pack(state.capture(donor, ours, None, None, {}))), joiner, theirs, None, None
-    )
+    state.restore(state.unpack(state.pack(state.capture(donor, ours, None, None, {}))), joiner, theirs, None, None)
     assert_same(ours.state_dict(), theirs.state_dict())
 
 
@@ -389,9 +385,7 @@ def test_optimizer_state_keeps_dtypes_that_torch_would_cast() -> None:
     donor, joiner = Net(0), Net(1)
     ours, theirs = HalfPrecisionMomentum(trained(donor)), HalfPrecisionMomentum(trained(joiner))
     train(donor, ours, None, range(3))
-    state.restore(
-        state.unpack(state.pack(state.capture(donor, ours, None, None, {}))), joiner, theirs, None, None
-    )
+    state.restore(state.unpack(state.pack(state.capture(donor, ours, None, None, {}))), joiner, theirs, None, None)
     assert_same(ours.state_dict(), theirs.state_dict())
 
 
@@ -419,9 +413,7 @@ def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "sequential": lambda: lr.SequentialLR(
             optimizer, [lr.LinearLR(optimizer), lr.ExponentialLR(optimizer, 0.9)], [2]
         ),
-        "chained": lambda: lr.ChainedScheduler(
-            [lr.LinearLR(optimizer), lr.ExponentialLR(optimizer, 0.9)], optimizer
-        ),
+        "chained": lambda: lr.ChainedScheduler([lr.LinearLR(optimizer), lr.ExponentialLR(optimizer, 0.9)], optimizer),
     }
 
 
@@ -609,9 +601,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize(("here", "there", "sentence"), DIFFERENCES.values(), ids=DIFFERENCES.keys())
-def test_the_first_difference_is_named(
-    here: dict[str, Any], there: dict[str, Any], sentence: str | None
-) -> None:
+def test_the_first_difference_is_named(here: dict[str, Any], there: dict[str, Any], sentence: str | None) -> None:
     assert state.difference(here, there) == sentence
 
 
@@ -622,7 +612,5 @@ def test_a_difference_is_seen_from_both_sides_and_only_if_there_is_one() -> None
 
 def test_an_optimizer_with_a_parameter_outside_the_model_is_refused() -> None:
     model, stranger = nn.Linear(2, 2), nn.Parameter(torch.zeros(7))
-    with pytest.raises(
-        ConfigurationError, match=r"shape \[7\] that the model does not hold; put both in one module"
-    ):
+    with pytest.raises(ConfigurationError, match=r"shape \[7\] that the model does not hold; put both in one module"):
         state.signature(model, torch.optim.SGD([*model.parameters(), stranger]))

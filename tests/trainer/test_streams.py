@@ -23,9 +23,7 @@ from torch.utils.data import IterableDataset
 from virtualflow.errors import ConfigurationError
 from virtualflow.loading import MapSource, MicroBatch, StreamSource
 
-STREAM_STEPS = (
-    7  # the longest shard has 12 samples, two a step, and one step more finds every stream at its end
-)
+STREAM_STEPS = 7  # the longest shard has 12 samples, two a step, and one step more finds every stream at its end
 
 
 @pytest.mark.parametrize("processes", [0, 2])

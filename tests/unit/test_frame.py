@@ -44,15 +44,11 @@ def modules() -> list[Path]:
 def import_in_fresh_interpreter(name: str, *unwanted: str) -> set[str]:
     """Import the module alone and return which of the unwanted ones came with it."""
     code = f"import sys; sys.path.insert(0, {str(TRAINER)!r}); import {name}; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     return set(unwanted) & set(done.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "name", ["virtualflow", "virtualflow.coordinator", "virtualflow.client", "virtualflow.cli"]
-)
+@pytest.mark.parametrize("name", ["virtualflow", "virtualflow.coordinator", "virtualflow.client", "virtualflow.cli"])
 def test_what_runs_beside_the_training_does_not_import_torch(name: str) -> None:
     if not (TRAINER / Path(*name.split("."))).with_suffix(".py").exists() and name != "virtualflow":
         pytest.skip(f"there is no {name} yet")

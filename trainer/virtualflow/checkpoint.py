@@ -113,9 +113,7 @@ class Found:
 # -- reading ------------------------------------------------------------------------------------------------
 
 
-def find_newest(
-    directory: Path, on_event: Callable[[str], None], identity: JobIdentity | None = None
-) -> Found | None:
+def find_newest(directory: Path, on_event: Callable[[str], None], identity: JobIdentity | None = None) -> Found | None:
     """The newest valid checkpoint; None where there is none. Torn and corrupt ones are skipped with an event.
 
     ConfigurationError if the newest one that can be read is of another job than ``identity``, if another
@@ -178,8 +176,7 @@ def _complete(directory: Path) -> list[tuple[int, Path]]:
         return []
     except OSError as error:
         raise ConfigurationError(
-            f"the checkpoint directory {directory} cannot be read ({error.strerror}); use another "
-            "--checkpoint-dir"
+            f"the checkpoint directory {directory} cannot be read ({error.strerror}); use another --checkpoint-dir"
         ) from None
     matches = ((_COMPLETE.fullmatch(path.name), path) for path in entries)
     return [(int(match[1]), path) for match, path in matches if match]
@@ -330,9 +327,7 @@ class CheckpointWriter:
     def _write(self, step: int, tree: dict[str, Any]) -> None:
         directory = self._policy.directory
         failed_before = self.failure is not None
-        failure: str | None = (
-            f"the writer of the checkpoint of step {step} ended with an error: see its traceback"
-        )
+        failure: str | None = f"the writer of the checkpoint of step {step} ended with an error: see its traceback"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if not self._tidy:
@@ -375,9 +370,7 @@ class CheckpointWriter:
             try:
                 path.rename(doomed)
             except OSError as error:
-                self._on_event(
-                    f"could not remove the old checkpoint {path} ({error.strerror}); remove it by hand"
-                )
+                self._on_event(f"could not remove the old checkpoint {path} ({error.strerror}); remove it by hand")
                 continue
             self._discard(doomed)
 

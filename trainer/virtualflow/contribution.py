@@ -36,6 +36,7 @@ class Kind(IntEnum):
 
     TRAIN = 1
     EVALUATE = 2
+    FINISH = 3
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ Collate = Callable[[list[Any]], Any]
 _PR_SET_PDEATHSIG = 1
 
 
+_START_METHODS = ("fork", "spawn")
+"""Ways to start a loader process by which it can be tied to the life of its worker; a fork server is none."""
+
+
 class LoaderOptions(TypedDict, total=False):
     """Arguments of ``torch.utils.data.DataLoader`` that pass through unchanged, with torch's own defaults."""
 
@@ -107,10 +111,11 @@ def check_options(options: LoaderOptions) -> None:
         if idle:
             raise ConfigurationError(f"{', '.join(idle)} needs loader processes; set num_workers above 0")
     context = options.get("multiprocessing_context")
-    if isinstance(context, str) and context not in torch.multiprocessing.get_all_start_methods():
+    method = context if context is None or isinstance(context, str) else context.get_start_method()
+    if processes and (method or torch.multiprocessing.get_start_method()) not in _START_METHODS:
         raise ConfigurationError(
-            f"multiprocessing_context {context!r} does not exist here; "
-            f"use one of {', '.join(torch.multiprocessing.get_all_start_methods())}"
+            f"multiprocessing_context {method or torch.multiprocessing.get_start_method()!r} is not supported, because "
+            f"such loader processes would outlive a worker that is killed; use one of {', '.join(_START_METHODS)}"
         )
 
 
@@ -195,10 +200,8 @@ def _parentage(options: LoaderOptions) -> _Parentage:
         method = torch.multiprocessing.get_start_method()
     else:
         method = context if isinstance(context, str) else context.get_start_method()
-    # Linux ties a child to the thread that started it. A fork server is its children's parent and dies with
-    # us itself.
-    lasting = threading.current_thread() is threading.main_thread()
-    tied = sys.platform == "linux" and method != "forkserver" and lasting
+    # Linux ties a child to the thread that started it.
+    tied = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
     return _Parentage(parent=os.getpid() if tied else None, forked=method == "fork")
 
 

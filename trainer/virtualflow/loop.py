@@ -24,7 +24,7 @@ from virtualflow import messages as m
 from virtualflow import state
 from virtualflow.audit import Audit
 from virtualflow.checkpoint import CheckpointPolicy, JobIdentity
-from virtualflow.contribution import Head
+from virtualflow.contribution import Head, Kind
 from virtualflow.determinism import Pinned, fingerprint, pin
 from virtualflow.errors import CommunicatorBroken, Drained, VirtualFlowError, show_errors_plainly
 from virtualflow.keeper import Keeper, choose_policy
@@ -47,7 +47,7 @@ from virtualflow.settings import (
 from virtualflow.step import Step
 from virtualflow.stopwatch import Stopwatch
 from virtualflow.training import Training
-from virtualflow.update import Outcome, SchedulerInterval, Update
+from virtualflow.update import Outcome, SchedulerInterval, Update, read_heads
 
 logger = logging.getLogger("virtualflow.worker")
 
@@ -245,7 +245,28 @@ class Run:
         if not self._trained:
             logger.warning("the with block ended after %d steps, before the last one", self.training.completed_steps)
         if self.participation.has_state:
+            self._agree_on_end()
             self.reporter.done(lambda: self.participation.recover(CommunicatorBroken("a peer needs help to finish")))
+
+    def _agree_on_end(self) -> None:
+        """See that all workers are at the end.
+
+        Raises:
+            VirtualFlowError: one still trains or evaluates, which only the leader was told to do.
+        """
+        part, number = self.participation, self.training.exchanges + 1
+        while self.training.exchanges < number:
+            form = self.update.head_format(part.ranges)
+            head = form.write(Kind.FINISH, number, 0, NOTHING, False, False, [], [])
+            try:
+                read_heads(form, part.communicator.all_gather(head), Kind.FINISH, number)
+            except CommunicatorBroken as error:
+                part.recover(error)
+            except VirtualFlowError as error:
+                report_failure(self._session, error)
+                raise
+            else:
+                self.training.exchanges, self.training.evaluated = number, None
 
     def _close(self) -> None:
         for number, handler in self._handlers.items():
@@ -330,6 +351,10 @@ class Run:
             raise Drained("SIGTERM")
         self.participation.switch_if_agreed()
 
+    def seed_between_steps(self) -> None:
+        """Let random numbers of the user's code after a step or an evaluation be the same on all workers."""
+        seed_virtual_node(self._options.seed, self.training.exchanges, self.virtual_nodes + 1)
+
     def log_metrics(self, metrics: dict[str, float | Tensor]) -> None:
         """Note metrics of the present virtual node (``Step.log``)."""
         for name, value in metrics.items():
@@ -411,6 +436,8 @@ class Run:
     def _commit(self, number: int, outcome: Outcome) -> None:
         """Apply a complete exchange and do all that belongs between two steps."""
         training, session, before = self.training, self._session, self.training.members
+        # An optimizer may draw at random, and so may the user's code after the step: the same on all workers.
+        seed_virtual_node(self._options.seed, number, self.virtual_nodes)
         training.commit(outcome, len(self.participation.ranges))
         generation = NOTHING if session is None else session.generation
         change = self._stopwatch.commit(time.monotonic(), number, before, generation)
@@ -467,6 +494,7 @@ class Run:
 
     def end_evaluation(self) -> None:
         """The evaluation is over: joiners may come."""
+        self.seed_between_steps()
         self.reporter.phase("training")
 
 

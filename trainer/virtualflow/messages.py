@@ -1,8 +1,8 @@
 """What goes over the wire between workers, the coordinator and whoever signals it: typed, bounded JSON.
 
 Workers hold one WebSocket to the coordinator (``/v1/worker``); the operator and the command line use HTTP requests
-and the watch stream. Decoding is strict (msgspec): an unknown field or tag, a wrong type or a number out of bounds is refused
-as a whole and changes nothing.
+and the watch stream. Decoding is strict (msgspec): an unknown field or tag, a wrong type or a number out of bounds is
+refused as a whole and changes nothing.
 """
 
 from __future__ import annotations

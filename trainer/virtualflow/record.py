@@ -92,7 +92,8 @@ class Record:
         if hello.total_steps is not None:
             self.history.total_steps = hello.total_steps
         running = self.running is not None and bool(self.running.members)
-        self._send(hello.incarnation, m.Welcome(running, self.history.step, self.hold, self.settings.heartbeat_limit / HEARTBEATS))
+        heartbeat = self.settings.heartbeat_limit / HEARTBEATS
+        self._send(hello.incarnation, m.Welcome(running, self.history.step, self.hold, heartbeat))
         if known is not None and known.draining and not hello.draining:
             seconds = max(0.0, (worker.deadline or self.now) - self.now)
             self._send(hello.incarnation, m.Drain(seconds, "asked to"))

@@ -77,9 +77,7 @@ def flatten(tree: Tree, *, canonical: bool = False) -> tuple[Json, list[Tensor]]
     try:
         return _describe(tree, "", tensors, canonical), tensors
     except RecursionError:
-        raise ConfigurationError(
-            "the state is nested too deeply to be saved; does it contain itself?"
-        ) from None
+        raise ConfigurationError("the state is nested too deeply to be saved; does it contain itself?") from None
 
 
 def unflatten(skeleton: Json, tensors: list[Tensor]) -> Tree:
@@ -370,15 +368,12 @@ def _check_fit(
         owner, _, leaf = name.rpartition(".")
         if owner not in modules or leaf not in modules[owner]._buffers:
             raise ConfigurationError(
-                f"the state has a buffer {name}, which this model does not register; "
-                "register it from the start"
+                f"the state has a buffer {name}, which this model does not register; register it from the start"
             )
     groups = [len(group["params"]) for group in optimizer.param_groups]
     saved = [len(group["params"]) for group in tree["optimizer"]["param_groups"]]
     if groups != saved:
-        raise ConfigurationError(
-            f"the optimizer's groups hold {groups} parameters here and {saved} in the state"
-        )
+        raise ConfigurationError(f"the optimizer's groups hold {groups} parameters here and {saved} in the state")
     for name, part in parts.items():
         # A disabled GradScaler has an empty state, and an enabled one does not load it.
         here, there = bool(part is not None and part.state_dict()), bool(tree[name])
@@ -414,9 +409,7 @@ def _restore_buffers(model: torch.nn.Module, saved: dict[str, Tensor]) -> None:
         setattr(module, leaf, None if source is None else source.to(device or "cpu", copy=True))
 
 
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer, saved: dict[str, Any], hosted: set[tuple[int, str]]
-) -> None:
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], hosted: set[tuple[int, str]]) -> None:
     for group, loaded in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         for key, value in loaded.items():
             if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
@@ -499,9 +492,7 @@ def signature(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             **_tensor_signature(_storable(parameter, f"parameter {name}")),
             "trained": parameter.requires_grad,
         }
-    groups = [
-        [first.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups
-    ]
+    groups = [[first.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         for parameter, name in zip(group["params"], names, strict=True):
             if not name:
@@ -510,9 +501,7 @@ def signature(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
                     "does not hold; put both in one module, for example nn.ModuleList([model, criterion]), "
                     "and pass that as the model"
                 )
-    buffers = {
-        name: _tensor_signature(_storable(buffer, f"buffer {name}")) for name, buffer in model.named_buffers()
-    }
+    buffers = {name: _tensor_signature(_storable(buffer, f"buffer {name}")) for name, buffer in model.named_buffers()}
     return {
         "parameters": parameters,
         "ties": ties,
@@ -532,9 +521,7 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
                 return f"{noun} {name} exists {one} and not {other}"
             for fact, word in (("shape", str), ("dtype", str), ("trained", _trained)):
                 if ours[name].get(fact) != theirs[name].get(fact):
-                    return (
-                        f"{noun} {name} is {word(ours[name][fact])} here and {word(theirs[name][fact])} there"
-                    )
+                    return f"{noun} {name} is {word(ours[name][fact])} here and {word(theirs[name][fact])} there"
     ours, theirs = here.get("ties", {}), there.get("ties", {})
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):

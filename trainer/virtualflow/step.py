@@ -85,5 +85,6 @@ class Step:
                 self._rehearsing = False
         self.bind()
         yield from self._run.carry(self.number)
+        self._run.seed_between_steps()
         self.metrics = dict(self._run.metrics)
         self.complete = True

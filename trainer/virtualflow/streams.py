@@ -167,9 +167,7 @@ class _Stream:
 class _Reader(IterableDataset[tuple[int, Any]]):
     """A shard from some position on, as the ``DataLoader`` sees it: numbered samples, each seeded."""
 
-    def __init__(
-        self, dataset: Shardable, seed: int, *, index: int, count: int, epoch: int, start: int
-    ) -> None:
+    def __init__(self, dataset: Shardable, seed: int, *, index: int, count: int, epoch: int, start: int) -> None:
         self._dataset = dataset
         self._seed = seed
         self._index = index
@@ -179,9 +177,7 @@ class _Reader(IterableDataset[tuple[int, Any]]):
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         seed_stream_sample(self._seed, self._epoch, self._index, _OPENING)
-        samples = iter(
-            self._dataset.shard(index=self._index, count=self._count, epoch=self._epoch, start=self._start)
-        )
+        samples = iter(self._dataset.shard(index=self._index, count=self._count, epoch=self._epoch, start=self._start))
         position = self._start
         while True:
             seed_stream_sample(self._seed, self._epoch, self._index, position)

@@ -324,8 +324,8 @@ def read_heads(form: HeadFormat, gathered: Tensor, kind: Kind, number: int) -> t
     for head in heads:
         if head.kind != kind or head.exchange != number:
             raise VirtualFlowError(
-                "workers are at different places: some train while others evaluate; every worker must call "
-                "vf.evaluate at the same step (not only the leader)"
+                "workers are at different places of the script: some train, evaluate or are through while others are "
+                "not; every worker must call vf.evaluate at the same step (not only the leader)"
             )
     return heads
 
