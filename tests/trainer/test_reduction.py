@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def divisions(draw: st.DrawFn, virtual_nodes: int) -> list[range]:
     workers = draw(st.integers(1, min(virtual_nodes, 6)))
     cuts = sorted(draw(st.sets(st.integers(1, virtual_nodes - 1), min_size=workers - 1, max_size=workers - 1)))
     edges = [0, *cuts, virtual_nodes]
-    return [range(left, right) for left, right in zip(edges, edges[1:], strict=False)]
+    return [range(left, right) for left, right in pairwise(edges)]
 
 
 @st.composite
@@ -227,18 +228,16 @@ def test_a_zero_has_the_sign_that_the_rule_gives_it(nodes: list[list[float] | No
             assert math.copysign(1.0, float(tensor)) == sign
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_factor_is_not_rounded_to_the_type_of_the_tensors(dtype: torch.dtype) -> None:
-    # 96 / 95 is 1.0078125 in bfloat16, which is more than one half of a unit in the last place away from it.
     scale = 96 / 95
     value = torch.linspace(1, 200, 300).to(dtype)
+    exact = (value.float() * scale).to(dtype)
+    assert not torch.equal(exact, value * torch.tensor(scale, dtype=dtype)), "otherwise this shows nothing"
     problem = Problem(2, [value], [[value], [torch.zeros_like(value)]])
-    exact = (value.double() * scale).float().to(dtype) if dtype != torch.float64 else value * scale
     for ranges in ([range(2)], [range(1), range(1, 2)]):
         found, _ = reduce_on([(problem, ranges)], ALL_TO_ALL, scale)
-        for ((tensor,),) in found:
-            assert tensor is not None
-            torch.testing.assert_close(tensor, exact, rtol=torch.finfo(dtype).eps / 2, atol=0)
+        assert [bits(tensors) for (tensors,) in found] == [bits([exact])] * len(found)
 
 
 @given(virtual_nodes=st.integers(1, 200), data=st.data())
