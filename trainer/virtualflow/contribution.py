@@ -238,13 +238,21 @@ class BufferTracker:
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers: dict[str, _Buffer] = {}
-        seen: set[int] = set()
-        for prefix, module in model.named_modules():
+        self._modules = list(model.named_modules())
+        self._ties: list[tuple[str, nn.Module, str, str]] = []
+        """Further places of a tensor: the name, the module and its attribute, and the name of the first place."""
+        self._tied_names: set[str] = set()
+        seen: dict[int, str] = {}
+        for prefix, module in self._modules:
             for attribute, tensor in module._buffers.items():
-                if tensor is None or id(tensor) in seen:
+                if tensor is None:
                     continue
-                seen.add(id(tensor))
                 name = f"{prefix}.{attribute}" if prefix else attribute
+                if id(tensor) in seen:
+                    self._ties.append((name, module, attribute, seen[id(tensor)]))
+                    self._tied_names.add(name)
+                    continue
+                seen[id(tensor)] = name
                 self._buffers[name] = _Buffer(module, attribute, tensor, tensor.detach().clone())
 
     def begin(self) -> None:
@@ -260,6 +268,7 @@ class BufferTracker:
 
         Buffers of the schema are always among them; the values are copies.
         """
+        self._refuse_strangers()
         averaged: dict[str, Tensor] = {}
         copied: dict[str, Tensor] = {}
         for name, buffer in self._buffers.items():
@@ -268,18 +277,44 @@ class BufferTracker:
             present = buffer.module._buffers[buffer.attribute]
             value = buffer.baseline if present is None else present.detach()
             if value.shape != buffer.tensor.shape:
-                if buffer.attribute not in buffer.module._non_persistent_buffers_set:
+                if buffer.attribute not in buffer.module._non_persistent_buffers_set or name in {
+                    *schema.averaged,
+                    *schema.copied,
+                }:
                     raise ConfigurationError(
                         f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} "
                         "in a forward pass, so virtual nodes cannot be averaged; give it its shape from the start"
                     )
-                # A cache, which the next virtual node makes anew.
-                buffer.put(buffer.baseline)
+                # A cache that has grown. It stays, because its module remembers elsewhere how far it reaches.
+                buffer.tensor = buffer.tensor if present is None else present
+                buffer.baseline = value.clone()
                 continue
             target = averaged if _averages(buffer.tensor) else copied
             target[name] = value.to(buffer.tensor.dtype, copy=True).reshape(buffer.tensor.shape)
             buffer.put(buffer.baseline)
         return averaged, copied
+
+    def _refuse_strangers(self) -> None:
+        """Refuse what no virtual node could start anew from: buffers that came, and tied ones that were replaced.
+
+        Raises:
+            ConfigurationError: there is one of them. One that is not persistent is a cache and may come.
+        """
+        for prefix, module in self._modules:
+            for attribute, tensor in module._buffers.items():
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if tensor is None or name in self._buffers or name in self._tied_names:
+                    continue
+                if attribute not in module._non_persistent_buffers_set:
+                    raise ConfigurationError(
+                        f"buffer {name} came into being in a forward pass, so virtual nodes cannot start from the same "
+                        "value; register it with a tensor from the start, or with persistent=False if it is a cache"
+                    )
+        for name, module, attribute, first in self._ties:
+            if module._buffers.get(attribute) is not self._buffers[first].tensor:
+                raise ConfigurationError(
+                    f"buffer {name} shares its tensor with {first} and was replaced; change it in place"
+                )
 
     def changed(self, name: str, value: Tensor) -> bool:
         """Whether ``value`` differs from what the step began with."""

@@ -283,10 +283,11 @@ class Session:
 
             if not self.link.wait(called, max(0.0, limit - time.monotonic())):
                 break
+            ended = self.link.ended
+            if ended is not None and (ended.failed or not self.link.released):
+                self.raise_if_over()
             if self.link.released or self.link.refused is not None:
                 return
-            if self.link.ended is not None:
-                self.raise_if_over()
             take_part()
         logger.warning("nobody has taken the result of %s within %g s", self.worker, self._settings.goodbye)
 

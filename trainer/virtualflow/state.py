@@ -396,15 +396,17 @@ def _restore_buffers(model: torch.nn.Module, saved: dict[str, Tensor]) -> None:
     buffers = dict(model.named_buffers())
     for name in sorted(buffers.keys() | saved.keys()):
         target, source = buffers.get(name), saved.get(name)
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
         if target is not None and source is not None:
+            if target.shape != source.shape and leaf in module._non_persistent_buffers_set:
+                continue  # a cache, and its module remembers elsewhere how far its own one reaches
             if target.shape == source.shape and target.dtype == source.dtype:
                 _overwrite(target, source)
             else:  # Observers and caches grow while they run.
                 target.data = source.to(target.device, copy=True)
             continue
         # It is None on one side: a buffer that its module fills or drops while it runs.
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
         device = next((tensor.device for tensor in [*module.parameters(), *model.parameters()]), None)
         setattr(module, leaf, None if source is None else source.to(device or "cpu", copy=True))
 
