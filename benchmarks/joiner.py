@@ -1,13 +1,15 @@
 """What a joiner's start costs the worker that trains meanwhile, where a core is free for it.
 
 One worker trains on one core; then a second boots (imports, model, connection, rehearsal) on the other. Step times of
-the first, before and meanwhile, and the same with no joiner at all, for the noise of the machine.
+the first, before and meanwhile; the same with nobody, for the noise of the machine; and with a process that boots the
+same script but has nothing to do with the job, for what cores share (caches, memory, a physical core's threads).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 
 from benchmarks.jobs import run_job
@@ -19,9 +21,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     print("median step of a worker alone on its core: first half, second half, ratio")
-    for name, schedule in (("nobody joins", []), ("a joiner boots", ["--schedule", "300:=2"])):
+    cases: list[tuple[str, list[str], str]] = [
+        ("nobody joins", [], ""),
+        ("a stranger boots", [], "1"),
+        ("a joiner boots", ["--schedule", "300:=2"], ""),
+    ]
+    for name, schedule, stranger in cases:
         ratios = []
         for _ in range(args.runs):
+            os.environ["STRANGER"] = stranger
             _, output = run_job("--workers", 1, *schedule, "benchmarks/pinned.py", "--steps", 600)
             line = next(json.loads(line) for line in output.splitlines() if line.startswith('{"before"'))
             ratios.append(line["during"] / line["before"])

@@ -30,8 +30,8 @@ import psutil
 import torch
 from aiohttp import web
 
+from virtualflow import digests, settings
 from virtualflow import messages as m
-from virtualflow import settings, state
 from virtualflow.coordinator import Coordinator
 from virtualflow.errors import Leave
 
@@ -82,7 +82,7 @@ def trained(
     run: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, metrics: Any = None, more: Any = None
 ) -> Trained:
     """The bits of a finished training."""
-    return Trained(state.digest(model.state_dict()), state.optimizer_digest(optimizer), metrics, more)
+    return Trained(digests.digest(model.state_dict()), digests.optimizer_digest(optimizer), metrics, more)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from virtualflow import checkpoint, state
-from virtualflow.checkpoint import CheckpointPolicy, CheckpointWriter, Found, JobIdentity, find_newest, load
+from virtualflow import checkpoint_files, trees
+from virtualflow.checkpoint import CheckpointPolicy, CheckpointWriter
+from virtualflow.checkpoint_files import Found, JobIdentity, find_newest, load
 from virtualflow.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -79,7 +80,7 @@ def assert_holds(found: Found, step: int, size: int = 1000) -> None:
 
 def test_a_checkpoint_holds_every_dtype_bit_by_bit(tmp_path: Path, events: list[str]) -> None:
     raw = torch.randint(0, 256, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    tensors: dict[str, Any] = {name: raw.view(dtype) for name, dtype in state.DTYPES.items() if name != "bool"}
+    tensors: dict[str, Any] = {name: raw.view(dtype) for name, dtype in trees.DTYPES.items() if name != "bool"}
     shared = torch.arange(6.0)
     tensors |= {
         "bool": torch.tensor([True, False]),
@@ -94,7 +95,7 @@ def test_a_checkpoint_holds_every_dtype_bit_by_bit(tmp_path: Path, events: list[
     assert writer.save_now(1, tree)
     assert writer.failure is None
     assert writer.newest == 1
-    assert state.pack(load(newest(tmp_path, events))).equal(state.pack(tree))
+    assert trees.pack(load(newest(tmp_path, events))).equal(trees.pack(tree))
     assert events == []
 
 
@@ -191,7 +192,7 @@ def test_no_single_flipped_bit_of_a_manifest_passes_for_another_job(tmp_path: Pa
 
 def test_a_checkpoint_of_a_newer_format_is_refused_and_not_taken_for_damage(tmp_path: Path, events: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT", 2)
+        patch.setattr(checkpoint_files, "FORMAT", 2)
         writer_to(tmp_path, events).save_now(1, tree_of(1))
     with pytest.raises(
         ConfigurationError, match="has format 2 and this version of VirtualFlow reads 1; use the version"
@@ -327,14 +328,14 @@ def test_a_valid_checkpoint_of_the_same_step_is_left_as_it_is(tmp_path: Path, ev
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """A disk that is as slow as the test wants: (it has started to write, let it go on)."""
     started, go_on = threading.Event(), threading.Event()
-    write = checkpoint.save_file
+    write = checkpoint_files.save_file
 
     def slow(*args: Any, **options: Any) -> None:
         started.set()
         assert go_on.wait(60)
         write(*args, **options)
 
-    monkeypatch.setattr(checkpoint, "save_file", slow)
+    monkeypatch.setattr(checkpoint_files, "save_file", slow)
     yield started, go_on
     go_on.set()
 
@@ -393,7 +394,7 @@ def test_what_cannot_be_saved_is_an_error_in_the_training_thread(tmp_path: Path,
 def test_a_defect_in_the_writing_thread_is_not_silent(
     tmp_path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "save_file", None)
+    monkeypatch.setattr(checkpoint_files, "save_file", None)
     writer = writer_to(tmp_path, events)
     writer.save(1, tree_of(1))
     assert writer.flush(60)
@@ -507,7 +508,8 @@ WRITE_FOR_EVER = """
 import sys, time
 from pathlib import Path
 import torch
-from virtualflow.checkpoint import CheckpointPolicy, CheckpointWriter, JobIdentity, find_newest, load
+from virtualflow.checkpoint import CheckpointPolicy, CheckpointWriter
+from virtualflow.checkpoint_files import JobIdentity, find_newest, load
 sys.path.insert(0, sys.argv[2])
 from test_checkpoint import IDENTITY, tree_of
 directory = Path(sys.argv[1])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from virtualflow import state
+from virtualflow import digests
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.py"
@@ -125,4 +125,4 @@ def test_the_digest_of_the_document_is_the_one_of_a_report() -> None:
     names: dict[str, Any] = {}
     exec(blocks("docs/determinism.md")[0], names)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
-    assert names["digest"](model) == state.digest(model.state_dict())
+    assert names["digest"](model) == digests.digest(model.state_dict())

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from virtualflow import state
+from virtualflow import digests, state, trees
 from virtualflow.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -55,7 +55,7 @@ def assert_same(one: Any, other: Any, path: str = "tree") -> None:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    dtype = draw(st.sampled_from(list(state.DTYPES.values())))
+    dtype = draw(st.sampled_from(list(trees.DTYPES.values())))
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     size = math.prod(shape) * dtype.itemsize
     raw = draw(st.binary(min_size=size, max_size=size))
@@ -73,7 +73,7 @@ keys = st.one_of(every_text, st.integers(), st.integers(2**70, 2**80))
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(2**62, 2**200), st.floats(), every_text, tensors()
 )
-trees = st.recursive(
+every_tree = st.recursive(
     leaves,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
@@ -87,45 +87,45 @@ trees = st.recursive(
 )
 
 
-@given(trees)
+@given(every_tree)
 @settings(max_examples=150, deadline=None)
 def test_a_tree_survives_flattening_through_json_exactly(tree: Any) -> None:
-    skeleton, tensors = state.flatten(tree)
-    assert_same(tree, state.unflatten(json.loads(json.dumps(skeleton)), tensors))
+    skeleton, tensors = trees.flatten(tree)
+    assert_same(tree, trees.unflatten(json.loads(json.dumps(skeleton)), tensors))
 
 
-@given(trees)
+@given(every_tree)
 @settings(max_examples=150, deadline=None)
 def test_a_tree_survives_packing_exactly_and_the_packed_form_is_a_function_of_it(tree: Any) -> None:
-    packed = state.pack(tree)
+    packed = trees.pack(tree)
     assert packed.dtype is torch.uint8
     assert packed.is_contiguous()
-    assert packed.numel() % state.ALIGNMENT == 0
-    assert_same(tree, state.unpack(packed))
-    assert torch.equal(packed, state.pack(tree))
+    assert packed.numel() % trees.ALIGNMENT == 0
+    assert_same(tree, trees.unpack(packed))
+    assert torch.equal(packed, trees.pack(tree))
 
 
-@given(trees, st.data())
+@given(every_tree, st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_packed_tree_that_was_cut_short_or_grew_is_refused(tree: Any, data: st.DataObject) -> None:
-    packed = state.pack(tree)
+    packed = trees.pack(tree)
     with pytest.raises(ValueError, match=REFUSED):
-        state.unpack(packed[: data.draw(st.integers(0, packed.numel() - 1))])
+        trees.unpack(packed[: data.draw(st.integers(0, packed.numel() - 1))])
     with pytest.raises(ValueError, match=REFUSED):
-        state.unpack(torch.cat([packed, torch.zeros(data.draw(st.integers(1, 40)), dtype=torch.uint8)]))
+        trees.unpack(torch.cat([packed, torch.zeros(data.draw(st.integers(1, 40)), dtype=torch.uint8)]))
 
 
-@given(trees, st.data())
+@given(every_tree, st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_header_is_refused(tree: Any, data: st.DataObject) -> None:
-    packed = state.pack(tree)
-    header, _ = state.encode(tree)
-    position = data.draw(st.integers(0, state.PREFIX.size - 5 + len(header)))
-    if position >= state.PREFIX.size - 4:
+    packed = trees.pack(tree)
+    header, _ = trees.encode(tree)
+    position = data.draw(st.integers(0, trees.PREFIX.size - 5 + len(header)))
+    if position >= trees.PREFIX.size - 4:
         position += 4  # The last field of the prefix is unused.
     packed[position] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(ValueError, match=REFUSED):
-        state.unpack(packed)
+        trees.unpack(packed)
 
 
 json_values = st.recursive(
@@ -134,12 +134,12 @@ json_values = st.recursive(
         st.booleans(),
         st.integers(),
         st.floats(),
-        st.sampled_from([*state.TAGS.values(), "tensor"]),
+        st.sampled_from([*trees.TAGS.values(), "tensor"]),
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.dictionaries(st.text(max_size=3), inner, max_size=2),
-        st.tuples(st.sampled_from([*state.TAGS.values(), "tensor", "int", "float", "str"]), inner).map(list),
+        st.tuples(st.sampled_from([*trees.TAGS.values(), "tensor", "int", "float", "str"]), inner).map(list),
     ),
     max_leaves=10,
 )
@@ -150,7 +150,7 @@ json_values = st.recursive(
 def test_whatever_else_json_holds_is_refused_as_a_value_error(value: Any) -> None:
     header = json.dumps({"tree": value, "tensors": []}).encode()
     try:
-        state.decode(header, lambda n, dtype, shape: torch.zeros(shape, dtype=dtype))
+        trees.decode(header, lambda n, dtype, shape: torch.zeros(shape, dtype=dtype))
     except ValueError:
         return
 
@@ -178,19 +178,19 @@ NONSENSE = {
 
 @pytest.mark.parametrize("header", NONSENSE.values(), ids=NONSENSE.keys())
 def test_a_well_framed_header_of_nonsense_is_refused(header: bytes) -> None:
-    framed = state.PREFIX.pack(state.MAGIC, len(header), zlib.crc32(header), 0) + header
-    framed += b"\0" * (-len(framed) % state.ALIGNMENT)
+    framed = trees.PREFIX.pack(trees.MAGIC, len(header), zlib.crc32(header), 0) + header
+    framed += b"\0" * (-len(framed) % trees.ALIGNMENT)
     with pytest.raises(ValueError, match=r"describe a state|shape of a tensor|cut short|Expecting|decode|not an entry"):
-        state.unpack(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
+        trees.unpack(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
 
 
 def test_a_packed_state_may_lie_anywhere_in_a_receive_buffer() -> None:
     tree = {"x": torch.randn(5, dtype=torch.float64), "y": torch.tensor(1 + 2j, dtype=torch.complex128)}
-    packed = state.pack(tree)
+    packed = trees.pack(tree)
     for offset in (0, 1, 7, 16):
         buffer = torch.zeros(packed.numel() + offset, dtype=torch.uint8)
         buffer[offset:] = packed
-        assert_same(tree, state.unpack(buffer[offset:]))
+        assert_same(tree, trees.unpack(buffer[offset:]))
 
 
 @pytest.mark.parametrize(
@@ -213,19 +213,19 @@ def test_a_packed_state_may_lie_anywhere_in_a_receive_buffer() -> None:
 )
 def test_what_cannot_be_saved_is_refused_by_path_and_type(tree: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        state.flatten(tree)
+        trees.flatten(tree)
 
 
 def test_a_tree_that_contains_itself_is_refused() -> None:
     tree: list[Any] = []
     tree.append(tree)
     with pytest.raises(ConfigurationError, match="nested too deeply"):
-        state.flatten(tree)
+        trees.flatten(tree)
 
 
 def test_numbers_of_numpy_become_numbers_of_python() -> None:
     tree = [np.float32(0.1), np.float64(0.1), np.int64(3), np.bool_(True), np.float64("nan")]
-    back = state.unpack(state.pack(tree))
+    back = trees.unpack(trees.pack(tree))
     assert [type(value) for value in back] == [float, float, int, bool, float]
     assert back[:4] == [float(np.float32(0.1)), 0.1, 3, True]
     assert math.isnan(back[4])
@@ -233,7 +233,7 @@ def test_numbers_of_numpy_become_numbers_of_python() -> None:
 
 def test_a_snapshot_shares_nothing_with_the_original() -> None:
     tree = {"tensor": torch.zeros(3), "list": [1, {"deep": torch.ones(2)[::1]}]}
-    copy = state.snapshot(tree)
+    copy = trees.snapshot(tree)
     tree["tensor"] += 1
     tree["list"].append(2)
     tree["list"][1]["deep"].zero_()
@@ -329,8 +329,8 @@ def test_a_restored_job_goes_on_with_the_same_bits(make: Make, dtype: torch.dtyp
     train(joiner, theirs, their_scheduler, range(10, 11))  # A joiner's own past must not matter.
     before = {name: (id(p), p.requires_grad) for name, p in joiner.named_parameters()}
 
-    packed = state.pack(state.capture(donor, ours, our_scheduler, None, {"position": (1, 2)}))
-    extra = state.restore(state.unpack(packed), joiner, theirs, their_scheduler, None)
+    packed = trees.pack(state.capture(donor, ours, our_scheduler, None, {"position": (1, 2)}))
+    extra = state.restore(trees.unpack(packed), joiner, theirs, their_scheduler, None)
 
     assert extra == {"position": (1, 2)}
     assert {name: (id(p), p.requires_grad) for name, p in joiner.named_parameters()} == before
@@ -339,8 +339,8 @@ def test_a_restored_job_goes_on_with_the_same_bits(make: Make, dtype: torch.dtyp
     for steps in (range(3, 3), range(3, 6)):
         train(donor, ours, our_scheduler, steps)
         train(joiner, theirs, their_scheduler, steps)
-        assert state.digest(donor.state_dict()) == state.digest(joiner.state_dict())
-        assert state.optimizer_digest(ours) == state.optimizer_digest(theirs)
+        assert digests.digest(donor.state_dict()) == digests.digest(joiner.state_dict())
+        assert digests.optimizer_digest(ours) == digests.optimizer_digest(theirs)
         assert_same(our_scheduler.state_dict(), their_scheduler.state_dict())
         assert_same(dict(donor.named_buffers()), dict(joiner.named_buffers()))
 
@@ -356,7 +356,7 @@ def test_capturable_state_comes_back_exactly() -> None:
             group["capturable"] = True
         pair.append((model, optimizer))
     (donor, ours), (joiner, theirs) = pair
-    state.restore(state.unpack(state.pack(state.capture(donor, ours, None, None, {}))), joiner, theirs, None, None)
+    state.restore(trees.unpack(trees.pack(state.capture(donor, ours, None, None, {}))), joiner, theirs, None, None)
     assert_same(ours.state_dict(), theirs.state_dict())
 
 
@@ -385,7 +385,7 @@ def test_optimizer_state_keeps_dtypes_that_torch_would_cast() -> None:
     donor, joiner = Net(0), Net(1)
     ours, theirs = HalfPrecisionMomentum(trained(donor)), HalfPrecisionMomentum(trained(joiner))
     train(donor, ours, None, range(3))
-    state.restore(state.unpack(state.pack(state.capture(donor, ours, None, None, {}))), joiner, theirs, None, None)
+    state.restore(trees.unpack(trees.pack(state.capture(donor, ours, None, None, {}))), joiner, theirs, None, None)
     assert_same(ours.state_dict(), theirs.state_dict())
 
 
@@ -395,7 +395,7 @@ def test_a_restored_job_shares_no_memory_with_the_tree() -> None:
     train(donor, ours, None, range(2))
     extra = {"kept": torch.zeros(1)}
     tree = state.capture(donor, ours, None, None, extra)
-    expected = state.snapshot(tree)
+    expected = trees.snapshot(tree)
     state.restore(tree, joiner, theirs, None, None)
     train(joiner, theirs, None, range(2, 5))
     assert_same(tree, expected)
@@ -425,12 +425,12 @@ def test_schedulers_go_on_where_they_were(name: str) -> None:
     ours, theirs = make(trained(donor)), make(trained(joiner))
     our_scheduler, their_scheduler = schedulers(ours)[name](), schedulers(theirs)[name]()
     train(donor, ours, our_scheduler, range(3))
-    tree = state.unpack(state.pack(state.capture(donor, ours, our_scheduler, None, {})))
+    tree = trees.unpack(trees.pack(state.capture(donor, ours, our_scheduler, None, {})))
     state.restore(tree, joiner, theirs, their_scheduler, None)
     train(donor, ours, our_scheduler, range(3, 6))
     train(joiner, theirs, their_scheduler, range(3, 6))
-    assert state.optimizer_digest(ours) == state.optimizer_digest(theirs)
-    assert state.digest(donor.state_dict()) == state.digest(joiner.state_dict())
+    assert digests.optimizer_digest(ours) == digests.optimizer_digest(theirs)
+    assert digests.digest(donor.state_dict()) == digests.digest(joiner.state_dict())
 
 
 def test_a_plateau_scheduler_that_waits_for_its_first_loss_keeps_its_infinity() -> None:
@@ -438,7 +438,7 @@ def test_a_plateau_scheduler_that_waits_for_its_first_loss_keeps_its_infinity() 
     optimizer = torch.optim.SGD(trained(model), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     state.restore(
-        state.unpack(state.pack(state.capture(model, optimizer, scheduler, None, {}))),
+        trees.unpack(trees.pack(state.capture(model, optimizer, scheduler, None, {}))),
         model,
         optimizer,
         scheduler,
@@ -463,7 +463,7 @@ def test_the_gradient_scaler_goes_on_with_its_scale() -> None:
     our_scaler.step(ours)
     our_scaler.update(new_scale=0.1)
     state.restore(
-        state.unpack(state.pack(state.capture(donor, ours, None, our_scaler, {}))),
+        trees.unpack(trees.pack(state.capture(donor, ours, None, our_scaler, {}))),
         joiner,
         theirs,
         None,
@@ -477,10 +477,10 @@ def test_the_gradient_scaler_goes_on_with_its_scale() -> None:
 def test_a_state_of_another_model_changes_nothing() -> None:
     donor, joiner = nn.Linear(4, 2), nn.Linear(4, 3)
     tree = state.capture(donor, torch.optim.SGD(donor.parameters()), None, None, {})
-    before = state.digest(joiner.state_dict())
+    before = digests.digest(joiner.state_dict())
     with pytest.raises(ConfigurationError, match=r"parameter weight is \[3, 4\] here and \[2, 4\] there"):
         state.restore(tree, joiner, torch.optim.SGD(joiner.parameters()), None, None)
-    assert state.digest(joiner.state_dict()) == before
+    assert digests.digest(joiner.state_dict()) == before
 
 
 def test_the_layout_in_memory_stays_and_does_not_matter() -> None:
@@ -489,7 +489,7 @@ def test_the_layout_in_memory_stays_and_does_not_matter() -> None:
     pair = [torch.optim.SGD(m.parameters()) for m in (donor, joiner)]
     state.restore(state.capture(donor, pair[0], None, None, {}), joiner, pair[1], None, None)
     assert joiner.weight.is_contiguous(memory_format=torch.channels_last)
-    assert state.digest(donor.state_dict()) == state.digest(joiner.state_dict())
+    assert digests.digest(donor.state_dict()) == digests.digest(joiner.state_dict())
 
 
 # -- digests and signatures ----------------------------------------------------------------------------------
@@ -500,31 +500,31 @@ def test_the_digest_is_what_anybody_can_compute() -> None:
     expected = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         expected.update(name.encode() + tensor.numpy().tobytes(order="C"))
-    assert state.digest(model.state_dict()) == expected.hexdigest()
+    assert digests.digest(model.state_dict()) == expected.hexdigest()
 
 
 def test_the_digest_sees_every_bit_and_extra_state_but_no_order() -> None:
     model = Net()
-    reference = state.digest(model.state_dict())
-    assert state.digest(dict(reversed(model.state_dict().items()))) == reference
+    reference = digests.digest(model.state_dict())
+    assert digests.digest(dict(reversed(model.state_dict().items()))) == reference
     model.note["seed"] = 1
-    changed = state.digest(model.state_dict())
+    changed = digests.digest(model.state_dict())
     assert changed != reference
     with torch.no_grad():
         model.frozen.view(torch.uint8)[5] ^= 1
-    assert state.digest(model.state_dict()) not in (changed, reference)
+    assert digests.digest(model.state_dict()) not in (changed, reference)
 
 
 def test_the_optimizer_digest_does_not_see_the_order_of_keys() -> None:
     model = Net()
     optimizer = torch.optim.Adam(trained(model))
     train(model, optimizer, None, range(1))
-    reference = state.optimizer_digest(optimizer)
+    reference = digests.optimizer_digest(optimizer)
     for parameter, entry in optimizer.state.items():
         optimizer.state[parameter] = dict(reversed(entry.items()))
-    assert state.optimizer_digest(optimizer) == reference
+    assert digests.optimizer_digest(optimizer) == reference
     optimizer.param_groups[0]["lr"] *= 2
-    assert state.optimizer_digest(optimizer) != reference
+    assert digests.optimizer_digest(optimizer) != reference
 
 
 def described(change: Callable[[nn.Module], Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -535,7 +535,7 @@ def described(change: Callable[[nn.Module], Any] | None = None, **options: Any) 
     make = options.get("make", torch.optim.SGD)
     groups = options.get("groups", [range(len(parameters))])
     optimizer = make([{"params": [parameters[n] for n in group]} for group in groups], lr=0.1)
-    signature = state.signature(model, optimizer)
+    signature = digests.signature(model, optimizer)
     return json.loads(json.dumps(signature))
 
 
@@ -602,15 +602,15 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
 
 @pytest.mark.parametrize(("here", "there", "sentence"), DIFFERENCES.values(), ids=DIFFERENCES.keys())
 def test_the_first_difference_is_named(here: dict[str, Any], there: dict[str, Any], sentence: str | None) -> None:
-    assert state.difference(here, there) == sentence
+    assert digests.difference(here, there) == sentence
 
 
 def test_a_difference_is_seen_from_both_sides_and_only_if_there_is_one() -> None:
     for here, there in itertools.product([there for _, there, _ in DIFFERENCES.values()], repeat=2):
-        assert (state.difference(here, there) is None) == (here == there)
+        assert (digests.difference(here, there) is None) == (here == there)
 
 
 def test_an_optimizer_with_a_parameter_outside_the_model_is_refused() -> None:
     model, stranger = nn.Linear(2, 2), nn.Parameter(torch.zeros(7))
     with pytest.raises(ConfigurationError, match=r"shape \[7\] that the model does not hold; put both in one module"):
-        state.signature(model, torch.optim.SGD([*model.parameters(), stranger]))
+        digests.signature(model, torch.optim.SGD([*model.parameters(), stranger]))

@@ -11,8 +11,9 @@ from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError
 
 if TYPE_CHECKING:
     from virtualflow.checkpoint import CheckpointPolicy
+    from virtualflow.entry import elastic
     from virtualflow.evaluation import evaluate
-    from virtualflow.loop import Run, elastic
+    from virtualflow.loop import Run
     from virtualflow.step import Step
 
 __all__ = [
@@ -31,7 +32,7 @@ _LAZY = {
     "CheckpointPolicy": "virtualflow.checkpoint",
     "Run": "virtualflow.loop",
     "Step": "virtualflow.step",
-    "elastic": "virtualflow.loop",
+    "elastic": "virtualflow.entry",
     "evaluate": "virtualflow.evaluation",
 }
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from virtualflow import state
+from virtualflow import trees
 from virtualflow.contribution import Kind
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError
 from virtualflow.loading import LoaderOptions, Source, open_source
@@ -102,7 +102,7 @@ def _together(run: Run, source: Source, fn: Callable[[Any], Rows]) -> list[Rows]
             raise VirtualFlowError("an evaluation was overtaken by a step; call vf.evaluate on all workers alike")
         by_node: dict[int, Rows] = {}
         for block in training.evaluated:
-            by_node |= state.unpack(block)
+            by_node |= trees.unpack(block)
         rows += [by_node[node] for node in sorted(by_node)]
     run.end_evaluation()
     return rows
@@ -120,7 +120,7 @@ def _exchange(run: Run, source: Source, fn: Callable[[Any], Rows], step: int, nu
     form = run.update.head_format(part.ranges)
     head = form.write(Kind.EVALUATE, number, 0, part.offer(evaluating=True), False, False, [], [])
     heads = read_heads(form, part.communicator.all_gather(head), Kind.EVALUATE, number)
-    blocks = gather_bytes(part.communicator, state.pack(mine), CommunicatorSettings.alignment)
+    blocks = gather_bytes(part.communicator, trees.pack(mine), CommunicatorSettings.alignment)
     run.commit_evaluation(blocks, heads)
 
 

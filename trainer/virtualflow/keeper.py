@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from virtualflow.checkpoint import CheckpointPolicy, CheckpointWriter, Found, JobIdentity, find_newest, load
+from virtualflow.checkpoint import CheckpointPolicy, CheckpointWriter
+from virtualflow.checkpoint_files import Found, JobIdentity, find_newest, load
 from virtualflow.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, WorkerEnvironment
 from virtualflow.training import Training
 

@@ -13,22 +13,21 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from virtualflow import messages as m
-from virtualflow import state
 from virtualflow.audit import Audit
-from virtualflow.checkpoint import CheckpointPolicy, JobIdentity
+from virtualflow.checkpoint_files import JobIdentity
 from virtualflow.contribution import Head, Kind
 from virtualflow.determinism import Pinned, fingerprint, pin
+from virtualflow.digests import signature as signature_of
 from virtualflow.errors import CommunicatorBroken, Drained, VirtualFlowError, show_errors_plainly
 from virtualflow.keeper import Keeper, choose_policy
-from virtualflow.loading import LoaderOptions, MicroBatch, Source, open_source
+from virtualflow.loading import MicroBatch, Source, open_source
 from virtualflow.options import Options, check_optimizer, check_scheduler, check_sizes
 from virtualflow.participation import Participation
 from virtualflow.randomness import seed_virtual_node
@@ -38,7 +37,6 @@ from virtualflow.session import NOTHING, Facts, Session
 from virtualflow.settings import (
     LOADER_GRACE,
     STOP_GRACE,
-    VIRTUAL_NODES,
     CommunicatorSettings,
     LinkSettings,
     MembershipSettings,
@@ -47,7 +45,7 @@ from virtualflow.settings import (
 from virtualflow.step import Step
 from virtualflow.stopwatch import Stopwatch
 from virtualflow.training import Training
-from virtualflow.update import Outcome, SchedulerInterval, Update, read_heads
+from virtualflow.update import Outcome, Update, read_heads
 
 logger = logging.getLogger("virtualflow.worker")
 
@@ -55,78 +53,8 @@ _active: list[Run] = []
 """The run whose ``with`` block this process is in: one at most."""
 
 
-def elastic(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    dataset: Any,
-    *,
-    batch_size: int,
-    epochs: int | None = None,
-    steps: int | None = None,
-    virtual_nodes: int = VIRTUAL_NODES,
-    seed: int = 0,
-    shuffle: bool = True,
-    drop_last: bool = False,
-    scheduler: Any = None,
-    scheduler_interval: SchedulerInterval = "step",
-    scaler: Any = None,
-    clip_grad_norm: float | None = None,
-    clip_grad_value: float | None = None,
-    checkpoint: CheckpointPolicy | Path | str | None = None,
-    deterministic: bool = True,
-    **loader: Unpack[LoaderOptions],
-) -> Run:
-    """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
-
-    Args:
-        model: built and seeded the same in every worker.
-        optimizer: over the model's parameters; one that needs a closure is refused.
-        dataset: map-style, or iterable with the shard protocol (``loading.Shardable``).
-        batch_size: samples of a global batch, divisible by the number of virtual nodes.
-        epochs: how often to go through the dataset; with ``steps`` too, whichever ends first. At least one is needed.
-        steps: how many optimizer updates to make.
-        virtual_nodes: equal slices of every global batch; the command line or the manifest overrides it.
-        seed: what the order of the samples and all random streams follow from.
-        shuffle: a new order every epoch.
-        drop_last: leave out a last short batch, which otherwise weighs by its samples.
-        scheduler: a learning rate scheduler, stepped once an update (``scheduler_interval="step"``), once an epoch
-            (``"epoch"``), or by your own code after the virtual nodes of a step (``"manual"``).
-        scaler: a ``GradScaler``; your code calls ``scaler.scale(loss).backward()``, the rest is the library's.
-        clip_grad_norm: the most that the norm of the reduced gradient may be.
-        clip_grad_value: the most that each element of the reduced gradient may be.
-        checkpoint: a directory or a policy; ``VIRTUALFLOW_CHECKPOINT_DIR`` and its kin override it.
-        deterministic: refuse kernels and workers that would give other bits.
-        **loader: passed through to the ``DataLoader``.
-
-    Returns:
-        The run; iterate over it inside its ``with`` block.
-    """
-    return Run(
-        model,
-        optimizer,
-        dataset,
-        Options(
-            batch_size,
-            epochs,
-            steps,
-            virtual_nodes,
-            seed,
-            shuffle,
-            drop_last,
-            scheduler,
-            scheduler_interval,
-            scaler,
-            clip_grad_norm,
-            clip_grad_value,
-            checkpoint,
-            deterministic,
-            loader,
-        ),
-    )
-
-
 class Run:
-    """A training in progress, in one worker; made by :func:`elastic`."""
+    """A training in progress, in one worker; made by :func:`virtualflow.elastic`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, options: Options) -> None:
         self._model = model
@@ -209,7 +137,7 @@ class Run:
             CommunicatorSettings.alignment,
         )
         self.training = Training(self._model, self._optimizer, options.scheduler, options.scaler, self.update)
-        signature = state.signature(self._model, self._optimizer)
+        signature = signature_of(self._model, self._optimizer)
         size = len(self._dataset) if self._source.steps_per_epoch is not None else None
         identity = JobIdentity(self.virtual_nodes, options.seed, options.batch_size, size, signature)
         policy = choose_policy(options.checkpoint, self._environment)

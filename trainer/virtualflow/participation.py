@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import torch
 
+from virtualflow import digests, trees
 from virtualflow import messages as m
-from virtualflow import state
 from virtualflow.alone import ALONE
 from virtualflow.communicator import Communicator
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
@@ -186,16 +186,16 @@ class Participation:
         if not transfer.rounds:
             return
         gives = communicator.rank in transfer.givers
-        received = move(communicator, transfer, state.pack(self._training.capture()) if gives else None)
+        received = move(communicator, transfer, trees.pack(self._training.capture()) if gives else None)
         if received is not None:
-            self._training.restore(state.unpack(received))
+            self._training.restore(trees.unpack(received))
 
     def _explain_difference(self, communicator: Communicator) -> None:
         raw = torch.frombuffer(bytearray(msgspec.json.encode(self._signature)), dtype=torch.uint8)
         blocks = gather_bytes(communicator, raw, CommunicatorSettings.alignment)
         signatures = [msgspec.json.decode(block.numpy().tobytes()) for block in blocks]
         for other in signatures:
-            found = state.difference(signatures[0], other)
+            found = digests.difference(signatures[0], other)
             if found is not None:
                 raise ConfigurationError(
                     f"the workers run different models: {found}; start all of them with the same script and arguments"

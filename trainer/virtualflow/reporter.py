@@ -7,8 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import Literal
 
+from virtualflow import digests
 from virtualflow import messages as m
-from virtualflow import state
 from virtualflow.errors import VirtualFlowError
 from virtualflow.session import Session
 from virtualflow.settings import LinkSettings
@@ -58,8 +58,8 @@ class Reporter:
             return
         done = m.Done(
             step=training.completed_steps,
-            digest=state.digest(training.model.state_dict()),
-            optimizer_digest=state.optimizer_digest(training.optimizer),
+            digest=digests.digest(training.model.state_dict()),
+            optimizer_digest=digests.optimizer_digest(training.optimizer),
             metrics={**training.metrics, **training.logged},
             step_ms=self._stopwatch.median_ms,
             timed_steps=self._stopwatch.timed_steps,

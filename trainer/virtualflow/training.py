@@ -11,8 +11,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from virtualflow import digests, state, trees
 from virtualflow import messages as m
-from virtualflow import state
 from virtualflow.contribution import Schema
 from virtualflow.update import Outcome, Update
 
@@ -81,7 +81,7 @@ class Training:
         survivor = self.update.contributed
         by_hand = survivor and not self.update.steps_scheduler
         kept = [{key: group[key] for key in _SCHEDULED if key in group} for group in self.optimizer.param_groups]
-        schedule = state.snapshot(self.scheduler.state_dict()) if by_hand and self.scheduler is not None else None
+        schedule = trees.snapshot(self.scheduler.state_dict()) if by_hand and self.scheduler is not None else None
         extra = state.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler)
         if by_hand:
             for group, values in zip(self.optimizer.param_groups, kept, strict=True):
@@ -98,10 +98,10 @@ class Training:
 
     def model_hash(self) -> int:
         """A number that differs when two freshly built models do."""
-        return int(state.digest(self.model.state_dict())[:15], 16)
+        return int(digests.digest(self.model.state_dict())[:15], 16)
 
 
 def signature_hash(signature: dict[str, Any]) -> int:
-    """A number that differs when two signatures (``state.signature``) do."""
+    """A number that differs when two signatures (``digests.signature``) do."""
     text = json.dumps(signature, sort_keys=True)
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)

@@ -166,7 +166,7 @@ def _stopped(runner: Runner, ending: Ending) -> str:
 
 
 def newest_checkpoint(directory: Path) -> int | None:
-    """The step of the newest checkpoint by its name (see virtualflow.checkpoint, which checks what is in it)."""
+    """The step of the newest checkpoint by its name (see virtualflow.checkpoint_files, which checks what is in it)."""
     names = (re.fullmatch(r"step-([0-9]+)", path.name) for path in directory.glob("step-*"))
     return max((int(name[1]) for name in names if name is not None), default=None)
 

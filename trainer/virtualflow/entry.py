@@ -1,0 +1,86 @@
+"""The door to the library: :func:`elastic`, and what each of its arguments means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from virtualflow.checkpoint import CheckpointPolicy
+from virtualflow.loading import LoaderOptions
+from virtualflow.loop import Run
+from virtualflow.options import Options
+from virtualflow.settings import VIRTUAL_NODES
+from virtualflow.update import SchedulerInterval
+
+
+def elastic(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    *,
+    batch_size: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    virtual_nodes: int = VIRTUAL_NODES,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    scheduler: Any = None,
+    scheduler_interval: SchedulerInterval = "step",
+    scaler: Any = None,
+    clip_grad_norm: float | None = None,
+    clip_grad_value: float | None = None,
+    checkpoint: CheckpointPolicy | Path | str | None = None,
+    deterministic: bool = True,
+    **loader: Unpack[LoaderOptions],
+) -> Run:
+    """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
+
+    Args:
+        model: built and seeded the same in every worker.
+        optimizer: over the model's parameters; one that needs a closure is refused.
+        dataset: map-style, or iterable with the shard protocol (``loading.Shardable``).
+        batch_size: samples of a global batch, divisible by the number of virtual nodes.
+        epochs: how often to go through the dataset; with ``steps`` too, whichever ends first. At least one is needed.
+        steps: how many optimizer updates to make.
+        virtual_nodes: equal slices of every global batch; the command line or the manifest overrides it.
+        seed: what the order of the samples and all random streams follow from.
+        shuffle: a new order every epoch.
+        drop_last: leave out a last short batch, which otherwise weighs by its samples.
+        scheduler: a learning rate scheduler, stepped once an update (``scheduler_interval="step"``), once an epoch
+            (``"epoch"``), or by your own code after the virtual nodes of a step (``"manual"``).
+        scaler: a ``GradScaler``; your code calls ``scaler.scale(loss).backward()``, the rest is the library's.
+        clip_grad_norm: the most that the norm of the reduced gradient may be.
+        clip_grad_value: the most that each element of the reduced gradient may be.
+        checkpoint: a directory or a policy; ``VIRTUALFLOW_CHECKPOINT_DIR`` and its kin override it.
+        deterministic: refuse kernels and workers that would give other bits.
+        **loader: passed through to the ``DataLoader``.
+
+    Returns:
+        The run; iterate over it inside its ``with`` block.
+    """
+    return Run(
+        model,
+        optimizer,
+        dataset,
+        Options(
+            batch_size,
+            epochs,
+            steps,
+            virtual_nodes,
+            seed,
+            shuffle,
+            drop_last,
+            scheduler,
+            scheduler_interval,
+            scaler,
+            clip_grad_norm,
+            clip_grad_value,
+            checkpoint,
+            deterministic,
+            loader,
+        ),
+    )
