@@ -12,8 +12,10 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -111,6 +113,7 @@ def _work(
     script: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], pipe: Connection, log: str
 ) -> None:
     os.environ.update(environment)
+    tempfile.tempdir = environment["TMPDIR"]
     # As in any script: a child of the fork server would start loader processes through a fork server of its own.
     multiprocessing.set_start_method("fork", force=True)
     with open(log, "w", buffering=1) as file:
@@ -181,7 +184,9 @@ class ElasticJob:
         self._directory = directory
         self._script = script
         self._arguments = arguments
-        self._environment = dict(environment or {})
+        # Of a short name, since sockets go there; a worker that is killed leaves something in it.
+        self._temporary = tempfile.mkdtemp(prefix="vf-")
+        self._environment = {"TMPDIR": self._temporary, **(environment or {})}
         self._coordinator = _CoordinatorThread(workers, membership or MEMBERSHIP)
         self.wanted = workers
         if hold is not None:
@@ -334,6 +339,7 @@ class ElasticJob:
             worker.process.join(PATIENCE)
             worker.pipe.close()
         self._coordinator.close()
+        shutil.rmtree(self._temporary)
         children = [pid for worker in self.workers.values() for pid in worker.children]
         processes = [psutil.Process(pid) for pid in children if psutil.pid_exists(pid)]
         _, alive = psutil.wait_procs(processes, timeout=5)

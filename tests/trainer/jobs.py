@@ -38,7 +38,7 @@ def run_job(directory: Path, *arguments: str | Path, limit: float = LIMIT) -> Fi
     report.unlink(missing_ok=True)
     audit.unlink(missing_ok=True)
     command = [sys.executable, "-m", "virtualflow", "run", "--plain", "--report", str(report), "--audit", str(audit)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "trainer"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "trainer"), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
     process = subprocess.run(
         [*command, *map(str, arguments)],
         cwd=ROOT,

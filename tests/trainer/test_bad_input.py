@@ -42,6 +42,12 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output of a job that has failed is kept; here it goes with the test."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 def environment(**more: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIRTUALFLOW_")}
     return {**inherited, "PYTHONPATH": str(ROOT / "trainer"), "OMP_NUM_THREADS": "1", **more}

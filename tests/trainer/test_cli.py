@@ -297,9 +297,10 @@ def test_a_run_leaves_a_report_and_an_audit_and_prints_once(command_line: Comman
     assert one["digest"] == two["digest"]
     assert one["optimizer_digest"] == two["optimizer_digest"]
     assert one["changes"] == []
+    # The kill may come before the joiner has made a step: then both are one change, by its graver cause.
     causes = [change["cause"] for change in two["changes"]]
-    assert causes[0] == "join"
     assert "lost" in causes
+    assert set(causes) <= {"join", "lost"}
     assert two["steps"] == 12
     assert two["digest"] in err.splitlines()[-1]
     rows = [json.loads(line) for line in (command_line.home / "audit.jsonl").read_text().splitlines()]

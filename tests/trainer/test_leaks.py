@@ -62,8 +62,16 @@ def surroundings() -> dict[str, Any]:
         "SIGTERM": signal.getsignal(signal.SIGTERM),
         "SIGINT": signal.getsignal(signal.SIGINT),
         "gradients": torch.is_grad_enabled(),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "threads": living_threads(),
     }
+
+
+def living_threads() -> list[str]:
+    """Names of threads, once those of closed queues have ended, which they do by themselves."""
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(timeout=10)
+    return sorted(thread.name for thread in threading.enumerate())
 
 
 def on_sigterm(number: int, frame: Any) -> None:
