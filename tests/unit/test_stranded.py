@@ -17,8 +17,8 @@ def hello(worker: str) -> m.Hello:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("entered_first", [True, False], ids=["the others' news first", "its own news first"])
-def test_a_survivor_left_behind_in_the_former_generation_is_recovered(entered_first: bool) -> None:
+def founded_job() -> tuple[Job, m.Plan]:
+    """A job in whose first generation a, b and c train."""
     job = Job(incarnation=1, wanted=3, settings=MembershipSettings(), now=0.0, wall=0.0)
     for worker in "abc":
         assert job.hello(hello(worker)) is None
@@ -28,6 +28,12 @@ def test_a_survivor_left_behind_in_the_former_generation_is_recovered(entered_fi
     assert founded is not None
     for worker in "abc":
         job.receive(f"i{worker}", m.Entered(founded, 0, False))
+    return job, founded
+
+
+@pytest.mark.parametrize("entered_first", [True, False], ids=["the others' news first", "its own news first"])
+def test_a_survivor_left_behind_in_the_former_generation_is_recovered(entered_first: bool) -> None:
+    job, founded = founded_job()
     job.drain(m.DrainCall(("b",)))
     job.decide()
     planned = job.proposed
@@ -54,15 +60,7 @@ def test_a_survivor_left_behind_in_the_former_generation_is_recovered(entered_fi
 
 
 def test_a_recovery_is_not_broken_because_not_all_have_entered_it_yet() -> None:
-    job = Job(incarnation=1, wanted=3, settings=MembershipSettings(), now=0.0, wall=0.0)
-    for worker in "abc":
-        assert job.hello(hello(worker)) is None
-    job.set_time(3.0, 3.0)
-    job.decide()
-    founded = job.proposed
-    assert founded is not None
-    for worker in "abc":
-        job.receive(f"i{worker}", m.Entered(founded, 0, False))
+    job, founded = founded_job()
     for incarnation in ("ia", "ic"):
         job.receive(incarnation, m.Broken(founded.generation, 9, "peer closed"))
     job.disconnected("ib")
