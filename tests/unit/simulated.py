@@ -94,9 +94,10 @@ class Worker:
 class World:
     """The workers, and the coordinator that they talk to."""
 
-    def __init__(self, wanted: int) -> None:
+    def __init__(self, wanted: int, minimum: int = 1) -> None:
         self.now = 1_000.0
         self.wanted = wanted
+        self.minimum = minimum
         self.workers: dict[str, Worker] = {}
         self.lineages = 0
         self.plans: dict[m.Generation, m.Plan] = {}
@@ -108,7 +109,7 @@ class World:
 
     def start_coordinator(self) -> None:
         self.coordinators += 1
-        self.job = Job(1_000 + self.coordinators, self.wanted, SETTINGS, self.now, 0.0)
+        self.job = Job(1_000 + self.coordinators, self.wanted, SETTINGS, self.now, 0.0, self.minimum)
         for worker in self.workers.values():
             self.disconnect(worker, tell=False, pause=1.0)
 
@@ -139,7 +140,11 @@ class World:
 
     def turn(self) -> None:
         self.job.set_time(self.now, 0.0)
+        begun = self.job.running is not None or self.job.proposed is not None
         self.wake_at = self.job.decide()
+        founded = self.job.proposed
+        if not begun and founded is not None and self.job.running is None:
+            assert len(founded.members) >= min(self.job.minimum, VIRTUAL_NODES), "too few to begin"
         assert self.wake_at is None or self.wake_at > self.now, "a busy loop"
         outbox, self.job.outbox = self.job.outbox, []
         for incarnation, message in outbox:

@@ -24,7 +24,8 @@ from aiohttp import web
 from virtualflow import messages as m
 from virtualflow.coordinator import Coordinator
 from virtualflow.errors import ConfigurationError
-from virtualflow.settings import MAX_MESSAGE, CoordinatorSettings, MembershipSettings
+from virtualflow.settings import MAX_MESSAGE, CoordinatorSettings, MembershipSettings, SignalSettings
+from virtualflow.signals import CoordinatorClient
 
 TOKEN = "the job's token"
 RIGHT = {"Authorization": f"Bearer {TOKEN}"}
@@ -188,6 +189,7 @@ def test_a_coordinator_without_a_token_is_none() -> None:
         pytest.param("scale", b'{"workers":NaN}', 400, id="NaN"),
         pytest.param("scale", b'{"workers":' + b"[" * 50_000, 400, id="deep nesting"),
         pytest.param("scale", b'{"workers":3}' + b" " * MAX_MESSAGE, 413, id="an oversized body"),
+        pytest.param("scale", b'{"workers":3,"minimum":0}', 400, id="a minimum of none"),
         pytest.param("drain", b'{"workers":[]}', 400, id="a drain of nobody"),
         pytest.param("drain", b'{"workers":["worker-0"],"deadline":-1}', 400, id="a deadline in the past"),
         pytest.param("drain", b'{"workers":["worker-9"]}', 404, id="a drain of an unknown worker"),
@@ -223,6 +225,20 @@ def test_calls_are_answered_with_a_sentence_and_reach_the_workers() -> None:
             assert answer.status == 200
         assert await told(stream) == m.Refuse("given up: its node is lost")
         assert await told(stream) is None
+
+    with_server(story)
+
+
+def test_the_minimum_is_set_with_the_number_of_workers() -> None:
+    async def story(server: Server) -> None:
+        for body, expected in (
+            ({"workers": 3, "minimum": 2}, 2),
+            ({"workers": 4}, 2),
+            ({"workers": 4, "minimum": 1}, 1),
+        ):
+            async with server.client.post(f"{server.url}/v1/scale", headers=RIGHT, json=body) as answer:
+                assert answer.status == 200
+            assert server.job.status().minimum == expected
 
     with_server(story)
 
@@ -395,6 +411,111 @@ def test_a_watcher_hears_of_every_change_and_of_the_last_one_at_the_end() -> Non
     with_server(story)
 
 
+STATUS = msgspec.json.Decoder(m.Status)
+
+
+async def seen(stream: aiohttp.ClientWebSocketResponse) -> m.Status:
+    """The next status that a watcher gets."""
+    return STATUS.decode((await stream.receive(timeout=5.0)).data)
+
+
+async def silent(stream: aiohttp.ClientWebSocketResponse, seconds: float) -> None:
+    with pytest.raises(TimeoutError):
+        await stream.receive(timeout=seconds)
+
+
+async def progress(server: Server, step: int) -> None:
+    """A worker reports a step."""
+    server.job.history.total_steps = 100
+    server.job.receive("worker-0.0", m.Progress(m.Generation(0, 0), step, 0, 100, {}, 1.0, "training"))
+    server.coordinator._turn()
+
+
+def test_a_quiet_watcher_hears_of_progress_rarely_and_of_everything_else_at_once() -> None:
+    async def story(server: Server) -> None:
+        await server.worker("worker-0")
+        loud = await server.client.ws_connect(f"{server.url}/v1/watch", headers=RIGHT)
+        quiet = await server.client.ws_connect(f"{server.url}/v1/watch?progress=3600", headers=RIGHT)
+        assert (await seen(loud)).step == (await seen(quiet)).step == 0
+        for step in (1, 2, 3):
+            await progress(server, step)
+            assert (await seen(loud)).step == step
+        server.job.event("info", "something else")
+        server.coordinator._turn()
+        told = await seen(quiet)
+        assert (told.step, told.events[-1].text) == (3, "something else")
+        await progress(server, 4)
+        while (await seen(loud)).step < 4:  # what happens at nearly the same time comes in one message
+            pass
+        await silent(quiet, 0.3)
+
+    with_server(story)
+
+
+def test_progress_is_told_when_its_time_has_come() -> None:
+    async def story(server: Server) -> None:
+        await server.worker("worker-0")
+        stream = await server.client.ws_connect(f"{server.url}/v1/watch?progress=0.4", headers=RIGHT)
+        await seen(stream)
+        began = time.monotonic()
+        for step in range(1, 6):
+            await progress(server, step)
+        assert (await seen(stream)).step == 5
+        assert 0.3 <= time.monotonic() - began < 2.0
+        await progress(server, 6)
+        assert (await seen(stream)).step == 6
+
+    with_server(story)
+
+
+def test_a_quiet_watcher_gets_the_last_progress_when_the_coordinator_ends() -> None:
+    async def story(server: Server) -> None:
+        await server.worker("worker-0")
+        stream = await server.client.ws_connect(f"{server.url}/v1/watch?progress=3600", headers=RIGHT)
+        await seen(stream)
+        await progress(server, 7)
+        await server.coordinator.close()
+        assert (await seen(stream)).step == 7
+
+    with_server(story)
+
+
+def test_a_brief_status_is_to_be_had_by_looking_and_by_watching() -> None:
+    async def story(server: Server) -> None:
+        for number in range(120):
+            server.job.event("info", str(number))
+        server.coordinator._turn()
+        stream = await server.client.ws_connect(f"{server.url}/v1/watch?brief=1", headers=RIGHT)
+        assert len((await seen(stream)).events) == 50
+        for query, events in (("", 120), ("?brief=0", 120), ("?brief=1", 50)):
+            async with server.client.get(f"{server.url}/v1/status{query}", headers=RIGHT) as answer:
+                assert len(STATUS.decode(await answer.read()).events) == events
+
+    with_server(story)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "watch?progress=-1",
+        "watch?progress=3601",
+        "watch?progress=nan",
+        "watch?progress=inf",
+        "watch?progress=soon",
+        "watch?progress=",
+        "watch?brief=yes",
+        "status?brief=2",
+    ],
+)
+def test_a_look_that_makes_no_sense_is_refused_with_a_sentence(query: str) -> None:
+    async def story(server: Server) -> None:
+        async with server.client.get(f"{server.url}/v1/{query}", headers=RIGHT) as answer:
+            assert answer.status == 400
+            assert "brief must be 0 or 1" in (await answer.json())["message"]
+
+    with_server(story)
+
+
 def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
     async def story(server: Server) -> None:
         deaf = await server.client.ws_connect(f"{server.url}/v1/watch", headers=RIGHT)
@@ -420,12 +541,12 @@ def with_other(**facts: float) -> CoordinatorSettings:
 
 
 @contextlib.contextmanager
-def process(directory: Path, port: int = 0) -> Iterator[subprocess.Popen[str]]:
+def process(directory: Path, port: int = 0, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A coordinator as users start it."""
     trainer = str(Path(__file__).resolve().parents[2] / "trainer")
     environment = {**os.environ, "PYTHONPATH": trainer, "VIRTUALFLOW_TOKEN": TOKEN}
     command = [sys.executable, "-m", "virtualflow", "coordinator", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--ready-file", str(directory / "ready")]
+    command += ["--ready-file", str(directory / "ready"), *options]
     child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield child
@@ -470,6 +591,45 @@ def test_two_hundred_workers_fit_into_a_small_pod_and_sigterm_ends_it_at_once(tm
 
     with process(tmp_path) as child:
         asyncio.run(story(child, url_of(child, tmp_path)))
+
+
+def test_the_minimum_and_the_start_up_grace_are_options(tmp_path: Path) -> None:
+    async def story(url: str) -> None:
+        async with (
+            CoordinatorClient(url, TOKEN, SignalSettings()) as client,
+            aiohttp.ClientSession(headers=RIGHT) as http,
+        ):
+            assert (await client.status()).minimum == 2
+            streams = []
+            for number in range(2):
+                assert (await client.status()).proposed is None
+                stream = await http.ws_connect(f"{url}/v1/worker")
+                await stream.send_bytes(m.encode(hello(f"worker-{number}", ready=True)))
+                assert isinstance(await told(stream), m.Welcome)
+                streams.append(stream)
+            # A third is wanted, but not waited for; a new coordinator listens for a moment first.
+            assert isinstance(await told(streams[0]), m.Plan)
+            for stream in streams:
+                await stream.close()
+
+    with process(tmp_path, 0, "--wanted", "3", "--minimum", "2", "--startup-grace", "0") as child:
+        asyncio.run(story(url_of(child, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--minimum", "0"], "--minimum 0: it must be between 1 and 4096"),
+        (["--minimum", "5000"], "--minimum 5000: it must be between 1 and 4096"),
+        (["--startup-grace", "-1"], "--startup-grace -1: it must be between 0 and 86400 seconds"),
+        (["--startup-grace", "nan"], "--startup-grace nan: it must be between 0 and 86400 seconds"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_in_one_line(tmp_path: Path, options: list[str], said: str) -> None:
+    with process(tmp_path, 0, *options) as child:
+        _, errors = child.communicate(timeout=30)
+    assert child.returncode == 2
+    assert errors == f"virtualflow: {said}\n"
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_every_room_is_in_the_design() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_the_links_of_a_document_lead_somewhere(document: Path) -> None:
-    text = document.read_text()
+    text = re.sub(r"`[^`\n]+`", "", document.read_text())  # a pattern in code is no link
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("http"):
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,14 +11,20 @@ from simulated import SETTINGS, VIRTUAL_NODES, Worker, World
 
 from virtualflow import messages as m
 from virtualflow.roster import UnknownWorker
+from virtualflow.settings import MAX_CHANGES, MAX_LOST
 
 
 class Jobs(RuleBasedStateMachine):
     """Anything may happen at any moment; then it stops, and one generation holds all who live."""
 
-    @initialize(wanted=st.integers(1, 4), workers=st.integers(1, 4), head_start=st.booleans())
-    def begin(self, wanted: int, workers: int, head_start: bool) -> None:
-        self.world = World(wanted)
+    @initialize(
+        wanted=st.integers(1, 4),
+        minimum=st.sampled_from([1, 1, 2, 3]),
+        workers=st.integers(1, 4),
+        head_start=st.booleans(),
+    )
+    def begin(self, wanted: int, minimum: int, workers: int, head_start: bool) -> None:
+        self.world = World(wanted, minimum)
         for number in range(workers):
             self.world.start_worker(f"worker-{number}").ready = True
         if head_start:
@@ -110,7 +117,10 @@ class Jobs(RuleBasedStateMachine):
     @invariant()
     def the_status_can_be_shown(self) -> None:
         if hasattr(self, "world"):
-            m.encode(self.world.job.status())
+            status = self.world.job.status()
+            m.encode(status)
+            lost = {worker.incarnation for worker in status.lost}
+            assert not lost & {worker.incarnation for worker in status.workers}
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -125,8 +135,8 @@ class Jobs(RuleBasedStateMachine):
         # All others may have had to go; then those who come now must find each other.
         for number in range(2):
             world.start_worker(f"late-{number}").ready = True
-        world.wanted = 2
-        world.job.scale(2)
+        world.wanted = world.minimum = 2
+        world.job.scale(2, minimum=2)
         world.settle(60.0)
         living = [worker for worker in world.workers.values() if worker.runs]
         together(world, living)
@@ -213,6 +223,54 @@ def test_a_drain_takes_effect_before_its_deadline_though_a_joiner_hangs() -> Non
     assert world.workers["worker-0.0"].synced
 
 
+def test_nothing_begins_with_fewer_workers_than_the_minimum() -> None:
+    world = World(wanted=3, minimum=2)
+    first = world.start_worker("worker-0")
+    first.ready = True
+    world.settle(SETTINGS.startup_grace + 10.0)
+    assert world.job.phase == "waiting"
+    second = world.start_worker("worker-1")
+    second.ready = True
+    world.settle(SETTINGS.startup_grace - 5.0)
+    assert world.job.phase == "waiting"
+    world.settle(10.0)
+    assert first.synced
+    assert second.synced
+
+
+def test_the_minimum_may_be_lowered_while_the_job_waits() -> None:
+    world = World(wanted=2, minimum=2)
+    worker = world.start_worker("worker-0")
+    worker.ready = True
+    world.settle(5.0)
+    assert (world.job.status().minimum, world.job.phase) == (2, "waiting")
+    world.job.scale(1, minimum=1)
+    world.turn()
+    world.settle(1.0)
+    assert (world.job.status().minimum, world.job.phase) == (1, "training")
+    world.job.scale(4)
+    assert world.job.status().minimum == 1
+
+
+def test_a_founding_that_loses_a_worker_it_needs_begins_anew_with_the_others() -> None:
+    world = World(wanted=2, minimum=2)
+    first, second = world.start_worker("worker-0"), world.start_worker("worker-1")
+    first.ready = second.ready = True
+    second.builds = False
+    world.settle(3.0)
+    assert world.job.proposed is not None
+    world.kill(second)
+    world.settle(3.0)
+    assert world.job.proposed is None
+    assert world.job.phase == "waiting"
+    third = world.start_worker("worker-2")
+    third.ready = True
+    world.settle(5.0)
+    assert first.over is None
+    assert first.synced
+    assert third.synced
+
+
 def test_a_worker_that_hangs_while_the_job_is_founded_is_given_up() -> None:
     world = World(wanted=3)
     for number in range(3):
@@ -233,6 +291,107 @@ def test_a_worker_that_was_given_up_is_refused_when_it_comes_back() -> None:
     world.settle(1.0)
     assert lost.over is not None
     assert "no sign of life" in lost.over
+
+
+def test_the_status_names_whom_the_job_has_given_up_also_when_they_are_forgotten() -> None:
+    world = running_world(4)
+    hung, gone, leaver = (world.workers[f"worker-{number}.{number}"] for number in (1, 2, 3))
+    hung.hung = True
+    world.drain(leaver)
+    world.settle(10.0)
+    world.kill(gone)
+    world.job.gone(m.GoneCall("worker-2", gone.incarnation, "its node is lost"))
+    world.settle(10.0)
+    assert leaver.over == "left"
+    assert list(world.job.roster.workers) == ["worker-0.0"]
+    assert world.job.status().lost == (
+        m.LostWorker("worker-1", "worker-1.1", "127.0.0.1", "no sign of life for 5 s"),
+        m.LostWorker("worker-2", "worker-2.2", "127.0.0.1", "its node is lost"),
+    )
+
+
+def test_the_status_names_the_latest_of_many_who_were_given_up() -> None:
+    world = running_world(1)
+    for number in range(MAX_LOST + 3):
+        worker = world.start_worker(f"spot-{number}")
+        world.settle(0.5)
+        world.kill(worker)
+        world.job.gone(m.GoneCall(worker.name, worker.incarnation))
+    lost = world.job.status().lost
+    assert [worker.worker for worker in lost] == [f"spot-{number}" for number in range(3, MAX_LOST + 3)]
+
+
+def test_a_worker_that_a_new_coordinator_leaves_behind_is_among_them() -> None:
+    world = running_world(3)
+    hung = world.workers["worker-1.1"]
+    hung.hung = True
+    world.settle(10.0)
+    world.start_coordinator()
+    world.settle(5.0)
+    assert world.job.status().lost == ()
+    hung.hung = False
+    world.settle(2.0)
+    assert [worker.incarnation for worker in world.job.status().lost] == ["worker-1.1"]
+
+
+def test_a_process_that_was_never_in_the_job_is_not_among_them() -> None:
+    world = running_world(2)
+    stranger = msgspec.structs.replace(Worker("stranger", "stranger.9").hello(world.now), virtual_nodes=8)
+    assert world.job.hello(stranger) is not None
+    assert world.job.status().lost == ()
+
+
+def change(counter: int, repeated: int = 1) -> m.Change:
+    return m.Change(generation(counter), counter, 2, 1, "lost", "", 1.0, repeated)
+
+
+def test_repeated_steps_are_counted_over_all_changes_that_there_ever_were() -> None:
+    world = running_world(2)
+    for counter in range(2, MAX_CHANGES + 12):
+        world.job.receive("worker-0.0", m.Resumed(change(counter)))
+    # The oldest are told of again, by a worker that still remembers them.
+    world.job.receive("worker-1.1", m.Resumed(change(2)))
+    world.job.receive("worker-1.1", m.Resumed(change(MAX_CHANGES + 11, repeated=3)))
+    status = world.job.status()
+    assert len(status.changes) == MAX_CHANGES
+    assert status.changes_total == MAX_CHANGES + 10
+    assert status.repeated_steps == MAX_CHANGES + 12
+    assert status.changes[0].generation == generation(12)
+
+
+def test_a_brief_status_has_the_latest_changes_and_events_and_the_same_sums() -> None:
+    world = running_world(2)
+    for counter in range(2, 102):
+        world.job.receive("worker-0.0", m.Resumed(change(counter)))
+    whole, brief = world.job.status(), world.job.status(brief=True)
+    assert brief.changes == whole.changes[-20:]
+    assert brief.events == whole.events[-50:]
+    assert brief == msgspec.structs.replace(whole, changes=brief.changes, events=brief.events)
+    assert (brief.changes_total, brief.repeated_steps) == (100, 100)
+
+
+def test_progress_is_no_news_and_everything_else_is() -> None:
+    world = running_world(2)
+    job = world.job
+    assert job.running is not None
+
+    def told(message: m.FromWorker) -> tuple[bool, bool]:
+        before = (job.version, job.news)
+        job.receive("worker-0.0", message)
+        return job.version != before[0], job.news != before[1]
+
+    progress = m.Progress(job.running.generation, 50, 0, None, {"loss": 1.0}, 2.0, "training")
+    assert told(progress) == (True, False)
+    assert told(msgspec.structs.replace(progress, step=51, epoch=1, metrics={}, steps_per_second=3.0)) == (True, False)
+    assert told(msgspec.structs.replace(progress, step=52, phase="evaluating")) == (True, True)
+    assert told(msgspec.structs.replace(progress, step=53, phase="evaluating")) == (True, False)
+    assert told(msgspec.structs.replace(progress, step=54)) == (True, True)
+    assert told(msgspec.structs.replace(progress, total_steps=60)) == (True, True)
+    assert told(m.Heartbeat()) == (False, False)
+    assert told(m.Note("checkpoint", "written")) == (True, True)
+    assert told(m.Resumed(change(2))) == (True, True)
+    assert told(m.DrainRequest("SIGTERM")) == (True, True)
+    assert told(done(60)) == (True, True)
 
 
 def test_also_by_a_coordinator_that_has_never_known_it() -> None:
@@ -378,8 +537,6 @@ def test_different_weights_at_the_end_fail_the_job() -> None:
     ],
 )
 def test_who_does_not_fit_is_refused_and_changes_nothing(facts: dict[str, object], sentence: str) -> None:
-    import msgspec
-
     world = running_world(2)
     before = world.job.status()
     hello = msgspec.structs.replace(Worker("stranger", "stranger.9").hello(world.now), **facts)
@@ -421,8 +578,6 @@ LIES = [
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_cannot_be_true_changes_nothing(lie: m.FromWorker) -> None:
-    import msgspec
-
     world = running_world(2)
     before = msgspec.structs.replace(world.job.status(), events=())
     world.job.receive("worker-0.0", lie)

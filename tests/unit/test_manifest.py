@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
+from virtualflow import cli
 from virtualflow.errors import ConfigurationError
 from virtualflow.local.manifest import JobManifest, expand, load_manifest, local_command, read_manifest
+from virtualflow.local.options import RunOptions, resolve
+from virtualflow.settings import (
+    ENV_CHECKPOINT_KEEP,
+    ENV_CHECKPOINT_SECONDS,
+    ENV_CHECKPOINT_STEPS,
+    ENV_REPRODUCIBILITY,
+)
 
 MANIFEST = """\
 apiVersion: virtualflow.dev/v1alpha1
@@ -46,7 +54,77 @@ def test_a_manifest_is_read(tmp_path: Path) -> None:
         replicas=3,
         command=("python", "examples/digits.py", "--steps", "120"),
         environment={"STEPS": "120"},
+        groups=("workers",),
     )
+
+
+def test_what_a_cluster_is_told_about_bits_groups_and_checkpoints_is_read() -> None:
+    document = _document()
+    document["spec"].update(reproducibility="Statistical", checkpoint={"everySteps": 5, "everySeconds": 30, "keep": 2})
+    document["spec"]["workerGroups"].extend([{"name": "spot"}, {}])
+    manifest = read_manifest(document)
+    assert manifest.groups == ("workers", "spot", "2")
+    assert manifest.command[0] == "python"
+    assert manifest.reproducibility == "Statistical"
+    assert (manifest.every_steps, manifest.every_seconds, manifest.keep) == (5, 30, 2)
+
+
+def _resolve(path: Path, *options: str) -> RunOptions:
+    return resolve(cli._parser().parse_args(["run", *options, "-f", str(path)]))
+
+
+def _manifest(directory: Path, **spec: Any) -> Path:
+    import yaml
+
+    document = _document()
+    _container(document).update(command=[sys.executable], args=["-c", "pass"])
+    document["spec"].update(spec)
+    path = directory / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+CHECKPOINT = {"everySteps": 5, "everySeconds": 30, "keep": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param([], (None, None, None), id="not without a directory"),
+        pytest.param(["--checkpoint-dir", "."], ("5", "30", "2"), id="with a directory"),
+        pytest.param(
+            ["--checkpoint-dir", ".", "--checkpoint-steps", "7", "--checkpoint-keep", "9"],
+            ("7", "30", "9"),
+            id="options go before",
+        ),
+    ],
+)
+def test_checkpoints_are_written_as_the_manifest_says(
+    options: list[str], expected: tuple[str | None, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = _resolve(_manifest(tmp_path, checkpoint=CHECKPOINT), *options).environment
+    names = (ENV_CHECKPOINT_STEPS, ENV_CHECKPOINT_SECONDS, ENV_CHECKPOINT_KEEP)
+    assert tuple(environment.get(name) for name in names) == expected
+
+
+@pytest.mark.parametrize("word", [None, "Bitwise", "Statistical"])
+def test_workers_are_told_how_equal_the_bits_must_be(word: str | None, tmp_path: Path) -> None:
+    spec = {} if word is None else {"reproducibility": word}
+    assert _resolve(_manifest(tmp_path, **spec)).environment.get(ENV_REPRODUCIBILITY) == word
+
+
+def test_of_several_groups_the_first_runs_and_one_line_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _manifest(tmp_path)
+    _resolve(path)
+    assert capsys.readouterr().err == ""
+    groups = [*_document()["spec"]["workerGroups"], {"name": "spot"}]
+    _container({"spec": {"workerGroups": groups}}).update(command=[sys.executable], args=["-c", "pass"])
+    _resolve(_manifest(tmp_path, workerGroups=groups))
+    said = "virtualflow: of the manifest's 2 worker groups only the first, workers, runs on this machine\n"
+    assert capsys.readouterr().err == said
 
 
 def _document() -> dict[str, Any]:
@@ -81,8 +159,16 @@ def _without(key: str) -> Any:
         pytest.param(lambda d: d["spec"].update(virtualNodes=0), "at least 1", id="no virtual nodes"),
         pytest.param(lambda d: d["spec"].update(replicas="3"), "whole number", id="replicas are a string"),
         pytest.param(lambda d: d["spec"].update(replicas=True), "whole number", id="replicas are a truth value"),
-        pytest.param(lambda d: d["spec"].update(workerGroups=[]), "exactly one", id="no group"),
-        pytest.param(lambda d: d["spec"]["workerGroups"].append({}), "exactly one", id="two groups"),
+        pytest.param(lambda d: d["spec"].update(workerGroups=[]), "workerGroups is empty", id="no group"),
+        pytest.param(lambda d: d["spec"]["workerGroups"].append(3), r"workerGroups\[1\] must be", id="a strange group"),
+        pytest.param(lambda d: d["spec"].update(reproducibility="Exact"), "Bitwise or Statistical", id="how exact"),
+        pytest.param(lambda d: d["spec"].update(reproducibility=[]), "Bitwise or Statistical", id="a list of it"),
+        pytest.param(lambda d: d["spec"].update(checkpoint=3), "spec.checkpoint must be a mapping", id="a checkpoint"),
+        pytest.param(
+            lambda d: d["spec"].update(checkpoint={"everySteps": 0}),
+            r"spec\.checkpoint\.everySteps",
+            id="every 0 steps",
+        ),
         pytest.param(lambda d: d["spec"].update(workerGroups=[3]), "must be a mapping", id="a group is a number"),
         pytest.param(lambda d: _container(d).pop("command"), "command is missing", id="no command"),
         pytest.param(lambda d: _container(d).update(args="a b"), "list of strings", id="args are a string"),

@@ -70,11 +70,87 @@ TABLE = [
         id="one of two waits until the start-up grace is over",
     ),
     pytest.param(
-        cluster(worker("a"), founded_at=NOW - 120),
+        cluster(worker("a", ready_at=NOW - 120), founded_at=NOW - 120),
         "recovery a +a start",
         "starting with 1 worker",
         None,
         id="and starts then",
+    ),
+    pytest.param(
+        cluster(worker("a", ready_at=NOW - 10), founded_at=NOW - 600),
+        None,
+        "waiting for workers: 1 of 2 ready",
+        NOW + 110,
+        id="the start-up grace begins when there are enough workers to start",
+    ),
+    pytest.param(
+        cluster(worker("a", ready_at=NOW - 600), minimum=2, wanted=3),
+        None,
+        "waiting for workers: 1 of 3 ready, at least 2 needed",
+        None,
+        id="with fewer than the minimum nothing begins however long it takes",
+    ),
+    pytest.param(
+        cluster(worker("a", ready_at=NOW - 600), worker("b", ready_at=NOW - 20), minimum=2, wanted=3),
+        None,
+        "waiting for workers: 2 of 3 ready",
+        NOW + 100,
+        id="with the minimum the others are waited for",
+    ),
+    pytest.param(
+        cluster(worker("a", ready_at=NOW - 600), worker("b", ready_at=NOW - 120), minimum=2, wanted=3),
+        "recovery a b +a b start",
+        "starting with 2 workers",
+        None,
+        id="until the start-up grace is over",
+    ),
+    pytest.param(
+        cluster(worker("a", ready_at=NOW - 600), minimum=2, trained=True),
+        None,
+        "no worker survived; waiting for workers: 1 of 2 ready, at least 2 needed",
+        None,
+        id="the minimum counts again after all are lost",
+    ),
+    pytest.param(
+        cluster(worker("a"), minimum=2, wanted=1),
+        None,
+        "waiting for workers: 1 of 2 ready, at least 2 needed",
+        None,
+        id="also where fewer are wanted",
+    ),
+    pytest.param(
+        cluster(worker("a"), worker("b"), minimum=5, wanted=6, virtual_nodes=2),
+        "recovery a b +a b start",
+        "starting with 2 workers",
+        None,
+        id="but no more than there are virtual nodes",
+    ),
+    pytest.param(
+        training(member("a"), member("b", gone="killed"), minimum=2),
+        "recovery a lost",
+        "b lost: killed",
+        None,
+        id="a training goes on below the minimum",
+    ),
+    pytest.param(
+        cluster(worker("a"), worker("b", gone="killed"), proposed=plan(FIRST, "a b", "recovery", "a b"), minimum=2),
+        "over",
+        "b lost: killed; at least 2 workers needed to start",
+        None,
+        id="a founding that loses too many waits for others",
+    ),
+    pytest.param(
+        cluster(
+            worker("a"),
+            worker("b", gone="killed"),
+            proposed=plan(FIRST, "a b", "recovery", "a b", "start"),
+            prepared=True,
+            minimum=2,
+        ),
+        "recovery a +a start",
+        "b lost: killed",
+        None,
+        id="unless somebody may be in it already",
     ),
     pytest.param(
         cluster(worker("w-10"), worker("w-9", ready_at=NOW)),
@@ -546,6 +622,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         evaluating=draw(st.booleans()),
         stop=draw(st.sampled_from([None, None, "enough"])),
         trained=running is not None or draw(st.booleans()),
+        minimum=draw(st.sampled_from([1, 1, 2, 6])),
     )
 
 
@@ -604,6 +681,11 @@ def makes_sense(state: Cluster, decision: Decision, proposal: Proposal) -> None:
         assert proposal.members
         if state.running is not None:
             assert any(state.workers[i].may_have_state for i in proposal.members)
+        elif not state.prepared:
+            known = state.proposed is not None and set(proposal.members) == {
+                x.incarnation for x in state.proposed.members
+            }
+            assert known or len(proposal.members) >= min(state.minimum, NODES)
         return
     assert state.running is not None
     drained = [i for i in proposal.members if state.workers[i].draining]

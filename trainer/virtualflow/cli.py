@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.first_process import obey_sigterm
 from virtualflow.settings import (
     BACKOFF_LIMIT,
     CHECKPOINT_KEEP,
     CHECKPOINT_SECONDS,
     ENV_COORDINATOR,
     ENV_TOKEN,
+    MAX_WORKERS,
     VIRTUAL_NODES,
     WORKERS,
     CoordinatorSettings,
@@ -217,7 +219,6 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _scale(arguments: argparse.Namespace) -> int:
     from virtualflow.messages import ScaleCall
-    from virtualflow.settings import MAX_WORKERS
 
     if not 1 <= arguments.workers <= MAX_WORKERS:
         raise ConfigurationError(f"a job has between 1 and {MAX_WORKERS} workers, not {arguments.workers}")
@@ -293,15 +294,32 @@ def _add_coordinator(parser: argparse.ArgumentParser) -> None:
         "--port", required=True, type=int, metavar="P", help="the port to listen on; 0 for any that is free"
     )
     parser.add_argument("--wanted", type=int, default=1, metavar="N", help="how many workers to start with (default 1)")
+    parser.add_argument(
+        "--minimum", type=int, default=1, metavar="N", help="begin with no fewer workers than that (default 1)"
+    )
+    grace = MembershipSettings().startup_grace
+    parser.add_argument(
+        "--startup-grace",
+        type=float,
+        default=grace,
+        metavar="S",
+        help=f"once the minimum is ready, wait S seconds for the others that are wanted (default {grace:g})",
+    )
     _add_heartbeat_limit(parser)
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write http://host:port there once it listens")
     parser.set_defaults(action=_coordinator)
 
 
 def _coordinator(arguments: argparse.Namespace) -> int:
+    if os.getpid() == 1:
+        obey_sigterm()
     token = _token()
     if arguments.wanted < 1:
         raise ConfigurationError(f"--wanted {arguments.wanted}: a job needs at least one worker")
+    if not 1 <= arguments.minimum <= MAX_WORKERS:
+        raise ConfigurationError(f"--minimum {arguments.minimum}: it must be between 1 and {MAX_WORKERS}")
+    if not 0 <= arguments.startup_grace <= 86_400:
+        raise ConfigurationError(f"--startup-grace {arguments.startup_grace:g}: it must be between 0 and 86400 seconds")
     if not 0 <= arguments.port <= 65_535:
         raise ConfigurationError(f"--port {arguments.port}: a port is between 1 and 65535, or 0 for any that is free")
     if not arguments.heartbeat_limit > 0:
@@ -311,8 +329,16 @@ def _coordinator(arguments: argparse.Namespace) -> int:
     from virtualflow.coordinator import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    settings = CoordinatorSettings(membership=MembershipSettings(heartbeat_limit=arguments.heartbeat_limit))
-    return serve(arguments.host, arguments.port, token, arguments.wanted, settings, arguments.ready_file)
+    membership = MembershipSettings(heartbeat_limit=arguments.heartbeat_limit, startup_grace=arguments.startup_grace)
+    return serve(
+        arguments.host,
+        arguments.port,
+        token,
+        arguments.wanted,
+        CoordinatorSettings(membership=membership),
+        arguments.ready_file,
+        arguments.minimum,
+    )
 
 
 def _token() -> str:

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 
 from virtualflow import messages as m
-from virtualflow.errors import ConfigurationError
+from virtualflow.errors import ConfigurationError, CoordinatorAbsent
 from virtualflow.settings import MAX_MESSAGE, LinkSettings
 
 logger = logging.getLogger("virtualflow.worker")
@@ -85,7 +85,7 @@ class Link:
         self._thread.start()
         limit = self._settings.orphan_limit
         if not self.wait(lambda: self.welcome or self.rejected or self.refused, limit):
-            raise ConfigurationError(
+            raise CoordinatorAbsent(
                 f"no coordinator answers at {self._url} for {limit:g} s; check VIRTUALFLOW_COORDINATOR"
             )
         if self.rejected is not None:

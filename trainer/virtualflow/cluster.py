@@ -54,6 +54,8 @@ class Cluster:
     founded_at: float
     """Since when the job waits for its first workers."""
     workers: Mapping[str, Worker] = field(default_factory=dict)
+    minimum: int = 1
+    """Fewer workers than this found no generation; a running one goes on with whoever survives."""
     running: Plan | None = None
     """The newest generation that a worker has entered."""
     proposed: Plan | None = None
@@ -69,6 +71,11 @@ class Cluster:
     stop: str | None = None
     trained: bool = False
     """A generation has run before (its members may all be lost)."""
+
+    @property
+    def fewest(self) -> int:
+        """How few workers may found a generation: the minimum, as far as there are virtual nodes for them."""
+        return max(1, min(self.minimum, self.virtual_nodes or self.minimum))
 
 
 @dataclass(frozen=True)

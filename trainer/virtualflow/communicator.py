@@ -159,12 +159,14 @@ class Communicator:
         limit = time.monotonic() + self._settings.operation_timeout
         part = timedelta(seconds=self._settings.wait_slice)
         while True:
+            # Whether it is complete is asked before: it may well complete between a slice's end and a later question.
+            complete = work.is_completed()
             try:
                 work.wait(part)
                 self._pending = None
                 return
             except RuntimeError as error:
-                if work.is_completed() or time.monotonic() >= limit:
+                if complete or time.monotonic() >= limit:
                     raise CommunicatorBroken(_brief(error)) from error
             self._check()
 

@@ -28,6 +28,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.job import Job
 from virtualflow.roster import UnknownWorker
 from virtualflow.settings import MAX_MESSAGE, CoordinatorSettings
+from virtualflow.watchers import Watchers, answer
 
 logger = logging.getLogger("virtualflow.coordinator")
 
@@ -83,7 +84,7 @@ class Coordinator:
         ConfigurationError: the token is empty.
     """
 
-    def __init__(self, token: str, wanted: int, settings: CoordinatorSettings) -> None:
+    def __init__(self, token: str, wanted: int, settings: CoordinatorSettings, minimum: int = 1) -> None:
         if not token:
             raise ConfigurationError("a coordinator needs a token that all who talk to it know")
         self._digest = hashlib.sha256(token.encode()).digest()
@@ -95,12 +96,11 @@ class Coordinator:
             settings=settings.membership,
             now=self._ticked_at,
             wall=time.time(),
+            minimum=minimum,
         )
         self._lines: dict[str, _Line] = {}
         self._writers: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
-        self._seen_version = -1
-        self._encoded: tuple[int, bytes] = (-1, b"")
+        self._watchers = Watchers(self.job, settings.watch_interval)
         self._timer: asyncio.TimerHandle | None = None
         self._pulse: asyncio.TimerHandle | None = None
         self._closing = False
@@ -110,13 +110,13 @@ class Coordinator:
         app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[self._guard])
         app.on_startup.append(self._start)
         app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/v1/status", self._status)
-        app.router.add_get("/v1/watch", self._watch)
+        app.router.add_get("/v1/status", self._watchers.show)
+        app.router.add_get("/v1/watch", self._watchers.serve)
         app.router.add_get("/v1/worker", self._worker)
         calls: list[tuple[str, type[Any], Callable[[Any], str]]] = [
             ("drain", m.DrainCall, self.job.drain),
             ("gone", m.GoneCall, self.job.gone),
-            ("scale", m.ScaleCall, lambda call: self.job.scale(call.workers)),
+            ("scale", m.ScaleCall, lambda call: self.job.scale(call.workers, call.minimum)),
             ("hold", m.HoldCall, lambda call: self.job.set_hold(call.step)),
             ("stop", m.StopCall, lambda call: self.job.request_stop(call.reason)),
             ("fail", m.FailCall, lambda call: self.job.fail(call.reason)),
@@ -159,9 +159,7 @@ class Coordinator:
         if wake_at is not None:
             delay = max(wake_at - time.monotonic(), 0.001)
             self._timer = asyncio.get_running_loop().call_later(delay, self._turn)
-        if self.job.version != self._seen_version:
-            self._seen_version = self.job.version
-            self._changed.set()
+        self._watchers.notice()
 
     def _deliver(self) -> bool:
         """Send what the job has to say; ``False``: a connection was given up over it."""
@@ -190,7 +188,7 @@ class Coordinator:
     async def close(self) -> None:
         """End all connections."""
         self._closing = True
-        self._changed.set()
+        self._watchers.close()
         for handle in (self._timer, self._pulse):
             if handle is not None:
                 handle.cancel()
@@ -210,20 +208,11 @@ class Coordinator:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
         if not hmac.compare_digest(given, self._digest) or scheme.lower() != "bearer":
-            return _answer(401, "the job's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'")
+            return answer(401, "the job's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'")
         return await handler(request)
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
-
-    async def _status(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._encoded_status(), content_type="application/json")
-
-    def _encoded_status(self) -> bytes:
-        """The status, encoded once for all who read it."""
-        if self._encoded[0] != self.job.version:
-            self._encoded = (self.job.version, m.encode(self.job.status()))
-        return self._encoded[1]
 
     def _call(self, kind: type[Any], act: Callable[[Any], str]) -> Handler:
         async def handle(request: web.Request) -> web.Response:
@@ -231,45 +220,18 @@ class Coordinator:
                 body = await request.read()
                 call = msgspec.json.decode(body or b"{}", type=kind)
             except web.HTTPRequestEntityTooLarge:
-                return _answer(413, f"the body is larger than {MAX_MESSAGE} bytes")
+                return answer(413, f"the body is larger than {MAX_MESSAGE} bytes")
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                return _answer(400, f"the body is not a valid {kind.__name__}: {error}")
+                return answer(400, f"the body is not a valid {kind.__name__}: {error}")
             self._tick()
             try:
                 sentence = act(call)
             except UnknownWorker as error:
-                return _answer(404, f"the job has no worker {error.args[0]}; GET /v1/status lists them")
+                return answer(404, f"the job has no worker {error.args[0]}; GET /v1/status lists them")
             self._turn()
-            return _answer(200, sentence)
+            return answer(200, sentence)
 
         return handle
-
-    async def _watch(self, request: web.Request) -> web.WebSocketResponse:
-        """Send the status now and whenever it has changed, at most once an interval."""
-        socket = web.WebSocketResponse(heartbeat=10.0, max_msg_size=MAX_MESSAGE, compress=False)
-        await socket.prepare(request)
-        reader = asyncio.create_task(_drain_socket(socket))
-        sent = -1
-        try:
-            while not socket.closed and not reader.done():
-                if sent != self.job.version:
-                    sent = self.job.version
-                    await socket.send_bytes(self._encoded_status())
-                if self._closing:
-                    break
-                await asyncio.sleep(self._settings.watch_interval)
-                if sent == self.job.version and not self._closing:
-                    self._changed.clear()
-                    changed = asyncio.create_task(self._changed.wait())
-                    await asyncio.wait({changed, reader}, return_when=asyncio.FIRST_COMPLETED)
-                    changed.cancel()
-        except ConnectionError:
-            pass  # the watcher is gone, and nobody needs to know
-        finally:
-            reader.cancel()
-            with contextlib.suppress(ConnectionError):
-                await socket.close()
-        return socket
 
     async def _worker(self, request: web.Request) -> web.WebSocketResponse:
         """One worker's connection: a Hello, then messages both ways until either side closes it."""
@@ -341,20 +303,16 @@ class Coordinator:
         return None
 
 
-async def _drain_socket(socket: web.WebSocketResponse) -> None:
-    """Read a watcher's socket to its end: it has nothing to say, but its closing must be noticed."""
-    async for _ in socket:
-        pass
-
-
-def _answer(code: int, sentence: str) -> web.Response:
-    return web.Response(status=code, body=m.encode(m.Answer(sentence)), content_type="application/json")
-
-
 async def _serve(
-    host: str, port: int, token: str, wanted: int, settings: CoordinatorSettings, ready_file: Path | None
+    host: str,
+    port: int,
+    token: str,
+    wanted: int,
+    settings: CoordinatorSettings,
+    ready_file: Path | None,
+    minimum: int,
 ) -> int:
-    coordinator = Coordinator(token, wanted, settings)
+    coordinator = Coordinator(token, wanted, settings, minimum)
     runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=settings.goodbye)
     await runner.setup()
     try:
@@ -387,7 +345,15 @@ async def _serve(
         await runner.cleanup()
 
 
-def serve(host: str, port: int, token: str, wanted: int, settings: CoordinatorSettings, ready_file: Path | None) -> int:
+def serve(
+    host: str,
+    port: int,
+    token: str,
+    wanted: int,
+    settings: CoordinatorSettings,
+    ready_file: Path | None,
+    minimum: int = 1,
+) -> int:
     """Serve one job until SIGTERM or SIGINT; the exit code.
 
     Args:
@@ -397,5 +363,6 @@ def serve(host: str, port: int, token: str, wanted: int, settings: CoordinatorSe
         wanted: how many workers the job is to start with.
         settings: time-outs.
         ready_file: where to write ``http://host:port`` once it listens.
+        minimum: with fewer ready workers nothing begins.
     """
-    return asyncio.run(_serve(host, port, token, wanted, settings, ready_file))
+    return asyncio.run(_serve(host, port, token, wanted, settings, ready_file, minimum))

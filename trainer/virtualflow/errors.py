@@ -14,6 +14,10 @@ class ConfigurationError(VirtualFlowError, ValueError):
     """Something that the user asked for cannot be done; the message is one sentence that says what to do."""
 
 
+class CoordinatorAbsent(ConfigurationError):
+    """No coordinator answers where one was named."""
+
+
 class CommunicatorBroken(VirtualFlowError):
     """A collective failed or was abandoned: the attempt is void and the next generation repeats it."""
 

@@ -27,6 +27,10 @@ class History:
         """Unix time of what happens now."""
         self.events: deque[m.Event] = deque(maxlen=MAX_EVENTS)
         self.changes: dict[m.Generation, m.Change] = {}
+        self._forgotten = m.Generation(0, 0)
+        """The newest generation whose change is not remembered any more, only counted."""
+        self._forgotten_changes = 0
+        self._forgotten_steps = 0
         self.progress: m.Progress | None = None
         self.step = 0
         self.highest_step = 0
@@ -53,6 +57,11 @@ class History:
         self.step = step
         self.highest_step = max(self.highest_step, step)
 
+    def is_news(self, progress: m.Progress) -> bool:
+        """Whether a report says more than how far the training is by now."""
+        evaluates = progress.phase == "evaluating"
+        return evaluates != self.evaluating or progress.total_steps != self.total_steps
+
     def take_progress(self, progress: m.Progress) -> bool:
         """Take note of where the training is; whether a step was completed."""
         forward = progress.step > self.step
@@ -75,6 +84,8 @@ class History:
         """
         known = self.changes.get(change.generation)
         if known is None:
+            if change.generation <= self._forgotten:
+                return  # it was counted before it was forgotten
             repeated = change.repeated_steps
             if change.cause == "restart" and fresh:
                 repeated = max(0, self.highest_step - (change.step - 1))
@@ -82,7 +93,9 @@ class History:
             pause = "" if change.pause_ms is None else f", pause {change.pause_ms:.0f} ms"
             self.tell("change", f"{known.from_} to {known.to} workers at step {known.step} ({known.reason}){pause}")
             while len(self.changes) > MAX_CHANGES:
-                del self.changes[min(self.changes)]
+                self._forgotten = min(self.changes)
+                self._forgotten_steps += self.changes.pop(self._forgotten).repeated_steps
+                self._forgotten_changes += 1
             return
         pauses = [pause for pause in (known.pause_ms, change.pause_ms) if pause is not None]
         self.changes[change.generation] = msgspec.structs.replace(
@@ -90,6 +103,16 @@ class History:
             pause_ms=max(pauses, default=None),
             repeated_steps=max(known.repeated_steps, change.repeated_steps),
         )
+
+    @property
+    def changes_total(self) -> int:
+        """How many membership changes there were."""
+        return self._forgotten_changes + len(self.changes)
+
+    @property
+    def repeated_steps(self) -> int:
+        """How many steps were repeated over all changes that there were."""
+        return self._forgotten_steps + sum(change.repeated_steps for change in self.changes.values())
 
     def ordered_changes(self) -> tuple[m.Change, ...]:
         """The changes from the first to the last."""

@@ -60,11 +60,14 @@ class Job(Record):
         self._give_up(worker.incarnation, call.reason)
         return f"{worker.name} is gone: {call.reason}"
 
-    def scale(self, workers: int) -> str:
-        """Set how many workers are wanted."""
+    def scale(self, workers: int, minimum: int | None = None) -> str:
+        """Set how many workers are wanted, and how few may begin (``None``: as before)."""
         if workers != self.wanted:
             self.event("scale", f"{workers} workers wanted instead of {self.wanted}")
         self.wanted = workers
+        if minimum is not None and minimum != self.minimum:
+            self.minimum = minimum
+            self._changed()
         return f"{workers} workers wanted"
 
     def set_hold(self, step: int | None) -> str:
@@ -129,6 +132,7 @@ class Job(Record):
             self.running = self.history.progress = None
             self._rebuilds, self._founded_at = 0, self.now
             self._withdraw()
+            self._changed()
             return True
         if decision.proposal is not None:
             self._propose(decision.proposal, decision.reason)
@@ -139,6 +143,7 @@ class Job(Record):
             virtual_nodes=self.virtual_nodes,
             wanted=self.wanted,
             founded_at=self._founded_at,
+            minimum=self.minimum,
             workers=self.roster.workers,
             running=self.running,
             proposed=self.proposed,
@@ -250,6 +255,6 @@ class Job(Record):
             self.roster.is_lost(i) or (workers[i].entered or NONE) >= (contact.left_by or NONE) for i in others
         )
 
-    def status(self) -> m.Status:
-        """What ``GET /v1/status`` answers."""
-        return describe(self)
+    def status(self, brief: bool = False) -> m.Status:
+        """What ``GET /v1/status`` answers; ``brief``: with the latest few changes and events only."""
+        return describe(self, brief)

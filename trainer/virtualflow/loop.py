@@ -27,6 +27,7 @@ from virtualflow.determinism import Pinned, fingerprint, pin
 from virtualflow.digests import signature as signature_of
 from virtualflow.errors import CommunicatorBroken, Drained, VirtualFlowError, show_errors_plainly
 from virtualflow.keeper import Keeper, choose_policy
+from virtualflow.last_word import LastWordWriter
 from virtualflow.loading import MicroBatch, Source, open_source
 from virtualflow.options import Options, check_optimizer, check_scheduler, check_sizes
 from virtualflow.participation import Participation
@@ -61,7 +62,12 @@ class Run:
         self._optimizer = optimizer
         self._dataset = dataset
         self._options = options
-        self._environment = WorkerEnvironment.read()
+        self._last_word = LastWordWriter()
+        try:
+            self._environment = WorkerEnvironment.read()
+        except VirtualFlowError as error:
+            self._last_word.ended(error)
+            raise
         self.virtual_nodes = self._environment.virtual_nodes or options.virtual_nodes
         self._stopwatch = Stopwatch()
         self._session: Session | None = None
@@ -84,20 +90,20 @@ class Run:
             raise VirtualFlowError("a run is active already; leave its with block before the next vf.elastic")
         options, environment = self._options, self._environment
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        facts = Facts(max(1, self.virtual_nodes), fingerprint(device, environment.threads, options.deterministic))
+        deterministic = options.deterministic if environment.deterministic is None else environment.deterministic
+        facts = Facts(max(1, self.virtual_nodes), fingerprint(device, environment.threads, deterministic))
         if environment.coordinator is not None:
             self._session = Session(environment, facts, LinkSettings(), CommunicatorSettings())
-        self._pinned = pin(environment.threads, options.deterministic)
+        self._pinned = pin(environment.threads, deterministic)
         try:
             # First what forks loader processes, then what opens connections that they should not inherit.
             self._open()
             if self._session is not None:
                 self._running = self._session.start().running
-        except VirtualFlowError as error:
-            report_failure(self._session, error)
-            self._close()
-            raise
-        except BaseException:
+        except BaseException as error:
+            self._last_word.ended(error)
+            if isinstance(error, VirtualFlowError):
+                report_failure(self._session, error)
             self._close()
             raise
         _active.append(self)
@@ -161,20 +167,45 @@ class Run:
         try:
             if error is None:
                 self._finish()
-            elif isinstance(error, Exception):
-                report_failure(self._session, error)
+            else:
+                self._fail(error)
         finally:
             self._close()
         if error is None and self._session is None and self._keeper is not None and self._keeper.failure is not None:
-            raise VirtualFlowError(self._keeper.failure)
+            failure = VirtualFlowError(self._keeper.failure)
+            self._say_last(failure)
+            raise failure
+
+    def _fail(self, error: BaseException) -> None:
+        """The ``with`` block ended with an exception: say so, first where no coordinator is needed for it."""
+        self._say_last(error)
+        if isinstance(error, Exception):
+            report_failure(self._session, error)
+
+    def _say_last(self, error: BaseException) -> None:
+        training = self.training
+        self._last_word.ended(error, training.completed_steps, self.total_steps, training.numbers)
 
     def _finish(self) -> None:
         """The end of the ``with`` block: report the result and wait until nobody needs this worker."""
+        try:
+            self._report_result()
+        except BaseException as error:
+            self._say_last(error)
+            raise
+
+    def _report_result(self) -> None:
         if not self._trained:
             logger.warning("the with block ended after %d steps, before the last one", self.training.completed_steps)
         if self.participation.has_state:
             self._agree_on_end()
-            self.reporter.done(lambda: self.participation.recover(CommunicatorBroken("a peer needs help to finish")))
+            if self._session is None and not self._last_word.wanted:
+                return
+            result = self.reporter.result()
+            self._last_word.done(result, self.total_steps)
+            if self._session is not None:
+                broken = CommunicatorBroken("a peer needs help to finish")
+                self._session.report_done(result, lambda: self.participation.recover(broken))
 
     def _agree_on_end(self) -> None:
         """See that all workers are at the end.

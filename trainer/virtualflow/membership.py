@@ -3,8 +3,9 @@
 :func:`decide` is called by the coordinator after every message and when a limit that it named has passed. It has no
 clock, no I/O and no memory; the same arguments give the same decision. The rules, first match wins:
 
-1. Nobody trains yet: found the first generation once the wanted workers are ready, or those that are there once the
-   start-up grace is over. A founding that loses a worker goes on with the others.
+1. Nobody trains yet: found the first generation once the wanted workers are ready. Once the minimum is, the others
+   are waited for as long as the start-up grace; with fewer than the minimum, nothing begins. A founding that loses a
+   worker goes on with the others, unless they are too few and could not have begun yet.
 2. Nobody who has the training's state is left: the generation is over, and the job waits for workers as if it began.
 3. A member is lost: its survivors recover at once (draining ones too, nobody else).
 4. A collective broke and nobody is known to be lost: wait a moment for the news, then rebuild over the same members.
@@ -58,6 +59,8 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
         reason = listed(
             [f"{workers[m].name} lost: {lost[m]}" if m in lost else f"{workers[m].name} left" for m in missing]
         )
+        if founding and not cluster.prepared and len(survivors) < cluster.fewest:
+            return Decision(f"{reason}; at least {counted(cluster.fewest)} needed to start", lost=lost, over=True)
         return Decision(reason, Proposal("recovery", survivors, joiners, cause), lost)
     broken_since = cluster.broken.get(base.generation)
     if broken_since is not None:
@@ -124,11 +127,16 @@ def _found(now: float, cluster: Cluster, settings: MembershipSettings, lost: dic
     if cluster.stop is not None:
         return Decision(f"{again}stopping: {cluster.stop}", lost=lost)
     ready = ready_workers(cluster, lost)
-    wanted = min(cluster.wanted, cluster.virtual_nodes or cluster.wanted)
-    start_at = cluster.founded_at + settings.startup_grace
-    if not ready or (len(ready) < wanted and now < start_at):
-        reason = f"{again}waiting for workers: {len(ready)} of {wanted} ready"
-        return Decision(reason, lost=lost, wake_at=start_at if ready else None)
+    fewest = cluster.fewest
+    wanted = max(fewest, min(cluster.wanted, cluster.virtual_nodes or cluster.wanted))
+    reason = f"{again}waiting for workers: {len(ready)} of {wanted} ready"
+    if len(ready) < fewest:
+        return Decision(f"{reason}, at least {fewest} needed" if fewest > 1 else reason, lost=lost)
+    if len(ready) < wanted:
+        enough_since = sorted(worker.ready_at or 0.0 for worker in ready)[fewest - 1]
+        start_at = max(cluster.founded_at, enough_since) + settings.startup_grace
+        if now < start_at:
+            return Decision(reason, lost=lost, wake_at=start_at)
     listen_until = cluster.founded_at + settings.restart_grace
     if not cluster.trained and now < listen_until:
         return Decision("listening for workers that train already", lost=lost, wake_at=listen_until)

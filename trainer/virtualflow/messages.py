@@ -311,6 +311,8 @@ class ScaleCall(Base, frozen=True, tag=False):
     """``POST /v1/scale``: how many workers whoever starts them is to provide."""
 
     workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+    minimum: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] | None = None
+    """With fewer ready workers than this nothing begins; ``None`` leaves it as it is."""
 
 
 class HoldCall(Base, frozen=True, tag=False):
@@ -350,6 +352,16 @@ class WorkerStatus(Base, frozen=True, tag=False):
     """The half-open range of virtual nodes that it carries; empty for one that carries none."""
 
 
+class LostWorker(Base, frozen=True, tag=False):
+    """A process that this coordinator has given up: it is refused for ever, and may still hang somewhere."""
+
+    worker: str
+    incarnation: str
+    address: str
+    """Empty where it is not known."""
+    reason: str
+
+
 class Event(Base, frozen=True, tag=False):
     """Something that a person would want to know, numbered upward within one coordinator's life."""
 
@@ -371,7 +383,11 @@ class Status(Base, frozen=True, tag=False):
     generation: int
     virtual_nodes: int | None
     wanted: int
+    minimum: int
+    """With fewer ready workers than this nothing begins."""
     workers: tuple[WorkerStatus, ...]
+    lost: tuple[LostWorker, ...]
+    """The latest processes that were given up, the newest last; not those that left or saw the end."""
     proposed: int | None
     """The counter of a generation that is being prepared."""
     proposed_workers: tuple[str, ...]
@@ -389,12 +405,51 @@ class Status(Base, frozen=True, tag=False):
     hold: int | None
     last_change: Change | None
     changes: tuple[Change, ...]
+    """The latest."""
+    changes_total: int
+    """How many there were, also those that are not in ``changes`` any more."""
     repeated_steps: int
+    """Of all of them."""
     events: tuple[Event, ...]
     digest: str | None
     optimizer_digest: str | None
     error: str | None
     traceback: str | None
+
+
+# --- what a worker leaves behind --------------------------------------------------------------------------------------
+
+
+class LastWord(Base, frozen=True, tag="last-word", forbid_unknown_fields=False, omit_defaults=True):
+    """What a worker writes into its termination log when it ends; one that is killed writes nothing.
+
+    ``done``: it saw the end of the training. ``left``: it was drained and has handed over, or all were stopped.
+    ``failed``: the user's code raised, or what it asked for cannot be done. ``refused``: the coordinator gave it up or
+    did not admit it (exit code 75). ``ended``: the job is over or has failed elsewhere, or its coordinator stayed away.
+    """
+
+    kind: Literal["done", "left", "failed", "refused", "ended"]
+    step: int = 0
+    """Completed steps."""
+    total_steps: int | None = None
+    digest: str | None = None
+    optimizer_digest: str | None = None
+    metrics: dict[str, float] = {}
+    error: str | None = None
+    """The exception and its message, or the sentence of an error raised on purpose."""
+    traceback: str | None = None
+    """Its end, as far as there is room."""
+    reason: str | None = None
+    """Why it left, was refused or ended."""
+
+
+def decode_last_word(text: str | bytes) -> LastWord | None:
+    """Read the content of a termination log; ``None``: it is no last word (the end of a log, something else's text)."""
+    try:
+        word = _last_word.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return word if isinstance(word, LastWord) else None
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -404,3 +459,5 @@ def encode(message: msgspec.Struct) -> bytes:
 
 from_worker = msgspec.json.Decoder(FromWorker)
 to_worker = msgspec.json.Decoder(ToWorker)
+# Of two kinds that are possible, the tag must say which it is.
+_last_word = msgspec.json.Decoder(LastWord | Heartbeat)

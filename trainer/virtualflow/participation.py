@@ -112,7 +112,7 @@ class Participation:
         if not self.session.is_member(plan):
             if not plan.members and self.session.rank == 0:
                 self._keeper.save_final(self._training)
-            self.session.leave(plan.generation)
+            self.session.leave(plan.generation, plan.reason if plan.cause == "stop" else "")
         self._enter(plan)
 
     def recover(self, error: CommunicatorBroken) -> None:

@@ -29,9 +29,18 @@ _KNOWN = 32
 class Record:
     """The state of one job; :attr:`now` is of one monotonic clock."""
 
-    def __init__(self, incarnation: int, wanted: int, settings: MembershipSettings, now: float, wall: float) -> None:
+    def __init__(
+        self,
+        incarnation: int,
+        wanted: int,
+        settings: MembershipSettings,
+        now: float,
+        wall: float,
+        minimum: int = 1,
+    ) -> None:
         self.incarnation = incarnation
         self.wanted = wanted
+        self.minimum = minimum
         self.settings = settings
         self.now = now
         self.roster = Roster()
@@ -48,6 +57,8 @@ class Record:
         self.outbox: list[tuple[str, m.ToWorker]] = []
         self.version = 0
         """Raised whenever the status may have changed."""
+        self.news = 0
+        """Raised whenever it may have changed in more than how far the training is."""
         self.trained = False
         """A generation has run."""
         self._founded_at = now
@@ -73,6 +84,9 @@ class Record:
         """Admit a connection; a sentence instead when that process must not take part."""
         refusal = refuse(self, hello)
         if refusal is not None:
+            if hello.plan is not None and hello.incarnation not in self.roster.workers:
+                # An earlier coordinator may have given it up: it was in a generation, and has no part in this job.
+                self.roster.note_lost(hello.worker, hello.incarnation, hello.address, refusal)
             self.event("refused", f"{hello.worker} refused: {refusal}")
             return refusal[:MAX_TEXT]
         known = self.roster.workers.get(hello.incarnation)
@@ -165,8 +179,8 @@ class Record:
             case m.Entered(plan, step, restored):
                 self._entered(incarnation, plan, step, restored)
             case m.Progress():
-                if message.generation >= self.running_generation and self.history.take_progress(message):
-                    self._rebuilds = 0
+                self._progressed(message)
+                return
             case m.Resumed(change):
                 self.history.merge_change(change)
             case m.Broken(generation, step, detail):
@@ -187,6 +201,7 @@ class Record:
                 self.event(kind, text)
             case m.Publish():
                 self._publish(incarnation, message)
+                return
         self._changed()
 
     # --- what messages do --------------------------------------------------------------------------------------------
@@ -247,6 +262,17 @@ class Record:
             self._withdrawn.append(self.proposed.generation)
             self.proposed, self._prepared = None, set()
             self._changed()
+
+    def _progressed(self, progress: m.Progress) -> None:
+        if progress.generation < self.running_generation:
+            return
+        news = self.history.is_news(progress)
+        if self.history.take_progress(progress):
+            self._rebuilds = 0
+        if news:
+            self._changed()
+        else:
+            self.version += 1
 
     def _is_broken(self, worker: Worker, generation: m.Generation, step: int, detail: str) -> None:
         if self.running is not None and not self.running.members and worker.entered is not None:
@@ -318,6 +344,7 @@ class Record:
             return
         self.roster.update(incarnation, gone=why[:400])
         if not worker.done:
+            self.roster.note_lost(worker.name, incarnation, self.roster.contacts[incarnation].address, why)
             self.event("lost", f"{worker.name} lost: {why}")
         self._send(incarnation, m.Refuse(f"given up: {why}"[:MAX_TEXT]))
         self._changed()
@@ -376,3 +403,4 @@ class Record:
 
     def _changed(self) -> None:
         self.version += 1
+        self.news += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
 from typing import Literal
 
 from virtualflow import digests
@@ -40,7 +39,7 @@ class Reporter:
             training.completed_steps,
             training.position[0],
             self._total_steps,
-            {**training.metrics, **training.logged},
+            training.numbers,
             self._stopwatch.steps_per_second,
             self._phase,
         )
@@ -51,20 +50,17 @@ class Reporter:
         self._phase = phase
         self.progress(now=True)
 
-    def done(self, take_part: Callable[[], None]) -> None:
-        """Report the result and wait until nobody needs this worker any more (see :meth:`Session.report_done`)."""
+    def result(self) -> m.Done:
+        """What the training came to."""
         training = self._training
-        if self._session is None:
-            return
-        done = m.Done(
+        return m.Done(
             step=training.completed_steps,
             digest=digests.digest(training.model.state_dict()),
             optimizer_digest=digests.optimizer_digest(training.optimizer),
-            metrics={**training.metrics, **training.logged},
+            metrics=training.numbers,
             step_ms=self._stopwatch.median_ms,
             timed_steps=self._stopwatch.timed_steps,
         )
-        self._session.report_done(done, take_part)
 
 
 def report_failure(session: Session | None, error: Exception) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from virtualflow import messages as m
 from virtualflow.cluster import Worker
+from virtualflow.settings import MAX_LOST
 
 REMEMBERED = 1_000
 """Latest processes that are over: should one come back, it is refused."""
@@ -32,13 +33,24 @@ class Contact:
     """It knows that the job is over."""
 
 
+class _Over(NamedTuple):
+    """What is remembered of a process that is over and forgotten otherwise."""
+
+    name: str
+    why: str
+    left: bool
+    """In good order."""
+
+
 class Roster:
     """The workers by their incarnation, in the order in which they came."""
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self.contacts: dict[str, Contact] = {}
-        self._over: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self.lost: OrderedDict[str, m.LostWorker] = OrderedDict()
+        """The latest processes that were given up; forgetting the worker itself does not end it here."""
+        self._over: OrderedDict[str, _Over] = OrderedDict()
 
     def add(self, worker: Worker, contact: Contact) -> None:
         """Take a worker in, or take note of what it says about itself now."""
@@ -49,6 +61,8 @@ class Roster:
         if member.incarnation in self.workers:
             return
         gone = self.refusal(member.incarnation)
+        if gone is not None and not self._over[member.incarnation].left:
+            self.note_lost(member.worker, member.incarnation, member.address, gone)
         worker = Worker(
             member.worker,
             member.incarnation,
@@ -90,21 +104,28 @@ class Roster:
         """Whether such a worker is known to be over."""
         if incarnation is None:
             return any(worker.name == name for worker in self.workers.values()) or any(
-                known == name for known, _ in self._over.values()
+                over.name == name for over in self._over.values()
             )
-        worker = self.workers.get(incarnation)
-        return (worker.name if worker else self._over.get(incarnation, ("", ""))[0]) == name
+        known = self.workers.get(incarnation) or self._over.get(incarnation)
+        return known is not None and known.name == name
 
     def refusal(self, incarnation: str) -> str | None:
         """Why that process must not come back, if so."""
         worker = self.workers.get(incarnation)
         if worker is not None:
             return worker.gone or ("it has left" if worker.left else None)
-        return self._over[incarnation][1] if incarnation in self._over else None
+        return self._over[incarnation].why if incarnation in self._over else None
 
-    def remember_over(self, name: str, incarnation: str, why: str) -> None:
+    def note_lost(self, name: str, incarnation: str, address: str, why: str) -> None:
+        """That process was given up; the first reason stays."""
+        if incarnation not in self.lost:
+            self.lost[incarnation] = m.LostWorker(name, incarnation, address, why[:400])
+            while len(self.lost) > MAX_LOST:
+                self.lost.popitem(last=False)
+
+    def remember_over(self, name: str, incarnation: str, why: str, left: bool = False) -> None:
         """That process must not come back, also if nobody has told of it yet."""
-        self._over[incarnation] = (name, why[:400])
+        self._over[incarnation] = _Over(name, why[:400], left)
         while len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
 
@@ -138,5 +159,5 @@ class Roster:
                 continue
             refusal = self.refusal(incarnation)
             if refusal is not None:
-                self.remember_over(worker.name, incarnation, refusal)
+                self.remember_over(worker.name, incarnation, refusal, left=worker.left)
             del self.workers[incarnation], self.contacts[incarnation]

@@ -58,6 +58,7 @@ class Session:
         self._settings = link
         self._communicator_settings = communicator
         self._draining = False
+        self._drain_reason = ""
         self._drain_until = 0.0
         self._prepared: dict[m.Generation, Communicator] = {}
         self._retired: list[Communicator] = []
@@ -103,7 +104,7 @@ class Session:
     def request_drain(self, reason: str, seconds: float) -> None:
         """Ask to be relieved; safe to call from a signal handler's thread-less context (it only queues)."""
         if not self.draining:
-            self._draining, self._drain_until = True, time.monotonic() + seconds
+            self._draining, self._drain_reason, self._drain_until = True, reason, time.monotonic() + seconds
             self.link.send(m.DrainRequest(reason), keep=True)
             self.link.notify()
 
@@ -256,8 +257,12 @@ class Session:
         if self.link.ended is not None:
             raise (JobFailed if self.link.ended.failed else JobEnded)(self.link.ended.reason)
 
-    def leave(self, generation: m.Generation) -> None:
+    def leave(self, generation: m.Generation, reason: str = "") -> None:
         """Leave for good, with the agreement of all or before having entered.
+
+        Args:
+            generation: the one by which it leaves.
+            reason: if not because this worker drains.
 
         Raises:
             Drained: always.
@@ -265,7 +270,8 @@ class Session:
         self.link.send(m.Left(generation, self.facts.step), keep=True)
         self._await_release()
         self.close()
-        raise Drained(self.link.drain.reason if self.link.drain else "left")
+        drain = self.link.drain.reason if self.link.drain else self._drain_reason
+        raise Drained(reason or drain or "left")
 
     def report_done(self, done: m.Done, take_part: Callable[[], None]) -> None:
         """Report the result and wait until nobody needs this worker any more.

@@ -23,6 +23,8 @@ ENV_CHECKPOINT_SECONDS = "VIRTUALFLOW_CHECKPOINT_SECONDS"
 ENV_CHECKPOINT_KEEP = "VIRTUALFLOW_CHECKPOINT_KEEP"
 ENV_AUDIT_DIR = "VIRTUALFLOW_AUDIT_DIR"
 ENV_THREADS = "VIRTUALFLOW_THREADS"
+ENV_REPRODUCIBILITY = "VIRTUALFLOW_REPRODUCIBILITY"
+ENV_TERMINATION_LOG = "VIRTUALFLOW_TERMINATION_LOG"
 
 VIRTUAL_NODES = 8
 """Virtual nodes of a job that names no number."""
@@ -43,6 +45,22 @@ MAX_TRACEBACK = 16_384
 
 MAX_CHANGES = 1_000
 """Membership changes that a job remembers in its status and state; the oldest go first."""
+
+MAX_LOST = 64
+"""Latest processes given up that the status names."""
+
+BRIEF_CHANGES = 20
+BRIEF_EVENTS = 50
+"""Latest membership changes and events in a brief status."""
+
+MAX_PROGRESS = 3_600.0
+"""Longest time that a watcher may ask not to hear of mere progress."""
+
+MAX_LAST_WORD = 4_096
+"""Bytes of what a worker writes when it ends: what Kubernetes shows of a termination log."""
+
+MAX_LAST_METRICS = 16
+"""Metrics that a last word carries."""
 
 MAX_STEP_TIMES = 4_096
 """Latest step durations that a worker keeps for the median."""
@@ -70,7 +88,8 @@ class MembershipSettings:
     communicator is rebuilt over the same members."""
 
     startup_grace: float = 120.0
-    """Founding: how long to wait for the wanted number of workers before starting with those that are there."""
+    """Founding: how long, once the minimum of workers is ready, to wait for all that are wanted before starting with
+    those that are there (``--startup-grace``)."""
 
     admission_window: float = 1.0
     """How long a joiner that is ready waits for others that are wanted too, so that they enter together."""
@@ -157,6 +176,9 @@ CHECKPOINT_SECONDS = 60.0
 THREADS = 1
 """Threads of a worker's CPU kernels. Sums inside a kernel depend on it, so it is part of what makes bits equal."""
 
+REPRODUCIBILITY = {"Bitwise": True, "Statistical": False}
+"""What a job may ask for, and whether that means ``deterministic=True``."""
+
 BACKOFF_LIMIT = 6
 """``virtualflow run``: replacements in a row without a step in between before the job is given up."""
 
@@ -198,6 +220,8 @@ class WorkerEnvironment:
     checkpoint_keep: int | None
     audit_dir: Path | None
     threads: int
+    deterministic: bool | None
+    """Whether equal bits are asked for; ``None``: the script says."""
 
     @classmethod
     def read(cls) -> WorkerEnvironment:
@@ -228,7 +252,17 @@ class WorkerEnvironment:
             checkpoint_keep=_whole(ENV_CHECKPOINT_KEEP),
             audit_dir=Path(audit) if audit else None,
             threads=_whole(ENV_THREADS) or THREADS,
+            deterministic=_deterministic(),
         )
+
+
+def _deterministic() -> bool | None:
+    text = os.environ.get(ENV_REPRODUCIBILITY, "").strip()
+    if text not in ("", *REPRODUCIBILITY):
+        raise ConfigurationError(
+            f"{ENV_REPRODUCIBILITY}={text!r} must be {' or '.join(REPRODUCIBILITY)}; correct or unset it"
+        )
+    return REPRODUCIBILITY.get(text)
 
 
 def _whole(name: str) -> int | None:

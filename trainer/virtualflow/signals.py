@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self
 
@@ -86,9 +86,14 @@ class CoordinatorClient:
         if self._session is not None:
             await self._session.close()
 
-    async def status(self, patience: float | None = None) -> Status:
-        """What the job is doing now."""
-        body = await self._request("GET", "/v1/status", None, patience)
+    async def status(self, patience: float | None = None, *, brief: bool = False) -> Status:
+        """What the job is doing now.
+
+        Args:
+            patience: seconds to go on trying while none answers; ``None``: that of the settings.
+            brief: with the latest few membership changes and events only.
+        """
+        body = await self._request("GET", "/v1/status?brief=1" if brief else "/v1/status", None, patience)
         try:
             return _status.decode(body)
         except msgspec.MsgspecError as error:
@@ -104,29 +109,58 @@ class CoordinatorClient:
         body = await self._request("POST", PATHS[type(call)], encode(call), patience)
         return _sentence(body)
 
-    async def watch(self) -> AsyncIterator[Status]:
-        """The status, now and after each change, for ever: a stream that breaks is opened again."""
+    async def watch(
+        self,
+        progress: float | None = None,
+        *,
+        brief: bool = False,
+        on_link: Callable[[bool], None] | None = None,
+    ) -> AsyncIterator[Status]:
+        """The status, now and after each change, for ever: a stream that breaks is opened again.
+
+        Args:
+            progress: seconds in which at most one message comes that only reports progress; ``None``: each one comes.
+            brief: with the latest few membership changes and events only.
+            on_link: called with ``True`` when a stream is open, and with ``False`` when it broke or when none could be
+                opened; not again while that stays as it is.
+        """
         assert self._session is not None, "use the client as an asynchronous context manager"
+        query = {"brief": "1"} if brief else {}
+        if progress is not None:
+            query["progress"] = f"{progress:.10g}"
         delay = self._settings.retry_first
+        linked: bool | None = None
+
+        def tell(now: bool) -> None:
+            nonlocal linked
+            if now is not linked and on_link is not None:
+                on_link(now)
+            linked = now
+
         while True:
             try:
                 async with self._session.ws_connect(
                     self._url + "/v1/watch",
+                    params=query,
                     max_msg_size=self._settings.max_status,
                     timeout=aiohttp.ClientWSTimeout(ws_close=self._settings.request_timeout),
                     heartbeat=self._settings.request_timeout,
                 ) as stream:
+                    tell(True)
                     async for message in stream:
                         if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
                             delay = self._settings.retry_first
                             yield _status.decode(message.data)
             except aiohttp.WSServerHandshakeError as error:
                 if 400 <= error.status < 500:
+                    tell(False)
                     raise CallRefused(error.status, _refusal(error.status)) from error
             except msgspec.MsgspecError as error:
+                tell(False)
                 raise CallRefused(200, f"the coordinator at {self._url} speaks another version: {error}") from error
             except (aiohttp.ClientError, OSError, TimeoutError):
                 pass  # It is restarting, or gone for good: whoever started it knows, and stops watching.
+            tell(False)
             await asyncio.sleep(delay)
             delay = min(2 * delay, self._settings.retry_most)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from virtualflow import messages as m
+from virtualflow.settings import BRIEF_CHANGES, BRIEF_EVENTS
 
 if TYPE_CHECKING:
     from virtualflow.job import Job
@@ -12,10 +13,10 @@ if TYPE_CHECKING:
 WorkerState = Literal["starting", "ready", "training", "draining", "silent", "done"]
 
 
-def describe(job: Job) -> m.Status:
-    """All that may be known about ``job`` from outside."""
+def describe(job: Job, brief: bool) -> m.Status:
+    """All that may be known about ``job`` from outside; ``brief``: of what has happened only the latest."""
     history, progress, result = job.history, job.history.progress, job.history.result
-    changes = history.ordered_changes()
+    changes, events = history.ordered_changes(), tuple(history.events)
     proposed = job.proposed
     return m.Status(
         phase=job.phase,
@@ -23,7 +24,9 @@ def describe(job: Job) -> m.Status:
         generation=job.running_generation.counter,
         virtual_nodes=job.virtual_nodes,
         wanted=job.wanted,
+        minimum=job.minimum,
         workers=tuple(_worker(job, i) for i, worker in job.roster.workers.items() if not (worker.gone or worker.left)),
+        lost=tuple(job.roster.lost.values()),
         proposed=proposed.generation.counter if proposed else None,
         proposed_workers=tuple(member.incarnation for member in proposed.members) if proposed else (),
         prepared=job.is_prepared,
@@ -36,9 +39,10 @@ def describe(job: Job) -> m.Status:
         step_ms=result.step_ms if result else None,
         hold=job.hold,
         last_change=changes[-1] if changes else None,
-        changes=changes,
-        repeated_steps=sum(change.repeated_steps for change in changes),
-        events=tuple(history.events),
+        changes=changes[-BRIEF_CHANGES:] if brief else changes,
+        changes_total=history.changes_total,
+        repeated_steps=history.repeated_steps,
+        events=events[-BRIEF_EVENTS:] if brief else events,
         digest=result.digest if result else None,
         optimizer_digest=result.optimizer_digest if result else None,
         error=history.error,

@@ -46,6 +46,11 @@ class Training:
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
     """Membership changes so far, for coordinators and members to come."""
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """All that is told of the training in numbers."""
+        return {**self.metrics, **self.logged}
+
     def commit(self, outcome: Outcome, members: int) -> None:
         """Apply a complete exchange: the next step's turn has come."""
         epoch, epoch_step = self.position

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.settings import REPRODUCIBILITY
 
 API_GROUP = "virtualflow.dev/"
 KIND = "VirtualFlowJob"
@@ -28,6 +29,13 @@ class JobManifest:
     command: tuple[str, ...]
     """Command and arguments of a worker, variables expanded."""
     environment: Mapping[str, str]
+    groups: tuple[str, ...] = ()
+    """Names of its worker groups; the command is the first one's."""
+    reproducibility: str | None = None
+    every_steps: int | None = None
+    every_seconds: int | None = None
+    keep: int | None = None
+    """When it wants checkpoints, and how many remain."""
 
 
 def load_manifest(path: Path) -> JobManifest:
@@ -72,8 +80,8 @@ def read_manifest(document: object) -> JobManifest:
         )
     spec = _mapping(document, "spec", "")
     groups = _sequence(spec, "workerGroups", "spec.")
-    if len(groups) != 1:
-        raise ConfigurationError(f"spec.workerGroups has {len(groups)} groups; a run on this machine takes exactly one")
+    if not groups:
+        raise ConfigurationError("spec.workerGroups is empty; the first group says what to run")
     group = _entry(groups[0], "spec.workerGroups[0]")
     template = _mapping(group, "template", "spec.workerGroups[0].")
     pod = _mapping(template, "spec", "spec.workerGroups[0].template.")
@@ -91,12 +99,18 @@ def read_manifest(document: object) -> JobManifest:
         )
     metadata = document.get("metadata")
     name = metadata.get("name") if isinstance(metadata, Mapping) else None
+    checkpoint = {} if spec.get("checkpoint") is None else _mapping(spec, "checkpoint", "spec.")
     return JobManifest(
         name=name if isinstance(name, str) and name else None,
         virtual_nodes=_count(spec, "virtualNodes"),
         replicas=_count(spec, "replicas"),
         command=tuple(expand(word, environment) for word in words),
         environment=environment,
+        groups=tuple(_group_name(group, index) for index, group in enumerate(groups)),
+        reproducibility=_reproducibility(spec),
+        every_steps=_count(checkpoint, "everySteps", "spec.checkpoint."),
+        every_seconds=_count(checkpoint, "everySeconds", "spec.checkpoint."),
+        keep=_count(checkpoint, "keep", "spec.checkpoint."),
     )
 
 
@@ -154,12 +168,26 @@ def _words(container: Mapping[str, object], key: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _count(spec: Mapping[str, object], key: str) -> int | None:
+def _group_name(group: object, index: int) -> str:
+    name = _entry(group, f"spec.workerGroups[{index}]").get("name")
+    return name if isinstance(name, str) and name else str(index)
+
+
+def _reproducibility(spec: Mapping[str, object]) -> str | None:
+    wanted = spec.get("reproducibility")
+    if wanted is None:
+        return None
+    if not isinstance(wanted, str) or wanted not in REPRODUCIBILITY:
+        raise ConfigurationError(f"spec.reproducibility must be {' or '.join(REPRODUCIBILITY)}, not {wanted!r}")
+    return wanted
+
+
+def _count(spec: Mapping[str, object], key: str, place: str = "spec.") -> int | None:
     number = spec.get(key)
     if number is None:
         return None
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ConfigurationError(f"spec.{key} must be a whole number of at least 1, not {number!r}")
+        raise ConfigurationError(f"{place}{key} must be a whole number of at least 1, not {number!r}")
     return number
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from virtualflow import settings as s
 from virtualflow.errors import ConfigurationError
-from virtualflow.local.manifest import load_manifest, local_command
+from virtualflow.local.manifest import JobManifest, load_manifest, local_command
 from virtualflow.local.schedule import Group, most_workers, parse_schedule
 
 
@@ -51,6 +51,7 @@ def resolve(arguments: Namespace) -> RunOptions:
     virtual_nodes: int | None = arguments.virtual_nodes
     workers: int | None = arguments.workers
     suggestion = "job"
+    manifest: JobManifest | None = None
     if arguments.manifest is not None:
         if arguments.script is not None:
             raise ConfigurationError("give either a script or -f with a manifest; a manifest says itself what to run")
@@ -60,6 +61,8 @@ def resolve(arguments: Namespace) -> RunOptions:
         suggestion = manifest.name or Path(arguments.manifest).stem
         virtual_nodes = virtual_nodes if virtual_nodes is not None else manifest.virtual_nodes
         workers = workers if workers is not None else manifest.replicas
+        if manifest.reproducibility is not None:
+            environment[s.ENV_REPRODUCIBILITY] = manifest.reproducibility
     elif arguments.script is not None:
         script = Path(arguments.script)
         _check_script(script)
@@ -73,7 +76,7 @@ def resolve(arguments: Namespace) -> RunOptions:
         virtual_nodes = None if inherited is None else int(inherited)
     workers = s.WORKERS if workers is None else workers
     _check_numbers(arguments, workers, virtual_nodes, schedule)
-    checkpoint_dir = _checkpoints(arguments, environment)
+    checkpoint_dir = _checkpoints(arguments, manifest, environment)
     for option, path in (("--report", arguments.report), ("--audit", arguments.audit)):
         if path is not None:
             _check_target(Path(path), option)
@@ -83,6 +86,12 @@ def resolve(arguments: Namespace) -> RunOptions:
         _check_directory(log_dir, "--log-dir")
     if virtual_nodes is not None:
         environment[s.ENV_VIRTUAL_NODES] = str(virtual_nodes)
+    if manifest is not None and len(manifest.groups) > 1:
+        print(
+            f"virtualflow: of the manifest's {len(manifest.groups)} worker groups only the first, "
+            f"{manifest.groups[0]}, runs on this machine",
+            file=sys.stderr,
+        )
     return RunOptions(
         name=arguments.name,
         suggestion=suggestion,
@@ -158,12 +167,19 @@ def _check_numbers(arguments: Namespace, workers: int, virtual_nodes: int | None
         raise ConfigurationError(f"--checkpoint-seconds {arguments.checkpoint_seconds:g}: it must not be negative")
 
 
-def _checkpoints(arguments: Namespace, environment: dict[str, str]) -> Path | None:
+def _checkpoints(arguments: Namespace, manifest: JobManifest | None, environment: dict[str, str]) -> Path | None:
     given = {
         s.ENV_CHECKPOINT_STEPS: arguments.checkpoint_steps,
         s.ENV_CHECKPOINT_SECONDS: arguments.checkpoint_seconds,
         s.ENV_CHECKPOINT_KEEP: arguments.checkpoint_keep,
     }
+    if manifest is not None and arguments.checkpoint_dir is not None:
+        asked = {
+            s.ENV_CHECKPOINT_STEPS: manifest.every_steps,
+            s.ENV_CHECKPOINT_SECONDS: manifest.every_seconds,
+            s.ENV_CHECKPOINT_KEEP: manifest.keep,
+        }
+        given = {name: value if value is not None else asked[name] for name, value in given.items()}
     environment.update({name: str(value) for name, value in given.items() if value is not None})
     if arguments.checkpoint_dir is None:
         inherited = environment.get(s.ENV_CHECKPOINT_DIR) or os.environ.get(s.ENV_CHECKPOINT_DIR, "").strip()

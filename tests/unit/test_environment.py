@@ -1,0 +1,27 @@
+"""What a worker takes from its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.settings import ENV_REPRODUCIBILITY, WorkerEnvironment
+
+
+@pytest.mark.parametrize(
+    ("value", "deterministic"), [(None, None), ("", None), ("Bitwise", True), (" Statistical ", False)]
+)
+def test_how_equal_the_bits_must_be_is_said_by_the_environment(
+    value: str | None, deterministic: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENV_REPRODUCIBILITY, raising=False)
+    if value is not None:
+        monkeypatch.setenv(ENV_REPRODUCIBILITY, value)
+    assert WorkerEnvironment.read().deterministic is deterministic
+
+
+@pytest.mark.parametrize("value", ["bitwise", "true", "Exact"])
+def test_another_word_for_it_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_REPRODUCIBILITY, value)
+    with pytest.raises(ConfigurationError, match=f"{value!r} must be Bitwise or Statistical"):
+        WorkerEnvironment.read()
