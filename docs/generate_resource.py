@@ -1,0 +1,225 @@
+"""Writes resource.md from the CustomResourceDefinition, so that what a user reads is what the API server enforces.
+
+python docs/generate_resource.py > docs/resource.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CRD = Path(__file__).parents[1] / "crds" / "virtualflowjobs.yaml"
+LARGEST_NUMBER = 2**53 - 1
+"""The bound of counters: as large as JSON holds without rounding, so not worth a user's attention."""
+
+Schema = Mapping[str, Any]
+RowWriter = Callable[[str, Schema, bool], str]
+
+INTRODUCTION = """\
+# The resource
+
+<!-- Made from crds/virtualflowjobs.yaml by docs/generate_resource.py. Do not edit it here. -->
+
+{description}
+
+- API version `{group}/{version}`, kind `{kind}`, short name `{short}`; `kubectl get {category}` lists jobs too.
+- `kubectl explain {short}.spec` shows these fields in a terminal.
+- An example to begin with is [examples/digits.yaml](../examples/digits.yaml).
+- `metadata.name`: {name} It must match `{pattern}`.
+
+Fields in **bold** are required. `[]` stands for the entries of a list.
+"""
+
+RULES = """\
+## Rules
+
+Kubernetes 1.25 and newer check these when a job is created or changed. Older versions do not, so the operator checks
+them again and says what is wrong in the job's conditions, with the reason `InvalidSpec`.
+"""
+
+SCALE = """\
+## Scaling
+
+`kubectl scale {short}/NAME --replicas=4` and a HorizontalPodAutoscaler set `{wanted}`. They read `{have}`, and find the
+workers' pods by `{selector}`.
+"""
+
+COLUMNS = """\
+## Columns of kubectl get
+
+| column | shows | meaning | when |
+| --- | --- | --- | --- |
+"""
+
+TABLE = "| field | type | default | bounds | meaning |\n| --- | --- | --- | --- | --- |\n"
+STATUS_TABLE = "| field | type | meaning |\n| --- | --- | --- |\n"
+
+
+def generate(crd: Mapping[str, Any]) -> str:
+    """The page that describes the resource of ``crd``, as Markdown."""
+    names, version = crd["spec"]["names"], crd["spec"]["versions"][0]
+    schema = version["schema"]["openAPIV3Schema"]
+    spec, status = schema["properties"]["spec"], schema["properties"]["status"]
+    name = schema["properties"]["metadata"]["properties"]["name"]
+    scale = version["subresources"]["scale"]
+    parts = [
+        INTRODUCTION.format(
+            description=schema["description"],
+            group=crd["spec"]["group"],
+            version=version["name"],
+            kind=names["kind"],
+            short=names["shortNames"][0],
+            category=names["categories"][0],
+            name=name["description"],
+            pattern=name["pattern"],
+        ),
+        f"## spec\n\n{spec['description']}\n\n" + "".join(_tables(spec, TABLE, _spec_row)),
+        RULES + "\n" + "".join(f"- {rule}\n" for rule in _rules(spec, "")),
+        SCALE.format(
+            short=names["shortNames"][0],
+            wanted=scale["specReplicasPath"].lstrip("."),
+            have=scale["statusReplicasPath"].lstrip("."),
+            selector=scale["labelSelectorPath"].lstrip("."),
+        ),
+        f"## status\n\n{status['description']}\n\n" + "".join(_tables(status, STATUS_TABLE, _status_row)),
+        _conditions(status["properties"]["conditions"]),
+        COLUMNS + "".join(_columns(version["additionalPrinterColumns"], status)),
+    ]
+    return "\n".join(parts)
+
+
+def _tables(schema: Schema, head: str, row: RowWriter) -> Iterator[str]:
+    """A table of the fields of ``schema`` itself, then one for each of them that has fields, under a heading."""
+    required = schema.get("required", [])
+    yield head
+    for key, field in schema["properties"].items():
+        yield row(key, field, key in required)
+    for key, field in schema["properties"].items():
+        if key == "conditions":
+            continue  # they have a section of their own
+        inner = field.get("items", field)
+        if inner.get("properties"):
+            yield f"\n### {key}{'[]' if 'items' in field else ''}\n\n{head}"
+            yield from (row(*below) for below in _fields(inner, ""))
+
+
+def _spec_row(path: str, field: Schema, required: bool) -> str:
+    shown = f"**`{path}`**" if required else f"`{path}`"
+    default = f"`{_written(field['default'])}`" if field.get("default", {}) != {} else ""
+    return _row(shown, _type(field), default, _bounds(field), _prose(field))
+
+
+def _status_row(path: str, field: Schema, required: bool) -> str:
+    del required  # the operator writes them, so nobody needs to know
+    return _row(f"`{path}`", _type(field), _prose(field))
+
+
+def _conditions(conditions: Schema) -> str:
+    fields = conditions["items"]["properties"]
+    types = [line.split(": ", 1) for line in fields["type"]["description"].splitlines()]
+    first, *reasons = fields["reason"]["description"].splitlines()
+    grouped = " ".join(reasons).replace(" Amiss: ", "\nAmiss: ").splitlines()
+    lines = [
+        f"## Conditions\n\n{conditions['description']}\n\n| type | True when |\n| --- | --- |\n",
+        *(_row(f"`{kind}`", meaning) for kind, meaning in types),
+        "\n| field | type | meaning |\n| --- | --- | --- |\n",
+        *(
+            _row(f"`{key}`", _type(field), first if key == "reason" else _prose(field))
+            for key, field in fields.items()
+            if key != "type"
+        ),
+        "\nReasons:\n\n",
+        *(f"- {line}\n" for line in grouped),
+    ]
+    return "".join(lines)
+
+
+def _columns(columns: list[Mapping[str, Any]], status: Schema) -> Iterator[str]:
+    described = {f".status.{path}": field["description"] for path, field, _ in _fields(status, "")}
+    for column in columns:
+        path = column["jsonPath"]
+        meaning = column.get("description") or described[path].splitlines()[0]
+        when = "with `-o wide`" if column.get("priority") else "always"
+        yield _row(column["name"].upper(), f"`{path.lstrip('.')}`", meaning, when)
+
+
+def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, Schema, bool]]:
+    """Each field below ``schema`` with its path and whether it is required, parents before children."""
+    required = schema.get("required", [])
+    for key, field in schema.get("properties", {}).items():
+        path = f"{prefix}{key}"
+        yield path, field, key in required
+        yield from _fields(field, f"{path}.")
+        if "items" in field:
+            yield from _fields(field["items"], f"{path}[].")
+
+
+def _rules(schema: Schema, path: str) -> Iterator[str]:
+    """The sentence of each rule at or below ``schema``."""
+    for rule in schema.get("x-kubernetes-validations", []):
+        yield f"`{path}`: {rule['message']}" if "[]" in path else str(rule["message"])
+    for key, field in schema.get("properties", {}).items():
+        yield from _rules(field, f"{path}.{key}".lstrip("."))
+    if "items" in schema:
+        yield from _rules(schema["items"], f"{path}[]")
+
+
+def _type(field: Schema) -> str:
+    if field["type"] == "array":
+        return f"list of {_plural(field['items']['type'])}"
+    if "additionalProperties" in field:
+        return f"map of {_plural(field['additionalProperties']['type'])}"
+    if field.get("format") == "date-time":
+        return "time"
+    if field.get("x-kubernetes-preserve-unknown-fields"):
+        return "object, any fields"
+    return str(field["type"])
+
+
+def _plural(kind: str) -> str:
+    return f"{kind}s"
+
+
+def _bounds(field: Schema) -> str:
+    """What the API server accepts, in words."""
+    if "enum" in field:
+        return " or ".join(f"`{value}`" for value in field["enum"])
+    bounds = [
+        _range(field, "minimum", "maximum", ""),
+        _range(field, "minItems", "maxItems", " entries"),
+        _range(field, "minProperties", "maxProperties", " entries"),
+        _range(field, "minLength", "maxLength", " characters"),
+        f"`{field['pattern']}`" if "pattern" in field else "",
+    ]
+    return ", ".join(bound for bound in bounds if bound)
+
+
+def _range(field: Schema, lowest: str, highest: str, unit: str) -> str:
+    low, high = field.get(lowest), field.get(highest)
+    if high is None:
+        return ""
+    if low == high:
+        return f"exactly {low}" + (unit if low != 1 else unit.replace("entries", "entry"))
+    if high == LARGEST_NUMBER:
+        return f"at least {low}"
+    return f"at most {high}{unit}" if low is None else f"{low} to {high}{unit}"
+
+
+def _prose(field: Schema) -> str:
+    return " ".join(field["description"].split())
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(generate(yaml.safe_load(CRD.read_text(encoding="utf-8"))))

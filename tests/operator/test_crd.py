@@ -1,0 +1,423 @@
+"""The CustomResourceDefinition: complete, bounded, described, and of one mind with the code that reads it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import yaml
+from resource_rules import CRD_FILE, ROOT, Schema, broken_rules, crd, defaulted, job, schema, structural_errors
+
+from virtualflow import messages
+from virtualflow.settings import MAX_VIRTUAL_NODES, MAX_WORKERS
+from virtualflow_operator import constants, reasons, validation
+from virtualflow_operator.job_status import PHASES, Condition, ConditionType, Failures, JobStatus, LastChange, Share
+from virtualflow_operator.spec import Checkpoint, Elasticity, JobSpec, WorkerGroup, read_spec
+
+KEYWORDS_OF_1_20 = {
+    *("type", "format", "description", "default", "enum", "pattern", "required", "properties", "items"),
+    *("additionalProperties", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"),
+    *("minProperties", "maxProperties", "x-kubernetes-preserve-unknown-fields"),
+    *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
+}
+KUBERNETES_COST_LIMIT = 10_000_000
+"""What one rule may cost at most, by the API server's own estimate, over all places where it applies."""
+
+
+def nodes(node: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
+    """Each node of a schema, with its path."""
+    yield path, node
+    for key, field in node.get("properties", {}).items():
+        yield from nodes(field, f"{path}.{key}".lstrip("."))
+    if "items" in node:
+        yield from nodes(node["items"], f"{path}[]")
+    if isinstance(node.get("additionalProperties"), Mapping):
+        yield from nodes(node["additionalProperties"], f"{path}{{}}")
+
+
+NODES = dict(nodes(schema()))
+SPEC, STATUS = NODES["spec"], NODES["status"]
+EVERY_NODE = pytest.mark.parametrize("path", NODES, ids=lambda path: path or "the root")
+
+
+@EVERY_NODE
+def test_every_node_has_a_type(path: str) -> None:
+    assert NODES[path].get("type") in {"object", "array", "string", "integer", "boolean"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    # Kubernetes forbids it for metadata, and nobody sees that of a map's values.
+    [path for path in NODES if path != "metadata" and not path.endswith("{}")],
+    ids=lambda path: path or "the root",
+)
+def test_every_field_is_described(path: str) -> None:
+    description = NODES[path]["description"]
+    assert re.fullmatch(r"(?s)[A-Zt].{4,}\.", description), description
+
+
+@EVERY_NODE
+def test_every_list_string_and_number_is_bounded(path: str) -> None:
+    node = NODES[path]
+    needed = {"array": {"maxItems"}, "string": {"maxLength"}, "integer": {"minimum", "maximum"}}
+    assert needed.get(node["type"], set()) <= node.keys()
+    if "additionalProperties" in node:
+        assert "maxProperties" in node
+
+
+@EVERY_NODE
+def test_no_keyword_is_newer_than_kubernetes_1_20_but_the_rules(path: str) -> None:
+    assert NODES[path].keys() - {"x-kubernetes-validations"} <= KEYWORDS_OF_1_20
+
+
+@EVERY_NODE
+def test_what_is_required_exists_and_defaults_are_valid(path: str) -> None:
+    node = NODES[path]
+    assert set(node.get("required", [])) <= node.get("properties", {}).keys()
+    if "default" in node:
+        assert structural_errors(defaulted(node["default"], node), node) == []
+
+
+def test_objects_keep_unknown_fields_only_where_kubernetes_knows_them_better() -> None:
+    kept = {path for path, node in NODES.items() if node.get("x-kubernetes-preserve-unknown-fields")}
+    template = "spec.workerGroups[].template"
+    pods = {template, f"{template}.metadata", f"{template}.spec", f"{template}.spec.containers[]"}
+    assert kept == pods | {
+        f"{template}.spec.containers[].env[]",
+        "spec.coordinator.template",
+        "spec.checkpoint.volume",
+    }
+
+
+def test_lists_of_named_things_are_maps() -> None:
+    maps = {
+        path: node["x-kubernetes-list-map-keys"] for path, node in NODES.items() if "x-kubernetes-list-type" in node
+    }
+    assert maps == {"spec.workerGroups": ["name"], "status.conditions": ["type"], "status.assignment": ["worker"]}
+    for path, keys in maps.items():
+        assert set(keys) <= set(NODES[f"{path}[]"]["required"])
+
+
+def test_every_rule_says_what_to_do() -> None:
+    rules = [rule for node in NODES.values() for rule in node.get("x-kubernetes-validations", ())]
+    assert len(rules) == 12
+    for rule in rules:
+        assert rule.keys() == {"rule", "message"}
+        assert re.fullmatch(r"[^.;]+; [^.;]+\.", rule["message"]), rule["message"]
+
+
+def test_the_costliest_rule_is_far_from_the_limit() -> None:
+    groups, path = SPEC["properties"]["workerGroups"], "spec.workerGroups[].template.spec.containers"
+    times = groups["maxItems"] * NODES[path]["maxItems"] * NODES[f"{path}[].env"]["maxItems"]
+    (rule,) = NODES[f"{path}[].env[].name"]["x-kubernetes-validations"]
+    # As cel-go estimates: a tenth of a character of the literal for each startsWith, and one for each operation.
+    literals = re.findall(r"startsWith\('(\w+)'\)", rule["rule"])
+    once = sum(len(literal) * 0.1 + 3 for literal in literals) + 1
+    assert tuple(literals) == validation.OPERATOR_VARIABLES
+    assert times * once < KUBERNETES_COST_LIMIT / 2
+
+
+def test_the_file_is_small_enough_to_apply_anywhere() -> None:
+    assert CRD_FILE.stat().st_size < 30_000
+    # kubectl apply keeps a copy of all of it in an annotation, and annotations end at 256 KiB.
+    assert len(json.dumps(crd())) < 30_000
+
+
+def test_names_and_subresources() -> None:
+    names, version = crd()["spec"]["names"], crd()["spec"]["versions"][0]
+    assert len(crd()["spec"]["versions"]) == 1
+    assert crd()["metadata"]["name"] == f"{constants.PLURAL}.{constants.GROUP}"
+    assert crd()["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert (crd()["spec"]["group"], version["name"]) == (constants.GROUP, constants.VERSION)
+    assert (names["kind"], names["plural"], names["singular"]) == (
+        constants.KIND,
+        constants.PLURAL,
+        constants.KIND.lower(),
+    )
+    assert (names["shortNames"], names["categories"]) == (["vfj"], ["virtualflow", "all"])
+    assert (crd()["spec"]["scope"], version["served"], version["storage"]) == ("Namespaced", True, True)
+    assert version["subresources"] == {
+        "status": {},
+        "scale": {
+            "specReplicasPath": ".spec.replicas",
+            "statusReplicasPath": ".status.replicas",
+            "labelSelectorPath": ".status.selector",
+        },
+    }
+
+
+def test_printer_columns_show_fields_of_their_type() -> None:
+    columns = crd()["spec"]["versions"][0]["additionalPrinterColumns"]
+    shown = [(column["name"].upper(), column.get("priority", 0)) for column in columns]
+    assert [name for name, priority in shown if priority == 0] == ["PHASE", "WORKERS", "STEP", "LOSS", "AGE"]
+    assert [name for name, priority in shown if priority] == ["TOTAL", "STEPS/S", "CHANGES", "REPEATED", "DIGEST"]
+    for column in columns:
+        path = column["jsonPath"].lstrip(".")
+        assert (path, column["type"]) == ("metadata.creationTimestamp", "date") or (
+            NODES[path]["type"] == column["type"]
+        )
+
+
+# --- of one mind with the code ----------------------------------------------------------------------------------------
+
+
+def encoded_fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
+    return {field.encode_name: field for field in msgspec.structs.fields(kind)}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("spec", JobSpec),
+        ("spec.workerGroups[]", WorkerGroup),
+        ("spec.elasticity", Elasticity),
+        ("spec.checkpoint", Checkpoint),
+        ("status", JobStatus),
+        ("status.conditions[]", Condition),
+        ("status.assignment[]", Share),
+        ("status.lastChange", LastChange),
+        ("status.failures", Failures),
+    ],
+)
+def test_the_code_reads_exactly_the_fields_of_the_schema(path: str, kind: type[msgspec.Struct]) -> None:
+    assert set(encoded_fields(kind)) == NODES[path]["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("spec", JobSpec), ("spec.elasticity", Elasticity), ("spec.checkpoint", Checkpoint)]
+)
+def test_the_code_has_the_defaults_of_the_schema(path: str, kind: type[msgspec.Struct]) -> None:
+    for key, field in encoded_fields(kind).items():
+        node = NODES[path]["properties"][key]
+        if node["type"] != "object" and "default" in node:
+            assert field.default == node["default"], key
+        elif node["type"] != "object" and not field.required:
+            assert field.default is None, key
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("metadata.name", validation._JOB_NAME),
+        ("spec.workerGroups[].name", validation._GROUP_NAME),
+        ("spec.checkpoint.directory", validation._DIRECTORY),
+    ],
+)
+def test_the_code_has_the_patterns_of_the_schema(path: str, pattern: re.Pattern[str]) -> None:
+    assert NODES[path]["pattern"] == f"^{pattern.pattern}$"
+
+
+def test_the_code_has_the_limits_of_the_schema() -> None:
+    spec = SPEC["properties"]
+    assert spec["virtualNodes"]["maximum"] == MAX_VIRTUAL_NODES
+    assert {spec[key]["maximum"] for key in ("replicas", "minReplicas", "maxReplicas")} == {MAX_WORKERS}
+    assert NODES["metadata.name"]["maxLength"] == constants.MAX_JOB_NAME
+    assert spec["workerGroups"]["maxItems"] == validation.MAX_GROUPS
+    assert NODES["spec.workerGroups[].template.spec.containers"]["maxItems"] == validation.MAX_CONTAINERS
+    assert spec["minReplicas"]["default"] == validation.MIN_REPLICAS
+
+
+def test_the_schema_has_the_words_of_the_code() -> None:
+    conditions = NODES["status.conditions[].type"]["description"]
+    assert NODES["status.phase"]["enum"] == list(PHASES)
+    assert re.findall(r"^(\w+):", conditions, flags=re.MULTILINE) == list(get_args(ConditionType))
+    causes = NODES["status.lastChange.cause"]["description"]
+    assert set(re.findall(r"\w+", causes.split(": ")[1])) - {"or"} == set(get_args(messages.Cause))
+
+
+def test_the_schema_names_every_reason_of_a_condition_and_no_other() -> None:
+    source = (ROOT / "operator" / "virtualflow_operator" / "reasons.py").read_text(encoding="utf-8")
+    of_conditions = re.findall(r'^[A-Z_]+ = "(\w+)"', source.split("# Events only")[0], flags=re.MULTILINE)
+    known = {value for key, value in vars(reasons).items() if key.isupper() and isinstance(value, str)}
+    assert set(of_conditions) <= known
+    listed = NODES["status.conditions[].reason"]["description"].split("In order: ")[1]
+    without_remarks = re.sub(r"\([^)]*\)|Amiss:", "", listed)
+    assert sorted(re.findall(r"\w+", without_remarks)) == sorted(set(of_conditions))
+
+
+def test_a_status_at_its_fullest_is_valid() -> None:
+    condition = {"type": "Ready", "status": "True", "reason": "Training", "message": "2 of 2 workers train."}
+    status = {
+        "phase": "Running",
+        "conditions": [condition | {"lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 1}],
+        "replicas": 2,
+        "workers": "2/2",
+        "generation": 4,
+        "assignment": [{"worker": "digits-workers-0", "virtualNodes": "0-3", "node": "node-1"}],
+        "lastChange": {"from": 1, "to": 2, "cause": "join", "reason": "digits-workers-1 joined", "step": 12},
+        "failures": {"count": 1, "streak": 1, "counted": ["1c8dcb5b"]},
+        "loss": "0.123456",
+    }
+    assert structural_errors(job() | {"status": status}) == []
+    assert structural_errors(job() | {"status": status | {"phase": "Walking"}}) != []
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def template(**container: Any) -> list[dict[str, Any]]:
+    whole = {"name": "trainer", "image": "trainer:1"} | container
+    present = {key: value for key, value in whole.items() if value is not None}
+    return [{"name": "workers", "template": {"spec": {"containers": [present]}}}]
+
+
+VALID = {
+    "only worker groups": {},
+    "the smallest numbers": {"virtualNodes": 1, "replicas": 1, "minReplicas": 1, "maxReplicas": 1, "backoffLimit": 0},
+    "the largest numbers": {"virtualNodes": 65_536, "replicas": 4_096, "minReplicas": 4_096, "maxReplicas": 4_096},
+    "an accelerator as a number": {"workerGroups": template(resources={"limits": {"nvidia.com/gpu": 1}})},
+    "a variable of the user's": {"workerGroups": template(env=[{"name": "VIRTUALFLOW_THREADS", "value": "2"}])},
+    "a checkpoint with its volume only": {"checkpoint": {"volume": {"persistentVolumeClaim": {"claimName": "c"}}}},
+    "a checkpoint directory": {"checkpoint": {"volume": {"emptyDir": {}}, "directory": "team-a/digits_1.2"}},
+    "no startup grace": {"elasticity": {"startupGraceSeconds": 0}},
+    "another controller": {"managedBy": "kueue.x-k8s.io/multikueue"},
+    "resources of the coordinator": {"coordinator": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},
+}
+
+INVALID = {
+    "no worker groups": ({"workerGroups": []}, "spec.workerGroups"),
+    "too many worker groups": ({"workerGroups": template() * 17}, "spec.workerGroups"),
+    "a missing list of groups": ({"workerGroups": None}, "spec"),
+    "no virtual nodes": ({"virtualNodes": 0}, "spec.virtualNodes"),
+    "too many virtual nodes": ({"virtualNodes": 65_537}, "spec.virtualNodes"),
+    "virtual nodes in words": ({"virtualNodes": "eight"}, "spec.virtualNodes"),
+    "no replicas": ({"replicas": 0}, "spec.replicas"),
+    "half a replica": ({"replicas": 1.5}, "spec.replicas"),
+    "too many replicas": ({"replicas": 4_097}, "spec.replicas"),
+    "a huge number": ({"replicas": 10**30}, "spec.replicas"),
+    "no least replicas": ({"minReplicas": 0}, "spec.minReplicas"),
+    "no most replicas": ({"maxReplicas": 0}, "spec.maxReplicas"),
+    "another reproducibility": ({"reproducibility": "bitwise"}, "spec.reproducibility"),
+    "suspend in words": ({"suspend": "yes"}, "spec.suspend"),
+    "a negative back-off limit": ({"backoffLimit": -1}, "spec.backoffLimit"),
+    "a deadline of 0": ({"activeDeadlineSeconds": 0}, "spec.activeDeadlineSeconds"),
+    "a negative time to live": ({"ttlSecondsAfterFinished": -1}, "spec.ttlSecondsAfterFinished"),
+    "a long controller": ({"managedBy": "x" * 64}, "spec.managedBy"),
+    "no heartbeats": ({"elasticity": {"heartbeatLimitSeconds": 0}}, "spec.elasticity.heartbeatLimitSeconds"),
+    "a drain of two days": ({"elasticity": {"drainGraceSeconds": 172_800}}, "spec.elasticity.drainGraceSeconds"),
+    "a checkpoint without a volume": ({"checkpoint": {"keep": 1}}, "spec.checkpoint"),
+    "a volume of two kinds": ({"checkpoint": {"volume": {"emptyDir": {}, "nfs": {}}}}, "spec.checkpoint.volume"),
+    "a volume of no kind": ({"checkpoint": {"volume": {}}}, "spec.checkpoint.volume"),
+    "a way out of the volume": (
+        {"checkpoint": {"volume": {"emptyDir": {}}, "directory": "a/../../b"}},
+        "spec.checkpoint.directory",
+    ),
+    "an absolute directory": (
+        {"checkpoint": {"volume": {"emptyDir": {}}, "directory": "/etc"}},
+        "spec.checkpoint.directory",
+    ),
+    "checkpoints never kept": (
+        {"checkpoint": {"volume": {"emptyDir": {}}, "keep": 0}},
+        "spec.checkpoint.keep",
+    ),
+    "a group without a name": ({"workerGroups": [{"template": template()[0]["template"]}]}, "spec.workerGroups[0]"),
+    "a long group name": ({"workerGroups": [template()[0] | {"name": "x" * 21}]}, "spec.workerGroups[0].name"),
+    "a group in capitals": ({"workerGroups": [template()[0] | {"name": "GPU"}]}, "spec.workerGroups[0].name"),
+    "a negative group": (
+        {"workerGroups": [template()[0] | {"maxReplicas": -1}]},
+        "spec.workerGroups[0].maxReplicas",
+    ),
+    "a profile elsewhere": (
+        {"workerGroups": [template()[0] | {"profile": "../secrets"}]},
+        "spec.workerGroups[0].profile",
+    ),
+    "a template without containers": (
+        {"workerGroups": [{"name": "workers", "template": {"spec": {"containers": []}}}]},
+        "spec.workerGroups[0].template.spec.containers",
+    ),
+    "a container without an image": (
+        {"workerGroups": template(image=None)},
+        "spec.workerGroups[0].template.spec.containers[0]",
+    ),
+    "a container without a name": (
+        {"workerGroups": template(name=None)},
+        "spec.workerGroups[0].template.spec.containers[0]",
+    ),
+    "an image that is a number": (
+        {"workerGroups": template(image=1)},
+        "spec.workerGroups[0].template.spec.containers[0].image",
+    ),
+    "a label that is a number": (
+        {
+            "workerGroups": [
+                {"name": "workers", "template": {**template()[0]["template"], "metadata": {"labels": {"a": 1}}}}
+            ]
+        },
+        "spec.workerGroups[0].template.metadata.labels.a",
+    ),
+    "workers that restart": (
+        {
+            "workerGroups": [
+                {"name": "w", "template": {"spec": {**template()[0]["template"]["spec"], "restartPolicy": "Always"}}}
+            ]
+        },
+        "spec.workerGroups[0].template.spec.restartPolicy",
+    ),
+}
+
+
+@pytest.mark.parametrize("spec", VALID.values(), ids=VALID.keys())
+def test_a_valid_job_is_accepted_and_can_be_read(spec: dict[str, Any]) -> None:
+    document = defaulted(job(**spec))
+    assert structural_errors(document) == []
+    assert broken_rules(document) == []
+    assert validation.validate(document["spec"], "digits") == []
+    assert read_spec(document["spec"]).worker_groups[0].name == "workers"
+
+
+@pytest.mark.parametrize(("spec", "path"), INVALID.values(), ids=INVALID.keys())
+def test_an_invalid_job_is_refused_at_the_right_place(spec: dict[str, Any], path: str) -> None:
+    assert [where for where, _ in structural_errors(defaulted(job(**spec)))] == [path]
+
+
+@pytest.mark.parametrize("name", ["", "Digits", "1digits", "-a", "a-", "a.b", "a_b", "x" * 41])
+def test_a_name_that_children_could_not_bear_is_refused(name: str) -> None:
+    assert {where for where, _ in structural_errors(job(name))} == {"metadata.name"}
+    assert len(validation.validate(job()["spec"], name)) == 1
+
+
+def test_the_schema_fills_in_all_defaults() -> None:
+    volume = {"emptyDir": {}}
+    spec = defaulted(job(checkpoint={"volume": volume}))["spec"]
+    del spec["workerGroups"]
+    assert spec == {
+        "virtualNodes": 8,
+        "reproducibility": "Bitwise",
+        "replicas": 2,
+        "minReplicas": 1,
+        "elasticity": {
+            "drainGraceSeconds": 30,
+            "startupGraceSeconds": 30,
+            "scaleDownDelaySeconds": 0,
+            "heartbeatLimitSeconds": 5,
+        },
+        "checkpoint": {"volume": volume, "everySeconds": 60, "keep": 3},
+        "suspend": False,
+        "backoffLimit": 3,
+    }
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_examples_are_valid_jobs(path: Any) -> None:
+    document = defaulted(yaml.safe_load(path.read_text(encoding="utf-8")))
+    assert structural_errors(document) == []
+    assert broken_rules(document) == []
+    assert validation.validate(document["spec"], document["metadata"]["name"]) == []
+
+
+def test_the_page_about_the_resource_is_what_the_schema_says() -> None:
+    location = importlib.util.spec_from_file_location("generate_resource", ROOT / "docs" / "generate_resource.py")
+    assert location is not None
+    assert location.loader is not None
+    module = importlib.util.module_from_spec(location)
+    location.loader.exec_module(module)
+    page = (ROOT / "docs" / "resource.md").read_text(encoding="utf-8")
+    assert page == module.generate(crd()), "run: python docs/generate_resource.py > docs/resource.md"
+    for path, node in NODES.items():
+        if path.count(".") == 1 and path.startswith("spec."):
+            assert node["description"] in page or "[]" in path
