@@ -1,0 +1,49 @@
+"""Whether any node could ever take a pod, by the sizes that both name. Pure.
+
+The scheduler says that a pod fits nowhere now; this says when it never will, because every node is too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+
+from virtualflow_operator.view import Node, Pod
+
+_SUFFIXES = {
+    "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "": Decimal(1),
+    "k": Decimal(10) ** 3, "M": Decimal(10) ** 6, "G": Decimal(10) ** 9, "T": Decimal(10) ** 12, "P": Decimal(10) ** 15,
+    "E": Decimal(10) ** 18,
+    "Ki": Decimal(2) ** 10, "Mi": Decimal(2) ** 20, "Gi": Decimal(2) ** 30, "Ti": Decimal(2) ** 40,
+    "Pi": Decimal(2) ** 50, "Ei": Decimal(2) ** 60,
+}  # fmt: skip
+
+
+def parse_quantity(text: str | float) -> Decimal | None:
+    """The number that a Kubernetes quantity stands for; ``None`` for what is none."""
+    body = str(text).strip()
+    number = body.rstrip("numkMGTPEi") if not body.lower().endswith(("e+", "e-")) else body
+    suffix = body[len(number) :]
+    if suffix not in _SUFFIXES:
+        return None
+    try:
+        return Decimal(number) * _SUFFIXES[suffix]
+    except InvalidOperation:
+        return None
+
+
+def never_fits(pod: Pod, nodes: Mapping[str, Node] | None) -> str:
+    """Which of the pod's requests is larger than the largest node, in words; empty if none is."""
+    if not nodes:
+        return ""
+    for resource, text in pod.requests.items():
+        wanted = parse_quantity(text)
+        sizes = [(parse_quantity(node.allocatable.get(resource, "0")) or Decimal(0), node) for node in nodes.values()]
+        size, largest = max(sizes, key=lambda pair: pair[0])
+        if wanted is not None and wanted > size:
+            offered = largest.allocatable.get(resource, "0")
+            return (
+                f"it requests {resource}={text} and the largest node has {offered}; lower resources.requests in its "
+                "template or add a larger node"
+            )
+    return ""

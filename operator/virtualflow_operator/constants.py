@@ -1,0 +1,43 @@
+"""Names that the operator shares with the API server, its users and other programs; each stands here once."""
+
+from __future__ import annotations
+
+GROUP = "virtualflow.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "VirtualFlowJob"
+PLURAL = "virtualflowjobs"
+MANAGER = f"{GROUP}/operator"
+"""``spec.managedBy`` of the jobs that this operator takes care of, and the component of its events."""
+
+# Labels: the conventions of app.kubernetes.io, and our own for what they do not know.
+LABEL_NAME = "app.kubernetes.io/name"
+LABEL_INSTANCE = "app.kubernetes.io/instance"
+LABEL_COMPONENT = "app.kubernetes.io/component"
+LABEL_PART_OF = "app.kubernetes.io/part-of"
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+LABEL_JOB = f"{GROUP}/job"
+"""The name of the job that a pod or service belongs to; all of the operator's objects bear it."""
+LABEL_ROLE = f"{GROUP}/role"
+"""``worker`` or ``coordinator``."""
+LABEL_GROUP = f"{GROUP}/worker-group"
+LABEL_ORDINAL = f"{GROUP}/ordinal"
+LABEL_ATTEMPT = f"{GROUP}/attempt"
+"""Which attempt at the job a pod belongs to; counted from 0."""
+ANNOTATION_TEMPLATE = f"{GROUP}/template-hash"
+
+APP_NAME = "virtualflow"
+MANAGED_BY = "virtualflow-operator"
+WORKER = "worker"
+COORDINATOR = "coordinator"
+
+COORDINATOR_PORT = 7700
+COORDINATOR_PORT_NAME = "coordinator"
+TOKEN_KEY = "token"
+"""The key in a job's Secret."""
+CHECKPOINT_VOLUME = "virtualflow-checkpoints"
+CHECKPOINT_MOUNT = "/virtualflow/checkpoints"
+TERMINATION_LOG = "/dev/termination-log"
+
+MAX_JOB_NAME = 40
+"""Characters of a job's name: with group and ordinal a worker's name must stay a valid label and host name (63)."""

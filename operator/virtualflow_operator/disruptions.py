@@ -1,0 +1,112 @@
+"""Which facts about pods and nodes announce that a worker will be lost, or say that it is lost already.
+
+Pure. What is announced becomes a drain before the pod dies, and costs nothing; what is lost is told to the coordinator
+at once, so that the survivors need not wait for a heartbeat. Neither is ever the fault of the user's program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from virtualflow_operator.view import EVICTED_EXIT, Node, Pod, Standing
+
+TERMINATION_TAINTS = (
+    # AWS node termination handler
+    "aws-node-termination-handler/spot-itn",
+    "aws-node-termination-handler/scheduled-maintenance",
+    "aws-node-termination-handler/asg-lifecycle-termination",
+    "aws-node-termination-handler/rebalance-recommendation",
+    # GKE: preemption and maintenance of the machine
+    "cloud.google.com/impending-node-termination",
+    # Karpenter: v1, and before
+    "karpenter.sh/disrupted",
+    "karpenter.sh/disruption",
+    # Cluster autoscaler, once it has decided
+    "ToBeDeletedByClusterAutoscaler",
+    # Azure node termination handlers, and what cloud providers set for machines that are switched off
+    "aks-node-termination-handler/preempt",
+    "node.cloudprovider.kubernetes.io/shutdown",
+)
+"""Taints by which well-known programs announce that a node will go; more by ``--extra-taints``."""
+
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+"""An administrator says that the node is switched off and will not come back by itself."""
+
+_KUBELET_REASONS = frozenset(
+    {
+        "Evicted",
+        "NodeLost",
+        "NodeShutdown",
+        "Shutdown",
+        "Terminated",
+        "Preempting",
+        "NodeAffinity",
+        "UnexpectedAdmissionError",
+    }
+)
+"""``status.reason`` of pods that the cluster ended or did not let in."""
+
+
+@dataclass(frozen=True)
+class Disruption:
+    """A worker will be lost, or is."""
+
+    kind: Literal["now", "planned", "lost"]
+    """``now``: relieve it at once; ``planned``: replace it first; ``lost``: it does not train any more."""
+    reason: str
+
+
+def find_disruption(
+    pod: Pod, node: Node | None, nodes_known: bool, standing: Standing, extra_taints: Collection[str]
+) -> Disruption | None:
+    """What the cluster has in store for a pod that has not finished, if anything.
+
+    Args:
+        pod: not finished.
+        node: where it runs; ``None``: it has no node yet, or the node does not exist any more.
+        nodes_known: whether nodes may be looked at; without, only the pod's own facts count.
+        standing: how the coordinator sees its worker; what it hears from is not lost.
+        extra_taints: keys of further taints that announce a loss.
+    """
+    heard = standing in ("starting", "ready", "training", "draining")
+    if pod.node and nodes_known:
+        if node is None:
+            return Disruption("lost", f"its node {pod.node} does not exist any more")
+        if OUT_OF_SERVICE in node.taints:
+            return Disruption("lost", f"its node {node.name} is out of service")
+        if not node.ready and not node.shutting_down and not heard:
+            return Disruption("lost", f"its node {node.name} is not ready")
+    if pod.terminating:
+        return Disruption("now", pod.disrupted or "its pod is being deleted")
+    if pod.disrupted:
+        return Disruption("now", pod.disrupted)
+    if node is None:
+        return None
+    announced = [taint for taint in node.taints if taint in TERMINATION_TAINTS or taint in extra_taints]
+    if announced:
+        return Disruption("now", f"its node {node.name} has the taint {announced[0]}")
+    if node.shutting_down:
+        return Disruption("now", f"its node {node.name} is shutting down")
+    if node.cordoned:
+        return Disruption("planned", f"its node {node.name} is cordoned")
+    return None
+
+
+def disrupted_by_cluster(pod: Pod) -> str:
+    """Why the end of a failed pod was not its program's fault; empty if it was, as far as anybody can tell."""
+    if pod.disrupted:
+        return pod.disrupted
+    if pod.reason in _KUBELET_REASONS or pod.reason.startswith("OutOf"):
+        return f"the cluster ended it ({pod.reason})"
+    if pod.terminating:
+        return "its pod was deleted"
+    if pod.exit is not None and pod.exit.code == EVICTED_EXIT:
+        word = pod.exit.last_word
+        return f"the coordinator refused it: {word.reason}" if word and word.reason else "the coordinator refused it"
+    if pod.exit is not None and pod.exit.last_word is not None and pod.exit.last_word.kind == "ended":
+        return "the job ended without it"
+    if pod.exit is None:
+        return "its containers never ended by themselves"
+    return ""

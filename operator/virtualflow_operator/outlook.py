@@ -1,0 +1,414 @@
+"""How a job looks from outside: its status with phase and conditions, and the events that a change of it is worth.
+
+Pure. A condition's time changes only with its status, and nothing here depends on anything that changes by itself, so
+that a job in which nothing happens is never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from virtualflow.messages import Change, Status
+from virtualflow_operator import reasons
+from virtualflow_operator.capacity import never_fits
+from virtualflow_operator.job_status import (
+    Condition,
+    ConditionType,
+    JobStatus,
+    LastChange,
+    Phase,
+    Share,
+    Truth,
+)
+from virtualflow_operator.plan import Notice
+from virtualflow_operator.survey import Placed, Survey
+from virtualflow_operator.view import Job, Link, Node, format_time, parse_time
+from virtualflow_operator.workforce import Workforce
+
+_MESSAGE = 4_096
+"""Characters of a condition's message; the API takes 32,768, people less."""
+
+
+def portray(
+    job: Job,
+    survey: Survey,
+    nodes: Mapping[str, Node] | None,
+    link: Link | None,
+    workforce: Workforce | None,
+    trouble: str,
+    rejected: bool,
+    now: float,
+) -> JobStatus:
+    """The status of a job that is not over, from what there is and what the coordinator says.
+
+    Args:
+        job: with the status as far as it was decided already.
+        survey: its pods.
+        nodes: for what fits nowhere.
+        link: to its coordinator.
+        workforce: what is to be done about the number of workers, if that was decided.
+        trouble: what the API server refused.
+        rejected: whether that was the template itself.
+        now: Unix seconds.
+    """
+    status, spec = job.status, job.spec
+    remote = link.status if link is not None else None
+    live = [p for p in survey.workers if p.pod.live and p.fate in ("healthy", "planned", "stuck", "announced")]
+    training = [p for p in survey.workers if p.standing == "training" and not p.pod.finished]
+    if remote is not None and link is not None and link.connected:
+        ready = len(training)
+    else:  # the coordinator is away: those who trained go on
+        ready = min(status.ready_replicas, sum(p.pod.phase == "Running" for p in live))
+    begun = ready > 0 or (remote is not None and remote.phase in ("training", "evaluating"))
+    status = msgspec.structs.replace(
+        status,
+        phase=_phase(status, begun, bool(live), now),
+        replicas=len(live),
+        ready_replicas=ready,
+        workers=f"{ready}/{spec.desired}",
+        assignment=_assignment(survey, remote) if remote is not None and remote.workers else status.assignment,
+    )
+    if remote is not None:
+        status = _with_progress(status, remote)
+    return _with_conditions(
+        status,
+        job.generation,
+        now,
+        _ready(status, link, begun, spec.min_replicas),
+        _progressing(status, survey, nodes, workforce, trouble, rejected, begun),
+        _degraded(status, survey, ready, begun, spec.desired),
+        ("Suspended", "False", reasons.NOT_SUSPENDED, "The job is not suspended."),
+        ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
+        ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
+    )
+
+
+_Aspect = tuple[ConditionType, Truth, str, str]
+
+
+def _phase(status: JobStatus, begun: bool, live: bool, now: float) -> Phase:
+    if begun:
+        return "Running"
+    retry = parse_time(status.failures.retry_time)
+    if not live and retry is not None and now < retry:
+        return "BackOff"
+    return "Running" if live and status.phase == "Running" else "Pending"
+
+
+def _assignment(survey: Survey, remote: Status) -> tuple[Share, ...]:
+    nodes = {placed.pod.name: placed.pod.node for placed in survey.workers}
+    carried = [worker for worker in remote.workers if worker.last > worker.first]
+    shares = [Share(w.worker, _range(w.first, w.last), nodes.get(w.worker, "")) for w in carried]
+    return tuple(sorted(shares, key=lambda share: (len(share.worker), share.worker)))
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if last == first + 1 else f"{first}-{last - 1}"
+
+
+def _with_progress(status: JobStatus, remote: Status) -> JobStatus:
+    fresh = fresh_changes(status, remote)
+    last = fresh[-1] if fresh else None
+    number = (remote.incarnation, remote.generation)
+    if last is not None:
+        number = max(number, (last.generation.incarnation, last.generation.counter))
+    loss = remote.metrics.get("loss")
+    return msgspec.structs.replace(
+        status,
+        generation=number[1] or status.generation,
+        incarnation=number[0] if number[1] else status.incarnation,
+        step=known_step(status, remote),
+        total_steps=remote.total_steps if remote.total_steps is not None else status.total_steps,
+        epoch=remote.epoch if remote.step else status.epoch,
+        loss=f"{loss:.6g}" if loss is not None else status.loss,
+        steps_per_second=f"{remote.steps_per_second:.4g}" if remote.steps_per_second else status.steps_per_second,
+        last_change=_last_change(last) if last is not None else status.last_change,
+        changes=status.changes + len(fresh),
+        repeated_steps=status.repeated_steps + sum(change.repeated_steps for change in fresh),
+    )
+
+
+def known_step(status: JobStatus, remote: Status | None) -> int | None:
+    """The step that the job has reached; a coordinator that waits for its workers does not know."""
+    if remote is None or remote.phase in ("waiting", "stopped") or (remote.phase == "failed" and not remote.step):
+        return status.step
+    return remote.step
+
+
+def fresh_changes(status: JobStatus, remote: Status | None) -> list[Change]:
+    """Membership changes that ``status`` does not count yet, oldest first."""
+    if remote is None:
+        return []
+    known = (status.incarnation, status.generation)
+    return [c for c in remote.changes if (c.generation.incarnation, c.generation.counter) > known]
+
+
+def _last_change(change: Change) -> LastChange:
+    return LastChange(
+        before=change.from_,
+        to=change.to,
+        cause=change.cause,
+        reason=change.reason,
+        step=change.step,
+        pause_milliseconds=None if change.pause_ms is None else round(change.pause_ms),
+        repeated_steps=change.repeated_steps,
+    )
+
+
+# --- conditions -------------------------------------------------------------------------------------------------------
+
+
+def _ready(status: JobStatus, link: Link | None, begun: bool, minimum: int) -> _Aspect:
+    if link is not None and link.refused:
+        message = f"The coordinator does not talk to the operator: {link.refused}."
+        return ("Ready", "Unknown", reasons.TOKEN_REFUSED, message)
+    if begun and (link is None or not link.connected):
+        return ("Ready", "Unknown", reasons.COORDINATOR_UNREACHABLE, "The coordinator is away; training goes on.")
+    if begun:
+        return ("Ready", "True", reasons.TRAINING, "Workers are training.")
+    message = f"Waiting for workers; training begins with {minimum} of them."
+    return ("Ready", "False", reasons.WAITING, message)
+
+
+def _progressing(
+    status: JobStatus,
+    survey: Survey,
+    nodes: Mapping[str, Node] | None,
+    workforce: Workforce | None,
+    trouble: str,
+    rejected: bool,
+    begun: bool,
+) -> _Aspect:
+    if rejected:
+        return ("Progressing", "False", reasons.TEMPLATE_REJECTED, f"The API server refuses the worker pod: {trouble}")
+    if trouble:
+        return ("Progressing", "False", reasons.TEMPLATE_REJECTED, f"The API server refuses to create it: {trouble}")
+    if status.phase == "BackOff":
+        message = f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
+        return ("Progressing", "False", reasons.BACK_OFF, message)
+    if not begun:
+        obstacle = _obstacle(survey, nodes)
+        if obstacle is not None:
+            return ("Progressing", "False", *obstacle)
+        return ("Progressing", "True", reasons.STARTING, "Workers are starting.")
+    if any(placed.fate == "planned" for placed in survey.workers):
+        names = [placed.pod.name for placed in survey.workers if placed.fate == "planned"]
+        return ("Progressing", "True", reasons.ROLLING, f"To be replaced, one at a time: {', '.join(names[:8])}.")
+    if workforce is not None and (workforce.create or workforce.retire):
+        return ("Progressing", "True", reasons.SCALING, "The number of workers is changing.")
+    return ("Progressing", "True", reasons.TRAINING, "Workers are training.")
+
+
+def _obstacle(survey: Survey, nodes: Mapping[str, Node] | None) -> tuple[str, str] | None:
+    """Why a worker that should run does not: a reason and a sentence."""
+    for placed in survey.workers:
+        if placed.pod.live and placed.pod.waiting:
+            return reasons.CANNOT_START, f"{placed.pod.name} cannot start: {placed.pod.waiting}"
+    for placed in survey.workers:
+        if placed.pod.live and placed.pod.unschedulable:
+            hopeless = never_fits(placed.pod, nodes)
+            message = f"No node takes {placed.pod.name}: {hopeless or placed.pod.unschedulable}"
+            return reasons.UNSCHEDULABLE, message
+    return None
+
+
+def _degraded(status: JobStatus, survey: Survey, ready: int, begun: bool, desired: int) -> _Aspect:
+    if not begun or ready >= desired:
+        return ("Degraded", "False", reasons.AS_WANTED, "As many workers train as are wanted, or they are starting.")
+    why = next((_why_not(p) for p in survey.workers if _why_not(p)), "the others are starting")
+    return (
+        "Degraded",
+        "True",
+        reasons.FEWER_WORKERS,
+        f"Fewer workers train than the {desired} that are wanted: {why}.",
+    )
+
+
+def _why_not(placed: Placed) -> str:
+    pod = placed.pod
+    if pod.live and pod.waiting:
+        return f"{pod.name} cannot start ({pod.waiting})"
+    if pod.live and pod.unschedulable:
+        return f"no node takes {pod.name} ({pod.unschedulable})"
+    return ""
+
+
+def _with_conditions(status: JobStatus, generation: int, now: float, *aspects: _Aspect) -> JobStatus:
+    """Set these conditions; the time of one changes only with its status."""
+    conditions = []
+    for kind, truth, reason, message in aspects:
+        before = status.condition(kind)
+        # "Suspending" is waited in: it begins anew when the reason does.
+        same = before is not None and before.status == truth and (before.reason == reason or kind != "Progressing")
+        since = before.last_transition_time if before is not None and same else format_time(now)
+        shown = message if len(message) <= _MESSAGE else message[: _MESSAGE - 2] + " …"
+        conditions.append(Condition(kind, truth, reason, shown, since, generation))
+    return msgspec.structs.replace(status, conditions=tuple(conditions))
+
+
+def _amend(status: JobStatus, job: Job, now: float, *aspects: _Aspect) -> JobStatus:
+    """Replace some of the conditions that ``portray`` made, keeping the times of the job's present ones."""
+    changed = {aspect[0]: aspect for aspect in aspects}
+    merged: list[_Aspect] = []
+    for condition in status.conditions:
+        kind: ConditionType = condition.type  # type: ignore[assignment]  # it was made from one
+        merged.append(changed.get(kind, (kind, condition.status, condition.reason, condition.message)))
+    return _with_conditions(
+        msgspec.structs.replace(status, conditions=job.status.conditions), job.generation, now, *merged
+    )
+
+
+# --- other ways to be -------------------------------------------------------------------------------------------------
+
+
+def invalid(status: JobStatus, job: Job, faults: str, now: float) -> JobStatus:
+    """A specification that makes no sense; what runs goes on."""
+    message = f"The specification makes no sense, and nothing that runs is changed: {faults}"
+    return _amend(status, job, now, ("Progressing", "False", reasons.INVALID_SPEC, message))
+
+
+def back_off(status: JobStatus, job: Job, now: float) -> JobStatus:
+    """All workers start again, after a wait."""
+    message = f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
+    status = msgspec.structs.replace(status, phase="BackOff", ready_replicas=0, workers=f"0/{job.spec.desired}")
+    return _amend(
+        status,
+        job,
+        now,
+        ("Ready", "False", reasons.BACK_OFF, "The workers start again after a wait."),
+        ("Progressing", "False", reasons.BACK_OFF, message),
+    )
+
+
+def suspending(status: JobStatus, job: Job, now: float) -> JobStatus:
+    """The workers are leaving."""
+    status = msgspec.structs.replace(status, phase="Suspending")
+    return _amend(
+        status,
+        job,
+        now,
+        ("Progressing", "True", reasons.SUSPENDING, "The workers leave, after a checkpoint if there is one."),
+    )
+
+
+def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
+    """No pod is left."""
+    status = msgspec.structs.replace(
+        status,
+        phase="Suspended",
+        replicas=0,
+        ready_replicas=0,
+        workers=f"0/{job.spec.desired}",
+        assignment=(),
+        start_time=None,
+        coordinator=None,
+        steps_per_second=None,
+    )
+    kept = (
+        "It resumes from its newest checkpoint."
+        if job.spec.checkpoint
+        else ("It has no spec.checkpoint: it will begin from the first step, to the same bits.")
+    )
+    return _amend(
+        status,
+        job,
+        now,
+        ("Ready", "False", reasons.SUSPENDED, "The job is suspended."),
+        ("Progressing", "False", reasons.SUSPENDED, "The job is suspended; set spec.suspend to false to resume it."),
+        ("Degraded", "False", reasons.SUSPENDED, "The job is suspended."),
+        ("Suspended", "True", reasons.SUSPENDED, f"No pod is left. {kept}"),
+    )
+
+
+def complete(
+    status: JobStatus,
+    job: Job,
+    digest: str | None,
+    optimizer_digest: str | None,
+    step: int,
+    metrics: Mapping[str, float],
+    now: float,
+) -> JobStatus:
+    """The training is over, and this came of it."""
+    loss = metrics.get("loss")
+    status = msgspec.structs.replace(
+        status,
+        phase="Complete",
+        ready_replicas=0,
+        digest=digest,
+        optimizer_digest=optimizer_digest,
+        step=step,
+        loss=f"{loss:.6g}" if loss is not None else status.loss,
+        completion_time=format_time(now),
+    )
+    return _over(status, job, now, reasons.COMPLETE, f"The training is complete after {step} steps.", "Complete")
+
+
+def failed(status: JobStatus, job: Job, reason: str, message: str, now: float) -> JobStatus:
+    """The job is given up."""
+    status = msgspec.structs.replace(status, phase="Failed", ready_replicas=0, completion_time=format_time(now))
+    return _over(status, job, now, reason, f"{message[:1].upper()}{message[1:]}", "Failed")
+
+
+def _over(status: JobStatus, job: Job, now: float, reason: str, message: str, which: ConditionType) -> JobStatus:
+    status = msgspec.structs.replace(status, workers=f"0/{job.spec.desired}", steps_per_second=None)
+    return _amend(
+        status,
+        job,
+        now,
+        ("Ready", "False", reasons.FINISHED, "The job is over."),
+        ("Progressing", "False", reasons.FINISHED, "The job is over."),
+        ("Degraded", "False", reasons.FINISHED, "The job is over."),
+        (which, "True", reason, message),
+    )
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+def notices(old: JobStatus, new: JobStatus, changes: Sequence[Change]) -> list[Notice]:
+    """What a person would want to know of the way from one status to the next."""
+    found = [_of_change(change) for change in changes if change.cause != "start"]
+    if new.phase == "Running" and old.phase != "Running" and not changes:
+        again = f", from step {new.step}" if old.attempt or (old.step or 0) > 0 else ""
+        found.append(Notice(reasons.TRAINING, f"training with {_workers(max(new.ready_replicas, 1))}{again}"))
+    if new.phase == "Suspended" and old.phase != "Suspended":
+        condition = new.condition("Suspended")
+        found.append(
+            Notice(reasons.SUSPENDED, f"suspended at step {new.step or 0}. {condition.message if condition else ''}")
+        )
+    if old.phase == "Suspended" and new.phase == "Pending":
+        found.append(Notice(reasons.RESUMED, f"resuming from step {new.step or 0} or the checkpoint before it"))
+    if new.phase == "Complete" and old.phase != "Complete":
+        digest = f"; digest {new.digest}" if new.digest else ""
+        found.append(Notice(reasons.COMPLETE, f"training complete after {new.step} steps{digest}"))
+    if new.phase == "Failed" and old.phase != "Failed":
+        condition = new.condition("Failed")
+        assert condition is not None
+        found.append(Notice(condition.reason, condition.message, warning=True))
+    before, after = old.condition("Progressing"), new.condition("Progressing")
+    obstacles = (reasons.INVALID_SPEC, reasons.TEMPLATE_REJECTED, reasons.UNSCHEDULABLE, reasons.CANNOT_START)
+    if after is not None and after.reason in obstacles and (before is None or before.reason != after.reason):
+        found.append(Notice(after.reason, after.message, warning=True))
+    return found
+
+
+def _of_change(change: Change) -> Notice:
+    pause = "" if change.pause_ms is None else f", pause {_duration(change.pause_ms)}"
+    moved = f"{change.from_} to {_workers(change.to)} at step {change.step}{pause}: {change.reason}"
+    if change.cause in ("lost", "broken"):
+        repeated = "no step" if not change.repeated_steps else f"{change.repeated_steps} step"
+        return Notice(reasons.RECOVERED, f"recovered, {moved}; {repeated} repeated", warning=True)
+    if change.cause == "restart":
+        return Notice(reasons.RESTARTED, f"started again with {_workers(change.to)}: {change.reason}", warning=True)
+    return Notice(reasons.RESIZED, f"resized from {moved}")
+
+
+def _duration(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:.2f} s" if milliseconds >= 1000 else f"{milliseconds:.0f} ms"
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"

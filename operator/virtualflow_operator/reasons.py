@@ -1,0 +1,42 @@
+"""Reasons of conditions and events. Users' programs depend on them: they may be added to, never renamed."""
+
+from __future__ import annotations
+
+# Progressing
+STARTING = "Starting"
+TRAINING = "Training"
+SCALING = "Scaling"
+ROLLING = "RollingUpdate"
+RECOVERING = "Recovering"
+BACK_OFF = "BackOff"
+INVALID_SPEC = "InvalidSpec"
+TEMPLATE_REJECTED = "TemplateRejected"
+UNSCHEDULABLE = "Unschedulable"
+CANNOT_START = "CannotStart"
+FINISHED = "Finished"
+# Ready
+WAITING = "WaitingForWorkers"
+COORDINATOR_UNREACHABLE = "CoordinatorUnreachable"
+TOKEN_REFUSED = "TokenRefused"
+# Degraded
+AS_WANTED = "AsWanted"
+FEWER_WORKERS = "FewerWorkers"
+# Suspended
+SUSPENDING = "Suspending"
+SUSPENDED = "Suspended"
+RESUMED = "Resumed"
+NOT_SUSPENDED = "NotSuspended"
+# Complete, Failed
+COMPLETE = "Complete"
+NOT_FINISHED = "NotFinished"
+BACK_OFF_LIMIT = "BackoffLimitExceeded"
+DEADLINE = "DeadlineExceeded"
+# Events only
+CREATED = "WorkersCreated"
+RESIZED = "Resized"
+RECOVERED = "Recovered"
+RESTARTED = "Restarted"
+DRAINING = "Draining"
+LOST = "WorkerLost"
+COORDINATOR_LOST = "CoordinatorLost"
+CRASHED = "WorkerCrashed"

@@ -1,0 +1,521 @@
+"""One decision about one job: what is there, what should be, and what to do next. Pure and level-triggered.
+
+The same arguments give the same plan, every action may be repeated, and nothing is remembered but in the job's status.
+Read from top to bottom, first match wins:
+
+1. A job that is over: let its workers end, take the rest away, and in the end the job itself.
+2. Tell the coordinator whom it will lose and whom it has lost, whatever else is the matter.
+3. Training complete, or the job failed too often or took too long: write down how it ended.
+4. The job as a whole failed: begin again, from the newest checkpoint, after a wait.
+5. A specification that makes no sense changes nothing that runs.
+6. Suspended: stop behind the same step, then take the pods away.
+7. Otherwise: a coordinator, its service, and as many workers as the job is to have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from virtualflow.messages import Status
+from virtualflow_operator import outlook, reasons, resources
+from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
+from virtualflow_operator.failures import count_crash, count_failed_attempt
+from virtualflow_operator.job_status import JobStatus
+from virtualflow_operator.plan import (
+    Action,
+    Call,
+    CheckTemplates,
+    CreatePod,
+    CreateService,
+    DeleteJob,
+    DeletePod,
+    Notice,
+    Plan,
+    PointService,
+    TellDrain,
+    TellGone,
+    TellScale,
+    TellStop,
+)
+from virtualflow_operator.pod_security import violations
+from virtualflow_operator.settings import OperatorSettings
+from virtualflow_operator.survey import Placed, Survey, take_survey
+from virtualflow_operator.validation import immutable_changes, validate
+from virtualflow_operator.view import Job, Link, Node, Pod, Service, Standing, format_time, parse_time
+from virtualflow_operator.workforce import Workforce, plan_workforce
+
+_RELIEVED: tuple[Standing, ...] = ("starting", "ready", "training")
+"""Workers that may need to be told that they will be taken away."""
+_PRESENT: tuple[Standing, ...] = ("starting", "ready", "training", "draining", "silent")
+"""Workers that the coordinator counts on, or waits for."""
+_FAILED_GRACE = 2.0
+"""Seconds for a worker that the job goes on without: it has nothing to hand over."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the API server said about the templates with that hash."""
+
+    template_hash: str
+    at: float
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All that a decision about a job is made of."""
+
+    job: Job
+    pods: tuple[Pod, ...] = ()
+    """All that bear the job's label."""
+    service: Service | None = None
+    nodes: Mapping[str, Node] | None = None
+    """``None``: the operator may not look at nodes."""
+    link: Link | None = None
+    verdict: Verdict | None = None
+    trouble: str = ""
+    """What the API server refused the last time, in words."""
+
+
+def reconcile(scene: Scene, now: float, settings: OperatorSettings) -> Plan:
+    """Decide about a job at ``now`` (Unix seconds); see the module's text for the rules."""
+    if scene.job.spec.managed_by not in (None, "", MANAGER):
+        return Plan(scene.job.status)
+    return _Reconciliation(scene, now, settings).decide()
+
+
+class _Reconciliation:
+    """One decision; its steps share what it is made of and collect what is to be done."""
+
+    def __init__(self, scene: Scene, now: float, settings: OperatorSettings) -> None:
+        self.scene, self.now, self.settings = scene, now, settings
+        self.job, self.spec, self.status = scene.job, scene.job.spec, scene.job.status
+        self.survey: Survey = take_survey(self.job, scene.pods, scene.nodes, scene.link, now, settings)
+        self.link = scene.link
+        self.connected = self.link is not None and self.link.connected
+        self.remote: Status | None = self.link.status if self.link is not None else None
+        self.calls: list[Call] = []
+        self.actions: list[Action] = []
+        self.notices: list[Notice] = []
+        self.wakes: list[float] = []
+
+    def decide(self) -> Plan:
+        if self.status.finished:
+            self.clear_up()
+            return self.plan(self.status)
+        self.tell()
+        self.clean()
+        ended = self.completed() or self.out_of_time() or self.attempt_failed()
+        if ended is not None:
+            return self.plan(ended)
+        given_up = self.count_crashes()
+        if given_up is not None:
+            return self.plan(given_up)
+        faults = self.find_faults()
+        if faults:
+            return self.plan(outlook.invalid(self.portray(), self.job, "; ".join(faults), self.now))
+        self.settle()
+        if self.spec.suspend:
+            return self.plan(self.suspend())
+        workforce = self.run()
+        return self.plan(self.portray(workforce))
+
+    def plan(self, status: JobStatus) -> Plan:
+        changes = outlook.fresh_changes(self.job.status, self.remote) if not self.job.status.finished else []
+        self.notices += outlook.notices(self.job.status, status, changes)
+        return Plan(
+            msgspec.structs.replace(status, observed_generation=self.job.generation),
+            tuple(self.calls),
+            tuple(self.actions),
+            tuple(self.notices),
+            tuple(changes),
+            min((wake for wake in self.wakes if wake > self.now), default=None),
+        )
+
+    # --- 1. a job that is over ---------------------------------------------------------------------------------------
+
+    def clear_up(self) -> None:
+        finished_at = parse_time(self.status.completion_time) or self.now
+        grace_ends = finished_at + self.settings.finish_grace
+        patient = self.status.phase == "Complete" and self.now < grace_ends
+        waited_for = False
+        for placed in self.survey.workers:
+            if not placed.pod.live:
+                waited_for = waited_for or (placed.pod.terminating and not placed.pod.finished and patient)
+            elif patient and placed.standing in ("training", "draining", "done"):
+                waited_for = True
+            else:
+                self.delete(placed.pod, "the job is over", "finished", _FAILED_GRACE)
+        if waited_for:
+            self.wakes.append(grace_ends)
+        for pod in self.survey.stale:
+            if not pod.terminating:
+                self.delete(pod, "of an earlier attempt", "attempt")
+        for pod in self.survey.coordinators:
+            if not pod.terminating and not waited_for:
+                self.delete(pod, "the job is over", "finished")
+        if self.spec.ttl_seconds_after_finished is not None:
+            expires = finished_at + self.spec.ttl_seconds_after_finished
+            self.wakes.append(expires)
+            if self.now >= expires:
+                self.actions.append(DeleteJob())
+
+    # --- 2. news for the coordinator ---------------------------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Losses that are announced become drains, those that have happened are told at once."""
+        if not self.connected:
+            return
+        for placed in self.survey.of("lost", "left", "crashed", "disrupted"):
+            if placed.standing in _PRESENT:
+                reason = placed.reason.splitlines()[0]
+                self.calls.append(TellGone(placed.pod.name, placed.incarnation, reason[:400]))
+                if placed.fate != "left":
+                    self.notice(reasons.LOST, f"{placed.pod.name} is lost: {reason}", warning=True)
+        going = self.survey.of("leaving", "announced")
+        for placed in going:
+            self.drain([placed], placed.reason)
+
+    def drain(self, leaving: Sequence[Placed], reason: str) -> None:
+        """Tell the coordinator that it will lose these workers, unless it knows."""
+        told = [placed for placed in leaving if placed.standing in _RELIEVED]
+        if not told or not self.connected:
+            return
+        graces = [placed.pod.deleting_at - self.now for placed in told if placed.pod.deleting_at is not None]
+        deadline = min(graces, default=float(self.spec.elasticity.drain_grace_seconds))
+        names = tuple(placed.pod.name for placed in told)
+        before = self.calls[-1] if self.calls else None
+        if isinstance(before, TellDrain) and before.reason == reason[:400]:
+            # One call for all that leave for one reason: they leave by one change.
+            names, deadline = before.workers + names, min(before.deadline, deadline)
+            self.calls.pop()
+            self.notices.pop()
+        self.calls.append(TellDrain(names, max(deadline, 0.0), reason[:400]))
+        self.notice(reasons.DRAINING, f"draining {_listed(names)}: {reason}")
+
+    def clean(self) -> None:
+        """Delete the pods of workers that have ended, or that the job goes on without."""
+        for placed in self.survey.of("announced"):
+            self.delete(placed.pod, placed.reason, "drain")
+        for placed in self.survey.of("lost", "given-up"):
+            if not placed.pod.terminating:
+                self.delete(placed.pod, placed.reason, "lost", _FAILED_GRACE)
+        for placed in self.survey.of("left", "disrupted", "crashed"):
+            counted = placed.fate != "crashed" or placed.pod.uid in self.status.failures.counted
+            if counted and not placed.pod.terminating and not self.ends_job(placed):
+                self.delete(placed.pod, placed.reason.splitlines()[0], placed.fate)
+
+    def ends_job(self, placed: Placed) -> bool:
+        """Whether that worker saw the end of the training: then its pod and its log stay."""
+        word = placed.pod.exit.last_word if placed.pod.exit is not None else None
+        return word is not None and word.kind == "done"
+
+    def delete(self, pod: Pod, reason: str, cause: str, grace: float | None = None) -> None:
+        self.actions.append(DeletePod(pod.name, pod.uid, reason, cause, grace))
+
+    def notice(self, reason: str, message: str, *, warning: bool = False) -> None:
+        self.notices.append(Notice(reason, message, warning))
+
+    # --- 3. and 4. how it ends ---------------------------------------------------------------------------------------
+
+    def completed(self) -> JobStatus | None:
+        """The status of a training that is complete, by the coordinator's word or else by its workers' last ones."""
+        remote = self.remote
+        if remote is not None and remote.phase == "done":
+            return outlook.complete(
+                self.portray(), self.job, remote.digest, remote.optimizer_digest, remote.step, remote.metrics, self.now
+            )
+        ended = [placed for placed in self.survey.workers if placed.pod.finished and self.ends_job(placed)]
+        if not ended or any(placed.pod.live and placed.standing != "absent" for placed in self.survey.workers):
+            return None
+        exit_ = ended[0].pod.exit
+        word = exit_.last_word if exit_ is not None else None
+        assert word is not None
+        return outlook.complete(
+            self.portray(), self.job, word.digest, word.optimizer_digest, word.step, word.metrics, self.now
+        )
+
+    def out_of_time(self) -> JobStatus | None:
+        limit, started = self.spec.active_deadline_seconds, parse_time(self.status.start_time)
+        if limit is None or started is None or self.spec.suspend:
+            return None
+        self.wakes.append(started + limit)
+        if self.now < started + limit:
+            return None
+        message = f"the job was not done {limit} s after its start (activeDeadlineSeconds)"
+        return outlook.failed(self.portray(), self.job, reasons.DEADLINE, message, self.now)
+
+    def attempt_failed(self) -> JobStatus | None:
+        """The next attempt's status, or the last one's, when the coordinator says that the job has failed."""
+        remote = self.remote
+        if remote is None or remote.phase != "failed":
+            return None
+        message = _explain_failure(remote)
+        crashed = [placed.pod for placed in self.survey.of("crashed")]
+        failures = count_failed_attempt(
+            self.status.failures, crashed, self.step(), message, self.now, self.settings.crashes
+        )
+        if failures.count > self.spec.backoff_limit:
+            return self.give_up(failures.count, message)
+        self.notice(reasons.CRASHED, f"attempt {self.status.attempt + 1} failed: {message}", warning=True)
+        self.status = msgspec.structs.replace(self.status, failures=failures, attempt=self.status.attempt + 1)
+        self.wakes.append(self.now + 0.01)
+        self.link = self.remote = None
+        self.connected = False
+        return outlook.back_off(self.portray(), self.job, self.now)
+
+    def give_up(self, count: int, message: str) -> JobStatus:
+        text = (
+            f"it failed {count} times without progress in between (backoffLimit {self.spec.backoff_limit}): {message}"
+        )
+        return outlook.failed(self.portray(), self.job, reasons.BACK_OFF_LIMIT, text, self.now)
+
+    def count_crashes(self) -> JobStatus | None:
+        """Put crashed pods into the books; they are deleted once that is written. The last status if it is too much."""
+        placed = self.survey.of("crashed")
+        crashed = [p.pod for p in placed]
+        if not crashed and not self.status.failures.counted:
+            return None
+        fresh = [p for p in placed if p.pod.uid not in self.status.failures.counted]
+        message = fresh[0].reason if fresh else ""
+        failures = count_crash(self.status.failures, crashed, self.step(), message, self.now, self.settings.crashes)
+        for p in fresh:
+            self.notice(reasons.CRASHED, p.reason, warning=True)
+        self.status = msgspec.structs.replace(self.status, failures=failures)
+        if fresh and failures.count > self.spec.backoff_limit:
+            return self.give_up(failures.count, message)
+        return None
+
+    def step(self) -> int:
+        """The step that the job is known to have reached."""
+        return outlook.known_step(self.status, self.remote) or 0
+
+    # --- 5. what makes no sense --------------------------------------------------------------------------------------
+
+    def find_faults(self) -> list[str]:
+        raw: Mapping[str, Any] = self.job.raw.get("spec") or {}
+        fixed = {"virtualNodes": self.status.virtual_nodes, "reproducibility": self.status.reproducibility}
+        faults = validate(raw, self.job.name) or ([self.job.fault] if self.job.fault else [])
+        faults += immutable_changes(raw, {key: value for key, value in fixed.items() if value is not None})
+        if faults:
+            return faults
+        # The pods as they would be made: what the user may not have, the operator must not make for them.
+        for group in self.spec.worker_groups:
+            pod = resources.worker_pod(self.job, group, 0, "127.0.0.1", self.settings)
+            found = violations(pod, self.settings.pod_security)
+            faults += [f"worker group {group.name}: {text}" for text in found]
+        found = violations(resources.coordinator_pod(self.job, 0, self.settings), self.settings.pod_security)
+        return faults + [f"coordinator: {text}" for text in found]
+
+    def settle(self) -> None:
+        """Write down what a job keeps for life, and since when it runs."""
+        start = self.status.start_time or (None if self.spec.suspend else format_time(self.now))
+        self.status = msgspec.structs.replace(
+            self.status,
+            virtual_nodes=self.status.virtual_nodes or self.spec.virtual_nodes,
+            reproducibility=self.status.reproducibility or self.spec.reproducibility,
+            selector=resources.selector(self.job),
+            start_time=start,
+        )
+
+    # --- 6. suspended ------------------------------------------------------------------------------------------------
+
+    def suspend(self) -> JobStatus:
+        """Stop behind a step with a checkpoint, then take all pods away."""
+        live = [placed for placed in self.survey.workers if placed.pod.live]
+        remote, grace = self.remote, float(self.spec.elasticity.drain_grace_seconds)
+        suspending = self.status.condition("Progressing")
+        since = parse_time(suspending.last_transition_time) if suspending is not None else None
+        if suspending is None or suspending.reason != reasons.SUSPENDING or since is None:
+            since = self.now
+        in_training = remote is not None and remote.phase in ("training", "evaluating")
+        if live and in_training and self.connected and self.now < since + grace:
+            self.calls.append(TellStop("the job is suspended"))
+            self.wakes.append(since + grace)
+            return outlook.suspending(self.portray(), self.job, self.now)
+        for placed in live:
+            handed_over = (
+                remote is not None and remote.phase == "stopped" and placed.standing in ("training", "draining")
+            )
+            if not handed_over or self.now >= since + grace:
+                self.delete(placed.pod, "the job is suspended", "suspend")
+            else:
+                self.wakes.append(since + grace)
+        running = [p for p in self.survey.workers if not p.pod.finished and p.fate != "lost"]
+        if running:
+            return outlook.suspending(self.portray(), self.job, self.now)
+        for pod in (*self.survey.coordinators, *self.survey.stale):
+            if not pod.terminating:
+                self.delete(pod, "the job is suspended", "suspend")
+        return outlook.suspended(self.portray(), self.job, self.now)
+
+    # --- 7. running --------------------------------------------------------------------------------------------------
+
+    def run(self) -> Workforce | None:
+        """See to a coordinator and to workers."""
+        for pod in self.survey.stale:
+            if not pod.terminating:
+                grace = None if pod.finished else _FAILED_GRACE
+                self.delete(pod, "of an earlier attempt", "attempt", grace)
+        if not self.templates_accepted():
+            return None
+        retry_at = parse_time(self.status.failures.retry_time)
+        waiting = retry_at is not None and self.now < retry_at
+        if waiting and retry_at is not None:
+            self.wakes.append(retry_at)
+        here = [p for p in self.survey.workers if p.pod.live]
+        if waiting and not here:
+            return None
+        coordinator = self.keep_coordinator()
+        self.wake_for_stuck()
+        workforce = plan_workforce(
+            self.spec.desired, self.survey.workers, self.spec.worker_groups, self.survey.names, self.job.name
+        )
+        address = self.scene.service.address if self.scene.service is not None else ""
+        if address and coordinator and not waiting:
+            for group, ordinal in workforce.create:
+                manifest = resources.worker_pod(self.settled_job(), group, ordinal, address, self.settings)
+                self.actions.append(CreatePod(WORKER, manifest))
+        for placed in workforce.withdraw:
+            self.delete(placed.pod, "others have taken its place", "withdrawn")
+        self.retire(workforce)
+        self.scale()
+        return workforce
+
+    def settled_job(self) -> Job:
+        """The job with the status as it is about to be written."""
+        job = self.job
+        return Job(job.namespace, job.name, job.uid, job.generation, job.spec, self.status, job.raw)
+
+    def templates_accepted(self) -> bool:
+        """Whether the API server takes pods of these templates; without an answer, ask."""
+        wanted, verdict = resources.templates_hash(self.job), self.scene.verdict
+        if self.status.template_hash == wanted:
+            return True
+        if verdict is not None and verdict.template_hash == wanted:
+            if not verdict.error:
+                self.status = msgspec.structs.replace(self.status, template_hash=wanted)
+                return True
+            retry = verdict.at + self.settings.template_retry
+            if self.now < retry:
+                self.wakes.append(retry)
+                return False
+        pods = [
+            resources.worker_pod(self.settled_job(), group, 0, "127.0.0.1", self.settings)
+            for group in self.spec.worker_groups
+        ]
+        for pod in pods:
+            pod["metadata"]["name"] += "-check"  # no worker is called so: the dry run meets no existing pod
+        self.actions.append(CheckTemplates(tuple(pods), wanted))
+        return False
+
+    def keep_coordinator(self) -> bool:
+        """Keep exactly one coordinator, with a service that leads to it; whether there is one, or will be."""
+        here = [pod for pod in self.survey.coordinators if pod.live and not self.coordinator_lost(pod)]
+        leads_to = self.scene.service.ordinal if self.scene.service is not None else None
+        chosen = next((pod for pod in here if pod.ordinal == leads_to), here[0] if here else None)
+        for pod in self.survey.coordinators:
+            if pod is not chosen and not pod.terminating:
+                self.delete(pod, "it is lost or not needed", "coordinator", _FAILED_GRACE if pod not in here else None)
+        if chosen is not None:
+            ordinal = chosen.ordinal
+        else:
+            prefix = resources.coordinator_name(self.job)
+            ordinal = next(n for n in range(len(self.survey.names) + 1) if f"{prefix}-{n}" not in self.survey.names)
+            pod_manifest = resources.coordinator_pod(self.settled_job(), ordinal, self.settings)
+            self.actions.append(CreatePod(COORDINATOR, pod_manifest))
+            if self.survey.coordinators:
+                self.notice(
+                    reasons.COORDINATOR_LOST, "the coordinator is replaced; training goes on without it meanwhile"
+                )
+        if self.scene.service is None:
+            self.actions.append(CreateService(resources.service(self.job, ordinal)))
+        elif leads_to != ordinal:
+            selector = resources.service_selector(self.job, ordinal)
+            self.actions.append(PointService(resources.coordinator_name(self.job), selector))
+        name = f"{resources.coordinator_name(self.job)}-{ordinal}"
+        self.status = msgspec.structs.replace(self.status, coordinator=name)
+        return True
+
+    def coordinator_lost(self, pod: Pod) -> bool:
+        """Whether a coordinator that should run is of no use any more."""
+        ours = self.link is not None and self.link.pod == pod.uid
+        if ours and self.connected:
+            stopped = self.remote is not None and self.remote.phase == "stopped"
+            return stopped or pod.template != resources.coordinator_hash(self.job)
+        nodes = self.scene.nodes
+        if nodes is not None and pod.node:
+            node = nodes.get(pod.node)
+            if node is None or (not node.ready and not node.shutting_down):
+                return True
+        if not ours or self.link is None or self.link.status is None or pod.phase != "Running":
+            return False  # one that has never answered may be starting, or out of the operator's reach
+        gives_up_at = self.link.since + self.settings.coordinator_patience
+        self.wakes.append(gives_up_at)
+        return self.now >= gives_up_at
+
+    def wake_for_stuck(self) -> None:
+        for placed in self.survey.workers:
+            if placed.pod.live and placed.pod.unschedulable_since is not None:
+                self.wakes.append(placed.pod.unschedulable_since + self.settings.unschedulable_patience)
+
+    def retire(self, workforce: Workforce) -> None:
+        """Relieve workers: fewer are wanted, or a successor is ready. Both by a drain, so that no step is repeated."""
+        surplus = workforce.retire
+        fewer = any(placed.fate != "planned" for placed in surplus)
+        delay = self.spec.elasticity.scale_down_delay_seconds
+        if fewer and delay:
+            since = parse_time(self.status.scale_down_since) or self.now
+            self.status = msgspec.structs.replace(self.status, scale_down_since=format_time(since))
+            self.wakes.append(since + delay)
+            if self.now < since + delay:
+                return
+        else:
+            self.status = msgspec.structs.replace(self.status, scale_down_since=None)
+        for placed in surplus:
+            reason = placed.reason or f"{self.spec.desired} workers are wanted"
+            self.drain([placed], reason)
+            # One that the coordinator does not know has nothing to hand over.
+            unknown = self.connected and placed.standing == "absent"
+            self.delete(placed.pod, reason, "drain" if placed.fate == "planned" else "scale", 1.0 if unknown else None)
+
+    def scale(self) -> None:
+        if not self.connected or self.remote is None or self.remote.phase in ("done", "stopped", "failed"):
+            return
+        desired, minimum = self.spec.desired, min(self.spec.min_replicas, self.spec.most)
+        if (self.remote.wanted, self.remote.minimum) != (desired, minimum):
+            self.calls.append(TellScale(desired, minimum))
+
+    # --- how it looks ------------------------------------------------------------------------------------------------
+
+    def portray(self, workforce: Workforce | None = None) -> JobStatus:
+        """The status, from all that is known now."""
+        trouble = self.scene.trouble
+        verdict = self.scene.verdict
+        if verdict is not None and verdict.error and verdict.template_hash == resources.templates_hash(self.job):
+            trouble = verdict.error
+            rejected = True
+        else:
+            rejected = False
+        return outlook.portray(
+            self.settled_job(), self.survey, self.scene.nodes, self.link, workforce, trouble, rejected, self.now
+        )
+
+
+def _explain_failure(remote: Status) -> str:
+    """The error, and the traceback's last lines."""
+    message = remote.error or "the workers do not say why"
+    lines = (remote.traceback or "").rstrip().splitlines()[-12:]
+    return "\n".join([message, *lines]) if lines else message
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names as a sentence has them, however many there are."""
+    shown = list(names)
+    if len(shown) > 8:
+        shown = [*shown[:7], f"{len(shown) - 7} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)

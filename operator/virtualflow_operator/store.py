@@ -1,0 +1,199 @@
+"""What the watches have told, by key: jobs, their pods and services, and nodes.
+
+A cache, not the truth: an event may be missed, so what a list says replaces it now and then, and what the API server
+answers to a write counts as news. An older version of an object never takes a newer one's place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from virtualflow_operator.constants import LABEL_JOB
+from virtualflow_operator.spec import Object
+from virtualflow_operator.view import Node, Pod, Service, read_node, read_pod, read_service
+
+Key = tuple[str, str]
+"""Namespace and name of a job."""
+V = TypeVar("V")
+
+_REMEMBERED = 600.0
+"""Seconds for which a deleted object is remembered: a list that began before must not bring it back."""
+
+
+def key_of(body: Mapping[str, Any]) -> Key | None:
+    """The job that a pod or service belongs to by its label; ``None``: no job's."""
+    metadata = body.get("metadata") or {}
+    job = (metadata.get("labels") or {}).get(LABEL_JOB)
+    return (metadata.get("namespace") or "", job) if job else None
+
+
+def _version(body: Mapping[str, Any]) -> int:
+    text = str((body.get("metadata") or {}).get("resourceVersion") or "")
+    return int(text) if text.isdigit() else 0
+
+
+@dataclass
+class _Entry(Generic[V]):
+    value: V
+    version: int
+    uid: str
+    at: float
+
+
+@dataclass
+class Shelf(Generic[V]):
+    """Objects of one kind, by namespace and name."""
+
+    read: Callable[[Object], V]
+    entries: dict[Key, _Entry[V]] = field(default_factory=dict)
+    deleted: dict[str, float] = field(default_factory=dict)
+
+    def put(self, body: Object) -> tuple[V | None, V | None]:
+        """Take in a version of an object; what was known before, and the newest now (``None``: it is deleted)."""
+        metadata = body["metadata"]
+        key, uid = (metadata.get("namespace") or "", metadata["name"]), metadata.get("uid") or ""
+        known = self.entries.get(key)
+        if uid in self.deleted:
+            return (known.value if known else None), (known.value if known else None)
+        version = _version(body)
+        if known is not None and known.uid == uid and version < known.version:
+            return known.value, known.value
+        entry = _Entry(self.read(body), version, uid, time.monotonic())
+        self.entries[key] = entry
+        return (known.value if known is not None and known.uid == uid else None), entry.value
+
+    def remove(self, namespace: str, name: str, uid: str = "") -> bool:
+        """Forget an object that was deleted; one of the same name and another uid stays."""
+        if uid:
+            self.deleted[uid] = time.monotonic()
+        known = self.entries.get((namespace, name))
+        if known is None or (uid and known.uid != uid):
+            return False
+        self.deleted[known.uid] = time.monotonic()
+        del self.entries[(namespace, name)]
+        return True
+
+    def replace(self, bodies: Iterable[Object], begun: float, within: Callable[[Key], bool]) -> set[Key]:
+        """Take in a list that was asked for at ``begun`` (monotonic); the keys of what has changed.
+
+        Args:
+            bodies: all objects that exist, as far as ``within`` covers them.
+            begun: objects that are newer than that may be missing in the list.
+            within: which keys the list speaks of.
+        """
+        now = time.monotonic()
+        self.deleted = {uid: at for uid, at in self.deleted.items() if at > now - _REMEMBERED}
+        listed, changed = set(), set()
+        for body in bodies:
+            key = (body["metadata"].get("namespace") or "", body["metadata"]["name"])
+            listed.add(key)
+            before, after = self.put(body)
+            if before != after:
+                changed.add(key)
+        for key, entry in list(self.entries.items()):
+            if key not in listed and entry.at < begun and within(key):
+                self.deleted[entry.uid] = now
+                del self.entries[key]
+                changed.add(key)
+        return changed
+
+
+class Store:
+    """All that the operator has been told."""
+
+    def __init__(self) -> None:
+        self.jobs: Shelf[Object] = Shelf(lambda body: body)
+        self.pods: Shelf[tuple[Key, Pod]] = Shelf(lambda body: (_must(key_of(body)), read_pod(body)))
+        self.services: Shelf[tuple[Key, Service]] = Shelf(lambda body: (_must(key_of(body)), read_service(body)))
+        self.nodes: Shelf[Node] = Shelf(read_node)
+        self.nodes_known = True
+        self._pods_of: dict[Key, dict[str, Pod]] = {}
+        self._jobs_on: dict[str, set[Key]] = {}
+
+    def job(self, key: Key) -> Object | None:
+        """The job as it was last seen."""
+        entry = self.jobs.entries.get(key)
+        return entry.value if entry is not None else None
+
+    def pods_of(self, key: Key) -> tuple[Pod, ...]:
+        """Pods that bear the job's label."""
+        return tuple(self._pods_of.get(key, {}).values())
+
+    def service_of(self, key: Key, name: str) -> Service | None:
+        """The service before a job's coordinator."""
+        entry = self.services.entries.get((key[0], name))
+        return entry.value[1] if entry is not None and entry.value[0] == key else None
+
+    def node_map(self) -> Mapping[str, Node] | None:
+        """Nodes by name; ``None``: the operator may not look at them."""
+        return {entry.value.name: entry.value for entry in self.nodes.entries.values()} if self.nodes_known else None
+
+    def put_pod(self, body: Object) -> Key | None:
+        """Take in a pod; the job that it concerns if anything that matters has changed."""
+        if key_of(body) is None:
+            return None
+        before, after = self.pods.put(body)
+        if after is None:
+            return None
+        key, pod = after
+        self._pods_of.setdefault(key, {})[pod.name] = pod
+        if pod.node:
+            self._jobs_on.setdefault(pod.node, set()).add(key)
+        return key if before != after else None
+
+    def remove_pod(self, namespace: str, name: str, uid: str = "") -> Key | None:
+        """Forget a pod; the job that it concerned."""
+        known = self.pods.entries.get((namespace, name))
+        if known is None or not self.pods.remove(namespace, name, uid):
+            if uid:
+                self.pods.deleted[uid] = time.monotonic()
+            return None
+        key = known.value[0]
+        self._drop(key, name)
+        return key
+
+    def replace_pods(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> set[Key]:
+        """Take in a list of pods; the jobs that are concerned."""
+        before = {key: entry.value for key, entry in self.pods.entries.items()}
+        changed = self.pods.replace([b for b in bodies if key_of(b)], begun, within)
+        concerned: set[Key] = set()
+        for place in changed:
+            entry = self.pods.entries.get(place)
+            if entry is None:
+                key = before[place][0]
+                self._drop(key, place[1])
+            else:
+                key, pod = entry.value
+                self._pods_of.setdefault(key, {})[pod.name] = pod
+                if pod.node:
+                    self._jobs_on.setdefault(pod.node, set()).add(key)
+            concerned.add(key)
+        return concerned
+
+    def put_node(self, body: Object) -> set[Key]:
+        """Take in a node; the jobs that have pods there, if anything that matters has changed."""
+        before, after = self.nodes.put(body)
+        return set(self._jobs_on.get(body["metadata"]["name"], ())) if before != after else set()
+
+    def remove_node(self, name: str, uid: str = "") -> set[Key]:
+        """Forget a node; the jobs that had pods there."""
+        return set(self._jobs_on.get(name, ())) if self.nodes.remove("", name, uid) else set()
+
+    def forget_job(self, key: Key) -> None:
+        """Nothing of that job is left."""
+        for keys in self._jobs_on.values():
+            keys.discard(key)
+
+    def _drop(self, key: Key, name: str) -> None:
+        pods = self._pods_of.get(key, {})
+        pods.pop(name, None)
+        if not pods:
+            self._pods_of.pop(key, None)
+
+
+def _must(key: Key | None) -> Key:
+    assert key is not None, "only objects with a job's label are taken in"
+    return key

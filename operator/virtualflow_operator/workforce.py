@@ -1,0 +1,101 @@
+"""How many workers to make and in which groups, and whom to relieve. Pure.
+
+Workers are made in the first group that has room; a group with a worker that no node takes is passed over, and that
+worker stays as a request for capacity until others have taken its place. Workers that are to be replaced (a changed
+template, a cordoned node) get a successor first, one at a time, and leave when it is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from virtualflow_operator.spec import WorkerGroup
+from virtualflow_operator.survey import Placed
+
+
+@dataclass(frozen=True)
+class Workforce:
+    """What to do about the number of workers."""
+
+    create: tuple[tuple[WorkerGroup, int], ...] = ()
+    """Group and ordinal of each new worker."""
+    retire: tuple[Placed, ...] = ()
+    """Whom to relieve."""
+    withdraw: tuple[Placed, ...] = ()
+    """Requests for capacity that are not needed any more."""
+    missing: int = 0
+    """Workers for which no group has room."""
+
+
+def plan_workforce(
+    desired: int, workers: Sequence[Placed], groups: Sequence[WorkerGroup], names: Collection[str], prefix: str
+) -> Workforce:
+    """Bring the number of workers to ``desired``.
+
+    Args:
+        desired: how many there are to be.
+        workers: those that run or may run: healthy, planned and stuck ones count, others are ignored.
+        groups: in order of preference.
+        names: names of pods that are taken.
+        prefix: what names of workers begin with: the job's name.
+    """
+    here = [placed for placed in workers if placed.fate in ("healthy", "planned")]
+    stuck = [placed for placed in workers if placed.fate == "stuck"]
+    planned = [placed for placed in here if placed.fate == "planned"]
+    target = desired + (1 if planned else 0)
+    rank = {group.name: index for index, group in enumerate(groups)}
+    scheduled = sum(1 for placed in here if placed.pod.node)
+    surplus = len(here) + len(stuck) - target if scheduled >= target else 0
+    withdraw = tuple(sorted(stuck, key=lambda p: _dispensable(p, rank))[: max(surplus, 0)])
+    if len(here) < target:
+        created = _place(target - len(here), [*here, *stuck], groups, names, prefix)
+        retire = _relieve_in_place(desired, here, planned, stuck)
+        return Workforce(created, retire, withdraw, target - len(here) - len(created))
+    if len(here) > target:
+        order = sorted(here, key=lambda placed: _dispensable(placed, rank))
+        return Workforce(retire=tuple(order[: len(here) - target]), withdraw=withdraw)
+    ready = sum(1 for placed in here if placed.ready)
+    if planned and ready > desired:
+        return Workforce(retire=(min(planned, key=lambda placed: _dispensable(placed, rank)),), withdraw=withdraw)
+    return Workforce(withdraw=withdraw)
+
+
+def _relieve_in_place(
+    desired: int, here: Sequence[Placed], planned: Sequence[Placed], stuck: Sequence[Placed]
+) -> tuple[Placed, ...]:
+    """On a full cluster a successor finds no node before somebody leaves; others must be there to keep the state."""
+    outdated = [placed for placed in planned if not placed.reason.startswith("its node")]
+    all_ready = len(here) >= desired > 1 and all(placed.ready for placed in here)
+    return (outdated[0],) if outdated and stuck and all_ready else ()
+
+
+def _dispensable(placed: Placed, rank: Mapping[str, int]) -> tuple[bool, bool, bool, int, int]:
+    """Sort key: who goes first. To be replaced anyway; without a node; not connected; of a less preferred group."""
+    return (
+        placed.fate != "planned",
+        bool(placed.pod.node),
+        placed.standing not in ("absent", "starting"),
+        -rank.get(placed.pod.group, len(rank)),
+        -placed.pod.ordinal,
+    )
+
+
+def _place(
+    count: int, workers: Sequence[Placed], groups: Sequence[WorkerGroup], names: Collection[str], prefix: str
+) -> tuple[tuple[WorkerGroup, int], ...]:
+    taken = set(names)
+    # Those that are to be replaced do not count: their successor may be one too many for a while.
+    sizes = {g.name: sum(1 for p in workers if p.pod.group == g.name and p.fate != "planned") for g in groups}
+    full = {placed.pod.group for placed in workers if placed.fate == "stuck"}
+    created: list[tuple[WorkerGroup, int]] = []
+    for _ in range(count):
+        room = (g for g in groups if g.name not in full and (g.max_replicas is None or sizes[g.name] < g.max_replicas))
+        group = next(room, None)
+        if group is None:
+            break
+        ordinal = next(n for n in range(len(taken) + 1) if f"{prefix}-{group.name}-{n}" not in taken)
+        taken.add(f"{prefix}-{group.name}-{ordinal}")
+        sizes[group.name] += 1
+        created.append((group, ordinal))
+    return tuple(created)
