@@ -1,0 +1,134 @@
+"""The rights that the chart gives are the documented ones and no more."""
+
+from __future__ import annotations
+
+from rendering import (
+    DEFAULTS,
+    NAMESPACE,
+    NAMESPACED,
+    Object,
+    each_set,
+    of_kind,
+    only,
+    render,
+    with_helm,
+)
+
+Rule = tuple[str, str, str, str]
+"""API group, resource, verb, and the only name that it holds for (empty: any)."""
+
+
+def rights(table: str) -> set[Rule]:
+    """Read lines of: group (- for the core), resources, verbs, and a name where only that may be touched."""
+    rules = set()
+    for line in table.strip().splitlines():
+        group, resources, verbs, *name = line.split()
+        for resource in resources.split(","):
+            rules |= {("" if group == "-" else group, resource, verb, "".join(name)) for verb in verbs.split(",")}
+    return rules
+
+
+# What the operator's account may do where its jobs are; the table of docs/security.md.
+OVER_JOBS = rights(
+    """
+    virtualflow.dev     virtualflowjobs             get,list,watch,delete
+    virtualflow.dev     virtualflowjobs/status      patch
+    virtualflow.dev     virtualflowjobs/finalizers  update
+    -                   pods                        get,list,watch,create,delete
+    -                   services                    get,list,watch,create,patch
+    -                   secrets                     create,delete
+    -                   events                      create,patch
+    policy              poddisruptionbudgets        create
+    networking.k8s.io   networkpolicies             create
+    """
+)
+EVERYWHERE = rights("- nodes get,list,watch")
+IN_ITS_OWN_NAMESPACE = rights(
+    """
+    coordination.k8s.io leases create
+    coordination.k8s.io leases get,update virtualflow-operator
+    """
+)
+VIEWER = rights(
+    """
+    virtualflow.dev virtualflowjobs                                   get,list,watch
+    virtualflow.dev virtualflowjobs/scale,virtualflowjobs/status      get
+    """
+)
+EDITOR = VIEWER | rights(
+    """
+    virtualflow.dev virtualflowjobs         create,update,patch,delete,deletecollection
+    virtualflow.dev virtualflowjobs/scale   update,patch
+    """
+)
+
+
+def granted(roles: list[Object]) -> set[Rule]:
+    """Return what roles allow."""
+    return {
+        (group, resource, verb, name)
+        for role in roles
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", [""])
+    }
+
+
+@with_helm
+def test_the_rights_over_the_cluster_are_the_documented_ones() -> None:
+    objects = render({"rbac": {"userRoles": False}})
+    assert granted(of_kind(objects, "ClusterRole")) == EVERYWHERE | OVER_JOBS
+    (role,) = of_kind(objects, "Role")
+    assert role["metadata"]["namespace"] == NAMESPACE
+    assert granted([role]) == IN_ITS_OWN_NAMESPACE
+
+
+@with_helm
+def test_the_rights_end_at_the_listed_namespaces() -> None:
+    objects = render(NAMESPACED)
+    assert granted(of_kind(objects, "ClusterRole")) == EVERYWHERE
+    roles = {role["metadata"]["namespace"]: granted([role]) for role in of_kind(objects, "Role")}
+    assert roles == {"team-a": OVER_JOBS, "team-b": OVER_JOBS, NAMESPACE: IN_ITS_OWN_NAMESPACE}
+
+
+@with_helm
+@each_set
+def test_only_the_operator_is_bound_to_its_roles(values: Object) -> None:
+    objects = render(values)
+    account = only(objects, "Deployment")["spec"]["template"]["spec"]["serviceAccountName"]
+    bindings = of_kind(objects, "RoleBinding") + of_kind(objects, "ClusterRoleBinding")
+    roles = of_kind(objects, "Role") + of_kind(objects, "ClusterRole")
+    bound = {
+        (binding["roleRef"]["kind"], binding["metadata"].get("namespace"), binding["roleRef"]["name"])
+        for binding in bindings
+    }
+    people = {"virtualflow-job-viewer", "virtualflow-job-editor"}
+    assert bound == {
+        (role["kind"], role["metadata"].get("namespace"), role["metadata"]["name"])
+        for role in roles
+        if role["metadata"]["name"] not in people
+    }
+    for binding in bindings:
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}]
+
+
+@with_helm
+def test_people_who_may_view_or_edit_a_namespace_may_do_so_with_its_jobs() -> None:
+    people = {
+        role["metadata"]["name"]: role
+        for role in of_kind(render(DEFAULTS), "ClusterRole")
+        if "-job-" in role["metadata"]["name"]
+    }
+    prefix = "rbac.authorization.k8s.io/aggregate-to-"
+    added_to = {
+        name: {label.removeprefix(prefix) for label in role["metadata"]["labels"] if label.startswith(prefix)}
+        for name, role in people.items()
+    }
+    assert added_to == {
+        "virtualflow-job-viewer": {"view", "edit", "admin"},
+        "virtualflow-job-editor": {"edit", "admin"},
+    }
+    assert granted([people["virtualflow-job-viewer"]]) == VIEWER
+    assert granted([people["virtualflow-job-editor"]]) == EDITOR
