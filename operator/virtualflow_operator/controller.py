@@ -14,7 +14,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from virtualflow_operator import resources
-from virtualflow_operator.constants import LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY
+from virtualflow_operator.constants import LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY, MANAGER
 from virtualflow_operator.events import EventRecorder
 from virtualflow_operator.job_status import JobStatus, merge_patch, write_status
 from virtualflow_operator.kube import (
@@ -125,7 +125,14 @@ class Controller:
             body = self._store.job(key)
             if body is None:
                 return await self._bury(key)
-            return await self._reconcile(key, read_job(body))
+            job = read_job(body)
+            if job.spec.managed_by not in (None, "", MANAGER):
+                return None  # another controller's
+            if body["metadata"].get("deletionTimestamp"):
+                await self._end(key, [pod for pod in self._store.pods_of(key) if pod.owner == job.uid])
+                self._links.drop(key)
+                return None
+            return await self._reconcile(key, job)
 
     async def _reconcile(self, key: Key, job: Job) -> float | None:
         memory = self._memories.setdefault(key, _Memory())
@@ -234,6 +241,8 @@ class Controller:
             try:
                 await self._api.create(PODS, job.namespace, manifest, dry_run=True)
             except (Invalid, Forbidden) as error:
+                if "exceeded quota" in error.message:
+                    continue  # which says nothing about the template
                 logger.info("the API server refuses the worker template: %s", error)
                 return Verdict(action.template_hash, time.time(), error.message)
         return Verdict(action.template_hash, time.time())

@@ -33,12 +33,33 @@ def count_crash(
         settings: the back-off.
     """
     fresh = uncounted(failures, crashed)
-    uids = tuple(sorted(pod.uid for pod in crashed))
+    uids = tuple(sorted({*failures.counted, *(pod.uid for pod in crashed)}))
     last = parse_time(failures.last_time)
     if not fresh or (last is not None and all(pod.created < last for pod in fresh)):
         return _replace(failures, counted=uids)
     # The first of a streak is replaced at once, as the kubelet restarts a container.
     return _count(failures, step, message, now, settings, uids, at_once=1)
+
+
+def count_refusal(
+    failures: Failures, crashed: Collection[Pod], refused: Collection[Pod], now: float, settings: CrashSettings
+) -> Failures:
+    """Put workers into the books that the coordinator has refused.
+
+    That is nobody's crash, but one that is refused again and again is waited for longer and longer.
+
+    Args:
+        failures: what was counted before.
+        crashed: all crashed pods that still exist.
+        refused: all refused ones that still exist.
+        now: Unix seconds.
+        settings: the back-off.
+    """
+    uids = tuple(sorted(pod.uid for pod in (*crashed, *refused) if pod.uid in failures.counted or pod in refused))
+    if not uncounted(failures, refused):
+        return _replace(failures, counted=uids)
+    counted = _count(failures, failures.step, failures.message, now, settings, uids, at_once=1)
+    return _replace(counted, count=failures.count)
 
 
 def count_failed_attempt(

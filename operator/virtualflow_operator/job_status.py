@@ -45,6 +45,9 @@ class LastChange(Base, frozen=True):
     step: int
     pause_milliseconds: int | None = None
     repeated_steps: int = 0
+    generation: int = 0
+    incarnation: int = 0
+    """Of the coordinator that made the generation: together they grow for ever."""
 
 
 class Failures(Base, frozen=True):
@@ -76,8 +79,6 @@ class JobStatus(Base, frozen=True):
     workers: str = ""
     """Training and wanted workers, such as ``2/3``."""
     generation: int = 0
-    incarnation: int = 0
-    """Of the coordinator that made the generation: together they grow for ever."""
     virtual_nodes: int | None = None
     reproducibility: Reproducibility | None = None
     assignment: tuple[Share, ...] = ()

@@ -78,7 +78,7 @@ def portray(
         now,
         _ready(status, link, begun, spec.min_replicas),
         _progressing(status, survey, nodes, workforce, trouble, rejected, begun),
-        _degraded(status, survey, ready, begun, spec.desired),
+        _degraded(survey, ready, begun, spec.desired, trouble),
         ("Suspended", "False", reasons.NOT_SUSPENDED, "The job is not suspended."),
         ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
         ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
@@ -109,24 +109,19 @@ def _range(first: int, last: int) -> str:
 
 
 def _with_progress(status: JobStatus, remote: Status) -> JobStatus:
-    fresh = fresh_changes(status, remote)
-    last = fresh[-1] if fresh else None
-    number = (remote.incarnation, remote.generation)
-    if last is not None:
-        number = max(number, (last.generation.incarnation, last.generation.counter))
     loss = remote.metrics.get("loss")
     return msgspec.structs.replace(
         status,
-        generation=number[1] or status.generation,
-        incarnation=number[0] if number[1] else status.incarnation,
+        generation=remote.generation or status.generation,
         step=known_step(status, remote),
         total_steps=remote.total_steps if remote.total_steps is not None else status.total_steps,
         epoch=remote.epoch if remote.step else status.epoch,
         loss=f"{loss:.6g}" if loss is not None else status.loss,
         steps_per_second=f"{remote.steps_per_second:.4g}" if remote.steps_per_second else status.steps_per_second,
-        last_change=_last_change(last) if last is not None else status.last_change,
-        changes=status.changes + len(fresh),
-        repeated_steps=status.repeated_steps + sum(change.repeated_steps for change in fresh),
+        last_change=_last_change(remote.last_change) if remote.last_change is not None else status.last_change,
+        # All that workers remember; after a start from a checkpoint that may be less than was counted before.
+        changes=max(status.changes, remote.changes_total),
+        repeated_steps=max(status.repeated_steps, remote.repeated_steps),
     )
 
 
@@ -138,15 +133,18 @@ def known_step(status: JobStatus, remote: Status | None) -> int | None:
 
 
 def fresh_changes(status: JobStatus, remote: Status | None) -> list[Change]:
-    """Membership changes that ``status`` does not count yet, oldest first."""
+    """Membership changes after the last one that ``status`` shows, oldest first."""
     if remote is None:
         return []
-    known = (status.incarnation, status.generation)
+    last = status.last_change
+    known = (last.incarnation, last.generation) if last is not None else (0, 0)
     return [c for c in remote.changes if (c.generation.incarnation, c.generation.counter) > known]
 
 
 def _last_change(change: Change) -> LastChange:
     return LastChange(
+        generation=change.generation.counter,
+        incarnation=change.generation.incarnation,
         before=change.from_,
         to=change.to,
         cause=change.cause,
@@ -183,8 +181,8 @@ def _progressing(
 ) -> _Aspect:
     if rejected:
         return ("Progressing", "False", reasons.TEMPLATE_REJECTED, f"The API server refuses the worker pod: {trouble}")
-    if trouble:
-        return ("Progressing", "False", reasons.TEMPLATE_REJECTED, f"The API server refuses to create it: {trouble}")
+    if trouble and not begun:
+        return ("Progressing", "False", reasons.CREATION_REFUSED, f"The API server refuses a pod: {trouble}")
     if status.phase == "BackOff":
         message = f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
         return ("Progressing", "False", reasons.BACK_OFF, message)
@@ -203,21 +201,21 @@ def _progressing(
 
 def _obstacle(survey: Survey, nodes: Mapping[str, Node] | None) -> tuple[str, str] | None:
     """Why a worker that should run does not: a reason and a sentence."""
-    for placed in survey.workers:
-        if placed.pod.live and placed.pod.waiting:
-            return reasons.CANNOT_START, f"{placed.pod.name} cannot start: {placed.pod.waiting}"
-    for placed in survey.workers:
-        if placed.pod.live and placed.pod.unschedulable:
-            hopeless = never_fits(placed.pod, nodes)
-            message = f"No node takes {placed.pod.name}: {hopeless or placed.pod.unschedulable}"
-            return reasons.UNSCHEDULABLE, message
+    live = [pod for pod in (*survey.coordinators, *(placed.pod for placed in survey.workers)) if pod.live]
+    for pod in live:
+        if pod.waiting:
+            return reasons.CANNOT_START, f"{pod.name} cannot start: {pod.waiting}"
+    for pod in live:
+        if pod.unschedulable:
+            hopeless = never_fits(pod, nodes)
+            return reasons.UNSCHEDULABLE, f"No node takes {pod.name}: {hopeless or pod.unschedulable}"
     return None
 
 
-def _degraded(status: JobStatus, survey: Survey, ready: int, begun: bool, desired: int) -> _Aspect:
+def _degraded(survey: Survey, ready: int, begun: bool, desired: int, trouble: str) -> _Aspect:
     if not begun or ready >= desired:
         return ("Degraded", "False", reasons.AS_WANTED, "As many workers train as are wanted, or they are starting.")
-    why = next((_why_not(p) for p in survey.workers if _why_not(p)), "the others are starting")
+    why = next((_why_not(p) for p in survey.workers if _why_not(p)), trouble or "the others are starting")
     return (
         "Degraded",
         "True",
@@ -389,7 +387,13 @@ def notices(old: JobStatus, new: JobStatus, changes: Sequence[Change]) -> list[N
         assert condition is not None
         found.append(Notice(condition.reason, condition.message, warning=True))
     before, after = old.condition("Progressing"), new.condition("Progressing")
-    obstacles = (reasons.INVALID_SPEC, reasons.TEMPLATE_REJECTED, reasons.UNSCHEDULABLE, reasons.CANNOT_START)
+    obstacles = (
+        reasons.INVALID_SPEC,
+        reasons.TEMPLATE_REJECTED,
+        reasons.CREATION_REFUSED,
+        reasons.UNSCHEDULABLE,
+        reasons.CANNOT_START,
+    )
     if after is not None and after.reason in obstacles and (before is None or before.reason != after.reason):
         found.append(Notice(after.reason, after.message, warning=True))
     return found

@@ -23,7 +23,7 @@ import msgspec
 from virtualflow.messages import Status
 from virtualflow_operator import outlook, reasons, resources
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
-from virtualflow_operator.failures import count_crash, count_failed_attempt
+from virtualflow_operator.failures import count_crash, count_failed_attempt, count_refusal
 from virtualflow_operator.job_status import JobStatus
 from virtualflow_operator.plan import (
     Action,
@@ -94,8 +94,13 @@ class _Reconciliation:
     def __init__(self, scene: Scene, now: float, settings: OperatorSettings) -> None:
         self.scene, self.now, self.settings = scene, now, settings
         self.job, self.spec, self.status = scene.job, scene.job.spec, scene.job.status
-        self.survey: Survey = take_survey(self.job, scene.pods, scene.nodes, scene.link, now, settings)
-        self.link = scene.link
+        self.faults = self.find_faults()
+        attempts = {pod.uid: pod.attempt for pod in scene.pods}
+        earlier = scene.link is not None and attempts.get(scene.link.pod, self.status.attempt) != self.status.attempt
+        self.link = None if earlier else scene.link
+        self.survey: Survey = take_survey(
+            self.job, scene.pods, scene.nodes, self.link, now, settings, changeable=not self.faults
+        )
         self.connected = self.link is not None and self.link.connected
         self.remote: Status | None = self.link.status if self.link is not None else None
         self.calls: list[Call] = []
@@ -115,9 +120,8 @@ class _Reconciliation:
         given_up = self.count_crashes()
         if given_up is not None:
             return self.plan(given_up)
-        faults = self.find_faults()
-        if faults:
-            return self.plan(outlook.invalid(self.portray(), self.job, "; ".join(faults), self.now))
+        if self.faults:
+            return self.plan(outlook.invalid(self.portray(), self.job, "; ".join(self.faults), self.now))
         self.settle()
         if self.spec.suspend:
             return self.plan(self.suspend())
@@ -170,7 +174,7 @@ class _Reconciliation:
         """Losses that are announced become drains, those that have happened are told at once."""
         if not self.connected:
             return
-        for placed in self.survey.of("lost", "left", "crashed", "disrupted"):
+        for placed in self.survey.of("lost", "left", "crashed", "disrupted", "refused"):
             if placed.standing in _PRESENT:
                 reason = placed.reason.splitlines()[0]
                 self.calls.append(TellGone(placed.pod.name, placed.incarnation, reason[:400]))
@@ -204,8 +208,8 @@ class _Reconciliation:
         for placed in self.survey.of("lost", "given-up"):
             if not placed.pod.terminating:
                 self.delete(placed.pod, placed.reason, "lost", _FAILED_GRACE)
-        for placed in self.survey.of("left", "disrupted", "crashed"):
-            counted = placed.fate != "crashed" or placed.pod.uid in self.status.failures.counted
+        for placed in self.survey.of("left", "disrupted", "crashed", "refused"):
+            counted = placed.fate not in ("crashed", "refused") or placed.pod.uid in self.status.failures.counted
             if counted and not placed.pod.terminating and not self.ends_job(placed):
                 self.delete(placed.pod, placed.reason.splitlines()[0], placed.fate)
 
@@ -262,7 +266,8 @@ class _Reconciliation:
         if failures.count > self.spec.backoff_limit:
             return self.give_up(failures.count, message)
         self.notice(reasons.CRASHED, f"attempt {self.status.attempt + 1} failed: {message}", warning=True)
-        self.status = msgspec.structs.replace(self.status, failures=failures, attempt=self.status.attempt + 1)
+        attempt = self.status.attempt + 1
+        self.status = msgspec.structs.replace(self.status, failures=failures, attempt=attempt, coordinator=None)
         self.wakes.append(self.now + 0.01)
         self.link = self.remote = None
         self.connected = False
@@ -276,15 +281,19 @@ class _Reconciliation:
 
     def count_crashes(self) -> JobStatus | None:
         """Put crashed pods into the books; they are deleted once that is written. The last status if it is too much."""
-        placed = self.survey.of("crashed")
+        placed, refused = self.survey.of("crashed"), self.survey.of("refused")
         crashed = [p.pod for p in placed]
-        if not crashed and not self.status.failures.counted:
+        if not crashed and not refused and not self.status.failures.counted:
             return None
         fresh = [p for p in placed if p.pod.uid not in self.status.failures.counted]
         message = fresh[0].reason if fresh else ""
         failures = count_crash(self.status.failures, crashed, self.step(), message, self.now, self.settings.crashes)
         for p in fresh:
             self.notice(reasons.CRASHED, p.reason, warning=True)
+        for p in refused:
+            if p.pod.uid not in self.status.failures.counted:
+                self.notice(reasons.LOST, f"{p.pod.name} is lost: {p.reason}", warning=True)
+        failures = count_refusal(failures, crashed, [p.pod for p in refused], self.now, self.settings.crashes)
         self.status = msgspec.structs.replace(self.status, failures=failures)
         if fresh and failures.count > self.spec.backoff_limit:
             return self.give_up(failures.count, message)
@@ -361,7 +370,8 @@ class _Reconciliation:
             if not pod.terminating:
                 grace = None if pod.finished else _FAILED_GRACE
                 self.delete(pod, "of an earlier attempt", "attempt", grace)
-        if not self.templates_accepted():
+        accepted = self.templates_accepted()
+        if self.status.template_hash is None:
             return None
         retry_at = parse_time(self.status.failures.retry_time)
         waiting = retry_at is not None and self.now < retry_at
@@ -370,20 +380,27 @@ class _Reconciliation:
         here = [p for p in self.survey.workers if p.pod.live]
         if waiting and not here:
             return None
-        coordinator = self.keep_coordinator()
+        self.keep_coordinator()
+        self.scale()
         self.wake_for_stuck()
+        if not accepted:
+            return None  # what runs goes on as it is; what is lost meanwhile cannot be replaced
         workforce = plan_workforce(
-            self.spec.desired, self.survey.workers, self.spec.worker_groups, self.survey.names, self.job.name
+            self.spec.desired,
+            self.survey.workers,
+            self.spec.worker_groups,
+            self.survey.names,
+            self.job.name,
+            refused=bool(self.scene.trouble),
         )
         address = self.scene.service.address if self.scene.service is not None else ""
-        if address and coordinator and not waiting:
+        if address and not waiting:
             for group, ordinal in workforce.create:
                 manifest = resources.worker_pod(self.settled_job(), group, ordinal, address, self.settings)
                 self.actions.append(CreatePod(WORKER, manifest))
         for placed in workforce.withdraw:
             self.delete(placed.pod, "others have taken its place", "withdrawn")
         self.retire(workforce)
-        self.scale()
         return workforce
 
     def settled_job(self) -> Job:
@@ -413,8 +430,8 @@ class _Reconciliation:
         self.actions.append(CheckTemplates(tuple(pods), wanted))
         return False
 
-    def keep_coordinator(self) -> bool:
-        """Keep exactly one coordinator, with a service that leads to it; whether there is one, or will be."""
+    def keep_coordinator(self) -> None:
+        """Keep exactly one coordinator, with a service that leads to it."""
         here = [pod for pod in self.survey.coordinators if pod.live and not self.coordinator_lost(pod)]
         leads_to = self.scene.service.ordinal if self.scene.service is not None else None
         chosen = next((pod for pod in here if pod.ordinal == leads_to), here[0] if here else None)
@@ -439,7 +456,6 @@ class _Reconciliation:
             self.actions.append(PointService(resources.coordinator_name(self.job), selector))
         name = f"{resources.coordinator_name(self.job)}-{ordinal}"
         self.status = msgspec.structs.replace(self.status, coordinator=name)
-        return True
 
     def coordinator_lost(self, pod: Pod) -> bool:
         """Whether a coordinator that should run is of no use any more."""

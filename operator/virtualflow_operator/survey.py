@@ -11,15 +11,16 @@ from virtualflow_operator.constants import COORDINATOR, WORKER
 from virtualflow_operator.disruptions import Disruption, disrupted_by_cluster, find_disruption
 from virtualflow_operator.resources import template_hash
 from virtualflow_operator.settings import OperatorSettings
-from virtualflow_operator.view import Job, Link, Node, Pod, Standing
+from virtualflow_operator.view import EVICTED_EXIT, Job, Link, Node, Pod, Standing
 
 Fate = Literal[
-    "healthy", "planned", "stuck", "announced", "leaving", "lost", "given-up", "left", "crashed", "disrupted"
+    "healthy", "planned", "stuck", "announced", "leaving", "lost", "given-up", "left", "crashed", "disrupted", "refused"
 ]
 """``healthy``: one of those that the job is to have. ``planned``: to be replaced first, then relieved. ``stuck``: no
 node has room, and another group may. ``announced``: to be relieved at once. ``leaving``: terminating already. ``lost``:
 dead, its pod still there. ``given-up``: alive perhaps, but the coordinator went on without it. ``left``, ``crashed``,
-``disrupted``: ended, by itself, in the user's code, by the cluster."""
+``disrupted``, ``refused``: ended, by itself, in the user's code, by the cluster, because the coordinator would not have
+it."""
 
 _HEARD: tuple[Standing, ...] = ("starting", "ready", "training", "draining")
 
@@ -67,6 +68,8 @@ def take_survey(
     link: Link | None,
     now: float,
     settings: OperatorSettings,
+    *,
+    changeable: bool = True,
 ) -> Survey:
     """Sort the pods of ``job``.
 
@@ -77,11 +80,12 @@ def take_survey(
         link: to the coordinator of the attempt, if there is one.
         now: Unix seconds.
         settings: the operator's.
+        changeable: whether the specification makes sense; without, no pod is to go because of it.
     """
     own = [pod for pod in pods if pod.owner == job.uid]
     status = link.status if link is not None else None
     connected = link is not None and link.connected
-    groups = {group.name: template_hash(job, group) for group in job.spec.worker_groups}
+    groups = {group.name: template_hash(job, group) for group in job.spec.worker_groups} if changeable else None
     workers, stale = [], []
     for pod in sorted((p for p in own if p.role == WORKER), key=lambda p: (p.group, p.ordinal)):
         if pod.attempt != job.status.attempt:
@@ -123,7 +127,7 @@ def _fate(
     status: Status | None,
     now: float,
     settings: OperatorSettings,
-    groups: Mapping[str, str],
+    groups: Mapping[str, str] | None,
 ) -> tuple[Fate, str]:
     if pod.phase == "Succeeded":
         if pod.terminating or (pod.exit is not None and pod.exit.last_word is not None):
@@ -132,6 +136,8 @@ def _fate(
         return "crashed", f"{pod.name}: {why}"
     if pod.phase == "Failed":
         fault = disrupted_by_cluster(pod)
+        if pod.exit is not None and pod.exit.code == EVICTED_EXIT and not pod.terminating:
+            return "refused", fault
         return ("disrupted", fault) if fault else ("crashed", describe_crash(pod))
     node = nodes.get(pod.node) if nodes is not None else None
     disruption = find_disruption(pod, node, nodes is not None, standing, settings.extra_taints)
@@ -144,7 +150,7 @@ def _fate(
         return "given-up", given_up.reason
     if disruption is not None and disruption.kind == "now":
         return "announced", disruption.reason
-    if pod.group not in groups:
+    if groups is not None and pod.group not in groups:
         return "announced", f"the job has no worker group {pod.group} any more"
     since = pod.unschedulable_since
     if pod.unschedulable and since is not None and now >= since + settings.unschedulable_patience:
@@ -152,10 +158,10 @@ def _fate(
     return _planned(pod, groups, disruption)
 
 
-def _planned(pod: Pod, groups: Mapping[str, str], disruption: Disruption | None) -> tuple[Fate, str]:
+def _planned(pod: Pod, groups: Mapping[str, str] | None, disruption: Disruption | None) -> tuple[Fate, str]:
     if disruption is not None:
         return "planned", disruption.reason
-    if pod.template != groups[pod.group]:
+    if groups is not None and pod.template != groups[pod.group]:
         return "planned", "its template has changed"
     return "healthy", ""
 

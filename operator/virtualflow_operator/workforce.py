@@ -29,7 +29,13 @@ class Workforce:
 
 
 def plan_workforce(
-    desired: int, workers: Sequence[Placed], groups: Sequence[WorkerGroup], names: Collection[str], prefix: str
+    desired: int,
+    workers: Sequence[Placed],
+    groups: Sequence[WorkerGroup],
+    names: Collection[str],
+    prefix: str,
+    *,
+    refused: bool = False,
 ) -> Workforce:
     """Bring the number of workers to ``desired``.
 
@@ -39,6 +45,7 @@ def plan_workforce(
         groups: in order of preference.
         names: names of pods that are taken.
         prefix: what names of workers begin with: the job's name.
+        refused: whether the API server lets no further pod be made at present (a quota, usually).
     """
     here = [placed for placed in workers if placed.fate in ("healthy", "planned")]
     stuck = [placed for placed in workers if placed.fate == "stuck"]
@@ -50,7 +57,7 @@ def plan_workforce(
     withdraw = tuple(sorted(stuck, key=lambda p: _dispensable(p, rank))[: max(surplus, 0)])
     if len(here) < target:
         created = _place(target - len(here), [*here, *stuck], groups, names, prefix)
-        retire = _relieve_in_place(desired, here, planned, stuck)
+        retire = _relieve_in_place(desired, here, planned, full=refused or bool(stuck))
         return Workforce(created, retire, withdraw, target - len(here) - len(created))
     if len(here) > target:
         order = sorted(here, key=lambda placed: _dispensable(placed, rank))
@@ -62,12 +69,12 @@ def plan_workforce(
 
 
 def _relieve_in_place(
-    desired: int, here: Sequence[Placed], planned: Sequence[Placed], stuck: Sequence[Placed]
+    desired: int, here: Sequence[Placed], planned: Sequence[Placed], *, full: bool
 ) -> tuple[Placed, ...]:
     """On a full cluster a successor finds no node before somebody leaves; others must be there to keep the state."""
     outdated = [placed for placed in planned if not placed.reason.startswith("its node")]
     all_ready = len(here) >= desired > 1 and all(placed.ready for placed in here)
-    return (outdated[0],) if outdated and stuck and all_ready else ()
+    return (outdated[0],) if outdated and full and all_ready else ()
 
 
 def _dispensable(placed: Placed, rank: Mapping[str, int]) -> tuple[bool, bool, bool, int, int]:
