@@ -72,6 +72,7 @@ _SETTLE = 0.05
 class _Memory:
     """What is remembered of a job between two reconciliations, and may be lost."""
 
+    uid: str
     verdict: Verdict | None = None
     trouble: str = ""
     """Why the API server refused to create something."""
@@ -135,7 +136,9 @@ class Controller:
             return await self._reconcile(key, job)
 
     async def _reconcile(self, key: Key, job: Job) -> float | None:
-        memory = self._memories.setdefault(key, _Memory())
+        memory = self._memories.get(key)
+        if memory is None or memory.uid != job.uid:
+            memory = self._memories[key] = _Memory(job.uid)
         touched = self.touched.pop(key, None)
         await self._clear_predecessor(key, job)
         self._follow(key, job)
@@ -150,6 +153,9 @@ class Controller:
         )
         now = time.time()
         plan = reconcile(scene, now, self._settings)
+        if any(resources.secret_name(job) in pod.waiting for pod in scene.pods):
+            memory.supported = False  # somebody has deleted it
+            await self._support(job, memory)
         again = await self._tell(key, plan, memory, touched)
         again = await self._act(key, job, plan, memory) or again
         written = await self._write_status(key, job, plan)
@@ -248,11 +254,15 @@ class Controller:
         return Verdict(action.template_hash, time.time())
 
     async def _support(self, job: Job, memory: _Memory) -> None:
-        """Secret, disruption budget, network policy; one that exists stays as it is."""
+        """Secret, disruption budget, network policy. A Secret that exists may be a namesake's: it is made anew."""
         if memory.supported:
             return
         secret = resources.secret(job, resources.derive_token(self._key, job.uid))
-        await _ignoring(self._api.create(SECRETS, job.namespace, secret), AlreadyExists)
+        try:
+            await self._api.create(SECRETS, job.namespace, secret)
+        except AlreadyExists:
+            await _ignoring(self._api.delete(SECRETS, job.namespace, secret["metadata"]["name"]), NotFound)
+            await self._api.create(SECRETS, job.namespace, secret)
         if await self._is_offered(PDBS):
             await _ignoring(self._api.create(PDBS, job.namespace, resources.disruption_budget(job)), AlreadyExists)
         if self._settings.network_policies:

@@ -293,7 +293,7 @@ def disruption_budget(job: Job) -> Object:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": _metadata(job, job.name, WORKER),
+        "metadata": _metadata(job, _own_name(job), WORKER),
         "spec": {"maxUnavailable": 1, "selector": {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: WORKER}}},
     }
 
@@ -309,7 +309,7 @@ def network_policy(job: Job, settings: OperatorSettings) -> Object:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": _metadata(job, job.name, WORKER),
+        "metadata": _metadata(job, _own_name(job), WORKER),
         "spec": {
             "podSelector": {"matchLabels": {LABEL_JOB: job.name}},
             "policyTypes": ["Ingress"],
@@ -319,6 +319,11 @@ def network_policy(job: Job, settings: OperatorSettings) -> Object:
             ],
         },
     }
+
+
+def _own_name(job: Job) -> str:
+    """A name that no earlier or later job of the same name uses."""
+    return f"{job.name}-{job.uid[:8]}"
 
 
 def _metadata(job: Job, name: str, role: str, template: Mapping[str, Any] | None = None) -> Object:
