@@ -5,8 +5,9 @@ The scheduler says that a pod fits nowhere now; this says when it never will, be
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 from virtualflow_operator.view import Node, Pod
 
@@ -19,17 +20,13 @@ _SUFFIXES = {
 }  # fmt: skip
 
 
+_QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?)([numkMGTPE]?|[KMGTPE]i)")
+
+
 def parse_quantity(text: str | float) -> Decimal | None:
     """The number that a Kubernetes quantity stands for; ``None`` for what is none."""
-    body = str(text).strip()
-    number = body.rstrip("numkMGTPEi") if not body.lower().endswith(("e+", "e-")) else body
-    suffix = body[len(number) :]
-    if suffix not in _SUFFIXES:
-        return None
-    try:
-        return Decimal(number) * _SUFFIXES[suffix]
-    except InvalidOperation:
-        return None
+    found = _QUANTITY.fullmatch(str(text).strip())
+    return None if found is None else Decimal(found[1]) * _SUFFIXES[found[2]]
 
 
 def never_fits(pod: Pod, nodes: Mapping[str, Node] | None) -> str:

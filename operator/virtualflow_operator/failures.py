@@ -32,10 +32,8 @@ def count_crash(
         now: Unix seconds.
         settings: the back-off.
     """
-    fresh = uncounted(failures, crashed)
     uids = tuple(sorted({*failures.counted, *(pod.uid for pod in crashed)}))
-    last = parse_time(failures.last_time)
-    if not fresh or (last is not None and all(pod.created < last for pod in fresh)):
+    if not _of_another_round(failures, crashed):
         return _replace(failures, counted=uids)
     # The first of a streak is replaced at once, as the kubelet restarts a container.
     return _count(failures, step, message, now, settings, uids, at_once=1)
@@ -70,10 +68,16 @@ def count_failed_attempt(
     A failure whose worker was counted as a crashed pod already is not counted twice.
     """
     raised = [pod for pod in crashed if pod.exit and pod.exit.last_word and pod.exit.last_word.kind == "failed"]
-    if raised and not uncounted(failures, raised):
+    if raised and not _of_another_round(failures, raised):
         retry = now + _delay(failures.streak, settings, at_once=0)
         return _replace(failures, counted=(), message=message, retry_time=format_time(retry))
     return _count(failures, step, message, now, settings, (), at_once=0)
+
+
+def _of_another_round(failures: Failures, crashed: Collection[Pod]) -> bool:
+    """Whether one of these is in no book and was made after the last crash that is."""
+    last = parse_time(failures.last_time)
+    return any(last is None or pod.created >= last for pod in uncounted(failures, crashed))
 
 
 def _count(

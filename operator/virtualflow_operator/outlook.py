@@ -292,7 +292,7 @@ def suspending(status: JobStatus, job: Job, now: float) -> JobStatus:
 
 
 def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
-    """No pod is left."""
+    """The workers have left."""
     status = msgspec.structs.replace(
         status,
         phase="Suspended",
@@ -316,7 +316,7 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         ("Ready", "False", reasons.SUSPENDED, "The job is suspended."),
         ("Progressing", "False", reasons.SUSPENDED, "The job is suspended; set spec.suspend to false to resume it."),
         ("Degraded", "False", reasons.SUSPENDED, "The job is suspended."),
-        ("Suspended", "True", reasons.SUSPENDED, f"No pod is left. {kept}"),
+        ("Suspended", "True", reasons.SUSPENDED, f"The workers have left. {kept}"),
     )
 
 

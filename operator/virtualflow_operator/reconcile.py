@@ -107,6 +107,8 @@ class _Reconciliation:
         self.actions: list[Action] = []
         self.notices: list[Notice] = []
         self.wakes: list[float] = []
+        self.doomed: set[str] = set()
+        """Uids of the pods that this decision deletes."""
 
     def decide(self) -> Plan:
         if self.status.finished:
@@ -219,7 +221,9 @@ class _Reconciliation:
         return word is not None and word.kind == "done"
 
     def delete(self, pod: Pod, reason: str, cause: str, grace: float | None = None) -> None:
-        self.actions.append(DeletePod(pod.name, pod.uid, reason, cause, grace))
+        if pod.uid not in self.doomed:  # the first reason counts
+            self.doomed.add(pod.uid)
+            self.actions.append(DeletePod(pod.name, pod.uid, reason, cause, grace))
 
     def notice(self, reason: str, message: str, *, warning: bool = False) -> None:
         self.notices.append(Notice(reason, message, warning))
@@ -263,11 +267,12 @@ class _Reconciliation:
         failures = count_failed_attempt(
             self.status.failures, crashed, self.step(), message, self.now, self.settings.crashes
         )
+        self.status = msgspec.structs.replace(self.status, failures=failures)
         if failures.count > self.spec.backoff_limit:
             return self.give_up(failures.count, message)
         self.notice(reasons.CRASHED, f"attempt {self.status.attempt + 1} failed: {message}", warning=True)
         attempt = self.status.attempt + 1
-        self.status = msgspec.structs.replace(self.status, failures=failures, attempt=attempt, coordinator=None)
+        self.status = msgspec.structs.replace(self.status, attempt=attempt, coordinator=None)
         self.wakes.append(self.now + 0.01)
         self.link = self.remote = None
         self.connected = False
@@ -399,7 +404,8 @@ class _Reconciliation:
                 manifest = resources.worker_pod(self.settled_job(), group, ordinal, address, self.settings)
                 self.actions.append(CreatePod(WORKER, manifest))
         for placed in workforce.withdraw:
-            self.delete(placed.pod, "others have taken its place", "withdrawn")
+            mended = placed.fate == "planned"
+            self.delete(placed.pod, placed.reason if mended else "others have taken its place", "withdrawn")
         self.retire(workforce)
         return workforce
 
@@ -459,15 +465,21 @@ class _Reconciliation:
 
     def coordinator_lost(self, pod: Pod) -> bool:
         """Whether a coordinator that should run is of no use any more."""
+        if pod.template != resources.coordinator_hash(self.job):
+            return True
         ours = self.link is not None and self.link.pod == pod.uid
         if ours and self.connected:
-            stopped = self.remote is not None and self.remote.phase == "stopped"
-            return stopped or pod.template != resources.coordinator_hash(self.job)
+            return self.remote is not None and self.remote.phase == "stopped"
         nodes = self.scene.nodes
         if nodes is not None and pod.node:
             node = nodes.get(pod.node)
-            if node is None or (not node.ready and not node.shutting_down):
+            if node is None:
                 return True
+            if not node.ready and not node.shutting_down:
+                # Right after an outage of the API server all nodes look lost: let it answer first.
+                answer_by = self.link.since + self.settings.coordinator_patience if ours and self.link else self.now
+                self.wakes.append(answer_by)
+                return self.now >= answer_by
         if not ours or self.link is None or self.link.status is None or pod.phase != "Running":
             return False  # one that has never answered may be starting, or out of the operator's reach
         gives_up_at = self.link.since + self.settings.coordinator_patience

@@ -8,7 +8,7 @@ from typing import Literal
 
 from virtualflow.messages import LostWorker, Status, WorkerStatus
 from virtualflow_operator.constants import COORDINATOR, WORKER
-from virtualflow_operator.disruptions import Disruption, disrupted_by_cluster, find_disruption
+from virtualflow_operator.disruptions import disrupted_by_cluster, find_disruption
 from virtualflow_operator.resources import template_hash
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.view import EVICTED_EXIT, Job, Link, Node, Pod, Standing
@@ -85,6 +85,8 @@ def take_survey(
     own = [pod for pod in pods if pod.owner == job.uid]
     status = link.status if link is not None else None
     connected = link is not None and link.connected
+    # One that was not asked yet may hear them all: right after an outage of the API server, all nodes look lost.
+    unasked = link is not None and not connected and now < link.since + settings.coordinator_patience
     groups = {group.name: template_hash(job, group) for group in job.spec.worker_groups} if changeable else None
     workers, stale = [], []
     for pod in sorted((p for p in own if p.role == WORKER), key=lambda p: (p.group, p.ordinal)):
@@ -93,7 +95,8 @@ def take_survey(
             continue
         known = find_worker(status, pod)
         standing: Standing = known.state if known is not None else "absent"
-        fate, reason = _fate(job, pod, nodes, standing if connected else "absent", status, now, settings, groups)
+        heard: Standing = standing if connected else "starting" if unasked else "absent"
+        fate, reason = _fate(job, pod, nodes, heard, status, now, settings, groups)
         workers.append(Placed(pod, standing, fate, reason, known.incarnation if known else ""))
     coordinators = [pod for pod in own if pod.role == COORDINATOR]
     return Survey(
@@ -152,17 +155,13 @@ def _fate(
         return "announced", disruption.reason
     if groups is not None and pod.group not in groups:
         return "announced", f"the job has no worker group {pod.group} any more"
-    since = pod.unschedulable_since
-    if pod.unschedulable and since is not None and now >= since + settings.unschedulable_patience:
-        return "stuck", pod.unschedulable
-    return _planned(pod, groups, disruption)
-
-
-def _planned(pod: Pod, groups: Mapping[str, str] | None, disruption: Disruption | None) -> tuple[Fate, str]:
     if disruption is not None:
         return "planned", disruption.reason
     if groups is not None and pod.template != groups[pod.group]:
         return "planned", "its template has changed"
+    since = pod.unschedulable_since
+    if pod.unschedulable and since is not None and now >= since + settings.unschedulable_patience:
+        return "stuck", pod.unschedulable
     return "healthy", ""
 
 

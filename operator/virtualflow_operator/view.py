@@ -162,7 +162,7 @@ def read_job(body: Object) -> Job:
     try:
         spec = read_spec(body.get("spec") or {})
     except msgspec.ValidationError as error:
-        spec, fault = JobSpec(worker_groups=()), f"spec cannot be read: {error}"
+        spec, fault = _unreadable(body), f"spec cannot be read: {error}"
     return Job(
         metadata["namespace"],
         metadata["name"],
@@ -173,6 +173,13 @@ def read_job(body: Object) -> Job:
         body,
         fault,
     )
+
+
+def _unreadable(body: Object) -> JobSpec:
+    """A specification that nothing is done about; whose job it is counts nevertheless."""
+    spec = body.get("spec")
+    manager = spec.get("managedBy") if isinstance(spec, Mapping) else None
+    return JobSpec(worker_groups=(), managed_by=manager if isinstance(manager, str) else None)
 
 
 def read_pod(body: Object) -> Pod:

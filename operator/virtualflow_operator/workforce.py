@@ -2,7 +2,8 @@
 
 Workers are made in the first group that has room; a group with a worker that no node takes is passed over, and that
 worker stays as a request for capacity until others have taken its place. Workers that are to be replaced (a changed
-template, a cordoned node) get a successor first, one at a time, and leave when it is ready.
+template, a cordoned node) get a successor first, one at a time, and leave when it is ready; those that never ran have
+nothing to wait for.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Workforce:
     retire: tuple[Placed, ...] = ()
     """Whom to relieve."""
     withdraw: tuple[Placed, ...] = ()
-    """Requests for capacity that are not needed any more."""
+    """Those that never ran and are not needed any more."""
     missing: int = 0
     """Workers for which no group has room."""
 
@@ -47,33 +48,49 @@ def plan_workforce(
         prefix: what names of workers begin with: the job's name.
         refused: whether the API server lets no further pod be made at present (a quota, usually).
     """
-    here = [placed for placed in workers if placed.fate in ("healthy", "planned")]
+    unborn = [placed for placed in workers if _never_ran(placed)]
+    here = [placed for placed in workers if placed.fate in ("healthy", "planned") and placed not in unborn]
     stuck = [placed for placed in workers if placed.fate == "stuck"]
     planned = [placed for placed in here if placed.fate == "planned"]
     target = desired + (1 if planned else 0)
     rank = {group.name: index for index, group in enumerate(groups)}
     scheduled = sum(1 for placed in here if placed.pod.node)
-    surplus = len(here) + len(stuck) - target if scheduled >= target else 0
-    withdraw = tuple(sorted(stuck, key=lambda p: _dispensable(p, rank))[: max(surplus, 0)])
+    withdraw = (*unborn, *_withdraw(sorted(stuck, key=lambda p: _dispensable(p, rank)), max(target - scheduled, 0)))
     if len(here) < target:
         created = _place(target - len(here), [*here, *stuck], groups, names, prefix)
-        retire = _relieve_in_place(desired, here, planned, full=refused or bool(stuck))
+        retire = _relieve_in_place(here, planned, full=refused or bool(stuck))
         return Workforce(created, retire, withdraw, target - len(here) - len(created))
     if len(here) > target:
         order = sorted(here, key=lambda placed: _dispensable(placed, rank))
         return Workforce(retire=tuple(order[: len(here) - target]), withdraw=withdraw)
-    ready = sum(1 for placed in here if placed.ready)
-    if planned and ready > desired:
-        return Workforce(retire=(min(planned, key=lambda placed: _dispensable(placed, rank)),), withdraw=withdraw)
+    if planned:
+        first = min(planned, key=lambda placed: _dispensable(placed, rank))
+        if sum(1 for placed in here if placed.ready and placed is not first) >= desired:
+            return Workforce(retire=(first,), withdraw=withdraw)
     return Workforce(withdraw=withdraw)
 
 
-def _relieve_in_place(
-    desired: int, here: Sequence[Placed], planned: Sequence[Placed], *, full: bool
-) -> tuple[Placed, ...]:
+def _withdraw(stuck: Sequence[Placed], needed: int) -> tuple[Placed, ...]:
+    """Who of those in want of a node need not stay; the last one of a group says that the group is full."""
+    left, gone = list(stuck), []
+    for placed in stuck:
+        alone = sum(1 for other in left if other.pod.group == placed.pod.group) == 1
+        if len(left) > needed and not (needed and alone):
+            left.remove(placed)
+            gone.append(placed)
+    return tuple(gone)
+
+
+def _never_ran(placed: Placed) -> bool:
+    """Whether an outdated pod has not begun: its image or its size may be the very thing that was mended."""
+    outdated = placed.fate == "planned" and not placed.reason.startswith("its node")
+    return outdated and placed.pod.phase == "Pending" and placed.standing == "absent"
+
+
+def _relieve_in_place(here: Sequence[Placed], planned: Sequence[Placed], *, full: bool) -> tuple[Placed, ...]:
     """On a full cluster a successor finds no node before somebody leaves; others must be there to keep the state."""
     outdated = [placed for placed in planned if not placed.reason.startswith("its node")]
-    all_ready = len(here) >= desired > 1 and all(placed.ready for placed in here)
+    all_ready = len(here) > 1 and all(placed.ready for placed in here)
     return (outdated[0],) if outdated and full and all_ready else ()
 
 
