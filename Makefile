@@ -2,15 +2,17 @@
 
 PYTHON ?= python3
 RUNS ?= 20
+# For the images: a mirror's --build-arg, or --network=host under a proxy.
+BUILD_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint chaos bench clean
+.PHONY: help venv demo test lint e2e chaos bench image clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## set up .venv with the library and its development tools
 
@@ -26,11 +28,18 @@ lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+e2e: $(STAMP) ## test on the cluster of KUBECONFIG, or on a kind cluster of its own
+	@$(BIN)/python -m pytest --timeout=900 tests/e2e $(ARGS)
+
 chaos: $(STAMP) ## compare RUNS random schedules (20) bit for bit with an undisturbed run
 	@VIRTUALFLOW_CHAOS_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout=0 tests/trainer/test_chaos.py $(ARGS)
 
 bench: $(STAMP) ## measure against plain PyTorch and DistributedDataParallel
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+image: ## build virtualflow-operator:dev and virtualflow-trainer:dev
+	docker build $(BUILD_ARGS) --target operator -t virtualflow-operator:dev .
+	docker build $(BUILD_ARGS) --target trainer -t virtualflow-trainer:dev .
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -31,16 +31,18 @@ def parse_quantity(text: str | float) -> Decimal | None:
 
 def never_fits(pod: Pod, nodes: Mapping[str, Node] | None) -> str:
     """Which of the pod's requests is larger than the largest node, in words; empty if none is."""
-    if not nodes:
+    here = [node for node in (nodes or {}).values() if not node.gone]
+    if not here:
         return ""
-    for resource, text in pod.requests.items():
-        wanted = parse_quantity(text)
-        sizes = [(parse_quantity(node.allocatable.get(resource, "0")) or Decimal(0), node) for node in nodes.values()]
+    for resource in dict.fromkeys(name for requests in pod.requests for name in requests):
+        texts = [requests[resource] for requests in pod.requests if resource in requests]
+        wanted = sum((parse_quantity(text) or Decimal(0) for text in texts), Decimal(0))
+        sizes = [(parse_quantity(node.allocatable.get(resource, "0")) or Decimal(0), node) for node in here]
         size, largest = max(sizes, key=lambda pair: pair[0])
-        if wanted is not None and wanted > size:
+        if wanted > size:
             offered = largest.allocatable.get(resource, "0")
             return (
-                f"it requests {resource}={text} and the largest node has {offered}; lower resources.requests in its "
-                "template or add a larger node"
+                f"it requests {resource}={'+'.join(texts)} and the largest node has {offered}; lower "
+                "resources.requests in its template or add a larger node"
             )
     return ""

@@ -25,6 +25,8 @@ LABEL_ORDINAL = f"{GROUP}/ordinal"
 LABEL_ATTEMPT = f"{GROUP}/attempt"
 """Which attempt at the job a pod belongs to; counted from 0."""
 ANNOTATION_TEMPLATE = f"{GROUP}/template-hash"
+ANNOTATION_CONTAINER = "kubectl.kubernetes.io/default-container"
+"""Which container trains; kubectl logs and exec go there too."""
 
 APP_NAME = "virtualflow"
 MANAGED_BY = "virtualflow-operator"
@@ -40,4 +42,4 @@ CHECKPOINT_MOUNT = "/virtualflow/checkpoints"
 TERMINATION_LOG = "/dev/termination-log"
 
 MAX_JOB_NAME = 40
-"""Characters of a job's name: with group and ordinal a worker's name must stay a valid label and host name (63)."""
+"""Characters of a job's name: the names of its objects are longer, and a Service's has at most 63."""

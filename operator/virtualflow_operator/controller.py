@@ -6,38 +6,29 @@ begins from what is true then.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from virtualflow_operator import resources
-from virtualflow_operator.constants import LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY, MANAGER
+from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY, MANAGER, WORKER
 from virtualflow_operator.events import EventRecorder
 from virtualflow_operator.job_status import JobStatus, merge_patch, write_status
 from virtualflow_operator.kube import (
     JOBS,
-    NETWORK_POLICIES,
     NODES,
-    PDBS,
     PODS,
-    SECRETS,
     SERVICES,
-    AlreadyExists,
     ApiError,
     Conflict,
     Forbidden,
-    Invalid,
     KubeApi,
     NotFound,
-    Resource,
 )
 from virtualflow_operator.logs import job_context
 from virtualflow_operator.metrics import JobSample, Metrics
 from virtualflow_operator.plan import (
-    Action,
     CheckTemplates,
     CreatePod,
     CreateService,
@@ -48,11 +39,11 @@ from virtualflow_operator.plan import (
     TellDrain,
     TellGone,
 )
+from virtualflow_operator.provision import Provision, Refusal, ignoring
 from virtualflow_operator.queue import RetryLater
 from virtualflow_operator.reconcile import Scene, Verdict, reconcile
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.signals import Links
-from virtualflow_operator.spec import Object
 from virtualflow_operator.store import Key, Store
 from virtualflow_operator.view import Job, Pod, read_job
 
@@ -62,8 +53,10 @@ OURS = f"{LABEL_MANAGED_BY}={MANAGED_BY},{LABEL_JOB}"
 """Label selector of pods and services that belong to jobs."""
 
 
-_REFUSED_FIRST = 5.0
-"""Seconds after a first refusal until it is tried again; they double."""
+SERVICE = "service"
+_KINDS = (SERVICE, COORDINATOR, WORKER)
+_CALL_AGAIN = 1.0
+"""Seconds until a coordinator is told again what it could not be told."""
 _SETTLE = 0.05
 """Seconds between two reconciliations of a job that follow from one another."""
 
@@ -74,15 +67,15 @@ class _Memory:
 
     uid: str
     verdict: Verdict | None = None
-    trouble: str = ""
-    """Why the API server refused to create something."""
-    troubles: int = 0
-    retry_at: float = 0.0
-    """Nothing is created before then (Unix seconds)."""
-    supported: bool = False
-    """Secret, budget and policy were seen to."""
+    refusals: dict[str, Refusal] = field(default_factory=lambda: {kind: Refusal() for kind in _KINDS})
+    """By what was refused: the service, the coordinator, workers."""
     lost_at: float | None = None
     """Since when (monotonic) a loss is known that nobody has recovered from."""
+
+    @property
+    def trouble(self) -> str:
+        """What the API server refuses, in words."""
+        return next((refusal.reason for refusal in self.refusals.values() if refusal.reason), "")
 
 
 class Controller:
@@ -110,8 +103,8 @@ class Controller:
     ) -> None:
         self._api, self._store, self._links = api, store, links
         self._events, self._metrics, self._key, self._settings = events, metrics, key, settings
+        self._provision = Provision(api, store, metrics, key, settings)
         self._memories: dict[Key, _Memory] = {}
-        self._offers: dict[Resource, bool] = {}
         self.touched: dict[Key, float] = {}
         """When (monotonic) the oldest news came that a job was not reconciled for."""
 
@@ -123,6 +116,7 @@ class Controller:
             RetryLater: something had changed meanwhile.
         """
         with job_context(*key):
+            touched = self.touched.pop(key, None)
             body = self._store.job(key)
             if body is None:
                 return await self._bury(key)
@@ -133,13 +127,12 @@ class Controller:
                 await self._end(key, [pod for pod in self._store.pods_of(key) if pod.owner == job.uid])
                 self._links.drop(key)
                 return None
-            return await self._reconcile(key, job)
+            return await self._reconcile(key, job, touched)
 
-    async def _reconcile(self, key: Key, job: Job) -> float | None:
+    async def _reconcile(self, key: Key, job: Job, touched: float | None) -> float | None:
         memory = self._memories.get(key)
         if memory is None or memory.uid != job.uid:
             memory = self._memories[key] = _Memory(job.uid)
-        touched = self.touched.pop(key, None)
         await self._clear_predecessor(key, job)
         self._follow(key, job)
         scene = Scene(
@@ -153,18 +146,22 @@ class Controller:
         )
         now = time.time()
         plan = reconcile(scene, now, self._settings)
-        if any(resources.secret_name(job) in pod.waiting for pod in scene.pods):
-            memory.supported = False  # somebody has deleted it
-            await self._support(job, memory)
         again = await self._tell(key, plan, memory, touched)
-        again = await self._act(key, job, plan, memory) or again
+        failure: ApiError | None = None
+        try:
+            again = await self._act(key, job, plan, memory) or again
+        except ApiError as error:
+            failure = error  # what is known is written down all the same
         written = await self._write_status(key, job, plan)
         for notice in plan.notices:
             await self._events.record(job.raw, "Warning" if notice.warning else "Normal", notice.reason, notice.message)
         self._measure(key, plan, memory)
-        if again:
-            return 0.0
-        wakes = [wake for wake in (plan.wake_at, memory.retry_at if memory.trouble else None) if wake]
+        if failure is not None:
+            raise failure
+        if again is not None:
+            return again
+        retries = [refusal.retry_at for refusal in memory.refusals.values() if refusal.reason]
+        wakes = [wake for wake in (plan.wake_at, *retries) if wake is not None]
         if written:
             # Some of what is decided waits until it is written down; mostly there is nothing more to do.
             wakes.append(now + _SETTLE)
@@ -185,139 +182,69 @@ class Controller:
         else:
             self._links.drop(key)
 
-    async def _tell(self, key: Key, plan: Plan, memory: _Memory, touched: float | None) -> bool:
+    async def _tell(self, key: Key, plan: Plan, memory: _Memory, touched: float | None) -> float | None:
+        """Make the calls to the coordinator; in how many seconds to try again, if it was not to be reached."""
         for call in plan.calls:
-            told = await self._links.send(key, call)
+            outcome = await self._links.send(key, call)
             if isinstance(call, TellDrain | TellGone):
                 logger.info("%s: %s", call.workers if isinstance(call, TellDrain) else call.worker, call.reason)
-                if told and touched is not None:
+                if outcome == "ok" and touched is not None:
                     self._metrics.loss_told(time.monotonic() - touched)
-                if isinstance(call, TellGone) and memory.lost_at is None:
-                    memory.lost_at = touched if touched is not None else time.monotonic()
-        return False
+            if isinstance(call, TellGone) and call.trained:
+                memory.lost_at = touched if touched is not None else time.monotonic()
+            if outcome == "unreachable":
+                return _CALL_AGAIN  # the others would fare no better
+        return None
 
     # --- the API server ----------------------------------------------------------------------------------------------
 
-    async def _act(self, key: Key, job: Job, plan: Plan, memory: _Memory) -> bool:
-        """Carry out the actions; whether to reconcile again at once."""
-        again = False
-        creations = [action for action in plan.actions if isinstance(action, CreatePod)]
+    async def _act(self, key: Key, job: Job, plan: Plan, memory: _Memory) -> float | None:
+        """Carry out the actions; in how many seconds to reconcile again, if that is needed."""
+        again: float | None = None
+        answers = dict.fromkeys(_KINDS, "")
+        missing = any(resources.secret_name(job) in pod.waiting for pod in self._store.pods_of(key))
+        if missing or (self._settings.network_policies and job.status.coordinator and not job.status.finished):
+            await self._provision.support(job, missing=missing)
         for action in plan.actions:
-            if not isinstance(action, CreatePod):
-                again = await self._do(key, job, action, memory) or again
-        if creations and time.time() >= memory.retry_at:
-            refusal = await self._create(key, job, creations, memory)
-            self._note_refusal(memory, refusal)
-            again = again or bool(refusal)
+            match action:
+                case CheckTemplates():
+                    memory.verdict = await self._provision.check(job, action)
+                    again = 0.0
+                case CreateService(manifest):
+                    if time.time() < memory.refusals[SERVICE].retry_at:
+                        answers[SERVICE] = memory.refusals[SERVICE].reason
+                        continue
+                    answers[SERVICE] = await self._provision.service(job, manifest)
+                    memory.refusals[SERVICE].note(answers[SERVICE], self._settings.crashes.backoff_most)
+                    again = 0.0
+                case PointService(name, selector):
+                    body = await self._api.patch(SERVICES, job.namespace, name, {"spec": {"selector": selector}})
+                    self._store.services.put(body)
+                case DeletePod():
+                    await self._delete_pod(key, job.namespace, action)
+                case DeleteJob():
+                    logger.info("deleting the job: it was over for ttlSecondsAfterFinished")
+                    await ignoring(self._api.delete(JOBS, job.namespace, job.name, uid=job.uid), NotFound, Conflict)
+                case CreatePod():
+                    pass  # together, below
+        for role in (COORDINATOR, WORKER):  # the coordinator first: a quota's last place is not for a worker
+            creations = [a for a in plan.actions if isinstance(a, CreatePod) and a.role == role]
+            refusal = memory.refusals[role]
+            if not creations:
+                continue
+            if time.time() < refusal.retry_at:
+                answers[role] = refusal.reason
+                break
+            answers[role] = await self._provision.pods(key, job, creations)
+            refusal.note(answers[role], self._settings.crashes.backoff_most)
+            again = 0.0 if answers[role] else again
+            if answers[role]:
+                break
+        for kind, reason in answers.items():
+            if not reason and memory.refusals[kind].reason:
+                memory.refusals[kind].note("", 0.0)  # nothing more is wanted of that kind, or it was granted
+                again = 0.0
         return again
-
-    def _note_refusal(self, memory: _Memory, refusal: str) -> None:
-        """Remember why something cannot be created, and until when it makes no sense to try again."""
-        if not refusal:
-            memory.trouble, memory.troubles, memory.retry_at = "", 0, 0.0
-            return
-        memory.trouble, memory.troubles = refusal, memory.troubles + 1
-        delay = min(_REFUSED_FIRST * 2 ** min(memory.troubles - 1, 10), self._settings.crashes.backoff_most)
-        memory.retry_at = time.time() + delay
-        logger.warning("the API server refuses what the job needs, next try in %.0f s: %s", delay, refusal)
-
-    async def _do(self, key: Key, job: Job, action: Action, memory: _Memory) -> bool:
-        match action:
-            case CheckTemplates():
-                memory.verdict = await self._check(job, action)
-                return True
-            case CreateService(manifest):
-                await self._create_service(key, job, manifest)
-                return True
-            case PointService(name, selector):
-                body = await self._api.patch(SERVICES, job.namespace, name, {"spec": {"selector": selector}})
-                self._store.services.put(body)
-            case DeletePod():
-                await self._delete_pod(key, job.namespace, action)
-            case DeleteJob():
-                logger.info("deleting the job: it was over for ttlSecondsAfterFinished")
-                await _ignoring(self._api.delete(JOBS, job.namespace, job.name, uid=job.uid), NotFound, Conflict)
-            case CreatePod():
-                raise AssertionError("pods are created together")
-        return False
-
-    async def _check(self, job: Job, action: CheckTemplates) -> Verdict:
-        """Have the API server look at the templates without storing anything."""
-        for manifest in action.manifests:
-            try:
-                await self._api.create(PODS, job.namespace, manifest, dry_run=True)
-            except (Invalid, Forbidden) as error:
-                if "exceeded quota" in error.message:
-                    continue  # which says nothing about the template
-                logger.info("the API server refuses the worker template: %s", error)
-                return Verdict(action.template_hash, time.time(), error.message)
-        return Verdict(action.template_hash, time.time())
-
-    async def _support(self, job: Job, memory: _Memory) -> None:
-        """Secret, disruption budget, network policy. A Secret that exists may be a namesake's: it is made anew."""
-        if memory.supported:
-            return
-        secret = resources.secret(job, resources.derive_token(self._key, job.uid))
-        try:
-            await self._api.create(SECRETS, job.namespace, secret)
-        except AlreadyExists:
-            await _ignoring(self._api.delete(SECRETS, job.namespace, secret["metadata"]["name"]), NotFound)
-            await self._api.create(SECRETS, job.namespace, secret)
-        if await self._is_offered(PDBS):
-            await _ignoring(self._api.create(PDBS, job.namespace, resources.disruption_budget(job)), AlreadyExists)
-        if self._settings.network_policies:
-            policy = resources.network_policy(job, self._settings)
-            await _ignoring(self._api.create(NETWORK_POLICIES, job.namespace, policy), AlreadyExists)
-        memory.supported = True
-
-    async def _is_offered(self, resource: Resource) -> bool:
-        if resource not in self._offers:
-            self._offers[resource] = await self._api.offers(resource)
-        return self._offers[resource]
-
-    async def _create_service(self, key: Key, job: Job, manifest: Object) -> None:
-        name = manifest["metadata"]["name"]
-        try:
-            self._store.services.put(await self._api.create(SERVICES, job.namespace, manifest))
-        except AlreadyExists:
-            body = await self._api.get(SERVICES, job.namespace, name)
-            owners = body["metadata"].get("ownerReferences") or []
-            if not any(owner.get("uid") == job.uid for owner in owners):
-                raise RetryLater(2.0, f"a service {name} of something else is in the way; delete it") from None
-            self._store.services.put(body)
-
-    async def _create(self, key: Key, job: Job, creations: list[CreatePod], memory: _Memory) -> str:
-        """Create pods and what they need; why the API server refuses, empty if it does not."""
-        try:
-            await self._support(job, memory)
-        except (Invalid, Forbidden) as error:
-            return error.message
-        results = await asyncio.gather(
-            *(self._api.create(PODS, job.namespace, creation.manifest) for creation in creations),
-            return_exceptions=True,
-        )
-        refusal, unexpected, stale = "", None, False
-        for creation, result in zip(creations, results, strict=True):
-            if isinstance(result, dict):
-                logger.info("created the pod %s", creation.name)
-                self._store.put_pod(result)
-                self._metrics.pod_created(creation.role)
-            elif isinstance(result, AlreadyExists):
-                stale = True
-            elif isinstance(result, Invalid | Forbidden):
-                refusal = result.message
-            else:
-                unexpected = result
-        if stale:
-            await self._refresh(key)
-            known = {pod.name for pod in self._store.pods_of(key)}
-            taken = [c.name for c, r in zip(creations, results, strict=True) if isinstance(r, AlreadyExists)]
-            strangers = [name for name in taken if name not in known]
-            if strangers:
-                refusal = f"a pod {strangers[0]} that is not this job's is in the way; delete it or rename the job"
-        if unexpected is not None:
-            raise unexpected
-        return refusal
 
     async def _delete_pod(self, key: Key, namespace: str, action: DeletePod) -> None:
         pod = next((p for p in self._store.pods_of(key) if p.uid == action.uid), None)
@@ -326,7 +253,9 @@ class Controller:
         logger.info("deleting the pod %s: %s", action.name, action.reason)
         grace = None if action.grace is None else int(action.grace)
         try:
-            await self._api.delete(PODS, namespace, action.name, uid=action.uid, grace_seconds=grace)
+            rest = await self._api.delete(PODS, namespace, action.name, uid=action.uid, grace_seconds=grace)
+            if (rest.get("metadata") or {}).get("deletionTimestamp"):
+                self._store.put_pod(rest)  # before another decision is made from what was
         except (NotFound, Conflict):
             self._store.remove_pod(namespace, action.name, action.uid)
         self._metrics.pod_deleted(action.cause)
@@ -360,13 +289,6 @@ class Controller:
         except NotFound:
             self._store.jobs.remove(*key)
 
-    async def _refresh(self, key: Key) -> None:
-        """The store has missed something of this job: list its pods."""
-        begun = time.monotonic()
-        bodies = await self._api.list(PODS, key[0], f"{LABEL_JOB}={key[1]}")
-        names = {pod.name for pod in self._store.pods_of(key)}
-        self._store.replace_pods(bodies, begun, lambda place: place[0] == key[0] and place[1] in names)
-
     # --- jobs that are no more ---------------------------------------------------------------------------------------
 
     async def _bury(self, key: Key) -> float | None:
@@ -379,7 +301,9 @@ class Controller:
             except NotFound:
                 await self._end(key, [pod for pod in pods if pod.owner])
         self._links.drop(key)
-        self._memories.pop(key, None)
+        memory = self._memories.pop(key, None)
+        if memory is not None:
+            self._provision.forget(memory.uid)
         self._metrics.forget_job(*key)
         self._store.forget_job(key)
         return None
@@ -396,36 +320,48 @@ class Controller:
                 continue
             logger.info("deleting the pod %s: its job is deleted", pod.name)
             deletion = self._api.delete(PODS, key[0], pod.name, uid=pod.uid, grace_seconds=grace)
-            await _ignoring(deletion, NotFound, Conflict)
+            await ignoring(deletion, NotFound, Conflict)
 
     # --- lists -------------------------------------------------------------------------------------------------------
 
-    async def resync(self) -> set[Key]:
-        """Replace what the watches have told by lists; all jobs, and those that have changed or vanished.
+    async def resync(self, wake: Callable[[Key], None]) -> None:
+        """Replace what the watches have told by lists, and wake every job.
+
+        Args:
+            wake: called as soon as a list is in, so that nothing is lost should a later one fail.
 
         Raises:
             ApiError: a list could not be had.
         """
-        concerned: set[Key] = set()
         for namespace in self._settings.namespaces or (None,):
-
-            def within(place: Key, here: str | None = namespace) -> bool:
-                return here is None or place[0] == here
-
-            begun = time.monotonic()
-            concerned |= self._store.jobs.replace(await self._api.list(JOBS, namespace), begun, within)
-            begun = time.monotonic()
-            self._store.services.replace(await self._api.list(SERVICES, namespace, OURS), begun, within)
-            begun = time.monotonic()
-            concerned |= self._store.replace_pods(await self._api.list(PODS, namespace, OURS), begun, within)
+            try:
+                await self._resync_namespace(namespace, wake)
+            except (Forbidden, NotFound) as error:
+                logger.warning("the namespace %s is left out: %s", namespace or "*", error)
         begun = time.monotonic()
         try:
-            self._store.nodes.replace(await self._api.list(NODES), begun, lambda _: True)
+            concerned = self._store.replace_nodes(await self._api.list(NODES), begun)
             self._store.nodes_known = True
         except Forbidden as error:
             self._store.nodes_known = False
             logger.warning("nodes may not be looked at, so their losses are not announced: %s", error)
-        return concerned | set(self._store.jobs.entries)
+        else:
+            for key in concerned:
+                wake(key)
+
+    async def _resync_namespace(self, namespace: str | None, wake: Callable[[Key], None]) -> None:
+        def within(place: Key) -> bool:
+            return namespace is None or place[0] == namespace
+
+        begun = time.monotonic()
+        vanished = self._store.jobs.replace(await self._api.list(JOBS, namespace), begun, within)
+        for key in vanished | {key for key in self._store.jobs.entries if within(key)}:
+            wake(key)
+        begun = time.monotonic()
+        self._store.services.replace(await self._api.list(SERVICES, namespace, OURS), begun, within)
+        begun = time.monotonic()
+        for key in self._store.replace_pods(await self._api.list(PODS, namespace, OURS), begun, within):
+            wake(key)
 
     # --- metrics -----------------------------------------------------------------------------------------------------
 
@@ -450,9 +386,3 @@ def _sample(status: JobStatus) -> JobSample:
         steps_per_second=float(status.steps_per_second) if status.steps_per_second else None,
         loss=float(status.loss) if status.loss else None,
     )
-
-
-async def _ignoring(call: Awaitable[object], *errors: type[ApiError]) -> None:
-    """Await ``call``; these errors mean that there was nothing to do."""
-    with contextlib.suppress(*errors):
-        await call

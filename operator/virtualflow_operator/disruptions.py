@@ -49,6 +49,10 @@ _KUBELET_REASONS = frozenset(
 """``status.reason`` of pods that the cluster ended or did not let in."""
 
 
+_SOON = 30.0
+"""Seconds after its creation in which a pod that ends has most likely not trained."""
+
+
 @dataclass(frozen=True)
 class Disruption:
     """A worker will be lost, or is."""
@@ -59,20 +63,19 @@ class Disruption:
 
 
 def find_disruption(
-    pod: Pod, node: Node | None, nodes_known: bool, standing: Standing, extra_taints: Collection[str]
+    pod: Pod, node: Node | None, standing: Standing, extra_taints: Collection[str]
 ) -> Disruption | None:
     """What the cluster has in store for a pod that has not finished, if anything.
 
     Args:
         pod: not finished.
-        node: where it runs; ``None``: it has no node yet, or the node does not exist any more.
-        nodes_known: whether nodes may be looked at; without, only the pod's own facts count.
+        node: where it runs; ``None``: it has no node yet, or nothing is known of it.
         standing: how the coordinator sees its worker; what it hears from is not lost.
         extra_taints: keys of further taints that announce a loss.
     """
     heard = standing in ("starting", "ready", "training", "draining")
-    if pod.node and nodes_known:
-        if node is None:
+    if node is not None:
+        if node.gone and not heard:
             return Disruption("lost", f"its node {pod.node} does not exist any more")
         if OUT_OF_SERVICE in node.taints:
             return Disruption("lost", f"its node {node.name} is out of service")
@@ -84,6 +87,8 @@ def find_disruption(
         return Disruption("now", pod.disrupted)
     if node is None:
         return None
+    if node.gone:
+        return Disruption("now", f"its node {node.name} was deleted")
     announced = [taint for taint in node.taints if taint in TERMINATION_TAINTS or taint in extra_taints]
     if announced:
         return Disruption("now", f"its node {node.name} has the taint {announced[0]}")
@@ -92,6 +97,13 @@ def find_disruption(
     if node.cordoned:
         return Disruption("planned", f"its node {node.name} is cordoned")
     return None
+
+
+def never_began(pod: Pod) -> bool:
+    """Whether the cluster ended a pod so soon that another one like it would most likely end in the same way."""
+    if pod.exit is None:
+        return pod.reason in _KUBELET_REASONS or pod.reason.startswith("OutOf")
+    return pod.finished_at is not None and pod.finished_at < pod.created + _SOON
 
 
 def disrupted_by_cluster(pod: Pod) -> str:

@@ -42,7 +42,7 @@ def count_crash(
 def count_refusal(
     failures: Failures, crashed: Collection[Pod], refused: Collection[Pod], now: float, settings: CrashSettings
 ) -> Failures:
-    """Put workers into the books that the coordinator has refused.
+    """Put workers into the books that the coordinator or the kubelet has refused.
 
     That is nobody's crash, but one that is refused again and again is waited for longer and longer.
 

@@ -253,8 +253,8 @@ class KubeApi:
         *,
         uid: str | None = None,
         grace_seconds: int | None = None,
-    ) -> None:
-        """Delete an object and, in the background, what it owns.
+    ) -> Object:
+        """Delete an object and, in the background, what it owns; what is left of it, or a Status.
 
         With ``uid`` only that very object: :class:`Conflict` when another one has taken its name.
         ``grace_seconds``: what a pod gets between SIGTERM and SIGKILL; 0 removes it from the API at once.
@@ -264,7 +264,7 @@ class KubeApi:
             body["preconditions"] = {"uid": uid}
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
-        await self._request("DELETE", resource, resource.path(namespace, name), body=body)
+        return await self._request("DELETE", resource, resource.path(namespace, name), body=body)
 
     async def patch(
         self, resource: Resource, namespace: str | None, name: str, body: Object, subresource: str | None = None

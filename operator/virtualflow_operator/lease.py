@@ -150,10 +150,15 @@ def steady_clock() -> float:
 
 def leave_at_once(reason: str) -> NoReturn:
     """End this process without any clean-up: another may be the leader, and every further action could be a double."""
-    logger.critical("lost the lease: %s; leaving at once", reason, exc_info=sys.exc_info()[0] is not None)
+    logger.critical("%s; leaving at once", reason, exc_info=sys.exc_info()[0] is not None)
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(1)
+
+
+def leave_the_lease(reason: str) -> NoReturn:
+    """The lease is lost: end this process."""
+    leave_at_once(f"lost the lease: {reason}")
 
 
 class Elector:
@@ -163,7 +168,7 @@ class Elector:
         api: of its own, so that no other request stands before the renewal.
         settings: names and durations.
         on_lost: called once with the reason when the lease could not be renewed in time or is another's;
-            :func:`leave_at_once` in the operator.
+            :func:`leave_the_lease` in the operator.
         clock: steady, in seconds.
         wall: for the record's times, which people read and programs only compare for being equal.
         uniform: a number from 0 to 1, for the jitter.
@@ -174,7 +179,7 @@ class Elector:
         api: LeaseApi,
         settings: LeaseSettings,
         *,
-        on_lost: Callable[[str], object] = leave_at_once,
+        on_lost: Callable[[str], object] = leave_the_lease,
         clock: Callable[[], float] = steady_clock,
         wall: Callable[[], datetime] = lambda: datetime.now(UTC),
         uniform: Callable[[], float] = random.random,

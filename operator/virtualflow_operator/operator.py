@@ -194,8 +194,7 @@ class Operator:
         delay = self.settings.queue.backoff_first
         while True:
             try:
-                for key in await self.controller.resync():
-                    self.wake(key)
+                await self.controller.resync(self.wake)
                 return
             except ApiError as error:
                 logger.warning("the caches cannot be filled, next try in %.1f s: %s", delay, error)
@@ -204,7 +203,7 @@ class Operator:
 
     async def _resync(self) -> None:
         """List everything now and then, and soon after a watch had to begin anew."""
-        begun = time.monotonic()
+        begun, delay = time.monotonic(), _RELIST_AFTER
         while True:
             jitter = 1 + self.settings.resync_jitter * (2 * random.random() - 1)
             try:
@@ -212,17 +211,18 @@ class Operator:
                     await self._relist.wait()
                 # kopf opens its watches right after the start, from what was listed a moment ago.
                 fresh = time.monotonic() - begun < _RELIST_AFTER
-                await asyncio.sleep(_RELIST_AFTER)
+                await asyncio.sleep(delay)
                 self._relist.clear()
                 if fresh:
                     continue
             except TimeoutError:
                 pass
             try:
-                for key in await self.controller.resync():
-                    self.queue.add(key, random.random() * _SPREAD)
+                await self.controller.resync(lambda key: self.queue.add(key, random.random() * _SPREAD))
+                delay = _RELIST_AFTER
             except ApiError as error:
-                logger.warning("the resync failed and is tried again: %s", error)
+                delay = min(2 * delay, self.settings.queue.backoff_most)
+                logger.warning("the resync failed, next try in %.0f s: %s", delay, error)
                 self._relist.set()
 
 

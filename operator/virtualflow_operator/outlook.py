@@ -23,8 +23,8 @@ from virtualflow_operator.job_status import (
     Truth,
 )
 from virtualflow_operator.plan import Notice
-from virtualflow_operator.survey import Placed, Survey
-from virtualflow_operator.view import Job, Link, Node, format_time, parse_time
+from virtualflow_operator.survey import Survey
+from virtualflow_operator.view import Job, Link, Node, Pod, format_time, parse_time
 from virtualflow_operator.workforce import Workforce
 
 _MESSAGE = 4_096
@@ -76,9 +76,9 @@ def portray(
         status,
         job.generation,
         now,
-        _ready(status, link, begun, spec.min_replicas),
+        _ready(link, begun, ready, min(spec.min_replicas, spec.most)),
         _progressing(status, survey, nodes, workforce, trouble, rejected, begun),
-        _degraded(survey, ready, begun, spec.desired, trouble),
+        _degraded(status, survey, nodes, ready, begun, spec.desired, trouble, now),
         ("Suspended", "False", reasons.NOT_SUSPENDED, "The job is not suspended."),
         ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
         ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
@@ -158,15 +158,21 @@ def _last_change(change: Change) -> LastChange:
 # --- conditions -------------------------------------------------------------------------------------------------------
 
 
-def _ready(status: JobStatus, link: Link | None, begun: bool, minimum: int) -> _Aspect:
+def _ready(link: Link | None, begun: bool, ready: int, minimum: int) -> _Aspect:
     if link is not None and link.refused:
-        message = f"The coordinator does not talk to the operator: {link.refused}."
+        message = (
+            f"The coordinator does not talk to the operator ({link.refused}): give the operator its former key back, "
+            "or suspend the job and resume it."
+        )
         return ("Ready", "Unknown", reasons.TOKEN_REFUSED, message)
     if begun and (link is None or not link.connected):
-        return ("Ready", "Unknown", reasons.COORDINATOR_UNREACHABLE, "The coordinator is away; training goes on.")
-    if begun:
+        message = "The operator does not reach the coordinator; workers that train go on."
+        return ("Ready", "Unknown", reasons.COORDINATOR_UNREACHABLE, message)
+    if begun and ready >= minimum:
         return ("Ready", "True", reasons.TRAINING, "Workers are training.")
     message = f"Waiting for workers; training begins with {minimum} of them."
+    if begun:
+        message = f"Fewer workers train than minReplicas ({minimum}); they go on."
     return ("Ready", "False", reasons.WAITING, message)
 
 
@@ -212,10 +218,23 @@ def _obstacle(survey: Survey, nodes: Mapping[str, Node] | None) -> tuple[str, st
     return None
 
 
-def _degraded(survey: Survey, ready: int, begun: bool, desired: int, trouble: str) -> _Aspect:
+def _degraded(
+    status: JobStatus,
+    survey: Survey,
+    nodes: Mapping[str, Node] | None,
+    ready: int,
+    begun: bool,
+    desired: int,
+    trouble: str,
+    now: float,
+) -> _Aspect:
     if not begun or ready >= desired:
         return ("Degraded", "False", reasons.AS_WANTED, "As many workers train as are wanted, or they are starting.")
-    why = next((_why_not(p) for p in survey.workers if _why_not(p)), trouble or "the others are starting")
+    why = next((_why_not(p.pod, nodes) for p in survey.workers if _why_not(p.pod, nodes)), trouble)
+    retry = parse_time(status.failures.retry_time)
+    if not why and retry is not None and now < retry:
+        why = f"no worker is made before {status.failures.retry_time}, because of those that ended too soon"
+    why = why or "the others are starting"
     return (
         "Degraded",
         "True",
@@ -224,12 +243,12 @@ def _degraded(survey: Survey, ready: int, begun: bool, desired: int, trouble: st
     )
 
 
-def _why_not(placed: Placed) -> str:
-    pod = placed.pod
+def _why_not(pod: Pod, nodes: Mapping[str, Node] | None) -> str:
+    """Why a pod that should run does not, if that can be told."""
     if pod.live and pod.waiting:
-        return f"{pod.name} cannot start ({pod.waiting})"
+        return f"{pod.name} cannot start: {pod.waiting}"
     if pod.live and pod.unschedulable:
-        return f"no node takes {pod.name} ({pod.unschedulable})"
+        return f"no node takes {pod.name}: {never_fits(pod, nodes) or pod.unschedulable}"
     return ""
 
 
@@ -238,8 +257,7 @@ def _with_conditions(status: JobStatus, generation: int, now: float, *aspects: _
     conditions = []
     for kind, truth, reason, message in aspects:
         before = status.condition(kind)
-        # "Suspending" is waited in: it begins anew when the reason does.
-        same = before is not None and before.status == truth and (before.reason == reason or kind != "Progressing")
+        same = before is not None and before.status == truth
         since = before.last_transition_time if before is not None and same else format_time(now)
         shown = message if len(message) <= _MESSAGE else message[: _MESSAGE - 2] + " …"
         conditions.append(Condition(kind, truth, reason, shown, since, generation))

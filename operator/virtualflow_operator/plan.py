@@ -28,6 +28,8 @@ class TellGone:
     worker: str
     incarnation: str
     reason: str
+    trained: bool = False
+    """Whether the others have to recover from it."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import msgspec
 from virtualflow.messages import Status
 from virtualflow_operator import outlook, reasons, resources
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
+from virtualflow_operator.disruptions import TERMINATION_TAINTS
 from virtualflow_operator.failures import count_crash, count_failed_attempt, count_refusal
 from virtualflow_operator.job_status import JobStatus
 from virtualflow_operator.plan import (
@@ -52,6 +53,8 @@ _RELIEVED: tuple[Standing, ...] = ("starting", "ready", "training")
 """Workers that may need to be told that they will be taken away."""
 _PRESENT: tuple[Standing, ...] = ("starting", "ready", "training", "draining", "silent")
 """Workers that the coordinator counts on, or waits for."""
+_COORDINATOR_AGAIN = 10.0
+"""Seconds between two coordinators of which the first ended by itself."""
 _FAILED_GRACE = 2.0
 """Seconds for a worker that the job goes on without: it has nothing to hand over."""
 
@@ -122,11 +125,13 @@ class _Reconciliation:
         given_up = self.count_crashes()
         if given_up is not None:
             return self.plan(given_up)
-        if self.faults:
-            return self.plan(outlook.invalid(self.portray(), self.job, "; ".join(self.faults), self.now))
+        faults = "; ".join(self.faults)
+        if self.faults and not self.spec.suspend:
+            return self.plan(outlook.invalid(self.portray(), self.job, faults, self.now))
         self.settle()
         if self.spec.suspend:
-            return self.plan(self.suspend())
+            status = self.suspend()
+            return self.plan(outlook.invalid(status, self.job, faults, self.now) if faults else status)
         workforce = self.run()
         return self.plan(self.portray(workforce))
 
@@ -179,7 +184,8 @@ class _Reconciliation:
         for placed in self.survey.of("lost", "left", "crashed", "disrupted", "refused"):
             if placed.standing in _PRESENT:
                 reason = placed.reason.splitlines()[0]
-                self.calls.append(TellGone(placed.pod.name, placed.incarnation, reason[:400]))
+                trained = placed.fate != "left" and placed.standing in ("training", "draining")
+                self.calls.append(TellGone(placed.pod.name, placed.incarnation, reason[:400], trained))
                 if placed.fate != "left":
                     self.notice(reasons.LOST, f"{placed.pod.name} is lost: {reason}", warning=True)
         going = self.survey.of("leaving", "announced")
@@ -342,10 +348,9 @@ class _Reconciliation:
         """Stop behind a step with a checkpoint, then take all pods away."""
         live = [placed for placed in self.survey.workers if placed.pod.live]
         remote, grace = self.remote, float(self.spec.elasticity.drain_grace_seconds)
-        suspending = self.status.condition("Progressing")
-        since = parse_time(suspending.last_transition_time) if suspending is not None else None
-        if suspending is None or suspending.reason != reasons.SUSPENDING or since is None:
-            since = self.now
+        # A suspended job is one of which no worker is wanted, and less are wanted since then.
+        since = (parse_time(self.status.scale_down_since) if self.status.phase == "Suspending" else None) or self.now
+        self.status = msgspec.structs.replace(self.status, scale_down_since=format_time(since))
         in_training = remote is not None and remote.phase in ("training", "evaluating")
         if live and in_training and self.connected and self.now < since + grace:
             self.calls.append(TellStop("the job is suspended"))
@@ -385,7 +390,7 @@ class _Reconciliation:
         here = [p for p in self.survey.workers if p.pod.live]
         if waiting and not here:
             return None
-        self.keep_coordinator()
+        self.keep_coordinator(accepted)
         self.scale()
         self.wake_for_stuck()
         if not accepted:
@@ -399,15 +404,29 @@ class _Reconciliation:
             refused=bool(self.scene.trouble),
         )
         address = self.scene.service.address if self.scene.service is not None else ""
-        if address and not waiting:
+        refused = self.link is not None and self.link.refused  # such a coordinator refuses new workers as well
+        if address and not waiting and not refused:
             for group, ordinal in workforce.create:
                 manifest = resources.worker_pod(self.settled_job(), group, ordinal, address, self.settings)
+                resources.keep_off(manifest, self.leaving_nodes())
                 self.actions.append(CreatePod(WORKER, manifest))
         for placed in workforce.withdraw:
             mended = placed.fate == "planned"
             self.delete(placed.pod, placed.reason if mended else "others have taken its place", "withdrawn")
         self.retire(workforce)
+        made = [action.name for action in self.actions if isinstance(action, CreatePod) and action.role == WORKER]
+        if made:
+            self.notice(reasons.CREATED, f"creating {_listed(made)}")
         return workforce
+
+    def leaving_nodes(self) -> Mapping[str, Node]:
+        """Nodes from which workers are taken away."""
+        taints = {*TERMINATION_TAINTS, *self.settings.extra_taints}
+        return {
+            name: node
+            for name, node in (self.scene.nodes or {}).items()
+            if not node.gone and (node.cordoned or taints.intersection(node.taints))
+        }
 
     def settled_job(self) -> Job:
         """The job with the status as it is about to be written."""
@@ -431,17 +450,21 @@ class _Reconciliation:
             resources.worker_pod(self.settled_job(), group, 0, "127.0.0.1", self.settings)
             for group in self.spec.worker_groups
         ]
+        pods.append(resources.coordinator_pod(self.settled_job(), 0, self.settings))
         for pod in pods:
             pod["metadata"]["name"] += "-check"  # no worker is called so: the dry run meets no existing pod
         self.actions.append(CheckTemplates(tuple(pods), wanted))
         return False
 
-    def keep_coordinator(self) -> None:
+    def keep_coordinator(self, accepted: bool) -> None:
         """Keep exactly one coordinator, with a service that leads to it."""
-        here = [pod for pod in self.survey.coordinators if pod.live and not self.coordinator_lost(pod)]
+        here = [pod for pod in self.survey.coordinators if pod.live and not self.coordinator_lost(pod, accepted)]
         leads_to = self.scene.service.ordinal if self.scene.service is not None else None
         chosen = next((pod for pod in here if pod.ordinal == leads_to), here[0] if here else None)
         for pod in self.survey.coordinators:
+            if pod.finished and chosen is None and self.now < pod.created + _COORDINATOR_AGAIN:
+                self.wakes.append(pod.created + _COORDINATOR_AGAIN)
+                return  # the kubelet has refused it, and would refuse the next one as quickly
             if pod is not chosen and not pod.terminating:
                 self.delete(pod, "it is lost or not needed", "coordinator", _FAILED_GRACE if pod not in here else None)
         if chosen is not None:
@@ -463,9 +486,9 @@ class _Reconciliation:
         name = f"{resources.coordinator_name(self.job)}-{ordinal}"
         self.status = msgspec.structs.replace(self.status, coordinator=name)
 
-    def coordinator_lost(self, pod: Pod) -> bool:
-        """Whether a coordinator that should run is of no use any more."""
-        if pod.template != resources.coordinator_hash(self.job):
+    def coordinator_lost(self, pod: Pod, accepted: bool) -> bool:
+        """Whether a coordinator that should run is of no use any more; a new template must be accepted for that."""
+        if accepted and pod.template != resources.coordinator_hash(self.job):
             return True
         ours = self.link is not None and self.link.pod == pod.uid
         if ours and self.connected:
@@ -473,9 +496,9 @@ class _Reconciliation:
         nodes = self.scene.nodes
         if nodes is not None and pod.node:
             node = nodes.get(pod.node)
-            if node is None:
+            if node is not None and node.gone:
                 return True
-            if not node.ready and not node.shutting_down:
+            if node is not None and not node.ready and not node.shutting_down:
                 # Right after an outage of the API server all nodes look lost: let it answer first.
                 answer_by = self.link.since + self.settings.coordinator_patience if ours and self.link else self.now
                 self.wakes.append(answer_by)

@@ -27,6 +27,7 @@ from virtualflow.settings import (
     ENV_WORKER,
 )
 from virtualflow_operator.constants import (
+    ANNOTATION_CONTAINER,
     ANNOTATION_TEMPLATE,
     API_VERSION,
     APP_NAME,
@@ -53,8 +54,10 @@ from virtualflow_operator.constants import (
 )
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.spec import Object, WorkerGroup
-from virtualflow_operator.view import Job
+from virtualflow_operator.view import Job, Node
 
+UNSCHEDULABLE_TAINT = "node.kubernetes.io/unschedulable"
+"""The taint of a cordoned node."""
 _USER = 65532
 """The user that coordinators run as: `nonroot` by convention."""
 
@@ -83,7 +86,7 @@ def labels(job: Job, role: str) -> dict[str, str]:
 
 def secret_name(job: Job) -> str:
     """The name of the Secret with the job's token."""
-    return f"{job.name}-virtualflow-token"
+    return f"{job.name}-virtualflow-token-{job.uid[:8]}"
 
 
 def coordinator_name(job: Job) -> str:
@@ -104,7 +107,7 @@ def coordinator_hash(job: Job) -> str:
 
 def templates_hash(job: Job) -> str:
     """All templates of the job."""
-    return _hash([template_hash(job, group) for group in job.spec.worker_groups])
+    return _hash([coordinator_hash(job), *(template_hash(job, group) for group in job.spec.worker_groups)])
 
 
 def _hash(value: Any) -> str:
@@ -139,8 +142,35 @@ def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, setting
     metadata["labels"] |= {LABEL_ROLE: WORKER, LABEL_GROUP: group.name, LABEL_ORDINAL: str(ordinal)}
     metadata["labels"][LABEL_ATTEMPT] = str(job.status.attempt)
     metadata["annotations"][ANNOTATION_TEMPLATE] = template_hash(job, group)
-    metadata["annotations"].setdefault("kubectl.kubernetes.io/default-container", container.get("name", ""))
+    metadata["annotations"].setdefault(ANNOTATION_CONTAINER, container.get("name", ""))
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def keep_off(pod: Object, nodes: Mapping[str, Node]) -> None:
+    """Keep a new worker off nodes that workers are taken from, where its template tolerates what the taints say.
+
+    Without that, it may be scheduled to the very node that its predecessor leaves, again and again.
+    """
+    spec = pod["spec"]
+    tolerated = {toleration.get("key") for toleration in spec.get("tolerations") or []}
+    names = [
+        name
+        for name, node in nodes.items()
+        if None in tolerated or "" in tolerated or tolerated.intersection((*node.taints, UNSCHEDULABLE_TAINT))
+    ]
+    if not names:
+        return
+    affinity = spec.setdefault("affinity", {})
+    required = affinity.setdefault("nodeAffinity", {}).setdefault(
+        "requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": []}
+    )
+    terms = required.setdefault("nodeSelectorTerms", [])
+    for term in terms or [{}]:  # the terms are alternatives: each must say it
+        term.setdefault("matchFields", []).append(
+            {"key": "metadata.name", "operator": "NotIn", "values": sorted(names)}
+        )
+        if not terms:
+            terms.append(term)
 
 
 def _environment(job: Job, address: str, log: str) -> list[Object]:
@@ -289,12 +319,16 @@ def secret(job: Job, token: str) -> Object:
 
 
 def disruption_budget(job: Job) -> Object:
-    """Evictions take one worker at a time: the others keep the state of the training."""
+    """Evictions leave one worker, which keeps the state of the training, until a successor runs.
+
+    Not ``maxUnavailable``: that counts from the workers wanted, and a job that runs with fewer than it wants, which is
+    nothing unusual, would keep its nodes from ever being drained.
+    """
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": _metadata(job, _own_name(job), WORKER),
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: WORKER}}},
+        "spec": {"minAvailable": 1, "selector": {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: WORKER}}},
     }
 
 
@@ -309,7 +343,8 @@ def network_policy(job: Job, settings: OperatorSettings) -> Object:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": _metadata(job, _own_name(job), WORKER),
+        # Policies add up: one for an operator that has moved comes beside the former.
+        "metadata": _metadata(job, f"{_own_name(job)}-{_hash(operator)[:8]}", WORKER),
         "spec": {
             "podSelector": {"matchLabels": {LABEL_JOB: job.name}},
             "policyTypes": ["Ingress"],

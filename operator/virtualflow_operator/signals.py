@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from virtualflow.messages import DrainCall, GoneCall, ScaleCall, StopCall
 from virtualflow.settings import SignalSettings
@@ -24,6 +25,8 @@ from virtualflow_operator.store import Key
 from virtualflow_operator.view import Link, Pod
 
 logger = logging.getLogger(__name__)
+
+Outcome = Literal["ok", "refused", "unreachable"]
 
 CALL_PATIENCE = 2.0
 """Seconds for one call; what it would have said is said again by the next reconciliation."""
@@ -94,25 +97,26 @@ class Links:
         if self._closing:
             await asyncio.wait(self._closing, timeout=2.0)
 
-    async def send(self, key: Key, call: Call) -> bool:
-        """Make a call; ``False``: it did not arrive, or was refused, and the reconciler decides anew."""
+    async def send(self, key: Key, call: Call) -> Outcome:
+        """Make a call; how that went."""
         line = self._lines.get(key)
         name = type(call).__name__.removeprefix("Tell").lower()
         if line is None:
-            return False
+            return "unreachable"
         try:
-            await line.client.send(_translate(call), CALL_PATIENCE)
+            async with asyncio.timeout(CALL_PATIENCE):
+                await line.client.send(_translate(call), CALL_PATIENCE)
         except CallRefused as error:
             # A worker that the coordinator does not know (any more) needs no telling.
             logger.info("the coordinator refuses %s: %s", name, error)
             self._metrics.coordinator_call(name, "refused")
-            return False
-        except CoordinatorUnreachable as error:
-            logger.warning("%s was not told: %s", name, error)
+            return "refused"
+        except (CoordinatorUnreachable, TimeoutError) as error:
+            logger.warning("%s was not told: %s", name, str(error) or "no answer")
             self._metrics.coordinator_call(name, "unreachable")
-            return False
+            return "unreachable"
         self._metrics.coordinator_call(name, "ok")
-        return True
+        return "ok"
 
     async def _listen(self, key: Key, line: _Line) -> None:
         """Follow the coordinator's status for as long as the connection is wanted."""

@@ -59,7 +59,7 @@ class Shelf(Generic[V]):
         if uid in self.deleted:
             return (known.value if known else None), (known.value if known else None)
         version = _version(body)
-        if known is not None and known.uid == uid and version < known.version:
+        if known is not None and version < known.version:  # also of a former object of that name
             return known.value, known.value
         entry = _Entry(self.read(body), version, uid, time.monotonic())
         self.entries[key] = entry
@@ -112,6 +112,7 @@ class Store:
         self.nodes_known = True
         self._pods_of: dict[Key, dict[str, Pod]] = {}
         self._jobs_on: dict[str, set[Key]] = {}
+        self._gone_nodes: dict[str, float] = {}
 
     def job(self, key: Key) -> Object | None:
         """The job as it was last seen."""
@@ -128,17 +129,24 @@ class Store:
         return entry.value[1] if entry is not None and entry.value[0] == key else None
 
     def node_map(self) -> Mapping[str, Node] | None:
-        """Nodes by name; ``None``: the operator may not look at them."""
-        return {entry.value.name: entry.value for entry in self.nodes.entries.values()} if self.nodes_known else None
+        """Nodes by name, those that are known to be deleted too; ``None``: the operator may not look at them."""
+        if not self.nodes_known:
+            return None
+        gone = {name: Node(name, gone=True) for name in self._gone_nodes}
+        return gone | {entry.value.name: entry.value for entry in self.nodes.entries.values()}
 
     def put_pod(self, body: Object) -> Key | None:
         """Take in a pod; the job that it concerns if anything that matters has changed."""
         if key_of(body) is None:
             return None
+        metadata = body["metadata"]
+        former = self.pods.entries.get((metadata.get("namespace") or "", metadata["name"]))
         before, after = self.pods.put(body)
         if after is None:
             return None
         key, pod = after
+        if former is not None and former.value[0] != key:
+            self._drop(former.value[0], pod.name)  # its label was changed
         self._pods_of.setdefault(key, {})[pod.name] = pod
         if pod.node:
             self._jobs_on.setdefault(pod.node, set()).add(key)
@@ -175,12 +183,30 @@ class Store:
 
     def put_node(self, body: Object) -> set[Key]:
         """Take in a node; the jobs that have pods there, if anything that matters has changed."""
+        name = body["metadata"]["name"]
+        self._gone_nodes.pop(name, None)
         before, after = self.nodes.put(body)
-        return set(self._jobs_on.get(body["metadata"]["name"], ())) if before != after else set()
+        return set(self._jobs_on.get(name, ())) if before != after else set()
 
     def remove_node(self, name: str, uid: str = "") -> set[Key]:
-        """Forget a node; the jobs that had pods there."""
-        return set(self._jobs_on.get(name, ())) if self.nodes.remove("", name, uid) else set()
+        """Take note that a node was deleted; the jobs that have pods there."""
+        if not self.nodes.remove("", name, uid):
+            return set()
+        return self._note_gone({name})
+
+    def replace_nodes(self, bodies: Collection[Object], begun: float) -> set[Key]:
+        """Take in a list of nodes; the jobs that are concerned. Pods that were on others before it began are lost."""
+        changed = {name for _, name in self.nodes.replace(bodies, begun, lambda _: True)}
+        here = {name for _, name in self.nodes.entries}
+        placed = {entry.value[1].node for entry in self.pods.entries.values() if entry.at < begun}
+        concerned = self._note_gone({name for name in placed | changed if name and name not in here})
+        return concerned.union(*(self._jobs_on.get(name, set()) for name in changed))
+
+    def _note_gone(self, names: set[str]) -> set[Key]:
+        now = time.monotonic()
+        self._gone_nodes = {name: at for name, at in self._gone_nodes.items() if at > now - _REMEMBERED}
+        self._gone_nodes |= dict.fromkeys(names, now)
+        return set().union(*(self._jobs_on.pop(name, set()) for name in names))
 
     def forget_job(self, key: Key) -> None:
         """Nothing of that job is left."""

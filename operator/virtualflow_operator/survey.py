@@ -8,7 +8,7 @@ from typing import Literal
 
 from virtualflow.messages import LostWorker, Status, WorkerStatus
 from virtualflow_operator.constants import COORDINATOR, WORKER
-from virtualflow_operator.disruptions import disrupted_by_cluster, find_disruption
+from virtualflow_operator.disruptions import disrupted_by_cluster, find_disruption, never_began
 from virtualflow_operator.resources import template_hash
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.view import EVICTED_EXIT, Job, Link, Node, Pod, Standing
@@ -19,8 +19,8 @@ Fate = Literal[
 """``healthy``: one of those that the job is to have. ``planned``: to be replaced first, then relieved. ``stuck``: no
 node has room, and another group may. ``announced``: to be relieved at once. ``leaving``: terminating already. ``lost``:
 dead, its pod still there. ``given-up``: alive perhaps, but the coordinator went on without it. ``left``, ``crashed``,
-``disrupted``, ``refused``: ended, by itself, in the user's code, by the cluster, because the coordinator would not have
-it."""
+``disrupted``, ``refused``: ended, by itself, in the user's code, by the cluster, because coordinator or kubelet would
+not have it."""
 
 _HEARD: tuple[Standing, ...] = ("starting", "ready", "training", "draining")
 
@@ -53,8 +53,6 @@ class Survey:
     coordinators: tuple[Pod, ...]
     names: frozenset[str]
     """Names that are taken, also by pods of a namesake that is being deleted."""
-    foreign: tuple[Pod, ...]
-    """Of an earlier job of that name."""
 
     def of(self, *fates: Fate) -> list[Placed]:
         """Workers with one of these fates."""
@@ -104,7 +102,6 @@ def take_survey(
         tuple(stale + [pod for pod in coordinators if pod.attempt != job.status.attempt]),
         tuple(sorted((p for p in coordinators if p.attempt == job.status.attempt), key=lambda p: p.ordinal)),
         frozenset(pod.name for pod in pods),
-        tuple(pod for pod in pods if pod.owner and pod.owner != job.uid),
     )
 
 
@@ -139,11 +136,12 @@ def _fate(
         return "crashed", f"{pod.name}: {why}"
     if pod.phase == "Failed":
         fault = disrupted_by_cluster(pod)
-        if pod.exit is not None and pod.exit.code == EVICTED_EXIT and not pod.terminating:
+        evicted = pod.exit is not None and pod.exit.code == EVICTED_EXIT
+        if fault and not pod.terminating and (evicted or never_began(pod)):
             return "refused", fault
         return ("disrupted", fault) if fault else ("crashed", describe_crash(pod))
     node = nodes.get(pod.node) if nodes is not None else None
-    disruption = find_disruption(pod, node, nodes is not None, standing, settings.extra_taints)
+    disruption = find_disruption(pod, node, standing, settings.extra_taints)
     given_up = _given_up(status, pod) if standing not in _HEARD else None
     if disruption is not None and disruption.kind == "lost":
         return "lost", disruption.reason
@@ -153,10 +151,10 @@ def _fate(
         return "given-up", given_up.reason
     if disruption is not None and disruption.kind == "now":
         return "announced", disruption.reason
-    if groups is not None and pod.group not in groups:
-        return "announced", f"the job has no worker group {pod.group} any more"
     if disruption is not None:
         return "planned", disruption.reason
+    if groups is not None and pod.group not in groups:
+        return "planned", f"the job has no worker group {pod.group} any more"
     if groups is not None and pod.template != groups[pod.group]:
         return "planned", "its template has changed"
     since = pod.unschedulable_since

@@ -15,6 +15,8 @@ from virtualflow.settings import (
     ENV_ADDRESS,
     ENV_CHECKPOINT_DIR,
     ENV_COORDINATOR,
+    ENV_REPRODUCIBILITY,
+    ENV_TERMINATION_LOG,
     ENV_TOKEN,
     ENV_VIRTUAL_NODES,
     ENV_WORKER,
@@ -31,7 +33,9 @@ OPERATOR_VARIABLES: Final = (
     ENV_WORKER,
     ENV_ADDRESS,
     ENV_VIRTUAL_NODES,
-    ENV_CHECKPOINT_DIR,
+    ENV_CHECKPOINT_DIR.removesuffix("_DIR"),
+    ENV_REPRODUCIBILITY.removesuffix("DUCIBILITY"),
+    ENV_TERMINATION_LOG.removesuffix("_LOG"),
 )
 """Environment variables whose names begin like this are the operator's to set."""
 

@@ -15,8 +15,11 @@ import msgspec
 
 from virtualflow.messages import LastWord, Status, decode_last_word
 from virtualflow_operator.constants import (
+    ANNOTATION_CONTAINER,
     ANNOTATION_TEMPLATE,
     COORDINATOR,
+    GROUP,
+    KIND,
     LABEL_ATTEMPT,
     LABEL_GROUP,
     LABEL_ORDINAL,
@@ -83,8 +86,8 @@ class Pod:
     unschedulable_since: float | None = None
     waiting: str = ""
     """Why its container does not start."""
-    requests: Mapping[str, str] = field(default_factory=dict)
-    """What the container that trains requests."""
+    requests: tuple[Mapping[str, str], ...] = ()
+    """What each of its containers requests."""
     finished_at: float | None = None
     exit: Exit | None = None
 
@@ -109,6 +112,8 @@ class Node:
     """A node, as far as the pods on it are concerned."""
 
     name: str
+    gone: bool = False
+    """It does not exist any more."""
     ready: bool = True
     shutting_down: bool = False
     cordoned: bool = False
@@ -189,7 +194,7 @@ def read_pod(body: Object) -> Pod:
     conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
     scheduled, target = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     homeless = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
-    owner: Mapping[str, Any] = next((ref for ref in metadata.get("ownerReferences") or [] if ref.get("controller")), {})
+    owner: Mapping[str, Any] = next((ref for ref in metadata.get("ownerReferences") or [] if _is_job(ref)), {})
     states = _container_states(body)
     ended = next((state["terminated"] for state in states if "terminated" in state), None)
     waits: Mapping[str, Any] = next((state["waiting"] for state in states if "waiting" in state), {})
@@ -204,7 +209,7 @@ def read_pod(body: Object) -> Pod:
         template=(metadata.get("annotations") or {}).get(ANNOTATION_TEMPLATE, ""),
         node=(body.get("spec") or {}).get("nodeName") or "",
         ip=status.get("podIP") or "",
-        phase=status.get("phase") or "Pending",
+        phase=_phase(body, ended),
         created=parse_time(metadata.get("creationTimestamp")) or 0.0,
         deleting_at=parse_time(metadata.get("deletionTimestamp")),
         reason=status.get("reason") or "",
@@ -218,12 +223,28 @@ def read_pod(body: Object) -> Pod:
     )
 
 
+def _is_job(ref: Mapping[str, Any]) -> bool:
+    """Whether an owner reference says that a job controls the object."""
+    group = str(ref.get("apiVersion") or "").partition("/")[0]
+    return bool(ref.get("controller")) and ref.get("kind") == KIND and group == GROUP
+
+
+def _phase(body: Object, ended: Mapping[str, Any] | None) -> str:
+    """The pod's phase; beside sidecars that run on, a worker is over when the container that trains is."""
+    phase: str = (body.get("status") or {}).get("phase") or "Pending"
+    if phase == "Running" and ended is not None and (body.get("spec") or {}).get("restartPolicy") == "Never":
+        return "Failed" if ended.get("exitCode") else "Succeeded"
+    return phase
+
+
 def _container_states(body: Object) -> list[Mapping[str, Any]]:
-    """States of the container that trains (the first), and of init containers that failed or cannot start."""
+    """States of the container that trains, and of init containers that failed or cannot start."""
     status = body.get("status") or {}
     containers = (body.get("spec") or {}).get("containers") or [{}]
-    first = containers[0].get("name")
-    states = [c.get("state") or {} for c in status.get("containerStatuses") or [] if c.get("name") == first]
+    # A mesh may put its proxy first; what we made says which container is ours.
+    marked = (body["metadata"].get("annotations") or {}).get(ANNOTATION_CONTAINER)
+    trains = marked or containers[0].get("name")
+    states = [c.get("state") or {} for c in status.get("containerStatuses") or [] if c.get("name") == trains]
     for container in status.get("initContainerStatuses") or []:
         state = container.get("state") or {}
         if "waiting" in state or (state.get("terminated") or {}).get("exitCode"):
@@ -231,10 +252,10 @@ def _container_states(body: Object) -> list[Mapping[str, Any]]:
     return states
 
 
-def _requests(body: Object) -> Mapping[str, str]:
-    containers = (body.get("spec") or {}).get("containers") or [{}]
-    resources = containers[0].get("resources") or {}
-    return {name: str(amount) for name, amount in (resources.get("requests") or {}).items()}
+def _requests(body: Object) -> tuple[Mapping[str, str], ...]:
+    containers = (body.get("spec") or {}).get("containers") or []
+    found = [(container.get("resources") or {}).get("requests") or {} for container in containers]
+    return tuple({name: str(amount) for name, amount in requests.items()} for requests in found if requests)
 
 
 def _exit(ended: Mapping[str, Any]) -> Exit:

@@ -25,8 +25,6 @@ class Workforce:
     """Whom to relieve."""
     withdraw: tuple[Placed, ...] = ()
     """Those that never ran and are not needed any more."""
-    missing: int = 0
-    """Workers for which no group has room."""
 
 
 def plan_workforce(
@@ -59,7 +57,7 @@ def plan_workforce(
     if len(here) < target:
         created = _place(target - len(here), [*here, *stuck], groups, names, prefix)
         retire = _relieve_in_place(here, planned, full=refused or bool(stuck))
-        return Workforce(created, retire, withdraw, target - len(here) - len(created))
+        return Workforce(created, retire, withdraw)
     if len(here) > target:
         order = sorted(here, key=lambda placed: _dispensable(placed, rank))
         return Workforce(retire=tuple(order[: len(here) - target]), withdraw=withdraw)
@@ -89,9 +87,8 @@ def _never_ran(placed: Placed) -> bool:
 
 def _relieve_in_place(here: Sequence[Placed], planned: Sequence[Placed], *, full: bool) -> tuple[Placed, ...]:
     """On a full cluster a successor finds no node before somebody leaves; others must be there to keep the state."""
-    outdated = [placed for placed in planned if not placed.reason.startswith("its node")]
     all_ready = len(here) > 1 and all(placed.ready for placed in here)
-    return (outdated[0],) if outdated and full and all_ready else ()
+    return (planned[0],) if planned and full and all_ready else ()
 
 
 def _dispensable(placed: Placed, rank: Mapping[str, int]) -> tuple[bool, bool, bool, int, int]:

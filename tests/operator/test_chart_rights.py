@@ -6,6 +6,7 @@ from rendering import (
     DEFAULTS,
     NAMESPACE,
     NAMESPACED,
+    ROOT,
     Object,
     each_set,
     of_kind,
@@ -28,27 +29,22 @@ def rights(table: str) -> set[Rule]:
     return rules
 
 
-# What the operator's account may do where its jobs are; the table of docs/security.md.
-OVER_JOBS = rights(
-    """
-    virtualflow.dev     virtualflowjobs             get,list,watch,delete
-    virtualflow.dev     virtualflowjobs/status      patch
-    virtualflow.dev     virtualflowjobs/finalizers  update
-    -                   pods                        get,list,watch,create,delete
-    -                   services                    get,list,watch,create,patch
-    -                   secrets                     create,delete
-    -                   events                      create,patch
-    policy              poddisruptionbudgets        create
-    networking.k8s.io   networkpolicies             create
-    """
-)
-EVERYWHERE = rights("- nodes get,list,watch")
-IN_ITS_OWN_NAMESPACE = rights(
-    """
-    coordination.k8s.io leases create
-    coordination.k8s.io leases get,update virtualflow-operator
-    """
-)
+def documented(where: str) -> set[Rule]:
+    """Return the rights that the table of docs/security.md gives the operator there."""
+    rules = set()
+    for line in (ROOT / "docs" / "security.md").read_text().splitlines():
+        cells = [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[3] == where:
+            resource, _, name = cells[1].partition(" named ")
+            group = "" if cells[0] == "core" else cells[0]
+            rules |= {(group, resource, verb, name) for verb in cells[2].split(", ")}
+    assert rules, f"docs/security.md has no rights {where!r}"
+    return rules
+
+
+OVER_JOBS = documented("where its jobs are")
+EVERYWHERE = documented("everywhere")
+IN_ITS_OWN_NAMESPACE = documented("own namespace")
 VIEWER = rights(
     """
     virtualflow.dev virtualflowjobs                                   get,list,watch

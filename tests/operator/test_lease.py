@@ -574,11 +574,11 @@ def test_a_defect_in_the_renewal_ends_the_leadership() -> None:
 def test_leaving_at_once_says_why_and_cleans_up_nothing() -> None:
     script = (
         "import atexit, logging\n"
-        "from virtualflow_operator.lease import leave_at_once\n"
+        "from virtualflow_operator.lease import leave_the_lease\n"
         "logging.basicConfig()\n"
         "atexit.register(print, 'cleaned up')\n"
         "try:\n"
-        "    leave_at_once('another leads')\n"
+        "    leave_the_lease('another leads')\n"
         "finally:\n"
         "    print('cleaned up')\n"
     )

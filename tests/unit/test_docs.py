@@ -1,4 +1,4 @@
-"""What the documents say is what the code does: diffs, commands, defaults, names and links."""
+"""What the documents say is what the code does: diffs, commands, defaults, names, manifests and links."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from virtualflow import cli, settings
 from virtualflow.local.schedule import parse_schedule
+from virtualflow_operator import reasons
+from virtualflow_operator import settings as operator_settings
+from virtualflow_operator.disruptions import TERMINATION_TAINTS
+from virtualflow_operator.metrics import metric_names
+from virtualflow_operator.settings import OPTIONS, OperatorSettings, Option
+from virtualflow_operator.spec import read_spec
+from virtualflow_operator.validation import validate
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trainer" / "virtualflow"
+OPERATOR = ROOT / "operator" / "virtualflow_operator"
+CHART = ROOT / "charts" / "virtualflow"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 END_OF_TRAINING = "# Then see"
 """The comment behind the training loop of both digits scripts."""
@@ -104,7 +114,8 @@ def test_the_table_of_time_outs_is_there() -> None:
 @pytest.mark.parametrize(("name", "value"), documented_settings())
 def test_a_documented_default_is_the_one_in_force(name: str, value: float) -> None:
     owner, _, field = name.rpartition(".")
-    actual = getattr(getattr(settings, owner) if owner else settings, field)
+    home = next(module for module in (settings, operator_settings) if hasattr(module, owner or field))
+    actual = getattr(getattr(home, owner) if owner else home, field)
     assert actual == value
 
 
@@ -123,6 +134,107 @@ def test_every_room_is_in_the_design() -> None:
     table = "\n".join(row[0] for row in rows("docs/design.md"))
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert {room for room in rooms if not room.startswith("_") and f"`{room}`" not in table} == set()
+
+
+# --- the operator -----------------------------------------------------------------------------------------------------
+
+
+def part(document: str, heading: str) -> str:
+    """Return what stands under a heading of a document, up to the next of its level or above."""
+    text = (ROOT / document).read_text()
+    level = len(heading) - len(heading.lstrip("#"))
+    found = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^#{{1,{level}}} |\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    assert found, f"{document} has no heading {heading!r}"
+    return found[1]
+
+
+def named(text: str, column: int = 0) -> set[str]:
+    """Return what stands in backticks in that column of the tables of a text."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return {name for line in lines for name in re.findall(r"`([^`]+)`", line.strip("|").split("|")[column])}
+
+
+def test_every_room_of_the_operator_is_in_the_design() -> None:
+    rooms = {path.stem for path in OPERATOR.glob("*.py") if not path.stem.startswith("_")}
+    described = {name for name in named(part("docs/design.md", "## Operator")) if re.fullmatch(r"[a-z_]+", name)}
+    assert described == rooms
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_setting_of_the_operator_is_documented_with_its_default(option: Option) -> None:
+    lines = part("docs/operations.md", "## Settings").splitlines()
+    (row,) = [line.strip("|").split("|") for line in lines if line.startswith(f"| `{option.flag}` |")]
+    assert row[1].strip() == f"`{option.variable}`"
+    default: object = OperatorSettings()
+    for name in option.place.split("."):
+        default = getattr(default, name)
+    text = f"{default:g}" if isinstance(default, float) else str(default)
+    shown = text.lower() if isinstance(default, bool) else text
+    nothing = default in ("", (), {}) or option.name == "identity"
+    assert row[2].strip() == ("" if nothing else f"`{shown}`")
+
+
+def test_every_chart_value_of_the_settings_exists() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    names = named(part("docs/operations.md", "## Settings"), 3)
+    assert len(names) > 10
+    for name in names:
+        found = values
+        for key in name.split("."):
+            assert key in found, f"the chart has no value {name}"
+            found = found[key]
+
+
+def test_every_metric_is_documented_and_no_other() -> None:
+    assert named(part("docs/operations.md", "## Metrics")) == metric_names()
+
+
+def test_every_alert_has_its_heading_and_no_other() -> None:
+    rules = (CHART / "templates" / "prometheusrule.yaml").read_text()
+    alerts = set(re.findall(r"^- alert: (\w+)$", rules, flags=re.MULTILINE))
+    headings = set(re.findall(r"^### (.+)$", part("docs/operations.md", "## Alerts"), flags=re.MULTILINE))
+    assert headings == alerts != set()
+
+
+def test_every_reason_is_explained_and_no_other() -> None:
+    known = {value for name, value in vars(reasons).items() if name.isupper()}
+    assert named(part("docs/operations.md", "## Reasons")) == known
+
+
+def test_every_taint_that_announces_a_loss_is_named() -> None:
+    found = {name for name in named(part("docs/spot.md", "## How a loss is announced")) if " " not in name}
+    assert {taint for taint in TERMINATION_TAINTS if taint not in found} == set()
+
+
+def manifests() -> list[tuple[str, dict[str, object]]]:
+    """Return the Kubernetes objects of the documents and examples, with where they stand."""
+    found = []
+    for document in DOCUMENTS:
+        found += [(document.name, text) for text in fenced(document.read_text(), "yaml")]
+    found += [(path.name, path.read_text()) for path in sorted((ROOT / "examples").glob("*.yaml"))]
+    objects = [(name, yaml.safe_load(text)) for name, text in found]
+    return [(name, value) for name, value in objects if isinstance(value, dict) and "kind" in value]
+
+
+@pytest.mark.parametrize(("where", "manifest"), manifests(), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_manifest_makes_sense(where: str, manifest: dict[str, object]) -> None:
+    metadata, spec = manifest["metadata"], manifest["spec"]
+    assert isinstance(metadata, dict)
+    assert isinstance(spec, dict)
+    jobs = {str(job["metadata"]["name"]): job for _, job in manifests() if job["kind"] == "VirtualFlowJob"}  # type: ignore[index]
+    if manifest["kind"] == "VirtualFlowJob":
+        assert validate(spec, metadata["name"]) == []
+    elif manifest["kind"] == "HorizontalPodAutoscaler":
+        target = spec["scaleTargetRef"]
+        job = jobs[target["name"]]
+        assert (target["apiVersion"], target["kind"]) == (job["apiVersion"], job["kind"])
+        limits = read_spec(job["spec"])  # type: ignore[arg-type]
+        assert limits.min_replicas <= spec["minReplicas"] <= spec["maxReplicas"] <= limits.most
+    else:
+        assert manifest["kind"] == "PersistentVolumeClaim", where
+        claims = [read_spec(job["spec"]).checkpoint for job in jobs.values()]  # type: ignore[arg-type]
+        volumes = [checkpoint.volume for checkpoint in claims if checkpoint is not None]
+        assert {"persistentVolumeClaim": {"claimName": metadata["name"]}} in volumes
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
