@@ -149,7 +149,8 @@ class Controller:
         again = await self._tell(key, plan, memory, touched)
         failure: ApiError | None = None
         try:
-            again = await self._act(key, job, plan, memory) or again
+            acted = await self._act(key, job, plan, memory)
+            again = acted if acted is not None else again
         except ApiError as error:
             failure = error  # what is known is written down all the same
         written = await self._write_status(key, job, plan)
@@ -324,18 +325,21 @@ class Controller:
 
     # --- lists -------------------------------------------------------------------------------------------------------
 
-    async def resync(self, wake: Callable[[Key], None]) -> None:
-        """Replace what the watches have told by lists, and wake every job.
+    async def resync(self, wake: Callable[[Key], None], visit: Callable[[Key], None]) -> None:
+        """Replace what the watches have told by lists, and see to it that every job is reconciled.
+
+        Both are called as soon as a list is in, so that nothing is lost should a later one fail.
 
         Args:
-            wake: called as soon as a list is in, so that nothing is lost should a later one fail.
+            wake: called for jobs of which a list tells what no watch has told.
+            visit: called for all jobs: nothing is known to be the matter with them.
 
         Raises:
             ApiError: a list could not be had.
         """
         for namespace in self._settings.namespaces or (None,):
             try:
-                await self._resync_namespace(namespace, wake)
+                await self._resync_namespace(namespace, wake, visit)
             except (Forbidden, NotFound) as error:
                 logger.warning("the namespace %s is left out: %s", namespace or "*", error)
         begun = time.monotonic()
@@ -349,16 +353,21 @@ class Controller:
             for key in concerned:
                 wake(key)
 
-    async def _resync_namespace(self, namespace: str | None, wake: Callable[[Key], None]) -> None:
+    async def _resync_namespace(
+        self, namespace: str | None, wake: Callable[[Key], None], visit: Callable[[Key], None]
+    ) -> None:
         def within(place: Key) -> bool:
             return namespace is None or place[0] == namespace
 
         begun = time.monotonic()
-        vanished = self._store.jobs.replace(await self._api.list(JOBS, namespace), begun, within)
-        for key in vanished | {key for key in self._store.jobs.entries if within(key)}:
+        for key in self._store.jobs.replace(await self._api.list(JOBS, namespace), begun, within):
             wake(key)
+        for key in list(self._store.jobs.entries):
+            if within(key):
+                visit(key)
         begun = time.monotonic()
-        self._store.services.replace(await self._api.list(SERVICES, namespace, OURS), begun, within)
+        for key in self._store.replace_services(await self._api.list(SERVICES, namespace, OURS), begun, within):
+            wake(key)
         begun = time.monotonic()
         for key in self._store.replace_pods(await self._api.list(PODS, namespace, OURS), begun, within):
             wake(key)

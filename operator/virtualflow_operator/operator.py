@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _RELIST_AFTER = 2.0
 """Seconds between a watch that began anew and the list that finds what it missed."""
 _SPREAD = 30.0
-"""Seconds over which a resync spreads the jobs."""
+"""Seconds over which a resync spreads the jobs of which it tells nothing new."""
 
 
 class Operator:
@@ -194,7 +194,7 @@ class Operator:
         delay = self.settings.queue.backoff_first
         while True:
             try:
-                await self.controller.resync(self.wake)
+                await self.controller.resync(self.wake, self.wake)
                 return
             except ApiError as error:
                 logger.warning("the caches cannot be filled, next try in %.1f s: %s", delay, error)
@@ -218,7 +218,7 @@ class Operator:
             except TimeoutError:
                 pass
             try:
-                await self.controller.resync(lambda key: self.queue.add(key, random.random() * _SPREAD))
+                await self.controller.resync(self.wake, lambda key: self.queue.add(key, random.random() * _SPREAD))
                 delay = _RELIST_AFTER
             except ApiError as error:
                 delay = min(2 * delay, self.settings.queue.backoff_most)

@@ -188,7 +188,12 @@ def _progressing(
     if rejected:
         return ("Progressing", "False", reasons.TEMPLATE_REJECTED, f"The API server refuses the worker pod: {trouble}")
     if trouble and not begun:
-        return ("Progressing", "False", reasons.CREATION_REFUSED, f"The API server refuses a pod: {trouble}")
+        return (
+            "Progressing",
+            "False",
+            reasons.CREATION_REFUSED,
+            f"The API server refuses what the job needs: {trouble}",
+        )
     if status.phase == "BackOff":
         message = f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
         return ("Progressing", "False", reasons.BACK_OFF, message)
@@ -321,6 +326,7 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         start_time=None,
         coordinator=None,
         steps_per_second=None,
+        scale_down_since=None,
     )
     kept = (
         "It resumes from its newest checkpoint."

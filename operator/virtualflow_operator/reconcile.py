@@ -127,6 +127,7 @@ class _Reconciliation:
             return self.plan(given_up)
         faults = "; ".join(self.faults)
         if self.faults and not self.spec.suspend:
+            self.wakes += [at for at in [parse_time(self.status.failures.retry_time)] if at is not None]
             return self.plan(outlook.invalid(self.portray(), self.job, faults, self.now))
         self.settle()
         if self.spec.suspend:
@@ -188,6 +189,13 @@ class _Reconciliation:
                 self.calls.append(TellGone(placed.pod.name, placed.incarnation, reason[:400], trained))
                 if placed.fate != "left":
                     self.notice(reasons.LOST, f"{placed.pod.name} is lost: {reason}", warning=True)
+        names = {pod.name for pod in self.scene.pods}
+        for worker in self.remote.workers if self.remote is not None else ():
+            if worker.worker not in names and worker.state in _PRESENT:  # its pod was deleted by force
+                trained = worker.state in ("training", "draining")
+                reason = "its pod does not exist any more"
+                self.calls.append(TellGone(worker.worker, worker.incarnation, reason, trained))
+                self.notice(reasons.LOST, f"{worker.worker} is lost: {reason}", warning=True)
         going = self.survey.of("leaving", "announced")
         for placed in going:
             self.drain([placed], placed.reason)

@@ -7,6 +7,7 @@ go the other way. All of it may fail at any time: training goes on, and the next
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Callable
@@ -80,7 +81,10 @@ class Links:
         client = CoordinatorClient(f"http://{host}:{COORDINATOR_PORT}", derive_token(self._key, uid), SETTINGS)
         line = _Line(Link(usable.uid, False, time.time()), usable.ip, client)
         self._lines[key] = line
-        line.task = asyncio.create_task(self._listen(key, line), name=f"coordinator of {key[0]}/{key[1]}")
+        # Without this job's log context: what it wakes may be logged, and begun, on behalf of others.
+        line.task = asyncio.create_task(
+            self._listen(key, line), name=f"coordinator of {key[0]}/{key[1]}", context=contextvars.Context()
+        )
 
     def drop(self, key: Key) -> None:
         """Close the job's connection, if there is one."""

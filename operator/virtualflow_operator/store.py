@@ -181,6 +181,13 @@ class Store:
             concerned.add(key)
         return concerned
 
+    def replace_services(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> set[Key]:
+        """Take in a list of services; the jobs that are concerned."""
+        before = {place: entry.value[0] for place, entry in self.services.entries.items()}
+        changed = self.services.replace([b for b in bodies if key_of(b)], begun, within)
+        entries = self.services.entries
+        return {entries[place].value[0] if place in entries else before[place] for place in changed}
+
     def put_node(self, body: Object) -> set[Key]:
         """Take in a node; the jobs that have pods there, if anything that matters has changed."""
         name = body["metadata"]["name"]

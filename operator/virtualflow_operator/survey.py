@@ -107,10 +107,9 @@ def take_survey(
 
 def find_worker(status: Status | None, pod: Pod) -> WorkerStatus | None:
     """What the coordinator says about the process in ``pod``; one of the same name elsewhere is another."""
-    if status is None:
+    if status is None or not pod.ip:
         return None
-    named = [worker for worker in status.workers if worker.worker == pod.name]
-    return next((worker for worker in named if not pod.ip or worker.address == pod.ip), None)
+    return next((w for w in status.workers if w.worker == pod.name and w.address == pod.ip), None)
 
 
 def _given_up(status: Status | None, pod: Pod) -> LostWorker | None:

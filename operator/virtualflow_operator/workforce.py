@@ -60,6 +60,9 @@ def plan_workforce(
         return Workforce(created, retire, withdraw)
     if len(here) > target:
         order = sorted(here, key=lambda placed: _dispensable(placed, rank))
+        # Successors may all be starting yet: somebody keeps the state of the training for them.
+        keeper = next((placed for placed in reversed(order) if placed.ready), None)
+        order = [placed for placed in order if placed is not keeper]
         return Workforce(retire=tuple(order[: len(here) - target]), withdraw=withdraw)
     if planned:
         first = min(planned, key=lambda placed: _dispensable(placed, rank))

@@ -1,0 +1,93 @@
+"""A kube-apiserver and etcd of the test's own: a real API without nodes, for more pods than a machine could run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster import until
+
+READY_SECONDS = 90.0
+STOP_SECONDS = 10.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process until the end of the block; its output goes to ``log``."""
+    with log.open("wb") as output, subprocess.Popen(arguments, stdout=output, stderr=output) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextlib.contextmanager
+def api_server(binaries: Path, folder: Path) -> Iterator[Path]:
+    """Start etcd (of PATH) and the kube-apiserver in ``binaries``; the path of a kubeconfig with all rights."""
+    etcd = shutil.which("etcd")
+    assert etcd is not None, "etcd must be on PATH"
+    token, keys = secrets.token_hex(16), folder / "service-accounts.key"
+    subprocess.run(["openssl", "genrsa", "-out", keys, "2048"], check=True, capture_output=True, timeout=60)
+    (folder / "tokens.csv").write_text(f"{token},admin,admin,system:masters\n")
+    client, peer, port = free_port(), free_port(), free_port()
+    etcd_arguments = [
+        etcd,
+        f"--data-dir={folder}/etcd",
+        f"--listen-client-urls=http://127.0.0.1:{client}",
+        f"--advertise-client-urls=http://127.0.0.1:{client}",
+        f"--listen-peer-urls=http://127.0.0.1:{peer}",
+        "--unsafe-no-fsync",
+    ]
+    arguments = [
+        str(binaries / "kube-apiserver"),
+        f"--etcd-servers=http://127.0.0.1:{client}",
+        f"--secure-port={port}",
+        "--bind-address=127.0.0.1",
+        f"--cert-dir={folder}/certificates",
+        f"--token-auth-file={folder}/tokens.csv",
+        f"--service-account-key-file={keys}",
+        f"--service-account-signing-key-file={keys}",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        "--service-cluster-ip-range=10.97.0.0/16",
+        "--authorization-mode=RBAC",
+        "--disable-admission-plugins=ServiceAccount",
+    ]
+    kubeconfig = folder / "kubeconfig"
+    cluster = {"server": f"https://127.0.0.1:{port}", "insecure-skip-tls-verify": True}
+    kubeconfig.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "test",
+                "clusters": [{"name": "test", "cluster": cluster}],
+                "users": [{"name": "test", "user": {"token": token}}],
+                "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+            }
+        )
+    )
+    with running(etcd_arguments, folder / "etcd.log"), running(arguments, folder / "kube-apiserver.log") as server:
+
+        def ready() -> bool:
+            assert server.poll() is None, (folder / "kube-apiserver.log").read_text()[-2_000:]
+            asked = ["curl", "-fsSk", "-m", "2", "-H", f"Authorization: Bearer {token}"]
+            url = f"https://127.0.0.1:{port}/readyz"
+            return subprocess.run([*asked, url], check=False, capture_output=True, timeout=10).returncode == 0
+
+        until("the API server is ready", ready, READY_SECONDS)
+        yield kubeconfig

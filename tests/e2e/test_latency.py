@@ -1,0 +1,128 @@
+"""How long the cluster's news take to have an effect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from cluster import Metrics, Object, median_bound, until
+from cluster_jobs import Job, digits
+from installation import Installed
+
+Start = Callable[[Object], Job]
+
+AGE = """
+import time
+uptime = float(open("/proc/uptime").read().split()[0])
+ticks = int(open("/proc/1/stat").read().rsplit(")", 1)[1].split()[19])
+print(time.time() - (uptime - ticks / 100))
+"""
+"""Prints when a container's first process was started (Unix seconds): its status knows whole seconds only."""
+
+
+def change(job: Job, after: int, *causes: str, seconds: float = 60) -> Object:
+    """Wait for a membership change with one of these causes, after the first ``after`` that the coordinator counts."""
+
+    def found() -> Object | None:
+        status = job.coordinator_status()
+        fresh = status["changesTotal"] - after
+        changes: list[Object] = status["changes"][-fresh:] if fresh > 0 else []
+        return next((c for c in changes if c["cause"] in causes), None)
+
+    return until(f"a change by {' or '.join(causes)}", found, seconds, every=0.02)
+
+
+TAINT = "ToBeDeletedByClusterAutoscaler"
+
+
+def test_the_coordinator_is_told_of_a_lost_pod_within_half_a_second(installed: Installed, start: Start) -> None:
+    """By taints: a worker whose pod is deleted or dies tells the coordinator itself, often before the operator can."""
+    cluster = installed.cluster
+    job = start(digits("told", steps=100_000, pause=0.05, replicas=3))
+    job.wait_training(3)
+    before = cluster.metrics()
+    for _ in range(5):
+        node = job.workers()[0]["spec"]["nodeName"]
+        here = {pod["metadata"]["uid"] for pod in job.workers() if pod["spec"]["nodeName"] == node}
+        cluster.kubectl("taint", "node", node, f"{TAINT}=now:NoSchedule")
+        try:
+            until(
+                "the workers of that node have left",
+                lambda gone=here: gone.isdisjoint(pod["metadata"]["uid"] for pod in job.workers()),
+                30,
+            )
+            job.wait_training(3)
+        finally:
+            cluster.kubectl("taint", "node", node, f"{TAINT}-")
+    after = cluster.metrics()
+    name = "virtualflow_loss_told_seconds"
+    bound, count = median_bound(before.histogram(name), after.histogram(name))
+    mean = spent(before, after, name) / count
+    print(f"told of {count} losses: median at most {bound} s, mean {mean:.3f} s after the watch event")
+    assert count >= 5
+    assert bound <= 0.5
+
+
+def spent(before: Metrics, after: Metrics, name: str) -> float:
+    """Return the sum of what a histogram counted between two readings."""
+    return after.total(f"{name}_sum") - before.total(f"{name}_sum")
+
+
+def test_a_scaled_up_job_trains_with_the_new_worker_a_second_after_its_start_up_time(start: Start) -> None:
+    job = start(digits("joined", steps=100_000, pause=0.05, replicas=1))
+    job.wait_training(1)
+    changes = job.coordinator_status()["changesTotal"]
+    begun = time.time()
+    job.kubectl("scale", "vfj", "joined", "--replicas=2")
+    change(job, changes, "join", "resize")
+    trained = time.time()
+    worker = max(job.workers(), key=lambda pod: pod["metadata"]["creationTimestamp"])["metadata"]["name"]
+    started = float(job.kubectl("exec", worker, "--", "python", "-c", AGE))
+    print(
+        f"from kubectl scale to the first step with the new worker: {trained - begun:.2f} s, of which its container "
+        f"took {trained - started:.2f} s to start up, and {started - begun:.2f} s passed before"
+    )
+    assert started - begun <= 1.0
+
+
+def test_a_power_cut_is_survived_within_the_heartbeat_limit_and_two_seconds(installed: Installed, start: Start) -> None:
+    """The pause is what survivors measured: from the last step before the loss to the first one after it."""
+    faults = installed.cluster.faults
+    job = start(digits("powered", steps=100_000, pause=0.05, replicas=3))
+    job.wait_training(3)
+    changes = job.coordinator_status()["changesTotal"]
+    coordinator = job.coordinator()["spec"]["nodeName"]
+    nodes = [pod["spec"]["nodeName"] for pod in job.workers()]
+    node = next((node for node in nodes if node != coordinator), nodes[0])
+    try:
+        faults.kill_node(node)
+        lost = change(job, changes, "lost", "broken")
+    finally:
+        faults.start_node(node)
+    until(f"{node} is ready again", lambda: node in installed.cluster.nodes(), 120)
+    print(f"a power cut paused the training for {lost['pause_ms'] / 1000:.2f} s: {lost['reason']}")
+    assert lost["pause_ms"] <= (5 + 2) * 1000
+    assert lost["repeated_steps"] <= 1
+
+
+def test_a_worker_that_falls_silent_is_given_up_within_the_heartbeat_limit_and_two_seconds(
+    installed: Installed, start: Start
+) -> None:
+    """A stopped process keeps its connections, as a power cut does that nobody says goodbye for."""
+    job = start(digits("silent", steps=100_000, pause=0.05, replicas=3))
+    job.wait_training(3)
+    pod = job.workers()[-1]
+    processes = installed.cluster.processes(pod)
+    if not processes:
+        pytest.skip("it stops a worker's process, which it can only where nodes are processes of this machine")
+    changes = job.coordinator_status()["changesTotal"]
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    lost = change(job, changes, "lost", "broken")
+    print(f"a silent worker paused the training for {lost['pause_ms'] / 1000:.2f} s: {lost['reason']}")
+    assert lost["pause_ms"] <= (5 + 2) * 1000
+    assert lost["repeated_steps"] <= 1
+    job.wait_training(3)  # its pod is replaced

@@ -1,0 +1,221 @@
+"""What happens in the life of a job on a cluster, as its owner sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from cluster import SYSTEM, Object, until
+from cluster_jobs import TRAINER_IMAGE, Job, container, digits, script, second_group
+from installation import Installed
+
+Start = Callable[[Object], Job]
+
+CRASH = """
+import virtualflow as vf, torch
+
+def the_users_own_function():
+    raise ValueError("the users own mistake")
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+data = torch.utils.data.TensorDataset(torch.zeros(64, 2))
+with vf.elastic(model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=8, steps=50) as run:
+    for step in run:
+        the_users_own_function()
+"""
+GLUTTON = """
+hoard = []
+while True:
+    hoard.append(bytearray(b"x" * 10_000_000))
+"""
+
+
+def test_a_deleted_job_leaves_nothing_and_is_gone_soon(installed: Installed, start: Start) -> None:
+    job = start(digits("digits", steps=3000, pause=0.05))
+    job.wait_training(2)
+    begun = time.monotonic()
+    job.kubectl("delete", "vfj", "digits", "--wait=true", timeout=60)
+
+    def left() -> list[str]:
+        names = [f"pod/{pod['metadata']['name']}" for pod in job.pods()]
+        for kind in ("services", "secrets"):
+            found = installed.cluster.items(kind, job.namespace)
+            names += [f"{kind}/{o['metadata']['name']}" for o in found if o["metadata"]["name"].startswith("digits")]
+        return names
+
+    until("nothing is left of the job", lambda: not left(), 60)
+    seconds = time.monotonic() - begun
+    print(f"deletion took {seconds:.1f} s")
+    assert seconds < 40  # the grace of its pods is 30 s, and nobody has to wait for all of it
+
+
+def test_a_changed_template_rolls_through_the_workers_without_a_repeated_step(start: Start) -> None:
+    manifest = digits("digits", steps=3000, pause=0.05)
+    job = start(manifest)
+    job.wait_training(2)
+    before = {pod["metadata"]["uid"] for pod in job.workers()}
+    container(manifest)["env"] = [{"name": "ROLLED", "value": "1"}]
+    job.create(manifest)
+
+    def rolled() -> bool:
+        pods = job.workers()
+        new = all(pod["spec"]["containers"][0].get("env", [{}])[-1].get("name") == "ROLLED" for pod in pods)
+        return len(pods) == 2 and new and before.isdisjoint(pod["metadata"]["uid"] for pod in pods)
+
+    until("all workers are of the new template", rolled, 120)
+    status = job.wait_training(2)
+    assert status.get("repeatedSteps", 0) == 0
+    assert status["changes"] >= 2
+
+
+def test_a_crash_in_the_users_code_fails_the_job_with_the_last_lines_of_the_traceback(start: Start) -> None:
+    job = start(script("crash", CRASH, backoffLimit=1))
+    status = job.wait_phase("Failed", 120)
+    failed = job.condition("Failed")
+    assert failed["status"] == "True"
+    assert failed["reason"] == "BackoffLimitExceeded"
+    assert "ValueError: the users own mistake" in failed["message"]
+    assert "in the_users_own_function" in failed["message"]
+    assert status["failures"]["count"] == 2  # the first one, and the one that backoffLimit allowed
+    until("its coordinator is gone", lambda: not job.pods("coordinator"), 60)
+
+
+def test_a_worker_without_enough_memory_is_said_to_need_more(start: Start) -> None:
+    manifest = script("oom", GLUTTON, backoffLimit=0, replicas=1)
+    container(manifest)["resources"] = {"requests": {"memory": "64Mi"}, "limits": {"memory": "64Mi"}}
+    job = start(manifest)
+    job.wait_phase("Failed", 120)
+    message = job.condition("Failed")["message"]
+    assert "memory" in message
+    assert "resources.limits.memory" in message
+
+
+def test_a_worker_too_large_for_every_node_is_said_so(start: Start) -> None:
+    manifest = digits("large")
+    container(manifest)["resources"]["requests"]["cpu"] = "4000"
+    job = start(manifest)
+    condition = job.wait_condition("Progressing", "Unschedulable", 60)
+    assert condition["status"] == "False"
+    assert "cpu" in condition["message"].lower()
+    # Nothing trains yet, so it is enough to ask for less.
+    container(manifest)["resources"]["requests"]["cpu"] = "100m"
+    container(manifest)["args"] = ["--steps", "50"]
+    job.create(manifest)
+    job.wait_phase("Complete", 180)
+
+
+def test_the_second_group_takes_what_the_first_one_may_not(start: Start) -> None:
+    manifest = digits("groups", steps=3000, pause=0.05, replicas=3)
+    manifest["spec"]["workerGroups"][0] |= {"name": "spot", "maxReplicas": 1}
+    second_group(manifest, "demand").pop("maxReplicas", None)
+    job = start(manifest)
+    job.wait_training(3)
+    groups = [pod["metadata"]["labels"]["virtualflow.dev/worker-group"] for pod in job.workers()]
+    assert sorted(groups) == ["demand", "demand", "spot"]
+
+
+def test_the_second_group_steps_in_when_no_node_takes_the_first(start: Start) -> None:
+    manifest = digits("fallback", steps=3000, pause=0.05)
+    demand = second_group(manifest, "demand")
+    assert demand["name"] == "demand"
+    manifest["spec"]["workerGroups"][0]["name"] = "spot"
+    manifest["spec"]["workerGroups"][0]["template"]["spec"]["nodeSelector"] = {"example.com/there-is-none": "true"}
+    job = start(manifest)
+    until("two workers train", lambda: job.status().get("readyReplicas") == 2, 150)
+    shares = {share["worker"] for share in job.status()["assignment"]}
+    assert all(name.startswith("fallback-demand-") for name in shares)
+
+
+def test_an_image_that_cannot_be_had_is_said_so(start: Start) -> None:
+    manifest = digits("image")
+    container(manifest)["image"] = "localhost:1/no-such-image:1"
+    job = start(manifest)
+    condition = job.wait_condition("Progressing", "CannotStart", 90)
+    assert condition["status"] == "False"
+    assert "image" in condition["message"].lower()
+    container(manifest)["image"] = TRAINER_IMAGE
+    container(manifest)["args"] = ["--steps", "50"]
+    job.create(manifest)
+    job.wait_phase("Complete", 180)
+
+
+def test_a_finished_job_is_removed_after_its_time_to_live(installed: Installed, start: Start) -> None:
+    job = start(digits("brief", steps=20, ttlSecondsAfterFinished=3))
+    job.wait_phase("Complete", 120)
+    until("the job is gone", lambda: installed.cluster.get("vfj", job.namespace, "brief") is None, 30)
+    until("so are its pods", lambda: not job.pods(), 60)
+
+
+def test_a_job_out_of_time_fails(start: Start) -> None:
+    job = start(digits("late", steps=100_000, pause=0.05, activeDeadlineSeconds=10))
+    job.wait_phase("Failed", 60)
+    assert job.condition("Failed")["reason"] == "DeadlineExceeded"
+
+
+def test_scale_and_an_autoscaler_use_the_scale_subresource(installed: Installed, start: Start) -> None:
+    job = start(digits("scaled", steps=3000, pause=0.05))
+    autoscaler = {
+        "apiVersion": "autoscaling/v1",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "scaled"},
+        "spec": {
+            "minReplicas": 3,
+            "maxReplicas": 4,
+            "scaleTargetRef": {"apiVersion": "virtualflow.dev/v1alpha1", "kind": "VirtualFlowJob", "name": "scaled"},
+            "targetCPUUtilizationPercentage": 50,
+        },
+    }
+    job.wait_training(2)
+    path = installed.cluster.path("vfj", job.namespace, "scaled") + "/scale"
+    scale = installed.cluster.request("GET", path)
+    assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (2, 2)
+    assert scale["status"]["selector"] == "virtualflow.dev/job=scaled,virtualflow.dev/role=worker"
+    job.kubectl("scale", "vfj", "scaled", "--replicas=1")
+    job.wait_training(1)
+    job.cluster.apply(autoscaler, job.namespace)
+    job.wait_training(3, 120)  # the autoscaler's minReplicas, by its controller and not by us
+
+
+def test_another_operator_takes_over_within_15_seconds(installed: Installed, start: Start) -> None:
+    cluster = installed.cluster
+    job = start(digits("led", steps=3000, pause=0.05))
+    job.wait_training(2)
+    leader = cluster.leader()["metadata"]["name"]
+    begun = time.monotonic()
+    cluster.kubectl("-n", SYSTEM, "delete", "pod", leader, "--force", "--grace-period=0")
+    until(
+        "another pod holds the lease", lambda: leader not in (cluster.lease().get("holderIdentity") or leader), 60, 0.1
+    )
+    seconds = time.monotonic() - begun
+    job.kubectl("scale", "vfj", "led", "--replicas=3")
+    until("the new leader has made a worker", lambda: len(job.workers()) == 3, 30)
+    acting = time.monotonic() - begun
+    print(f"another operator led after {seconds:.1f} s and had acted after {acting:.1f} s")
+    assert seconds <= 15
+    status = job.wait_training(3)
+    assert status.get("repeatedSteps", 0) == 0
+
+
+def test_a_failed_over_operator_does_no_work_twice(installed: Installed, start: Start) -> None:
+    job = start(digits("once", steps=50))
+    job.wait_phase("Complete", 120)
+    reasons = [event["reason"] for event in job.events()]
+    assert reasons.count("Complete") == 1
+    assert max((event.get("count") or 1) for event in job.events()) <= 2
+
+
+@pytest.mark.parametrize("field", ["virtualNodes", "reproducibility"])
+def test_what_the_result_depends_on_cannot_be_changed(start: Start, field: str) -> None:
+    job = start(digits("fixed", steps=3000, pause=0.05))
+    job.wait_training(2)
+    other: dict[str, object] = {"virtualNodes": 16, "reproducibility": "Statistical"}
+    if job.cluster.minor >= 25:
+        with pytest.raises(AssertionError, match="cannot be changed"):
+            job.patch({field: other[field]})
+        return
+    job.patch({field: other[field]})
+    condition = job.wait_condition("Progressing", "InvalidSpec", 30)
+    assert field in condition["message"]
+    job.wait_training(2)  # what runs goes on

@@ -1,0 +1,96 @@
+"""What each account and token opens, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import urllib3
+from cluster import OPERATOR, ROOT, SYSTEM, Cluster, Object
+from cluster_jobs import Job, digits
+from installation import Installed
+
+Start = Callable[[Object], Job]
+Right = tuple[str, str, str, str]
+"""Verb, API group, resource, and the name that it is limited to or nothing."""
+
+
+def rights(cluster: Cluster, account: str, namespace: str) -> set[Right]:
+    """Return what a service account may do in a namespace, as ``kubectl auth can-i --list`` asks for it."""
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectRulesReview",
+        "spec": {"namespace": namespace},
+    }
+    path = "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews"
+    status = cluster.request("POST", path, review, impersonate=f"system:serviceaccount:{SYSTEM}:{account}")["status"]
+    assert not status["incomplete"]
+    return {
+        (verb, group, resource, name)
+        for rule in status["resourceRules"]
+        for verb in rule["verbs"]
+        for group in rule.get("apiGroups") or [""]
+        for resource in rule.get("resources") or []
+        for name in rule.get("resourceNames") or [""]
+    }
+
+
+def documented(everywhere: bool) -> set[Right]:
+    """Return the rights in the table of docs/security.md: everywhere, or only in the operator's own namespace.
+
+    A row is: API group, resource (with ``named X`` where it is one object only), verbs, where, why.
+    """
+    found: set[Right] = set()
+    text = (ROOT / "docs" / "security.md").read_text()
+    for line in text.splitlines():
+        cells = [cell.strip().replace("`", "") for cell in line.strip().strip("|").split("|")]
+        if len(cells) < 4 or not re.fullmatch(r"core|[a-z.]*[a-z0-9]+(\.[a-z0-9]+)+|policy", cells[0]):
+            continue
+        group = "" if cells[0] == "core" else cells[0]
+        own = "own namespace" in cells[3]
+        if own is everywhere:
+            continue
+        resource, _, name = cells[1].partition(" named ")
+        for verb in re.split(r"[,\s]+", cells[2]):
+            found |= {(verb, group, one.strip(), name.strip()) for one in resource.split(",")}
+    return found
+
+
+def test_the_operators_account_may_do_what_the_table_says_and_nothing_else(
+    installed: Installed, namespace: str
+) -> None:
+    cluster = installed.cluster
+    anybody = rights(cluster, "nobody", namespace)
+    table = documented(everywhere=True)
+    assert table, "docs/security.md has a table of the operator's rights"
+    assert rights(cluster, OPERATOR, namespace) - anybody == table
+    own = documented(everywhere=False)
+    assert own, "docs/security.md has the rights in the operator's own namespace"
+    assert rights(cluster, OPERATOR, SYSTEM) - anybody == table | own
+
+
+def test_a_workers_token_opens_its_own_coordinator_and_nothing_else(installed: Installed, start: Start) -> None:
+    one, other = (start(digits(name, steps=100_000, pause=0.05, replicas=1)) for name in ("one", "other"))
+    for job in (one, other):
+        job.wait_training(1)
+    assert one.ask_coordinator(one.token())[0] == 200
+    assert other.ask_coordinator(one.token())[0] == 401
+    assert one.ask_coordinator(other.token())[0] == 401
+    assert one.ask_coordinator("")[0] == 401
+    host = installed.cluster.client.configuration.host
+    authority = installed.cluster.client.configuration.ssl_ca_cert
+    answer = urllib3.PoolManager(ca_certs=authority).request(
+        "GET", f"{host}/api/v1/namespaces", headers={"Authorization": f"Bearer {one.token()}"}, timeout=5, retries=False
+    )
+    assert answer.status in (401, 403)
+
+
+def test_pods_of_a_job_have_no_token_of_the_api_server(start: Start) -> None:
+    job = start(digits("bare", steps=100_000, pause=0.05, replicas=1))
+    job.wait_training(1)
+    for pod in job.pods():
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        mounts = [mount["mountPath"] for c in pod["spec"]["containers"] for mount in c.get("volumeMounts") or []]
+        assert not any("serviceaccount" in path for path in mounts)
+        code = "import os; print(os.path.exists('/var/run/secrets/kubernetes.io'))"
+        assert job.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", code).strip() == "False"

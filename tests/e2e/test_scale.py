@@ -1,0 +1,268 @@
+"""Three hundred jobs with three workers each, against a real API server without nodes.
+
+The test is the kubelet: it lets pods run as soon as they exist. One stand-in answers for all three hundred coordinators
+that the training goes on. What the operator costs is read from /proc, what it asks for from its own metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import WSMsgType, web
+from apiserver import api_server, free_port, running
+from cluster import until
+
+from virtualflow import messages as m
+from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE, PLURAL, WORKER
+from virtualflow_operator.kube import JOBS, PODS, ApiError, KubeApi, Resource
+from virtualflow_operator.resources import derive_token
+
+ROOT = Path(__file__).parents[2]
+NAMESPACE = "default"
+JOBS_MADE = 300
+WORKERS = 3
+ADDRESS = "127.77.0.1"
+"""Of all pods: a loopback address, where the stand-in for the coordinators listens."""
+BURST_SECONDS = 60.0
+IDLE_SECONDS = 60.0
+MOST_CORES = 0.2
+MOST_BYTES = 300e6
+
+CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
+
+pytestmark = [pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def kubeconfig(tmp_path: Path) -> Iterator[Path]:
+    binaries = os.environ.get("VIRTUALFLOW_E2E_APISERVER", "")
+    if not (binaries and (Path(binaries) / "kube-apiserver").exists() and shutil.which("etcd")):
+        pytest.skip("set VIRTUALFLOW_E2E_APISERVER to a folder with a kube-apiserver and put etcd on PATH")
+    with api_server(Path(binaries), tmp_path) as path:
+        yield path
+
+
+def job(number: int) -> dict[str, Any]:
+    body: dict[str, Any] = yaml.safe_load((ROOT / "examples/digits.yaml").read_text())
+    body["metadata"]["name"] = f"job-{number:03d}"
+    body["spec"]["replicas"] = WORKERS
+    return body
+
+
+def training(name: str) -> m.Status:
+    """The status of a job in whose training all three workers take part."""
+    workers = tuple(
+        m.WorkerStatus(f"{name}-workers-{n}", f"process-{n}", ADDRESS, 1, "training", 2 * n, 2 * n + 2)
+        for n in range(WORKERS)
+    )
+    return m.Status(
+        phase="training",
+        incarnation=1,
+        generation=1,
+        virtual_nodes=8,
+        wanted=WORKERS,
+        minimum=1,
+        workers=workers,
+        lost=(),
+        proposed=None,
+        proposed_workers=(),
+        prepared=False,
+        reason="3 workers training",
+        step=7,
+        total_steps=600,
+        epoch=0,
+        metrics={"loss": 0.5},
+        steps_per_second=30.0,
+        step_ms=None,
+        hold=None,
+        last_change=None,
+        changes=(),
+        changes_total=0,
+        repeated_steps=0,
+        events=(),
+        digest=None,
+        optimizer_digest=None,
+        error=None,
+        traceback=None,
+    )
+
+
+@asynccontextmanager
+async def coordinators(names: dict[str, str]) -> AsyncIterator[Counter[str]]:
+    """One server for all coordinators; ``names``: jobs by their tokens. Counts what is asked."""
+    asked: Counter[str] = Counter()
+
+    async def watch(request: web.Request) -> web.WebSocketResponse:
+        asked["watch"] += 1
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        token = request.headers["Authorization"].removeprefix("Bearer ")
+        await socket.send_bytes(m.encode(training(names[token])))
+        async for message in socket:
+            if message.type is WSMsgType.ERROR:
+                break
+        return socket
+
+    async def call(request: web.Request) -> web.Response:
+        asked[request.path] += 1
+        return web.Response(body=m.encode(m.Answer("noted")), content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/v1/watch", watch)
+    app.router.add_post("/v1/{call}", call)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, ADDRESS, COORDINATOR_PORT).start()
+    try:
+        yield asked
+    finally:
+        await runner.cleanup()
+
+
+async def let_run(api: KubeApi, seen: set[str]) -> None:
+    """Let every pod run that has not been seen yet: what scheduler and kubelet do."""
+    pods = [pod for pod in await api.list(PODS, NAMESPACE) if pod["metadata"]["uid"] not in seen]
+    status = {"status": {"phase": "Running", "podIP": ADDRESS}}
+    await asyncio.gather(*(api.patch(PODS, NAMESPACE, p["metadata"]["name"], status, "status") for p in pods))
+    seen |= {pod["metadata"]["uid"] for pod in pods}
+
+
+def metrics(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+
+def lists(sample: dict[str, float]) -> float:
+    """GET requests for what the operator lists; the lease is the only object that it reads one by one."""
+    pattern = re.compile(rf'virtualflow_api_requests_total{{.*method="GET",resource="({PLURAL}|pods|services|nodes)"')
+    return sum(value for name, value in sample.items() if pattern.match(name))
+
+
+def writes(sample: dict[str, float]) -> float:
+    pattern = re.compile(r'virtualflow_api_requests_total{.*method="(POST|PATCH|DELETE)"')
+    return sum(value for name, value in sample.items() if pattern.match(name))
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_three_hundred_jobs_are_reconciled_within_a_minute_and_cost_nearly_nothing_after(
+    kubeconfig: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = asyncio.run(burst(kubeconfig, tmp_path))
+    with capsys.disabled():
+        print("\n300 jobs of 3 workers: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
+    assert figures["burst_seconds"] <= BURST_SECONDS
+    assert figures["list_calls"] == 0
+    assert figures["writes"] == 0
+    assert figures["cores"] < MOST_CORES
+    assert figures["megabytes"] < MOST_BYTES / 1e6
+
+
+async def burst(kubeconfig: Path, folder: Path) -> dict[str, float]:
+    key = folder / "key"
+    key.write_text(secrets.token_hex(32))
+    os.environ["KUBECONFIG"] = str(kubeconfig)  # for the client; pytest's own environment is put back below
+    try:
+        api = await KubeApi.connect(request_timeout=30.0)
+    finally:
+        del os.environ["KUBECONFIG"]
+    async with api:
+        crd = yaml.safe_load((ROOT / "crds/virtualflowjobs.yaml").read_text())
+        await api.create(CRDS, None, crd)
+        await served(api)
+        health, port = free_port(), free_port()
+        arguments = [
+            *("env", f"KUBECONFIG={kubeconfig}"),
+            *(sys.executable, "-m", "virtualflow_operator.main", "--image", "operator:test", "--key-file", str(key)),
+            *("--lease-namespace", NAMESPACE),
+            *("--health-port", str(health), "--metrics-port", str(port)),
+        ]
+        with running(arguments, folder / "operator.log") as process:
+            await asyncio.to_thread(until, "the operator leads", lambda: leads(port), 60.0)
+            try:
+                return await measure(api, key.read_bytes(), process.pid, port)
+            except AssertionError as error:
+                error.add_note((folder / "operator.log").read_text()[-4_000:])
+                raise
+
+
+def leads(port: int) -> bool:
+    try:
+        return metrics(port).get("virtualflow_leader") == 1.0
+    except OSError:
+        return False
+
+
+async def served(api: KubeApi) -> None:
+    for _ in range(300):
+        try:
+            await api.list(JOBS, NAMESPACE)
+        except ApiError:
+            await asyncio.sleep(0.1)
+        else:
+            return
+    pytest.fail("the API server does not serve the CRD")
+
+
+async def measure(api: KubeApi, key: bytes, pid: int, port: int) -> dict[str, float]:
+    begun = time.monotonic()
+    made = await asyncio.gather(*(api.create(JOBS, NAMESPACE, job(n)) for n in range(JOBS_MADE)))
+    names = {derive_token(key, body["metadata"]["uid"]): body["metadata"]["name"] for body in made}
+    seen: set[str] = set()
+    async with coordinators(names) as asked:
+        while True:
+            await let_run(api, seen)
+            jobs = await api.list(JOBS, NAMESPACE)
+            if all((body.get("status") or {}).get("readyReplicas") == WORKERS for body in jobs):
+                break
+            assert time.monotonic() < begun + 5 * BURST_SECONDS, Counter(
+                (body.get("status") or {}).get("workers", "untouched") for body in jobs
+            )
+            await asyncio.sleep(1.0)
+        took = time.monotonic() - begun
+        pods = await api.list(PODS, NAMESPACE)
+        per_job = Counter(pod["metadata"]["labels"][LABEL_JOB] for pod in pods)
+        assert set(per_job.values()) == {WORKERS + 1}
+        assert sum(pod["metadata"]["labels"][LABEL_ROLE] == WORKER for pod in pods) == JOBS_MADE * WORKERS
+        before = metrics(port)
+        while True:  # the last of the burst's echoes: nothing has been written for some seconds
+            await asyncio.sleep(5.0)
+            after = metrics(port)
+            if writes(after) == writes(before):
+                break
+            before = after
+        processor, idle_since = cpu_seconds(pid), time.monotonic()
+        await asyncio.sleep(IDLE_SECONDS)
+        seconds = time.monotonic() - idle_since
+        end = metrics(port)
+        assert asked["watch"] == JOBS_MADE, asked
+        return {
+            "burst_seconds": round(took, 1),
+            "cores": round((cpu_seconds(pid) - processor) / seconds, 4),
+            "megabytes": round(resident(pid) / 1e6, 1),
+            "list_calls": lists(end) - lists(after),
+            "writes": writes(end) - writes(after),
+            "requests_of_the_burst": sum(v for k, v in after.items() if k.startswith("virtualflow_api_requests_total")),
+        }

@@ -1,0 +1,282 @@
+"""What the tests of the reconciler are made of: a job, its pods, nodes and coordinator, in as few words as possible."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from virtualflow.messages import Change, Generation, LastWord, LostWorker, Status, WorkerStatus, encode
+from virtualflow_operator import resources
+from virtualflow_operator.job_status import merge_patch, write_status
+from virtualflow_operator.plan import Action, Call, CreatePod, DeletePod, Plan, TellDrain, TellGone
+from virtualflow_operator.reconcile import Scene, Verdict, reconcile
+from virtualflow_operator.settings import OperatorSettings
+from virtualflow_operator.view import Job, Link, Node, Pod, Service, format_time, read_job, read_pod
+
+NOW = 1_700_000_000.0
+SETTINGS = OperatorSettings(image="virtualflow-operator:test")
+Spec = dict[str, Any]
+
+
+def container(**fields: Any) -> Spec:
+    return {"name": "trainer", "image": "trainer:1"} | fields
+
+
+def group(name: str = "workers", *, image: str = "trainer:1", pod: Spec | None = None, **fields: Any) -> Spec:
+    return {"name": name, "template": {"spec": {"containers": [container(image=image)]} | (pod or {})}} | fields
+
+
+def body(status: Spec | None = None, *, name: str = "digits", uid: str = "uid-1", **spec: Any) -> Spec:
+    """A ``VirtualFlowJob`` as JSON has it."""
+    return {
+        "metadata": {"namespace": "ml", "name": name, "uid": uid, "generation": 1, "resourceVersion": "1"},
+        "spec": {"replicas": 2, "workerGroups": [group()]} | spec,
+        "status": status or {},
+    }
+
+
+def accepted(raw: Spec, **status: Any) -> Spec:
+    """The same job once its templates were accepted and it has begun."""
+    job = read_job(raw)
+    known = {
+        "phase": "Running",
+        "templateHash": resources.templates_hash(job),
+        "coordinator": "digits-coordinator-0",
+        "startTime": format_time(NOW - 100),
+        "virtualNodes": job.spec.virtual_nodes,
+        "reproducibility": job.spec.reproducibility,
+        "selector": resources.selector(job),
+    }
+    return raw | {"status": known | status}
+
+
+def worker(job: Job, ordinal: int = 0, *, group: str = "workers", **facts: Any) -> Pod:
+    """A running worker's pod, made from the present template."""
+    chosen = next((g for g in job.spec.worker_groups if g.name == group), None)
+    manifest: Spec = {"metadata": {"name": f"{job.name}-{group}-{ordinal}"}}
+    if chosen is not None:
+        manifest = resources.worker_pod(job, chosen, ordinal, "10.0.0.1", SETTINGS)
+    made = read_pod(manifest | {"metadata": manifest["metadata"] | {"uid": f"{group}-{ordinal}"}})
+    running = dataclasses.replace(
+        made,
+        owner=job.uid,
+        group=group,
+        ordinal=ordinal,
+        phase="Running",
+        node=f"node-{ordinal}",
+        ip=f"10.1.0.{10 + ordinal}",
+        created=NOW - 90,
+    )
+    return dataclasses.replace(running, **facts)
+
+
+def coordinator(job: Job, ordinal: int = 0, **facts: Any) -> Pod:
+    """A running coordinator's pod."""
+    manifest = resources.coordinator_pod(job, ordinal, SETTINGS)
+    made = read_pod(manifest | {"metadata": manifest["metadata"] | {"uid": f"coordinator-{ordinal}"}})
+    running = dataclasses.replace(made, phase="Running", node="node-c", ip="10.1.0.1", created=NOW - 95)
+    return dataclasses.replace(running, **facts)
+
+
+def pending(pod: Pod, **facts: Any) -> Pod:
+    """The same pod before it was given a node."""
+    return dataclasses.replace(pod, **({"phase": "Pending", "node": "", "ip": ""} | facts))
+
+
+def homeless(pod: Pod, since: float = NOW - 60) -> Pod:
+    """The same pod when no node takes it."""
+    return pending(pod, unschedulable="0/3 nodes are available: 3 Insufficient cpu.", unschedulable_since=since)
+
+
+def ended(
+    pod: Pod, code: int = 1, *, reason: str = "Error", message: str = "", word: LastWord | None = None, **facts: Any
+) -> Pod:
+    """The same pod once its program has ended; read from JSON, as the last word is."""
+    text = encode(word).decode() if word is not None else message
+    state = {"terminated": {"exitCode": code, "reason": reason, "message": text, "finishedAt": format_time(NOW - 1)}}
+    raw = {
+        "metadata": {"name": pod.name, "uid": pod.uid},
+        "spec": {"containers": [container()]},
+        "status": {"containerStatuses": [{"name": "trainer", "state": state}]},
+    }
+    read = read_pod(raw)
+    phase = "Failed" if code else "Succeeded"
+    return dataclasses.replace(pod, **({"phase": phase, "exit": read.exit, "finished_at": read.finished_at} | facts))
+
+
+def nodes(*pods: Pod, **changed: Node | None) -> dict[str, Node]:
+    """Healthy nodes for these pods; a keyword (``_`` for ``-``) replaces or, with ``None``, deletes one."""
+    known = {pod.node: Node(pod.node) for pod in pods if pod.node}
+    for name, node in changed.items():
+        key = name.replace("_", "-")
+        known[key] = Node(key, gone=True) if node is None else dataclasses.replace(node, name=key)
+    return known
+
+
+def seen(pod: Pod, state: str = "training", first: int = 0, last: int = 4) -> WorkerStatus:
+    """How the coordinator sees the worker in that pod."""
+    return WorkerStatus(pod.name, f"process-of-{pod.uid}", pod.ip, 7, state, first, last)  # type: ignore[arg-type]
+
+
+def given_up(pod: Pod, reason: str = "silent for 5 s") -> LostWorker:
+    return LostWorker(pod.name, f"process-of-{pod.uid}", pod.ip, reason)
+
+
+_NOTHING = Status(
+    phase="waiting",
+    incarnation=1,
+    generation=0,
+    virtual_nodes=8,
+    wanted=2,
+    minimum=1,
+    workers=(),
+    lost=(),
+    proposed=None,
+    proposed_workers=(),
+    prepared=False,
+    reason="",
+    step=0,
+    total_steps=None,
+    epoch=0,
+    metrics={},
+    steps_per_second=0.0,
+    step_ms=None,
+    hold=None,
+    last_change=None,
+    changes=(),
+    changes_total=0,
+    repeated_steps=0,
+    events=(),
+    digest=None,
+    optimizer_digest=None,
+    error=None,
+    traceback=None,
+)
+
+
+def remote(phase: str = "training", *workers: WorkerStatus, **facts: Any) -> Status:
+    """The coordinator's status."""
+    begun: dict[str, Any] = {"generation": 1, "step": 40, "total_steps": 100} if phase != "waiting" else {}
+    return msgspec.structs.replace(_NOTHING, phase=phase, workers=workers, **(begun | facts))
+
+
+def change(counter: int, cause: str = "join", **facts: Any) -> Change:
+    values: dict[str, Any] = {"step": 10 * counter, "from_": 1, "to": 2, "pause_ms": 12.0, "repeated_steps": 0}
+    return Change(
+        generation=Generation(1, counter),
+        cause=cause,  # type: ignore[arg-type]
+        reason=facts.pop("reason", "digits-workers-1 joins"),
+        **(values | facts),
+    )
+
+
+def link(status: Status | None, *, connected: bool = True, since: float = NOW - 50, pod: str = "coordinator-0") -> Link:
+    return Link(pod, connected, since, status)
+
+
+@dataclasses.dataclass
+class Stage:
+    """A job with everything that a decision about it is made of; the default trains undisturbed on two workers."""
+
+    raw: Spec
+    pods: list[Pod]
+    service: Service | None
+    nodes: dict[str, Node] | None
+    link: Link | None
+    verdict: Verdict | None = None
+    trouble: str = ""
+    settings: OperatorSettings = SETTINGS
+
+    @property
+    def job(self) -> Job:
+        return read_job(self.raw)
+
+    @property
+    def scene(self) -> Scene:
+        return Scene(self.job, tuple(self.pods), self.service, self.nodes, self.link, self.verdict, self.trouble)
+
+    def decide(self, now: float = NOW) -> Plan:
+        """The plan; deciding twice about the same gives the same."""
+        plan = reconcile(self.scene, now, self.settings)
+        assert plan == reconcile(self.scene, now, self.settings)
+        return plan
+
+    def write(self, plan: Plan) -> Spec:
+        """Keep the plan's status, as the API server would; the patch that it took."""
+        patch = merge_patch(self.raw.get("status") or {}, write_status(plan.status))
+        self.raw = self.raw | {"status": write_status(plan.status)}
+        return patch
+
+    def settle(self, now: float = NOW) -> Stage:
+        """Write the status until it stays the same, with nothing else happening."""
+        for _ in range(5):
+            if not self.write(self.decide(now)):
+                return self
+        raise AssertionError("the status does not come to rest")
+
+
+def training(count: int = 2, *, attempt: int = 0, states: Mapping[int, str] | None = None, **spec: Any) -> Stage:
+    """A job that trains on ``count`` workers."""
+    raw = accepted(body(**({"replicas": count} | spec)), **({"attempt": attempt} if attempt else {}))
+    job = read_job(raw)
+    workers = [worker(job, n) for n in range(count)]
+    share = max(job.spec.virtual_nodes // max(count, 1), 1)
+    states = states or {}
+    known = [seen(p, states.get(n, "training"), n * share, (n + 1) * share) for n, p in enumerate(workers)]
+    status = remote("training", *known, wanted=job.spec.desired, minimum=min(job.spec.min_replicas, job.spec.most))
+    made = coordinator(job)
+    pods = [made, *workers]
+    return Stage(raw, pods, Service("10.0.0.1", 0), nodes(*pods), link(status)).settle()
+
+
+def edit(stage: Stage, **spec: Any) -> Stage:
+    """The user changes the specification."""
+    raw = copy.deepcopy(stage.raw)
+    raw["spec"] |= spec
+    raw["metadata"]["generation"] += 1
+    stage.raw = raw
+    return stage
+
+
+def swap(stage: Stage, pod: Pod) -> Stage:
+    """That pod has changed."""
+    stage.pods = [pod if known.name == pod.name else known for known in stage.pods]
+    return stage
+
+
+def created(plan: Plan) -> list[str]:
+    return [action.name for action in plan.actions if isinstance(action, CreatePod)]
+
+
+def deleted(plan: Plan) -> list[str]:
+    return [action.name for action in plan.actions if isinstance(action, DeletePod)]
+
+
+def drained(plan: Plan) -> list[str]:
+    return [name for call in plan.calls if isinstance(call, TellDrain) for name in call.workers]
+
+
+def gone(plan: Plan) -> list[str]:
+    return [call.worker for call in plan.calls if isinstance(call, TellGone)]
+
+
+def kinds(things: Sequence[Action | Call]) -> list[str]:
+    return [type(thing).__name__ for thing in things]
+
+
+def reason_of(plan: Plan, kind: str) -> tuple[str, str]:
+    """Status and reason of a condition."""
+    condition = next(c for c in plan.status.conditions if c.type == kind)
+    return condition.status, condition.reason
+
+
+def message_of(plan: Plan, kind: str) -> str:
+    return next(c.message for c in plan.status.conditions if c.type == kind)
+
+
+def noticed(plan: Plan) -> list[str]:
+    return [notice.reason for notice in plan.notices]
