@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from virtualflow_operator import resources
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY, MANAGER, WORKER
+from virtualflow_operator.decision import Scene, Verdict
 from virtualflow_operator.events import EventRecorder
 from virtualflow_operator.job_status import JobStatus, merge_patch, write_status
 from virtualflow_operator.kube import (
@@ -41,7 +42,7 @@ from virtualflow_operator.plan import (
 )
 from virtualflow_operator.provision import Provision, Refusal, ignoring
 from virtualflow_operator.queue import RetryLater
-from virtualflow_operator.reconcile import Scene, Verdict, reconcile
+from virtualflow_operator.reconcile import reconcile
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.signals import Links
 from virtualflow_operator.store import Key, Store

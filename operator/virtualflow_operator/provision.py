@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from virtualflow_operator import resources
 from virtualflow_operator.constants import LABEL_JOB
+from virtualflow_operator.decision import Verdict
 from virtualflow_operator.kube import (
     NETWORK_POLICIES,
     PDBS,
@@ -31,7 +32,6 @@ from virtualflow_operator.kube import (
 )
 from virtualflow_operator.metrics import Metrics
 from virtualflow_operator.plan import CheckTemplates, CreatePod
-from virtualflow_operator.reconcile import Verdict
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.spec import Object
 from virtualflow_operator.store import Key, Store

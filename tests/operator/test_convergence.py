@@ -34,7 +34,8 @@ from virtualflow_operator.plan import (
     TellGone,
     TellScale,
 )
-from virtualflow_operator.reconcile import Scene, Verdict, reconcile
+from virtualflow_operator.decision import Scene, Verdict
+from virtualflow_operator.reconcile import reconcile
 from virtualflow_operator.store import Store
 from virtualflow_operator.survey import take_survey
 from virtualflow_operator.view import Link, Pod, format_time, read_job, read_pod

@@ -26,8 +26,9 @@ from scenes import (
 )
 
 from virtualflow.messages import Generation
-from virtualflow_operator import outlook, reasons
+from virtualflow_operator import reasons
 from virtualflow_operator.job_status import JobStatus
+from virtualflow_operator.notices import notices_of
 from virtualflow_operator.view import Node, format_time
 
 
@@ -167,7 +168,7 @@ def test_a_message_is_never_longer_than_people_read() -> None:
 
 def test_the_beginning_of_the_training_is_an_event_of_its_own() -> None:
     fresh, begun = JobStatus(), msgspec.structs.replace(JobStatus(), phase="Running", ready_replicas=2, step=40)
-    assert [n.message for n in outlook.notices(fresh, begun, [])] == ["training with 2 workers"]
+    assert [n.message for n in notices_of(fresh, begun, [])] == ["training with 2 workers"]
     again = msgspec.structs.replace(fresh, attempt=1)
-    assert [n.message for n in outlook.notices(again, begun, [])] == ["training with 2 workers, from step 40"]
-    assert outlook.notices(begun, begun, []) == []
+    assert [n.message for n in notices_of(again, begun, [])] == ["training with 2 workers, from step 40"]
+    assert notices_of(begun, begun, []) == []

@@ -1,0 +1,62 @@
+"""The events that a change of a job's status is worth: what a person would want to know, once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from virtualflow.messages import Change
+from virtualflow_operator import reasons
+from virtualflow_operator.job_status import JobStatus
+from virtualflow_operator.plan import Notice
+
+
+def notices_of(old: JobStatus, new: JobStatus, changes: Sequence[Change]) -> list[Notice]:
+    """What a person would want to know of the way from one status to the next."""
+    found = [_of_change(change) for change in changes if change.cause != "start"]
+    if new.phase == "Running" and old.phase != "Running" and not changes:
+        again = f", from step {new.step}" if old.attempt or (old.step or 0) > 0 else ""
+        found.append(Notice(reasons.TRAINING, f"training with {_workers(max(new.ready_replicas, 1))}{again}"))
+    if new.phase == "Suspended" and old.phase != "Suspended":
+        condition = new.condition("Suspended")
+        found.append(
+            Notice(reasons.SUSPENDED, f"suspended at step {new.step or 0}. {condition.message if condition else ''}")
+        )
+    if old.phase == "Suspended" and new.phase == "Pending":
+        found.append(Notice(reasons.RESUMED, f"resuming from step {new.step or 0} or the checkpoint before it"))
+    if new.phase == "Complete" and old.phase != "Complete":
+        digest = f"; digest {new.digest}" if new.digest else ""
+        found.append(Notice(reasons.COMPLETE, f"training complete after {new.step} steps{digest}"))
+    if new.phase == "Failed" and old.phase != "Failed":
+        condition = new.condition("Failed")
+        assert condition is not None
+        found.append(Notice(condition.reason, condition.message, warning=True))
+    before, after = old.condition("Progressing"), new.condition("Progressing")
+    obstacles = (
+        reasons.INVALID_SPEC,
+        reasons.TEMPLATE_REJECTED,
+        reasons.CREATION_REFUSED,
+        reasons.UNSCHEDULABLE,
+        reasons.CANNOT_START,
+    )
+    if after is not None and after.reason in obstacles and (before is None or before.reason != after.reason):
+        found.append(Notice(after.reason, after.message, warning=True))
+    return found
+
+
+def _of_change(change: Change) -> Notice:
+    pause = "" if change.pause_ms is None else f", pause {_duration(change.pause_ms)}"
+    moved = f"{change.from_} to {_workers(change.to)} at step {change.step}{pause}: {change.reason}"
+    if change.cause in ("lost", "broken"):
+        repeated = "no step" if not change.repeated_steps else f"{change.repeated_steps} step"
+        return Notice(reasons.RECOVERED, f"recovered, {moved}; {repeated} repeated", warning=True)
+    if change.cause == "restart":
+        return Notice(reasons.RESTARTED, f"started again with {_workers(change.to)}: {change.reason}", warning=True)
+    return Notice(reasons.RESIZED, f"resized from {moved}")
+
+
+def _duration(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:.2f} s" if milliseconds >= 1000 else f"{milliseconds:.0f} ms"
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
