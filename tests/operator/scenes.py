@@ -11,9 +11,9 @@ import msgspec
 
 from virtualflow.messages import Change, Generation, LastWord, LostWorker, Status, WorkerStatus, encode
 from virtualflow_operator import resources
+from virtualflow_operator.decision import Scene, Verdict
 from virtualflow_operator.job_status import merge_patch, write_status
 from virtualflow_operator.plan import Action, Call, CreatePod, DeletePod, Plan, TellDrain, TellGone
-from virtualflow_operator.decision import Scene, Verdict
 from virtualflow_operator.reconcile import reconcile
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.view import Job, Link, Node, Pod, Service, format_time, read_job, read_pod

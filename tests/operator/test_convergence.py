@@ -20,6 +20,7 @@ from scenes import NOW, SETTINGS, body, given_up, group, remote, seen
 from virtualflow.messages import LastWord, LostWorker, Status, encode
 from virtualflow_operator import resources
 from virtualflow_operator.constants import COORDINATOR, LABEL_ATTEMPT, LABEL_ORDINAL, LABEL_ROLE, WORKER
+from virtualflow_operator.decision import Scene, Verdict
 from virtualflow_operator.job_status import merge_patch, write_status
 from virtualflow_operator.plan import (
     Action,
@@ -34,7 +35,6 @@ from virtualflow_operator.plan import (
     TellGone,
     TellScale,
 )
-from virtualflow_operator.decision import Scene, Verdict
 from virtualflow_operator.reconcile import reconcile
 from virtualflow_operator.store import Store
 from virtualflow_operator.survey import take_survey

@@ -39,6 +39,7 @@ from scenes import (
 
 from virtualflow.messages import LastWord
 from virtualflow_operator import reasons, resources
+from virtualflow_operator.decision import Verdict
 from virtualflow_operator.disruptions import OUT_OF_SERVICE, TERMINATION_TAINTS
 from virtualflow_operator.job_status import write_status
 from virtualflow_operator.plan import (
@@ -52,7 +53,6 @@ from virtualflow_operator.plan import (
     TellScale,
     TellStop,
 )
-from virtualflow_operator.reconcile import Verdict
 from virtualflow_operator.view import Node, Service, format_time, read_job
 
 RAISED = LastWord("failed", step=40, error="ValueError: odd batch", traceback="Traceback\n  train.py\nValueError: odd")

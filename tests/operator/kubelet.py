@@ -1,0 +1,287 @@
+"""Scheduler, kubelets and service proxy of the fake cluster: pods get a node and run, as asyncio tasks of this process.
+
+A coordinator's pod is the real coordinator, listening on an address of its own in 127.0.0.0/8; a worker's pod is a
+``Trainer``. What happens to a pod is decided by looking at it, as a kubelet does, after every change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import os
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+from aiohttp import web
+from fake_api import FakeApi
+from trainers import Trainer, Training
+
+from virtualflow import messages as m
+from virtualflow.coordinator import Coordinator
+from virtualflow.settings import CoordinatorSettings, MembershipSettings
+from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE
+from virtualflow_operator.kube import PODS, SECRETS, SERVICES, Object
+
+NODES = ("node-a", "node-b", "node-c")
+Key = tuple[str, str]
+
+
+def _addresses() -> Iterator[str]:
+    """Loopback addresses that no other process of these tests uses at the same time, most likely."""
+    own = os.getpid() % 62_500
+    for number in range(62_500):
+        # Two processes share the second and third number only if theirs are 62,500 apart.
+        yield f"127.{1 + own // 250}.{1 + (own + number // 250) % 250}.{1 + number % 250}"
+
+
+ADDRESSES = _addresses()
+
+
+class CoordinatorPod:
+    """A coordinator that listens, and what it was told."""
+
+    def __init__(self, address: str, token: str, arguments: list[str], told: Callable[[object], None]) -> None:
+        options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        membership = MembershipSettings(
+            startup_grace=float(options["--startup-grace"]),
+            heartbeat_limit=float(options["--heartbeat-limit"]),
+            restart_grace=0.2,
+            admission_window=0.2,
+        )
+        settings = CoordinatorSettings(membership=membership, goodbye=0.05)
+        self.coordinator = Coordinator(token, int(options["--wanted"]), settings, int(options["--minimum"]))
+        job = self.coordinator.job
+        for name in ("gone", "drain"):
+            setattr(job, name, self._noting(getattr(job, name), told))
+        self._address, self._runner = (
+            address,
+            web.AppRunner(self.coordinator.application(), access_log=None, shutdown_timeout=0.05),
+        )
+
+    @staticmethod
+    def _noting(act: Callable[[Any], str], told: Callable[[object], None]) -> Callable[[Any], str]:
+        @functools.wraps(act)
+        def noting(call: Any) -> str:
+            told(call)
+            return act(call)
+
+        return noting
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._address, COORDINATOR_PORT, reuse_address=True).start()
+
+    async def stop(self) -> None:
+        await self.coordinator.close()
+        await self._runner.cleanup()
+
+
+class Kubelet:
+    """All nodes of the cluster.
+
+    ``mute``: names of jobs whose coordinators never answer. ``unschedulable``: says which pods get no node.
+    """
+
+    def __init__(self, server: FakeApi) -> None:
+        self.server = server
+        self.told: list[tuple[float, Key, Any]] = []
+        """Calls that coordinators got: loop time, job, call."""
+        self.trainings: dict[str, Training] = {}
+        """By the uid of the job."""
+        self.trainers: dict[str, Trainer] = {}
+        """By the uid of the pod."""
+        self.coordinators: dict[str, CoordinatorPod] = {}
+        self.mute: set[str] = set()
+        self.unschedulable: Callable[[Object], bool] = lambda _: False
+        self.dead_nodes: set[str] = set()
+        self.avoided: set[str] = set()
+        """Nodes that the scheduler gives no more pods."""
+        self._starting: set[str] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._turn = 0
+        for node in NODES:
+            server.add_node(node)
+        server.store.listeners.append(lambda change: self._noted(change.kind.plural, change.item))
+
+    async def close(self) -> None:
+        for training in self.trainings.values():
+            training.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for coordinator in list(self.coordinators.values()):
+            await coordinator.stop()
+        await asyncio.gather(*(trainer._task for trainer in self.trainers.values()), return_exceptions=True)
+
+    # --- what a test does to the cluster -----------------------------------------------------------------------------
+
+    def training(self, namespace: str, name: str) -> Training:
+        """The training of the job of that name that has pods."""
+        pods = self.server.all(PODS, namespace, f"{LABEL_JOB}={name}")
+        return self.trainings[next(_owner(pod) for pod in pods if _owner(pod) in self.trainings)]
+
+    def fail(self, namespace: str, name: str) -> None:
+        """A pod is over without notice, as the pod garbage collector says it; no connection is seen to close."""
+        pod = self.server.find(PODS, namespace, name)
+        assert pod is not None
+        self.trainers[pod["metadata"]["uid"]].hung = True
+        self.server.set_pod(namespace, name, ready=False, phase="Failed", message="its node is gone")
+
+    def crash(self, namespace: str, name: str, error: str = "ValueError: no") -> None:
+        """Let the user's code of a worker raise."""
+        pod = self.server.find(PODS, namespace, name)
+        assert pod is not None
+        word = m.LastWord("failed", 1, error=error, traceback=f"Traceback\n{error}")
+        self._kill(pod["metadata"]["uid"])
+        self._ended((namespace, name), 1, word)
+
+    def cut_power(self, node: str) -> None:
+        """A node dies: its processes say nothing more, and after a while (here at once) it is seen not to be ready."""
+        self.dead_nodes.add(node)
+        for pod in self.server.all(PODS):
+            if pod["spec"].get("nodeName") == node and pod["metadata"]["uid"] in self.trainers:
+                self.trainers[pod["metadata"]["uid"]].hung = True
+        self.server.set_node(node, ready="Unknown")
+
+    async def stop_coordinator(self, uid: str) -> None:
+        """The coordinator's process ends, and its pod does not."""
+        await self.coordinators.pop(uid).stop()
+
+    # --- what kubelets do --------------------------------------------------------------------------------------------
+
+    def _noted(self, plural: str, item: Object) -> None:
+        metadata = item["metadata"]
+        if plural == "pods":
+            asyncio.get_running_loop().call_soon(self._look, metadata["namespace"], metadata["name"], metadata["uid"])
+        elif plural == "secrets":
+            for pod in self.server.all(PODS, metadata["namespace"]):
+                own = pod["metadata"]
+                asyncio.get_running_loop().call_soon(self._look, own["namespace"], own["name"], own["uid"])
+
+    def _look(self, namespace: str, name: str, uid: str) -> None:
+        pod = self.server.find(PODS, namespace, name)
+        if pod is None or pod["metadata"]["uid"] != uid:
+            self._kill(uid)
+            return
+        node = pod["spec"].get("nodeName")
+        if pod["metadata"].get("deletionTimestamp"):
+            if node not in self.dead_nodes:
+                self._finish(pod)
+        elif node is None:
+            if not self.unschedulable(pod):
+                alive = [node for node in NODES if node not in self.dead_nodes | self.avoided]
+                self._turn += 1
+                self.server.set_pod(namespace, name, node=alive[self._turn % len(alive)])
+        elif pod["status"]["phase"] == "Pending" and uid not in self._starting:
+            token = self._token(pod)
+            if token is not None:
+                self._starting.add(uid)
+                self._spawn(self._begin(pod, token))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _token(self, pod: Object) -> str | None:
+        """The value that the pod's environment takes from the job's Secret; a kubelet waits until it is there."""
+        environment = pod["spec"]["containers"][0]["env"]
+        reference = next(entry["valueFrom"]["secretKeyRef"] for entry in environment if "TOKEN" in entry["name"])
+        secret = self.server.find(SECRETS, pod["metadata"]["namespace"], reference["name"])
+        return None if secret is None else base64.b64decode(secret["data"][reference["key"]]).decode()
+
+    async def _begin(self, pod: Object, token: str) -> None:
+        metadata, address = pod["metadata"], next(ADDRESSES)
+        key, uid, job = (metadata["namespace"], metadata["name"]), metadata["uid"], metadata["labels"][LABEL_JOB]
+        if metadata["labels"][LABEL_ROLE] == COORDINATOR:
+            if job not in self.mute:
+                place = (metadata["namespace"], job)
+                loop = asyncio.get_running_loop()
+                arguments = pod["spec"]["containers"][0]["args"]
+                coordinator = CoordinatorPod(
+                    address, token, arguments, lambda call: self.told.append((loop.time(), place, call))
+                )
+                await coordinator.start()
+                self.coordinators[uid] = coordinator
+        else:
+            self._start_trainer(pod, address, token)
+        here = self.server.find(PODS, *key)
+        if here is not None and here["metadata"]["uid"] == uid:
+            started = {"name": pod["spec"]["containers"][0]["name"], "state": {"running": {}}}
+            fields: Object = {"phase": "Running", "podIP": address, "containerStatuses": [started]}
+            self.server.set_pod(*key, ready=True, **fields)
+        self._look(*key, uid)
+
+    def _start_trainer(self, pod: Object, address: str, token: str) -> None:
+        metadata = pod["metadata"]
+        values = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
+        virtual_nodes = int(values["VIRTUALFLOW_VIRTUAL_NODES"] or 0)
+        owner = _owner(pod)
+        if owner not in self.trainings:
+            self.trainings[owner] = Training(virtual_nodes)
+        key = (metadata["namespace"], metadata["name"])
+        self.trainers[metadata["uid"]] = Trainer(
+            self.trainings[owner],
+            metadata["name"],
+            metadata["uid"],
+            address,
+            token,
+            lambda: self._route(metadata["namespace"], values["VIRTUALFLOW_COORDINATOR"] or ""),
+            lambda code, word: self._ended(key, code, word),
+        )
+
+    def _route(self, namespace: str, url: str) -> str | None:
+        """Where the address of a service leads, as kube-proxy has it."""
+        host = url.removeprefix("http://").rpartition(":")[0]
+        for service in self.server.all(SERVICES, namespace):
+            if service["spec"]["clusterIP"] == host:
+                labels = ",".join(f"{key}={value}" for key, value in service["spec"]["selector"].items())
+                pods = [pod for pod in self.server.all(PODS, namespace, labels) if pod["status"].get("podIP")]
+                return f"http://{pods[0]['status']['podIP']}:{COORDINATOR_PORT}" if pods else None
+        return None
+
+    def _finish(self, pod: Object) -> None:
+        """A pod is being deleted: its worker asks to be relieved until its grace is over, all else ends at once."""
+        metadata = pod["metadata"]
+        trainer = self.trainers.get(metadata["uid"])
+        if trainer is not None and trainer.alive:
+            trainer.terminate()
+            left = (
+                datetime.fromisoformat(metadata["deletionTimestamp"]).timestamp() - self.server.store.now().timestamp()
+            )
+            asyncio.get_running_loop().call_later(max(left, 0.05), self._let_go, pod)
+        else:
+            self._let_go(pod)
+
+    def _let_go(self, pod: Object) -> None:
+        metadata = pod["metadata"]
+        here = self.server.find(PODS, metadata["namespace"], metadata["name"])
+        if here is not None and here["metadata"]["uid"] == metadata["uid"]:
+            self._kill(metadata["uid"])
+            self.server.finish_deletion(metadata["namespace"], metadata["name"])
+
+    def _kill(self, uid: str) -> None:
+        trainer = self.trainers.pop(uid, None)
+        if trainer is not None and trainer.alive:
+            trainer.kill()
+        coordinator = self.coordinators.pop(uid, None)
+        if coordinator is not None:
+            self._spawn(coordinator.stop())
+
+    def _ended(self, key: Key, code: int, word: m.LastWord | None) -> None:
+        """A worker's process has ended."""
+        pod = self.server.find(PODS, *key)
+        if pod is None:
+            return
+        message = "" if word is None else m.encode(word).decode()
+        now = self.server.store.now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        ended = {"exitCode": code, "reason": "Error" if code else "Completed", "message": message, "finishedAt": now}
+        status = {"name": pod["spec"]["containers"][0]["name"], "state": {"terminated": ended}}
+        self.server.set_pod(*key, ready=False, phase="Failed" if code else "Succeeded", containerStatuses=[status])
+
+
+def _owner(pod: Object) -> str:
+    owners = pod["metadata"].get("ownerReferences") or [{"uid": ""}]
+    return str(owners[0]["uid"])
