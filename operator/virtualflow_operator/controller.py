@@ -321,8 +321,10 @@ class Controller:
             if pod.deleting_at is not None and pod.deleting_at <= time.time() + grace + 1:
                 continue
             logger.info("deleting the pod %s: its job is deleted", pod.name)
-            deletion = self._api.delete(PODS, key[0], pod.name, uid=pod.uid, grace_seconds=grace)
-            await ignoring(deletion, NotFound, Conflict)
+            try:
+                await self._api.delete(PODS, key[0], pod.name, uid=pod.uid, grace_seconds=grace)
+            except (NotFound, Conflict):
+                self._store.remove_pod(key[0], pod.name, pod.uid)  # no watch has told of its end
 
     # --- lists -------------------------------------------------------------------------------------------------------
 

@@ -42,11 +42,11 @@ _KUBELET_REASONS = frozenset(
         "Shutdown",
         "Terminated",
         "Preempting",
-        "NodeAffinity",
-        "UnexpectedAdmissionError",
     }
 )
-"""``status.reason`` of pods that the cluster ended or did not let in."""
+"""``status.reason`` of pods that the cluster ended."""
+_NOT_LET_IN = frozenset({"NodeAffinity", "UnexpectedAdmissionError"})
+"""``status.reason`` of pods that a kubelet did not let in; those that lack room are ``OutOfcpu`` and the like."""
 
 
 _SOON = 30.0
@@ -102,7 +102,7 @@ def find_disruption(
 def never_began(pod: Pod) -> bool:
     """Whether the cluster ended a pod so soon that another one like it would most likely end in the same way."""
     if pod.exit is None:
-        return pod.reason in _KUBELET_REASONS or pod.reason.startswith("OutOf")
+        return pod.reason in _NOT_LET_IN or pod.reason.startswith("OutOf")
     return pod.finished_at is not None and pod.finished_at < pod.created + _SOON
 
 
@@ -110,7 +110,7 @@ def disrupted_by_cluster(pod: Pod) -> str:
     """Why the end of a failed pod was not its program's fault; empty if it was, as far as anybody can tell."""
     if pod.disrupted:
         return pod.disrupted
-    if pod.reason in _KUBELET_REASONS or pod.reason.startswith("OutOf"):
+    if pod.reason in _KUBELET_REASONS | _NOT_LET_IN or pod.reason.startswith("OutOf"):
         return f"the cluster ended it ({pod.reason})"
     if pod.terminating:
         return "its pod was deleted"

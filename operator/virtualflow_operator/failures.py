@@ -40,7 +40,12 @@ def count_crash(
 
 
 def count_refusal(
-    failures: Failures, crashed: Collection[Pod], refused: Collection[Pod], now: float, settings: CrashSettings
+    failures: Failures,
+    crashed: Collection[Pod],
+    refused: Collection[Pod],
+    message: str,
+    now: float,
+    settings: CrashSettings,
 ) -> Failures:
     """Put workers into the books that the coordinator or the kubelet has refused.
 
@@ -50,13 +55,14 @@ def count_refusal(
         failures: what was counted before.
         crashed: all crashed pods that still exist.
         refused: all refused ones that still exist.
+        message: why, in words.
         now: Unix seconds.
         settings: the back-off.
     """
     uids = tuple(sorted(pod.uid for pod in (*crashed, *refused) if pod.uid in failures.counted or pod in refused))
     if not uncounted(failures, refused):
         return _replace(failures, counted=uids)
-    counted = _count(failures, failures.step, failures.message, now, settings, uids, at_once=1)
+    counted = _count(failures, failures.step, message, now, settings, uids, at_once=1)
     return _replace(counted, count=failures.count)
 
 

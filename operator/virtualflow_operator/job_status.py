@@ -122,7 +122,8 @@ def write_status(status: JobStatus) -> dict[str, Any]:
     """``status`` as JSON has it."""
     written: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(status))
     # What people and autoscalers look at is there from the beginning, also where it has its default.
-    return written | {"phase": status.phase, "replicas": status.replicas, "readyReplicas": status.ready_replicas}
+    shown = {"phase": status.phase, "replicas": status.replicas, "readyReplicas": status.ready_replicas}
+    return written | shown | {"changes": status.changes, "repeatedSteps": status.repeated_steps}
 
 
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -176,7 +176,8 @@ class _Reconciliation(Decision):
         for p in refused:
             if p.pod.uid not in self.status.failures.counted:
                 self.notice(reasons.LOST, f"{p.pod.name} is lost: {p.reason}", warning=True)
-        failures = count_refusal(failures, crashed, [p.pod for p in refused], self.now, self.settings.crashes)
+        why = next((p.reason for p in refused if p.pod.uid not in self.status.failures.counted), message)
+        failures = count_refusal(failures, crashed, [p.pod for p in refused], why, self.now, self.settings.crashes)
         self.status = msgspec.structs.replace(self.status, failures=failures)
         if fresh and failures.count > self.spec.backoff_limit:
             return self.give_up(failures.count, message)

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from scenes import NOW, ended, training
 
 from virtualflow.messages import LastWord
-from virtualflow_operator.disruptions import OUT_OF_SERVICE, TERMINATION_TAINTS, disrupted_by_cluster, find_disruption
+from virtualflow_operator.disruptions import (
+    OUT_OF_SERVICE,
+    TERMINATION_TAINTS,
+    disrupted_by_cluster,
+    find_disruption,
+    never_began,
+)
 from virtualflow_operator.view import Node, Pod, Standing
 
 POD = training(1).pods[1]
@@ -109,3 +115,17 @@ def test_an_end_that_is_the_programs_fault_as_far_as_anybody_can_tell(code: int,
 
 def test_a_refusal_says_why() -> None:
     assert disrupted_by_cluster(INNOCENT["the coordinator refused it"]) == "the coordinator refused it: silent for 5 s"
+
+
+SOON: dict[str, tuple[Pod, bool]] = {
+    "its node had no room for it": (failed(reason="OutOfcpu", exit=None), True),
+    "its node did not admit it": (failed(reason="UnexpectedAdmissionError", exit=None), True),
+    "it was evicted after seconds": (failed(reason="Evicted", created=NOW - 9, finished_at=NOW), True),
+    "it was evicted after minutes": (failed(reason="Evicted", created=NOW - 300, finished_at=NOW), False),
+    "it was evicted, and nobody says when": (failed(reason="Evicted", exit=None), False),
+}
+
+
+@pytest.mark.parametrize(("pod", "expected"), SOON.values(), ids=SOON)
+def test_a_pod_that_ends_before_it_can_have_trained_never_began(pod: Pod, expected: bool) -> None:
+    assert never_began(pod) is expected

@@ -132,8 +132,8 @@ def test_a_refused_worker_is_no_crash_but_waited_after() -> None:
     for number in range(4):
         now += 1
         refused = dataclasses.replace(ended(RUNNING, 75), uid=f"r-{number}", created=now - 0.5)
-        books = count_refusal(books, [], [refused], now, WAITS)
-        assert books == count_refusal(books, [], [refused], now + 0.1, WAITS), "each is counted once"
+        books = count_refusal(books, [], [refused], "refused", now, WAITS)
+        assert books == count_refusal(books, [], [refused], "refused", now + 0.1, WAITS), "each is counted once"
         waits.append(wait_of(books, now))
     assert books.count == 0
     assert waits == [0.0, 10.0, 20.0, 40.0]
@@ -141,5 +141,5 @@ def test_a_refused_worker_is_no_crash_but_waited_after() -> None:
 
 def test_pods_that_are_gone_leave_the_books() -> None:
     books = count(Failures(), crashed("a"))
-    books = count_refusal(count(books), [], [], NOW, WAITS)
+    books = count_refusal(count(books), [], [], "", NOW, WAITS)
     assert (books.counted, books.count) == ((), 1)

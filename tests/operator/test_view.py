@@ -54,7 +54,8 @@ def test_a_status_is_the_same_after_it_was_written_and_read() -> None:
 
 
 def test_what_a_person_looks_at_is_there_from_the_beginning() -> None:
-    assert write_status(JobStatus()) == {"phase": "Pending", "replicas": 0, "readyReplicas": 0}
+    first = {"phase": "Pending", "replicas": 0, "readyReplicas": 0, "changes": 0, "repeatedSteps": 0}
+    assert write_status(JobStatus()) == first
 
 
 @pytest.mark.parametrize("status", [None, {}, {"phase": "Nonsense"}, {"conditions": 7}, {"step": "many"}], ids=str)
