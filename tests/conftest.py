@@ -1,4 +1,4 @@
-"""What all tests share: a place for passing files that goes away with them."""
+"""What all tests share: a place for passing files that goes away with them, and which examples hypothesis tries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from collections.abc import Iterator
 from multiprocessing.util import Finalize
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, so that a failure is a change's; VIRTUALFLOW_RANDOM_EXAMPLES=1 looks for others.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile("random" if os.environ.get("VIRTUALFLOW_RANDOM_EXAMPLES") else "same")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -89,11 +89,11 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
             {"workerGroups": with_variable(name)},
             [f"workerGroups[0].template.spec.containers[1].env[1].name: {NOT_YOURS}"],
         )
-        for name in (*OPERATOR_VARIABLES, "VIRTUALFLOW_TOKEN_2")
+        for name in (*OPERATOR_VARIABLES, "VIRTUALFLOW_TOKEN_2", "VIRTUALFLOW_CHECKPOINT_STEPS")
     },
     **{
         f"the user's {name}": ({"workerGroups": with_variable(name)}, [])
-        for name in ("VIRTUALFLOW_THREADS", "VIRTUALFLOW_CHECKPOINT_STEPS", "virtualflow_token", "MY_VIRTUALFLOW_TOKEN")
+        for name in ("VIRTUALFLOW_THREADS", "VIRTUALFLOW_AUDIT_DIR", "virtualflow_token", "MY_VIRTUALFLOW_TOKEN")
     },
 }
 
