@@ -11,7 +11,6 @@ import asyncio
 import faulthandler
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -22,7 +21,7 @@ import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ import psutil
 import torch
 from aiohttp import web
 
-from virtualflow import digests, settings
+from virtualflow import digests, settings, trees
 from virtualflow import messages as m
 from virtualflow.coordinator import Coordinator
 from virtualflow.errors import Leave
@@ -87,6 +86,29 @@ def trained(
     return Trained(digests.digest(model.state_dict()), digests.optimizer_digest(optimizer), metrics, more)
 
 
+def _plain(value: Any) -> Any:
+    """What a script returned as a nest of plain values: the one class that they return becomes a dict."""
+    if isinstance(value, Trained):
+        return {"Trained": astuple(value)}
+    return tuple(_plain(item) for item in value) if isinstance(value, tuple) else value
+
+
+def _returned(plain: Any) -> Any:
+    if isinstance(plain, dict) and plain.keys() == {"Trained"}:
+        return Trained(*plain["Trained"])
+    return tuple(_returned(item) for item in plain) if isinstance(plain, tuple) else plain
+
+
+def _pack(kind: str, value: Any = None, text: str = "", trace: str = "") -> bytes:
+    """How a worker ended, as bytes: by the library's own description of nests, exact to the bit."""
+    return trees.pack({"kind": kind, "value": _plain(value), "text": text, "trace": trace}).numpy().tobytes()
+
+
+def _unpack(raw: bytes) -> dict[str, Any]:
+    told: dict[str, Any] = trees.unpack(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    return told | {"value": _returned(told["value"])}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a worker ended."""
@@ -120,14 +142,13 @@ def _work(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.dump_traceback_later(PATIENCE / 2, exit=False)
-    kind, value, text, trace = "returned", None, "", ""
     try:
-        value = script(*arguments)
+        told = _pack("returned", script(*arguments))
     except Leave as leave:
-        kind, text = type(leave).__name__, leave.reason
+        told = _pack(type(leave).__name__, text=leave.reason)
     except Exception as error:  # noqa: BLE001 - whatever the script raised is what the test asks about
-        kind, text, trace = type(error).__name__, str(error), traceback.format_exc()
-    pipe.send_bytes(pickle.dumps((kind, value, text, trace)))
+        told = _pack(type(error).__name__, text=str(error), trace=traceback.format_exc())
+    pipe.send_bytes(told)
     pipe.close()
 
 
@@ -306,8 +327,7 @@ class ElasticJob:
             code = worker.process.exitcode
             log = worker.log.read_text()
             if raw:
-                kind, value, text, trace = pickle.loads(raw)
-                found[name] = Outcome(name, kind, value, text, trace, log)
+                found[name] = Outcome(name, **_unpack(raw), log=log)
             else:
                 assert code == -signal.SIGKILL, f"{name} ended with {code}:\n{log}"
                 found[name] = Outcome(name, "killed", log=log)
