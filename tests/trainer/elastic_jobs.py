@@ -35,6 +35,8 @@ from virtualflow import digests, settings, trees
 from virtualflow import messages as m
 from virtualflow.coordinator import Coordinator
 from virtualflow.errors import Leave
+from virtualflow.pipeline import Early
+from virtualflow.reduction import Reducer
 
 HERE = Path(__file__).parent
 # torch._dynamo is what the first optimizer of a process imports, for two seconds.
@@ -45,6 +47,12 @@ PATIENCE = 30.0
 
 # The coordinators here replace nobody, so there is nobody to wait for.
 MEMBERSHIP = settings.MembershipSettings(restart_grace=0.0)
+
+EXCHANGE = "TEST_EXCHANGE"
+"""In a job's environment: ``early`` lets exchanges begin during the last backward pass."""
+
+BEGUN_EARLY = "an exchange has begun early"
+"""What such a worker then prints each time."""
 
 _forking = multiprocessing.get_context("forkserver")
 
@@ -109,6 +117,20 @@ def _unpack(raw: bytes) -> dict[str, Any]:
     return told | {"value": _returned(told["value"])}
 
 
+def _begin_early() -> None:
+    """Let exchanges of the small models here begin during the backward pass, as those of large ones do."""
+    settings.CommunicatorSettings.small_exchange, settings.CommunicatorSettings.bucket = 0, 256
+    begin = Reducer.begin
+
+    def counting(*arguments: Any) -> Early | None:
+        early = begin(*arguments)
+        if early is not None:
+            print(BEGUN_EARLY, flush=True)
+        return early
+
+    Reducer.begin = counting  # type: ignore[method-assign, assignment]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a worker ended."""
@@ -142,6 +164,8 @@ def _work(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.dump_traceback_later(PATIENCE / 2, exit=False)
+    if environment.get(EXCHANGE) == "early":
+        _begin_early()
     try:
         told = _pack("returned", script(*arguments))
     except Leave as leave:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from virtualflow.alone import ALONE
+from virtualflow.accumulation import Accumulator, Tensors
 from virtualflow.assignment import subtrees
-from virtualflow.reduction import Accumulator, Reducer, Tensors
+from virtualflow.collectives import ALONE, DONE, Collectives, Pending
+from virtualflow.reduction import Reducer
 
 ALIGNMENT = 64
 GATHER, ALL_TO_ALL = 1 << 30, 0
@@ -61,17 +62,22 @@ class Seat:
     def size(self) -> int:
         return self.table.size
 
-    def all_gather_into(self, out: Tensor, block: Tensor) -> None:
+    def all_gather(self, block: Tensor) -> Tensor:
+        return torch.stack([blocks[0] for blocks in self.table.swap(self.rank, "all_gather", [block])])
+
+    def start_all_gather(self, out: Tensor, block: Tensor) -> Pending:
         assert out.dtype == block.dtype == torch.uint8
         received = self.table.swap(self.rank, "all_gather", [block])
         out.copy_(torch.cat([blocks[0] for blocks in received]))
+        return DONE
 
-    def all_to_all(self, out: Tensor, block: Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
+    def start_all_to_all(self, out: Tensor, block: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
         assert out.dtype == block.dtype == torch.uint8
         received = self.table.swap(self.rank, "all_to_all", list(block.split(in_sizes)))
         mine = [blocks[self.rank] for blocks in received]
         assert [piece.numel() for piece in mine] == out_sizes
         out.copy_(torch.cat(mine))
+        return DONE
 
 
 def canonical_sum(values: Sequence[Tensor], left: int, right: int) -> Tensor:
@@ -130,29 +136,71 @@ def build(seed: int, virtual_nodes: int, places: Sequence[tuple[tuple[int, ...],
     return Problem(virtual_nodes, templates, contributed)
 
 
-def reduce_on(problems: Sequence[tuple[Problem, Sequence[range]]], small: int, scale: float) -> tuple[list, Table]:
-    """Reduce the problems one after the other; ``[rank][problem]`` and what collectives it took."""
+def reduce_on(
+    problems: Sequence[tuple[Problem, Sequence[range]]],
+    small: int,
+    scale: float,
+    bucket: int = 128,
+    early: Callable[[Problem], list[int]] | None = None,
+) -> tuple[list, Table]:
+    """Reduce the problems one after the other; ``[rank][problem]`` and what collectives it took.
+
+    With ``early``, the places that it names set out while the last virtual node's tensors come in, in that order.
+    """
     size = len(problems[0][1])
     table = Table(size)
 
     def work(rank: int) -> list[Tensors]:
-        reducer = Reducer(problems[0][0].virtual_nodes, ALIGNMENT, small)
+        reducer = Reducer(problems[0][0].virtual_nodes, ALIGNMENT, small, bucket)
         seat = Seat(table, rank) if size > 1 else ALONE
         found = []
         try:
             for problem, ranges in problems:
-                reduced = reducer.reduce(
-                    seat, ranges, problem.parts(ranges[rank]), problem.templates, problem.present, scale
-                )
+                reduced = reduce_one(reducer, seat, problem, ranges, scale, early)
                 found.append([None if tensor is None else tensor.clone() for tensor in reduced])
         except BaseException:
             table.abort()
             raise
+        finally:
+            reducer.close()
         return found
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, rank) for rank in range(size)]
         return [future.result() for future in futures], table
+
+
+def reduce_one(
+    reducer: Reducer,
+    seat: Collectives,
+    problem: Problem,
+    ranges: Sequence[range],
+    scale: float,
+    early: Callable[[Problem], list[int]] | None,
+) -> Tensors:
+    carried = ranges[seat.rank]
+    if early is None:
+        return reducer.reduce(seat, ranges, problem.parts(carried), problem.templates, problem.present, scale)
+    accumulator = Accumulator(problem.virtual_nodes)
+    for node in carried[:-1]:
+        accumulator.add(node, [None if value is None else value.clone() for value in problem.contributed[node]])
+    places, last = early(problem), [None if v is None else v.clone() for v in problem.contributed[carried[-1]]]
+    untouched = [None if value is None else value.clone() for value in last]
+    begun = reducer.begin(seat, ranges, accumulator, carried[-1], problem.templates, places, scale)
+    if begun is not None:
+        for place in sorted(begun.places, key=lambda place: (place * 7 + seat.rank) % 5):  # not the same everywhere
+            begun.give(place, last[place])
+        assert bits(last) == bits(untouched), "they are still the user's"
+        heads = begun.heads(torch.tensor([seat.rank], dtype=torch.uint8))
+        assert heads.tolist() == [[rank] for rank in range(seat.size)]
+        found = begun.results()
+        last = [None if place in begun.places else value for place, value in enumerate(last)]
+    else:
+        found = {}
+    accumulator.add(carried[-1], last)
+    late = [there and place not in found for place, there in enumerate(problem.present)]
+    reduced = reducer.reduce(seat, ranges, accumulator.parts, problem.templates, late, scale)
+    return [found.get(place, tensor) if problem.present[place] else None for place, tensor in enumerate(reduced)]
 
 
 def bits(tensors: Tensors) -> list[tuple[object, ...] | None]:
@@ -195,6 +243,20 @@ def test_every_worker_gets_the_bits_of_the_canonical_tree(
     assert [[bits(tensors) for tensors in results] for results in found] == [expected] * len(found)
     if small == GATHER:
         assert "all_to_all" not in table.kinds
+
+
+@settings(max_examples=120, deadline=None)
+@given(job=jobs(), data=st.data())
+def test_what_sets_out_before_the_last_virtual_node_is_through_has_the_same_bits(
+    job: tuple[list[tuple[Problem, list[range]]], float], data: st.DataObject
+) -> None:
+    problems, scale = job
+    count = len(problems[0][0].templates)
+    chosen = data.draw(st.lists(st.integers(0, count - 1), unique=True, max_size=count))
+    bucket = data.draw(st.sampled_from([1, 64, 1 << 20]))
+    expected = [bits(problem.expected(scale)) for problem, _ in problems]
+    found, _ = reduce_on(problems, ALL_TO_ALL, scale, bucket, lambda problem: chosen)
+    assert [[bits(tensors) for tensors in results] for results in found] == [expected] * len(found)
 
 
 def test_large_tensors_travel_in_slices_and_small_ones_whole() -> None:

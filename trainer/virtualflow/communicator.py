@@ -23,10 +23,39 @@ from torch._C import _distributed_c10d as c10d
 
 from virtualflow import messages as m
 from virtualflow.client import Link
+from virtualflow.collectives import DONE, Pending
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.settings import CommunicatorSettings
 
 logger = logging.getLogger("virtualflow.worker")
+
+
+class _Operation:
+    """A collective under way."""
+
+    def __init__(self, work: c10d.Work, check: Callable[[], None], settings: CommunicatorSettings) -> None:
+        self._work = work
+        self._check = check
+        self._settings = settings
+
+    def wait(self) -> None:
+        """Wait for it in slices, looking at the coordinator's news in between.
+
+        Raises:
+            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
+        """
+        limit = time.monotonic() + self._settings.operation_timeout
+        part = timedelta(seconds=self._settings.wait_slice)
+        while True:
+            # Whether it is complete is asked before: it may well complete between a slice's end and a later question.
+            complete = self._work.is_completed()
+            try:
+                self._work.wait(part)
+                return
+            except RuntimeError as error:
+                if complete or time.monotonic() >= limit:
+                    raise CommunicatorBroken(_brief(error)) from error
+            self._check()
 
 
 class RelayStore(c10d.Store):
@@ -82,7 +111,7 @@ class Communicator:
         self._group = group
         self._interrupted = interrupted
         self._settings = settings
-        self._pending: c10d.Work | None = None
+        self._pending: list[c10d.Work] = []
         self._timeout = timedelta(seconds=settings.operation_timeout)
 
     @classmethod
@@ -122,53 +151,37 @@ class Communicator:
         if self._group is None:
             return block.unsqueeze(0)
         gathered = torch.empty(self.size * block.numel(), dtype=torch.uint8)
-        self.all_gather_into(gathered, block)
+        self.start_all_gather(gathered, block).wait()
         return gathered.view(self.size, block.numel())
 
-    def all_gather_into(self, out: Tensor, block: Tensor) -> None:
+    def start_all_gather(self, out: Tensor, block: Tensor) -> Pending:
         """Gather ``block`` (``[n]``) of every member into ``out`` (``[size * n]``), both contiguous, of one dtype."""
         if self._group is None:
             out.copy_(block)
-            return
+            return DONE
         options = c10d.AllgatherOptions()
         options.timeout = self._timeout
-        self._finish(lambda group: group._allgather_base(out, block, options))
+        return self._start(lambda group: group._allgather_base(out, block, options))
 
-    def all_to_all(self, out: Tensor, block: Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
+    def start_all_to_all(self, out: Tensor, block: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
         """Send a stretch of ``block`` to each member and receive one from each into ``out``; sizes in elements."""
         if self._group is None:
             out.copy_(block)
-            return
+            return DONE
         options = c10d.AllToAllOptions()
         options.timeout = self._timeout
-        self._finish(lambda group: group.alltoall_base(out, block, out_sizes, in_sizes, options))
+        return self._start(lambda group: group.alltoall_base(out, block, out_sizes, in_sizes, options))
 
-    def _finish(self, start: Callable[[c10d.ProcessGroup], c10d.Work]) -> None:
-        """Start a collective and wait for it in slices, looking at the coordinator's news in between.
-
-        Raises:
-            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
-        """
+    def _start(self, start: Callable[[c10d.ProcessGroup], c10d.Work]) -> Pending:
         assert self._group is not None
         self._check()
         try:
             work = start(self._group)
         except RuntimeError as error:
             raise CommunicatorBroken(_brief(error)) from error
-        self._pending = work
-        limit = time.monotonic() + self._settings.operation_timeout
-        part = timedelta(seconds=self._settings.wait_slice)
-        while True:
-            # Whether it is complete is asked before: it may well complete between a slice's end and a later question.
-            complete = work.is_completed()
-            try:
-                work.wait(part)
-                self._pending = None
-                return
-            except RuntimeError as error:
-                if complete or time.monotonic() >= limit:
-                    raise CommunicatorBroken(_brief(error)) from error
-            self._check()
+        self._pending = [earlier for earlier in self._pending if not earlier.is_completed()]
+        self._pending.append(work)
+        return _Operation(work, self._check, self._settings)
 
     def _check(self) -> None:
         reason = self._interrupted()
@@ -178,13 +191,13 @@ class Communicator:
     @property
     def idle(self) -> bool:
         """Whether no collective is under way, so that the group can be taken down without waiting for it."""
-        return self._pending is None or self._pending.is_completed()
+        return all(work.is_completed() for work in self._pending)
 
     def close(self) -> None:
         """Take the group down. The destructor waits for a collective under way, so an abandoned one is leaked first."""
         group, self._group = self._group, None
         if group is not None and not self.idle:
-            for leaked in (group, self._pending):
+            for leaked in (group, *self._pending):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))
 
 

@@ -26,7 +26,7 @@ from virtualflow import messages as m
 from virtualflow.assignment import tree_sum
 from virtualflow.errors import ConfigurationError
 
-_FIXED = struct.Struct("<8q")
+_FIXED = struct.Struct("<9q")
 _NODE = struct.Struct("<q")
 _PAIR = struct.Struct("<dd")
 
@@ -89,6 +89,8 @@ class Head:
     wishes: bool
     more: bool
     """Whether the worker has samples for a further step of this epoch."""
+    steady: bool
+    """Whether its gradients stayed as autograd left them (``overlap``)."""
     samples: tuple[int, ...]
     present: tuple[bool, ...]
     metrics: tuple[tuple[tuple[float, bool], ...], ...]
@@ -123,12 +125,14 @@ class HeadFormat:
         offer: m.Generation,
         wishes: bool,
         more: bool,
+        steady: bool,
         present: Sequence[bool],
         records: Sequence[NodeRecord],
     ) -> Tensor:
         """The head as a uint8 tensor ``[size]``."""
         block = bytearray(self.size)
-        _FIXED.pack_into(block, 0, kind, exchange, layout, offer.incarnation, offer.counter, wishes, len(records), more)
+        numbers = (kind, exchange, layout, offer.incarnation, offer.counter, wishes, len(records), more, steady)
+        _FIXED.pack_into(block, 0, *numbers)
         at = _FIXED.size
         bits = sum(1 << place for place, there in enumerate(present) if there)
         block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
@@ -150,7 +154,7 @@ class HeadFormat:
     def read(self, block: Tensor) -> Head:
         """The inverse of :meth:`write`."""
         raw = block.numpy().tobytes()
-        kind, exchange, layout, incarnation, counter, wishes, nodes, more = _FIXED.unpack_from(raw, 0)
+        kind, exchange, layout, incarnation, counter, wishes, nodes, more, steady = _FIXED.unpack_from(raw, 0)
         at = _FIXED.size
         bits = int.from_bytes(raw[at : at + (self.places + 7) // 8], "little")
         at += (self.places + 7) // 8
@@ -171,6 +175,7 @@ class HeadFormat:
             m.Generation(incarnation, counter),
             bool(wishes),
             bool(more),
+            bool(steady),
             tuple(samples),
             tuple(bool(bits >> place & 1) for place in range(self.places)),
             tuple(metrics),

@@ -70,6 +70,9 @@ class Source(Protocol):
     def steps_per_epoch(self) -> int | None:
         """Steps in an epoch; ``None`` for streams, whose epoch ends when all of them are at their end."""
 
+    def samples(self, epoch_step: int) -> int | None:
+        """How many samples the global batch of a step has; ``None`` for streams, which must be read to know."""
+
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int) -> None:
         """From this position on, carry these virtual nodes. The same position again repeats the step."""
 

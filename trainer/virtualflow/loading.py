@@ -154,6 +154,10 @@ class MapSource:
         """Steps in an epoch."""
         return self._plan.steps_per_epoch
 
+    def samples(self, epoch_step: int) -> int:
+        """See `Source.samples`."""
+        return self._plan.samples(epoch_step)
+
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int) -> None:
         """See `Source.assign`. What is in flight or waiting and still wanted is kept."""
         self._carried = virtual_nodes

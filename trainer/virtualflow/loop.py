@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from virtualflow.keeper import Keeper, choose_policy
 from virtualflow.last_word import LastWordWriter
 from virtualflow.loading import MicroBatch, Source, open_source
 from virtualflow.options import Options, check_optimizer, check_scheduler, check_sizes
+from virtualflow.overlap import AttemptSpoiled
 from virtualflow.participation import Participation
 from virtualflow.randomness import seed_virtual_node
 from virtualflow.reporter import Reporter, report_failure
@@ -82,6 +84,7 @@ class Run:
         self._peeked: dict[tuple[int, int, int], MicroBatch] = {}
         self._open_step: Step | None = None
         self._handlers: dict[int, Any] = {}
+        self._cleanup = ExitStack()
 
     # --- the with block -----------------------------------------------------------------------------------------------
 
@@ -142,6 +145,7 @@ class Run:
             micro_batch(options.batch_size, self.virtual_nodes),
             CommunicatorSettings.alignment,
         )
+        self._cleanup.callback(self.update.close)
         self.training = Training(self._model, self._optimizer, options.scheduler, options.scaler, self.update)
         signature = signature_of(self._model, self._optimizer)
         size = len(self._dataset) if self._source.steps_per_epoch is not None else None
@@ -216,7 +220,7 @@ class Run:
         part, number = self.participation, self.training.exchanges + 1
         while self.training.exchanges < number:
             form = self.update.head_format(part.ranges)
-            head = form.write(Kind.FINISH, number, 0, NOTHING, False, False, [], [])
+            head = form.write(Kind.FINISH, number, 0, NOTHING, False, False, True, [], [])
             try:
                 read_heads(form, part.communicator.all_gather(head), Kind.FINISH, number)
             except CommunicatorBroken as error:
@@ -231,6 +235,7 @@ class Run:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
+        self._cleanup.close()
         if self._keeper is not None:
             self._keeper.flush(STOP_GRACE)
         if self._source is not None:
@@ -299,6 +304,10 @@ class Run:
     def _steps_per_epoch(self) -> int | None:
         return None if self._source is None else self._source.steps_per_epoch
 
+    def _samples_of_step(self, epoch_step: int) -> int | None:
+        """Of the whole global batch; ``None`` for streams, which must be read to know."""
+        return None if self._source is None else self._source.samples(epoch_step)
+
     def _is_over(self) -> bool:
         return self._options.is_over(self.training.completed_steps, self.training.position[0])
 
@@ -332,6 +341,9 @@ class Run:
             except CommunicatorBroken as error:
                 self._stopwatch.fail()
                 part.recover(error)
+            except AttemptSpoiled:
+                self.update.abandon()
+                self._on_entry()
             else:
                 self._commit(number, outcome)
 
@@ -346,6 +358,8 @@ class Run:
             batch = self._fetch(epoch, epoch_step, node)
             if self._audit is not None and self._session is not None:
                 self._audit.carried(self._session.generation, epoch, number, node, batch.samples)
+            if node == part.carried[-1]:
+                self.update.expect_last(part.communicator, part.ranges, batch.size, self._samples_of_step(epoch_step))
             yield from self._present(batch, number, node)
             self.update.take(batch.size, self._metrics)
 

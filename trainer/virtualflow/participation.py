@@ -15,7 +15,7 @@ import torch
 
 from virtualflow import digests, trees
 from virtualflow import messages as m
-from virtualflow.alone import ALONE
+from virtualflow.collectives import ALONE
 from virtualflow.communicator import Communicator
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.keeper import Keeper
@@ -150,7 +150,7 @@ class Participation:
         self.carried = plan.members[session.rank].virtual_nodes
         self.ranges = tuple(member.virtual_nodes for member in plan.members)
         self._agreed = None
-        self._training.update.forget_buffers()
+        self._training.update.enter()
         self._on_entry()
 
     def _synchronize(self, communicator: Communicator) -> None:

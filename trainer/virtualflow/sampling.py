@@ -67,6 +67,10 @@ class Plan:
         self.steps_per_epoch = dataset_size // batch_size if drop_last else -(-dataset_size // batch_size)
         self._orders: dict[int, torch.Tensor] = {}
 
+    def samples(self, epoch_step: int) -> int:
+        """Return how many samples the global batch of a step has."""
+        return min(self.batch_size, self.dataset_size - epoch_step * self.batch_size)
+
     def size(self, epoch_step: int, virtual_node: int, virtual_nodes: int) -> int:
         """Return how many samples ``virtual_node`` gets in a step; arguments and errors as of `indices`."""
         begin, end = self._bounds(epoch_step, virtual_node, virtual_nodes)
@@ -92,7 +96,7 @@ class Plan:
         if not 0 <= virtual_node < virtual_nodes:
             raise IndexError(f"virtual node {virtual_node} of {virtual_nodes}")
         first = epoch_step * self.batch_size
-        share, extra = divmod(min(self.batch_size, self.dataset_size - first), virtual_nodes)
+        share, extra = divmod(self.samples(epoch_step), virtual_nodes)
         begin = first + virtual_node * share + min(virtual_node, extra)
         return begin, begin + share + (virtual_node < extra)
 

@@ -162,6 +162,8 @@ class CommunicatorSettings:
     """How long a collective is waited for before the coordinator's news are looked at."""
     alignment: int = 16
     """Every segment of a message starts at a multiple of this many bytes."""
+    bucket: int = 8 << 20
+    """Gradients travel in messages of at most so many bytes, the first while the backward pass still runs."""
     small_exchange: int = 1 << 20
     """Gradients that make at most so many bytes at each worker are exchanged in one collective instead of two."""
 

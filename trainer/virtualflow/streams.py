@@ -95,6 +95,10 @@ class StreamSource:
         """Only the streams know."""
         return None
 
+    def samples(self, epoch_step: int) -> None:
+        """Only the streams know."""
+        return
+
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int) -> None:
         """See `Source.assign`. A stream that stands at the position is read on; others are closed."""
         self._carried = virtual_nodes

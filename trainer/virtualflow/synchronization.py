@@ -11,11 +11,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from virtualflow.collectives import Collectives
 from virtualflow.errors import ConfigurationError
 
 _STANDING = struct.Struct("<6q")
@@ -101,20 +101,7 @@ def plan_transfer(standings: Sequence[Standing]) -> Transfer:
     return Transfer(restorer, tuple(rounds))
 
 
-class Moving(Protocol):
-    """What a transfer needs of a communicator."""
-
-    rank: int
-    size: int
-
-    def all_gather(self, block: Tensor) -> Tensor:
-        """Gather equal blocks of bytes."""
-
-    def all_to_all(self, out: Tensor, block: Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
-        """Exchange stretches of bytes."""
-
-
-def move(communicator: Moving, transfer: Transfer, packed: Tensor | None) -> Tensor | None:
+def move(communicator: Collectives, transfer: Transfer, packed: Tensor | None) -> Tensor | None:
     """Carry out the rounds of a transfer.
 
     Args:
@@ -139,7 +126,7 @@ def move(communicator: Moving, transfer: Transfer, packed: Tensor | None) -> Ten
                 out_sizes[donor] = sizes[donor]
         out = torch.empty(max(out_sizes), dtype=torch.uint8)
         block = packed if packed is not None and any(in_sizes) else torch.empty(0, dtype=torch.uint8)
-        communicator.all_to_all(out, block, out_sizes, in_sizes)
+        communicator.start_all_to_all(out, block, out_sizes, in_sizes).wait()
         if any(out_sizes):
             received = packed = out
     return received

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from virtualflow import messages as m
+from virtualflow.accumulation import Accumulator, Parts, Tensors
+from virtualflow.collectives import Collectives
 from virtualflow.contribution import (
     BufferTracker,
     Head,
@@ -29,17 +31,11 @@ from virtualflow.contribution import (
     summed_as,
 )
 from virtualflow.errors import ConfigurationError, VirtualFlowError
-from virtualflow.reduction import Accumulator, Collectives, Reducer, Tensors
+from virtualflow.overlap import Overlap
+from virtualflow.reduction import Reducer
 from virtualflow.settings import CommunicatorSettings
 
 SchedulerInterval = Literal["step", "epoch", "manual"]
-
-
-class Gathering(Collectives, Protocol):
-    """A communicator that can gather heads, too."""
-
-    def all_gather(self, block: Tensor) -> Tensor:
-        """Gather equal blocks of bytes."""
 
 
 @dataclass(frozen=True)
@@ -88,23 +84,32 @@ class Update:
         self._micro_batch = micro_batch
         self._alignment = alignment
         self._accumulator = Accumulator(virtual_nodes)
-        self._reducer = Reducer(virtual_nodes, alignment, CommunicatorSettings.small_exchange)
         self._records: list[NodeRecord] = []
         self._first_node = 0
         self._all_parameters = list(model.parameters())
+        settings = CommunicatorSettings
+        self._reducer = Reducer(virtual_nodes, alignment, settings.small_exchange, settings.bucket)
+        large = sum(p.numel() * p.itemsize for p in self._all_parameters) > settings.small_exchange // 2
+        self._overlap = Overlap(self._all_parameters, self._reducer, large)
+        self._steady = True
         self._parameters: dict[str, nn.Parameter] = {}
         """Those that are trained in the present attempt."""
+        self._trained: list[bool] = []
+        """Which of all parameters are among them."""
         self._given: list[bool] = []
+        """Which of all parameters a virtual node of this worker had a gradient for."""
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
     def begin(self, carried: range) -> None:
         """Start an attempt over the virtual nodes ``carried``."""
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._given = [False] * len(self._parameters)
+        self._trained = [parameter.requires_grad for parameter in self._all_parameters]
+        self._given = [False] * len(self._all_parameters)
+        self._overlap.abandon()
         self._accumulator.clear()
         self._records = []
-        self._first_node = carried.start
+        self._first_node, self._steady = carried.start, True
         self.buffers.begin()
         self.clear_gradients()
         if self.scaler is not None and self._all_parameters:
@@ -117,6 +122,19 @@ class Update:
         for parameter in self._all_parameters:
             parameter.grad = None
 
+    def expect_last(self, collectives: Collectives, ranges: Sequence[range], samples: int, of_step: int | None) -> None:
+        """The last virtual node of this worker's range is about to run, so the exchange may begin with it.
+
+        Args:
+            collectives: the communicator of the running generation, whose members carry ``ranges``.
+            ranges: see above.
+            samples: those of that virtual node.
+            of_step: those of the whole global batch, ``None`` where only the heads will tell.
+        """
+        last = self._first_node + len(self._records)
+        scale = None if of_step is None else self._micro_batch / of_step
+        self._overlap.watch(collectives, ranges, self._accumulator, last, samples / self._micro_batch, scale)
+
     def take(self, samples: int, metrics: dict[str, float | Tensor]) -> None:
         """Take over what the next virtual node has left in the model: gradients and changed buffers.
 
@@ -127,18 +145,24 @@ class Update:
         node = self._first_node + len(self._records)
         averaged, copied = self.buffers.collect(self.schema) if samples else ({}, {})
         self._records.append(NodeRecord(samples, metrics, averaged, copied))
-        gradients: Tensors = [p.grad for p in self._parameters.values()]
+        under_way: frozenset[int] = frozenset()
+        if self._overlap.watching:
+            under_way, self._steady = self._overlap.settle()
+        gradients: Tensors = [
+            parameter.grad if trained else None
+            for parameter, trained in zip(self._all_parameters, self._trained, strict=True)
+        ]
         self.clear_gradients()
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             if gradient.is_sparse:
-                name = list(self._parameters)[index]
+                name = next(n for n, p in self._parameters.items() if p is self._all_parameters[index])
                 raise ConfigurationError(
                     f"parameter {name} has a sparse gradient, which cannot be summed canonically; make it dense "
                     "(nn.Embedding(..., sparse=False))"
                 )
-            gradients[index] = gradient.detach()
+            gradients[index] = None if index in under_way else gradient.detach()
             self._given[index] = True
         if samples != self._micro_batch:
             for gradient in gradients:
@@ -148,6 +172,7 @@ class Update:
 
     def abandon(self) -> None:
         """The attempt is void: leave no trace of it."""
+        self._overlap.abandon()
         self.clear_gradients()
         self.buffers.restore()
         self._accumulator.clear()
@@ -158,7 +183,7 @@ class Update:
     # --- the exchange -------------------------------------------------------------------------------------------------
 
     def exchange(
-        self, communicator: Gathering, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
+        self, communicator: Collectives, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
     ) -> Outcome:
         """Exchange everything with the other workers.
 
@@ -170,6 +195,7 @@ class Update:
 
         Raises:
             CommunicatorBroken: the attempt is void.
+            AttemptSpoiled: it is to be repeated by all.
             VirtualFlowError: the workers do not run the same code.
         """
         self.contributed = True
@@ -179,16 +205,22 @@ class Update:
             raise ConfigurationError("the dataset gave no samples at all; check its shards")
         metrics = combine_metrics(self.schema, self._virtual_nodes, heads)
         present = [any(there) for there in zip(*(head.present for head in heads), strict=True)]
-        count, averaged = len(self._parameters), len(self.schema.averaged)
-        present = present[:count] + present[len(present) - averaged :]
+        count = len(self._all_parameters)
+        scale = self._micro_batch / samples
+        steady = all(head.steady for head in heads)
+        self._overlap.learn(number, (place for place in range(count) if present[place]), steady)
+        early = self._overlap.results(scale, steady)
         if not any(present[:count]):
             raise ConfigurationError(
                 "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step"
             )
-        scale = self._micro_batch / samples
         sums = [tensor.to(summed_as(tensor.dtype)) for tensor in self.buffers.templates(self.schema.averaged)]
-        templates = [*self._parameters.values(), *sums]
-        reduced = self._reducer.reduce(communicator, ranges, self._parts(), templates, present, scale)
+        templates = [*self._all_parameters, *sums]
+        late = [there and place not in early for place, there in enumerate(present)]
+        reduced = self._reducer.reduce(communicator, ranges, self._parts(), templates, late, scale)
+        for place, tensor in early.items():
+            if present[place]:
+                reduced[place] = tensor
         buffers = {n: t for n, t in zip(self.schema.averaged, reduced[count:], strict=True) if t is not None}
         if form.copied_bytes:
             first = next(head for head in heads if sum(head.samples))
@@ -196,17 +228,20 @@ class Update:
         return Outcome(heads, samples, metrics, reduced[:count], buffers)
 
     def _agree_on_heads(
-        self, communicator: Gathering, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
+        self, communicator: Collectives, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
     ) -> tuple[tuple[Head, ...], HeadFormat]:
+        begun = self._overlap.under_way
         while True:
             form = self.head_format(ranges)
             mine = self._wanted_schema()
             wishes = mine.merge(self.schema) != self.schema
             layout = layout_hash(self._parameters, self.schema)
             block = form.write(
-                Kind.TRAIN, number, layout, offer, wishes, more, self._present(), self._complete_records()
+                Kind.TRAIN, number, layout, offer, wishes, more, self._steady, self._present(), self._complete_records()
             )
-            heads = read_heads(form, communicator.all_gather(block), Kind.TRAIN, number)
+            gathered = self._overlap.heads(block) if begun else communicator.all_gather(block)
+            begun = False
+            heads = read_heads(form, gathered, Kind.TRAIN, number)
             for head in heads:
                 if head.layout != layout:
                     raise VirtualFlowError(
@@ -224,7 +259,7 @@ class Update:
         """The format of heads among members that carry ``ranges``."""
         return HeadFormat(
             schema=self.schema,
-            # All parameters have a place: a head has the same size when workers disagree on which of them are trained.
+            # All parameters have a place, also those that are not trained: workers may disagree on that.
             places=len(self._all_parameters) + len(self.schema.averaged),
             most_nodes=max(len(carried) for carried in ranges),
             copied_bytes=self.buffers.copied_bytes(self.schema),
@@ -245,8 +280,7 @@ class Update:
             )
             for name in self.schema.averaged
         ]
-        frozen = len(self._all_parameters) - len(self._given)
-        return [*self._given, *[False] * frozen, *changed]
+        return [*self._given, *changed]
 
     def _complete_records(self) -> list[NodeRecord]:
         """The records with a value for every copied buffer of the schema."""
@@ -256,7 +290,7 @@ class Update:
                     record.copied[name] = self.buffers.baseline(name)
         return self._records
 
-    def _parts(self) -> list[tuple[tuple[int, int], Tensors]]:
+    def _parts(self) -> Parts:
         """Sums of gradients, each followed by the sums of the averaged buffers over the same virtual nodes."""
         if not self.schema.averaged:
             return self._accumulator.parts
@@ -279,9 +313,9 @@ class Update:
 
     def apply(self, outcome: Outcome, epoch_ends: bool) -> None:
         """Apply a complete exchange: clip, optimizer, scaler, buffers, scheduler."""
-        for parameter, gradient in zip(self._parameters.values(), outcome.gradients, strict=True):
+        for parameter, gradient in zip(self._all_parameters, outcome.gradients, strict=True):
             parameter.grad = gradient
-        parameters = [p for p in self._parameters.values() if p.grad is not None]
+        parameters = [p for p in self._all_parameters if p.grad is not None]
         if self.scaler is not None and (self._clip_norm is not None or self._clip_value is not None):
             self.scaler.unscale_(self.optimizer)
         if self._clip_value is not None:
@@ -309,9 +343,14 @@ class Update:
         """Whether the learning rate is changed here, and not by the user's code between two steps."""
         return self.scheduler is not None and self._interval != "manual"
 
-    def forget_buffers(self) -> None:
-        """Free exchange buffers: another number of workers needs other ones."""
+    def enter(self) -> None:
+        """A generation begins: another number of workers needs other buffers."""
+        self._overlap.enter()
         self._reducer.forget_buffers()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self._overlap.close()
 
 
 def read_heads(form: HeadFormat, gathered: Tensor, kind: Kind, number: int) -> tuple[Head, ...]:
@@ -335,7 +374,7 @@ def as_bytes(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def gather_bytes(communicator: Gathering, block: Tensor, alignment: int) -> list[Tensor]:
+def gather_bytes(communicator: Collectives, block: Tensor, alignment: int) -> list[Tensor]:
     """Every member's uint8 ``[n]``, each of its own length, in the order of the ranks."""
     length = torch.tensor([block.numel()], dtype=torch.int64).view(torch.uint8)
     lengths = communicator.all_gather(length).contiguous().view(-1).view(torch.int64).tolist()

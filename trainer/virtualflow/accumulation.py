@@ -1,0 +1,78 @@
+"""Sums over consecutive virtual nodes in the shape of the canonical tree, as far as one worker's range goes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor | None]
+"""One tensor for each place; ``None`` where nothing was contributed."""
+
+Parts = list[tuple[tuple[int, int], Tensors]]
+"""Sums over the tree nodes ``(left, right)``, from left to right."""
+
+
+class Accumulator:
+    """Adds up the tensors of consecutive virtual nodes as the maximal subtrees of the range that they form.
+
+    At most ``2 log2(virtual_nodes)`` sums are alive at a time; for a range that is a subtree, as many as the subtree is
+    deep while it grows and one at its end.
+    """
+
+    def __init__(self, virtual_nodes: int) -> None:
+        self._parent: dict[tuple[int, int], tuple[int, int]] = {}
+        self._pair(0, virtual_nodes)
+        self.parts: Parts = []
+
+    def _pair(self, left: int, right: int) -> None:
+        if right - left < 2:
+            return
+        middle = (left + right) // 2
+        for child in ((left, middle), (middle, right)):
+            self._parent[child] = (left, right)
+            self._pair(*child)
+
+    def add(self, virtual_node: int, tensors: Tensors) -> None:
+        """Add what one virtual node contributes; the tensors belong to the accumulator from now on.
+
+        Virtual nodes come in increasing order without gaps, and always with the same number of tensors.
+        """
+        key = (virtual_node, virtual_node + 1)
+        for _ in range(self.merges(virtual_node)):
+            left, first = self.parts.pop()
+            key, tensors = self._parent[left], add_tensors(first, tensors)
+        self.parts.append((key, tensors))
+
+    def merges(self, virtual_node: int) -> int:
+        """With how many of the last sums the coming virtual node makes one."""
+        key, count = (virtual_node, virtual_node + 1), 0
+        for left, _ in reversed(self.parts):
+            parent = self._parent.get(key)
+            if parent is None or parent != self._parent.get(left):
+                break
+            key, count = parent, count + 1
+        return count
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.parts.clear()
+
+
+def add_tensors(left: Tensors, right: Tensors) -> Tensors:
+    """``left + right`` element by element, in place in ``left`` where both are there."""
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        if (a is None) != (b is None):
+            there = a if a is not None else b
+            assert there is not None
+            left[index] = there.add_(0.0) if there.is_floating_point() or there.is_complex() else there
+    return left
+
+
+def add_one(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """The same for one place, where ``right`` must not change: it is still the user's."""
+    if left is not None:
+        return left.add_(0.0 if right is None else right)
+    return None if right is None else right + 0.0

@@ -1,0 +1,184 @@
+"""Whether a step's reduction may begin while its last backward pass still runs, and whether that was right.
+
+A gradient is final when autograd has accumulated it, unless the user's code changes it afterwards (clips it, calls
+``backward`` once more). So the first step of a generation only watches: each worker tells in its head whether its
+gradients stayed as autograd left them. If all did, the next step's exchange begins with the first gradients, which all
+workers decide alike since they have read the same heads. If a step then surprises somebody, its head says so, and
+all repeat the attempt with an exchange behind the backward pass. A model that does other things than before (freezes
+a layer, skips a branch) surprises nobody: what was expected and does not come is zero, what comes unexpected is
+exchanged behind the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from virtualflow.accumulation import Accumulator
+from virtualflow.collectives import Collectives
+from virtualflow.pipeline import Early
+from virtualflow.reduction import Reducer
+
+_QUIET = 64
+"""Exchanges after a surprise in which nothing begins early."""
+
+
+class AttemptSpoiled(Exception):
+    """A gradient changed after it had set out: all workers repeat the attempt, and wait for its end this time."""
+
+
+class Overlap:
+    """The early beginning of reductions, in one worker.
+
+    Args:
+        parameters: all of the model's; they are known by their place among them.
+        reducer: that of the updates.
+        worthwhile: whether gradients are large enough to be looked at one by one.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], reducer: Reducer, worthwhile: bool) -> None:
+        self._parameters = parameters
+        self._reducer = reducer
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, place))
+            for place, parameter in enumerate(parameters)
+            if worthwhile and parameter.requires_grad
+        ]
+        self._expected: tuple[int, ...] = ()
+        """What the last exchange of this generation reduced, if it showed that the next one may begin early."""
+        self._quiet_until = 0
+        self._early: Early | None = None
+        self._deferred = False
+        self._weight = 1.0
+        self._watching = False
+        self._seen: dict[int, tuple[Tensor, int]] = {}
+        """Each gradient as autograd left it, with its version."""
+
+    # --- an attempt ---------------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """The attempt is void, or the next one begins."""
+        self._watching = False
+        self._seen.clear()
+        if self._early is not None:
+            self._early.abandon()
+            self._early = None
+            self._reducer.forget_buffers()  # a collective that is under way may still write to them
+
+    def watch(
+        self,
+        collectives: Collectives,
+        ranges: Sequence[range],
+        accumulator: Accumulator,
+        last: int,
+        weight: float,
+        scale: float | None,
+    ) -> None:
+        """The last virtual node of this worker's range is about to run.
+
+        Args:
+            collectives: the communicator; its members carry ``ranges``.
+            ranges: see above.
+            accumulator: the sums of the range but for the last virtual node.
+            last: that one.
+            weight: the factor of its gradients.
+            scale: the factor of the sum over all; ``None``: not known before the heads.
+        """
+        self._watching, self._weight, self._deferred = True, weight, scale is None
+        if self._expected:
+            self._early = self._reducer.begin(
+                collectives, ranges, accumulator, last, self._parameters, self._expected, scale or 1.0
+            )
+
+    @property
+    def watching(self) -> bool:
+        """Whether the last virtual node runs."""
+        return self._watching
+
+    def _on_gradient(self, place: int, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if not self._watching or gradient is None or gradient.is_sparse or place in self._seen:
+            return
+        self._seen[place] = (gradient, gradient._version)
+        if self._early is not None and place in self._early.places:
+            self._early.give(place, self._weighted(gradient))
+
+    def _weighted(self, gradient: Tensor) -> Tensor:
+        return gradient.detach() if self._weight == 1.0 else gradient.detach() * self._weight
+
+    def settle(self) -> tuple[frozenset[int], bool]:
+        """The last virtual node has run: which gradients have set out, and whether all stayed as autograd left them."""
+        self._watching = False
+        steady = all(
+            self._parameters[place].grad is gradient and gradient._version == version
+            for place, (gradient, version) in self._seen.items()
+        )
+        if self._early is None:
+            return frozenset(), steady
+        for place in self._early.places - self._seen.keys():
+            gradient = self._parameters[place].grad
+            self._early.give(place, None if gradient is None else self._weighted(gradient))
+        return self._early.places, steady
+
+    # --- the exchange -------------------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this attempt's exchange has begun already."""
+        return self._early is not None
+
+    def heads(self, block: Tensor) -> Tensor:
+        """Exchange the heads behind what is under way."""
+        assert self._early is not None
+        return self._early.heads(block)
+
+    def results(self, scale: float, steady: bool) -> dict[int, Tensor]:
+        """Wait for what is under way: sums by place.
+
+        Args:
+            scale: the factor of the sums.
+            steady: whether all workers' gradients stayed as they were.
+
+        Raises:
+            AttemptSpoiled: they did not.
+            CommunicatorBroken: a peer is lost.
+        """
+        if self._early is None:
+            return {}
+        found = self._early.results()
+        self._early = None
+        if not steady:
+            raise AttemptSpoiled
+        if self._deferred and scale != 1.0:
+            for tensor in found.values():
+                tensor.mul_(scale)
+        return found
+
+    def learn(self, exchange: int, reduced: Iterable[int], steady: bool) -> None:
+        """All workers know the same of an exchange: how the next one begins.
+
+        Args:
+            exchange: its number.
+            reduced: what it reduced.
+            steady: whether all workers' gradients stayed as autograd left them.
+        """
+        if not steady:
+            self._quiet_until = exchange + _QUIET
+        ready = steady and self._hooks and exchange >= self._quiet_until
+        # A backward pass finishes them roughly in the reverse order of their registration.
+        self._expected = tuple(sorted(reduced, reverse=True)) if ready else ()
+
+    def enter(self) -> None:
+        """A generation begins: not all of its members know what the last one has shown."""
+        self.abandon()
+        self._expected, self._quiet_until = (), 0
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self.abandon()
+        self._reducer.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

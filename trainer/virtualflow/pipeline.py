@@ -1,0 +1,316 @@
+"""A reduction under way between workers, bucket by bucket, and its beginning before the last backward pass has ended.
+
+Each bucket takes two collectives: an all-to-all brings every worker its piece of everybody's rows, and when that is
+summed in the shape of the tree, an all-gather returns it. While one bucket is summed, the next one travels.
+Collectives of one communicator must be started in the same order by all its members, so the order is fixed: bucket k+1
+sets out before bucket k returns, and the workers' heads set out behind the last bucket. :class:`Early` lets a thread of
+its own do this beside the backward pass, which only says which buckets are full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from virtualflow.accumulation import Parts, Tensors, add_one
+from virtualflow.assignment import tree_sum
+from virtualflow.buckets import Bucket
+from virtualflow.collectives import Collectives, Pending
+
+Keys = list[list[tuple[int, int]]]
+"""For each rank, the tree nodes that it contributes the sums of."""
+
+
+class Buffers:
+    """Message buffers, kept from step to step: fresh large ones cost page faults."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], Tensor] = {}
+
+    def get(self, name: tuple[object, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The buffer of that name; zeros when it is new."""
+        kept = self._kept.get((*name, dtype))
+        if kept is None or kept.shape != shape:
+            kept = self._kept[*name, dtype] = torch.zeros(shape, dtype=dtype)
+        return kept
+
+    def clear(self) -> None:
+        """Free them. A collective under way keeps its own alive."""
+        self._kept = {}
+
+
+class Pipeline:
+    """The reduction of some buckets among all members of a communicator.
+
+    Args:
+        collectives: the communicator.
+        virtual_nodes: how many there are.
+        keys: which tree nodes each member contributes the sums of.
+        buckets: what is reduced, in the order in which it sets out.
+        templates: one tensor per place, with its shape and device.
+        buffers: where messages are kept.
+        name: of its own ones among them.
+        scale: the factor of the sums.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        virtual_nodes: int,
+        keys: Keys,
+        buckets: Sequence[Bucket],
+        templates: Sequence[Tensor],
+        buffers: Buffers,
+        name: str,
+        scale: float,
+    ) -> None:
+        self._collectives = collectives
+        self._virtual_nodes = virtual_nodes
+        self._keys = keys
+        self._buckets = buckets
+        self._templates = templates
+        self._scale = scale
+        self.on_host = [all(templates[place].device.type == "cpu" for place in bucket.places) for bucket in buckets]
+        """Whether a bucket's tensors are on the CPU, so that they may be written one by one."""
+        self.rows = len(keys[collectives.rank])
+        """How many sums this worker contributes."""
+        size, every = collectives.size, sum(len(nodes) for nodes in keys)
+        self._flat = [
+            buffers.get((name, "flat", index), (self.rows * size * bucket.piece,), bucket.dtype)
+            for index, bucket in enumerate(buckets)
+        ]
+        """Messages, in pieces for each member; the sums come back to the front of them."""
+        self._incoming = [
+            buffers.get((name, "incoming", index), (every, bucket.piece), bucket.dtype)
+            for index, bucket in enumerate(buckets)
+        ]
+        self._submitted: SimpleQueue[int | None] = SimpleQueue()
+        self._head: Tensor | None = None
+        self.heads: Future[Tensor] = Future()
+        """The members' heads, uint8 ``[size, n]``."""
+        self._arrived: list[Future[None]] = [Future() for _ in buckets]
+
+    # --- by the thread that trains ------------------------------------------------------------------------------------
+
+    def segments(self, index: int, at: int, row: int) -> list[tuple[int, Tensor]]:
+        """Where the ``at``-th tensor of a bucket is to be written: (first element, stretch of the message)."""
+        bucket, flat = self._buckets[index], self._flat[index]
+        numel = self._templates[bucket.places[at]].numel()
+        return [
+            (first, flat[where : where + count]) for first, count, where in bucket.segments(at, numel, self.rows, row)
+        ]
+
+    def write(self, index: int, at: int, row: int, tensor: Tensor | None) -> None:
+        """Write one tensor of a row; a missing one is zero."""
+        values = None if tensor is None else tensor.reshape(-1)
+        for first, stretch in self.segments(index, at, row):
+            if values is None:
+                stretch.zero_()
+            else:
+                stretch.copy_(values[first : first + stretch.numel()])
+
+    def write_row(self, index: int, row: int, tensors: Tensors) -> None:
+        """Write all tensors of a row, of any device."""
+        bucket = self._buckets[index]
+        templates = [self._templates[place] for place in bucket.places]
+        if self.rows == 1:
+            flatten(self._flat[index][: bucket.total], tensors, templates)
+            return
+        if not self.on_host[index]:
+            joined = torch.cat([_or_zeros(t, like).reshape(-1) for t, like in zip(tensors, templates, strict=True)])
+            tensors = list(torch.split(joined.cpu(), [like.numel() for like in templates]))
+        for at, tensor in enumerate(tensors):
+            self.write(index, at, row, tensor)
+
+    def submit(self, index: int) -> None:
+        """A bucket is full; they are submitted in their order."""
+        self._submitted.put(index)
+
+    def close(self, head: Tensor | None) -> None:
+        """Nothing more comes, but perhaps a head."""
+        self._head = head
+        self._submitted.put(None)
+
+    def result(self, index: int) -> list[Tensor]:
+        """Wait for a bucket's sums: contiguous tensors, views of a buffer that the next reduction overwrites.
+
+        Raises:
+            CommunicatorBroken: they will not come.
+        """
+        self._arrived[index].result()
+        bucket, flat = self._buckets[index], self._flat[index]
+        tensors = []
+        for place, offset in zip(bucket.places, bucket.offsets, strict=True):
+            template = self._templates[place]
+            tensors.append(flat[offset : offset + template.numel()].view(template.shape).to(template.device))
+        return tensors
+
+    # --- by the thread that exchanges ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Carry it out; errors are told to those who wait for what is missing."""
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            if not self.heads.done():
+                self.heads.set_exception(error)
+            for waiting in self._arrived:
+                if not waiting.done():
+                    waiting.set_exception(error)
+
+    def _run(self) -> None:
+        outward: deque[tuple[int, Pending]] = deque()
+        homeward: list[tuple[int, Pending]] = []
+        while (index := self._submitted.get()) is not None:
+            outward.append((index, self._send(index)))
+            if len(outward) > 1:
+                homeward.append(self._sum_and_return(*outward.popleft()))
+        head = heads = None
+        if self._head is not None:
+            heads = torch.empty((self._collectives.size, self._head.numel()), dtype=torch.uint8)
+            head = self._collectives.start_all_gather(heads.view(-1), self._head)
+        while outward:
+            homeward.append(self._sum_and_return(*outward.popleft()))
+        if head is not None and heads is not None:
+            head.wait()
+            self.heads.set_result(heads)
+        for index, pending in homeward:
+            pending.wait()
+            self._arrived[index].set_result(None)
+
+    def _send(self, index: int) -> Pending:
+        row = self._buckets[index].piece * self._buckets[index].dtype.itemsize
+        out_sizes = [len(nodes) * row for nodes in self._keys]
+        in_sizes = [self.rows * row] * self._collectives.size
+        return self._collectives.start_all_to_all(
+            as_raw(self._incoming[index]), as_raw(self._flat[index]), out_sizes, in_sizes
+        )
+
+    def _sum_and_return(self, index: int, pending: Pending) -> tuple[int, Pending]:
+        pending.wait()
+        pieces = iter(self._incoming[index])
+        arrived = {node: next(pieces) for nodes in self._keys for node in nodes}
+        reduced = tree_sum(self._virtual_nodes, arrived, Tensor.add_)
+        if self._scale != 1.0:
+            reduced.mul_(self._scale)
+        whole = self._flat[index][: self._collectives.size * self._buckets[index].piece]
+        return index, self._collectives.start_all_gather(as_raw(whole), as_raw(reduced))
+
+
+class Early:
+    """A reduction that begins while the last virtual node's tensors come in, one by one.
+
+    Args:
+        pipeline: of these buckets.
+        buckets: what is reduced.
+        parts: the sums of the worker's range but for its last virtual node; used up as tensors come.
+        merges: with how many of the last of them that virtual node makes one.
+    """
+
+    def __init__(self, pipeline: Pipeline, buckets: Sequence[Bucket], parts: Parts, merges: int) -> None:
+        self._pipeline = pipeline
+        self._buckets = buckets
+        self._above = [tensors for _, tensors in parts[: len(parts) - merges]]
+        self._merged = [tensors for _, tensors in parts[len(parts) - merges :]]
+        self._where = {
+            place: (index, at) for index, bucket in enumerate(buckets) for at, place in enumerate(bucket.places)
+        }
+        self._missing = [len(bucket.places) for bucket in buckets]
+        self._staged: dict[tuple[int, int], Tensors] = {}
+        self._next = 0
+
+    def start(self, pool: Executor) -> None:
+        """Let a thread of the pool exchange what comes."""
+        pool.submit(self._pipeline.run)
+
+    @property
+    def places(self) -> frozenset[int]:
+        """What it reduces."""
+        return frozenset(self._where)
+
+    def give(self, place: int, tensor: Tensor | None) -> None:
+        """The last virtual node's contribution to a place, once for each; it does not change, and may after this."""
+        index, at = self._where[place]
+        for row, tensors in enumerate(self._above):
+            self._place(index, at, row, tensors[place])
+            tensors[place] = None
+        for tensors in reversed(self._merged[1:]):
+            tensor, tensors[place] = add_one(tensors[place], tensor), None
+        first = self._merged[0][place] if self._merged else None
+        if first is None or tensor is None or not self._pipeline.on_host[index]:
+            merged = add_one(first, tensor) if self._merged else tensor
+            self._place(index, at, len(self._above), merged)
+        else:  # The last addition writes the message, so that nothing is copied.
+            left, right = first.reshape(-1), tensor.reshape(-1)
+            for begin, stretch in self._pipeline.segments(index, at, len(self._above)):
+                end = begin + stretch.numel()
+                torch.add(left[begin:end], right[begin:end], out=stretch)
+        if self._merged:
+            self._merged[0][place] = None
+        self._missing[index] -= 1
+        self._submit_full()
+
+    def _place(self, index: int, at: int, row: int, tensor: Tensor | None) -> None:
+        if self._pipeline.on_host[index]:
+            self._pipeline.write(index, at, row, tensor)
+            return
+        # One copy to the host for the bucket, not one for each tensor.
+        staged = self._staged.setdefault((index, row), [None] * len(self._buckets[index].places))
+        staged[at] = tensor if tensor is None or row < len(self._above) or self._merged else tensor.clone()
+
+    def _submit_full(self) -> None:
+        while self._next < len(self._buckets) and self._missing[self._next] == 0:
+            for row in range(self._pipeline.rows):
+                staged = self._staged.pop((self._next, row), None)
+                if staged is not None:
+                    self._pipeline.write_row(self._next, row, staged)
+            self._pipeline.submit(self._next)
+            self._next += 1
+
+    def heads(self, head: Tensor) -> Tensor:
+        """Everything was given: exchange the heads, too, as uint8 ``[n]`` to ``[size, n]``.
+
+        Raises:
+            CommunicatorBroken: they will not come.
+        """
+        self._pipeline.close(head)
+        return self._pipeline.heads.result()
+
+    def results(self) -> dict[int, Tensor]:
+        """Wait for all sums, by place.
+
+        Raises:
+            CommunicatorBroken: they will not come.
+        """
+        return {
+            place: tensor
+            for index, bucket in enumerate(self._buckets)
+            for place, tensor in zip(bucket.places, self._pipeline.result(index), strict=True)
+        }
+
+    def abandon(self) -> None:
+        """Nothing more will be given."""
+        self._pipeline.close(None)
+
+
+def flatten(row: Tensor, tensors: Tensors, templates: Sequence[Tensor]) -> None:
+    """Copy tensors, of any device, one after the other into ``row``; a missing one is zero."""
+    pieces = [_or_zeros(t, template).reshape(-1) for t, template in zip(tensors, templates, strict=True)]
+    if all(piece.device == row.device for piece in pieces):
+        torch.cat(pieces, out=row)
+    else:
+        row.copy_(torch.cat(pieces))
+
+
+def _or_zeros(tensor: Tensor | None, template: Tensor) -> Tensor:
+    return torch.zeros_like(template, memory_format=torch.contiguous_format) if tensor is None else tensor
+
+
+def as_raw(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8 ``[n]``: gloo knows few types, and bytes are enough for it."""
+    return tensor.view(-1).view(torch.uint8)
