@@ -49,7 +49,7 @@ def records(draw: st.DrawFn) -> list[NodeRecord]:
     schema_names=st.sets(st.sampled_from(NAMES)),
     present=st.lists(st.booleans(), max_size=20),
     numbers=st.tuples(*[st.integers(0, 2**53)] * 4),
-    flags=st.tuples(st.booleans(), st.booleans()),
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     spare=st.integers(0, 3),
     copies=st.booleans(),
     alignment=st.sampled_from([1, 8, 16, 64]),
@@ -59,7 +59,7 @@ def test_a_head_is_read_as_it_was_written(
     schema_names: set[str],
     present: list[bool],
     numbers: tuple[int, int, int, int],
-    flags: tuple[bool, bool],
+    flags: tuple[bool, bool, bool],
     spare: int,
     copies: bool,
     alignment: int,
@@ -74,7 +74,7 @@ def test_a_head_is_read_as_it_was_written(
     head = form.read(block)
     assert (head.kind, head.exchange, head.layout) == (Kind.EVALUATE, exchange, layout)
     assert head.offer == Generation(incarnation, counter)
-    assert (head.wishes, head.more) == flags
+    assert (head.wishes, head.more, head.steady) == flags
     assert head.samples == tuple(record.samples for record in records)
     assert head.present == tuple(present)
     for record, row in zip(records, head.metrics, strict=True):
@@ -91,7 +91,9 @@ def test_a_head_is_read_as_it_was_written(
 def test_heads_of_one_generation_have_one_size_however_much_a_worker_carries() -> None:
     form = HeadFormat(Schema(("loss",)), 9, 5, 0, 16)
     sizes = {
-        form.write(Kind.TRAIN, 1, 2, Generation(0, 0), False, True, [True] * places, [NodeRecord()] * nodes).numel()
+        form.write(
+            Kind.TRAIN, 1, 2, Generation(0, 0), False, True, True, [True] * places, [NodeRecord()] * nodes
+        ).numel()
         for nodes in range(6)
         for places in range(10)
     }
@@ -100,7 +102,7 @@ def test_heads_of_one_generation_have_one_size_however_much_a_worker_carries() -
 
 def head(samples: list[int], rows: list[list[float | None]]) -> Head:
     metrics = tuple(tuple((0.0 if v is None else v, v is not None) for v in row) for row in rows)
-    return Head(Kind.TRAIN, 1, 0, Generation(0, 0), False, True, tuple(samples), (), metrics, b"")
+    return Head(Kind.TRAIN, 1, 0, Generation(0, 0), False, True, True, tuple(samples), (), metrics, b"")
 
 
 def hand_mean(samples: list[int], values: list[float | None]) -> float | None:
@@ -179,8 +181,8 @@ def test_layouts_differ_where_one_worker_would_misread_another() -> None:
         ({"weight": weight}, Schema(("a",), ("b", "c"), ())),
         ({"weight": weight}, Schema()),
     ]
-    assert len({layout_hash(parameters, schema) for parameters, schema in layouts}) == len(layouts)
-    assert layout_hash({"weight": weight + 1}, schema) == layout_hash({"weight": weight}, schema)
+    assert len({layout_hash(parameters.items(), schema) for parameters, schema in layouts}) == len(layouts)
+    assert layout_hash({"weight": weight + 1}.items(), schema) == layout_hash({"weight": weight}.items(), schema)
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
@@ -371,7 +373,7 @@ def test_other_buffers_are_copied_through_a_head() -> None:
     form = HeadFormat(schema, 0, 2, tracker.copied_bytes(schema), 16)
     # The first virtual node with samples counts.
     block = form.write(
-        Kind.TRAIN, 1, 0, Generation(0, 0), False, False, [], [NodeRecord(0), NodeRecord(4, copied=copied)]
+        Kind.TRAIN, 1, 0, Generation(0, 0), False, False, True, [], [NodeRecord(0), NodeRecord(4, copied=copied)]
     )
     arrived = other.read_copied(schema, form.read(block).copied)
     other.commit(arrived)

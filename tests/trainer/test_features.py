@@ -31,11 +31,13 @@ class Case:
     optimizer: torch.optim.Optimizer
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     options: dict[str, Any] = field(default_factory=dict)
+    inside: Callable[[Any, nn.Module], Any] = nothing
+    """After each ``backward``."""
     before: Callable[[Any, nn.Module], Any] = nothing
     after: Callable[[Any, nn.Module], Any] = nothing
 
 
-CHANGES_GRADIENTS: set[str] = set()
+CHANGES_GRADIENTS = {"gradients_clipped_in_each_virtual_node", "a_second_backward_in_each_virtual_node"}
 """Those whose code changes gradients after ``backward``, so that none of them may set out before."""
 
 CASES: dict[str, Callable[[], Case]] = {}
@@ -70,6 +72,49 @@ def clipping_by_norm() -> Case:
 def clipping_by_value() -> Case:
     model = mlp()
     return Case(model, torch.optim.SGD(model.parameters(), 0.5), squares, {"clip_grad_value": 0.003})
+
+
+def clip_here(step: Any, model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+
+
+@case
+def gradients_clipped_in_each_virtual_node() -> Case:
+    model = mlp()
+    return Case(model, torch.optim.SGD(model.parameters(), 0.5), squares, inside=clip_here)
+
+
+@case
+def a_second_backward_in_each_virtual_node() -> Case:
+    def penalty(step: Any, model: nn.Module) -> None:
+        sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+
+    model = mlp()
+    return Case(model, torch.optim.SGD(model.parameters(), 0.05), squares, inside=penalty)
+
+
+@case
+def gradients_that_are_replaced_in_some_steps() -> Case:
+    """Nobody can know before: what has set out already must be taken back, and the attempt be repeated by all."""
+
+    def replace(step: Any, model: nn.Module) -> None:
+        if step.number in (5, 7):
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad * 0.5
+
+    model = mlp()
+    return Case(model, torch.optim.SGD(model.parameters(), 0.5), squares, inside=replace)
+
+
+@case
+def gradients_set_by_hand_without_backward() -> Case:
+    def by_hand(step: Any, model: nn.Module) -> None:
+        model.by_hand.grad = torch.full((3,), 0.01 * step.number)  # type: ignore[union-attr]
+
+    model = mlp()
+    model.by_hand = nn.Parameter(torch.ones(3))
+    return Case(model, torch.optim.SGD(model.parameters(), 0.5), squares, inside=by_hand)
 
 
 @case
@@ -336,6 +381,7 @@ def train(name: str, virtual_nodes: int, victim: str = "") -> Trained:
             for x, y in step:
                 loss = made.loss(made.model, x, y)
                 loss.backward()
+                made.inside(step, made.model)
                 step.log(loss=loss)
                 if step.number == 6:
                     die_here(victim)

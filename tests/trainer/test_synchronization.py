@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_jobs import ElasticJob, Trained, alone, die_here, trained
+from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, die_here, trained
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
+from virtualflow.collectives import Pending
 from virtualflow.communicator import Communicator
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.settings import ENV_WORKER, MembershipSettings
@@ -41,18 +43,25 @@ class Counting(nn.Module):
 def break_collective(number: int, how: str) -> None:
     """Let this process fail at a collective: ``killed`` before it, or told that it ``broke`` after it."""
     calls = 0
-    finish = Communicator._finish
+    start = Communicator._start
 
-    def failing(self: Communicator, start: Any) -> None:
+    @dataclass
+    class Breaking:
+        pending: Pending
+
+        def wait(self) -> None:
+            self.pending.wait()
+            raise CommunicatorBroken("injected by the test")
+
+    def failing(self: Communicator, begin: Any) -> Pending:
         nonlocal calls
         calls += 1
         if calls == number and how == "killed":
             die_here(os.environ[ENV_WORKER])
-        finish(self, start)
-        if calls == number and how == "broke":
-            raise CommunicatorBroken("injected by the test")
+        pending = start(self, begin)
+        return Breaking(pending) if calls == number and how == "broke" else pending
 
-    Communicator._finish = failing  # type: ignore[method-assign]
+    Communicator._start = failing  # type: ignore[method-assign]
 
 
 def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
@@ -88,19 +97,31 @@ def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
     return trained(run, model, optimizer, (dict(step.metrics), rates, sums), scheduler.last_epoch)
 
 
+COLLECTIVES = pytest.mark.parametrize(
+    ("exchange", "numbers"),
+    [pytest.param("late", range(2, 19, 2), id="late"), pytest.param("early", range(3, 28, 3), id="early")],
+)
+"""Which of a worker's collectives fails; exchanges that begin during the backward pass take more of them."""
+
+
+@COLLECTIVES
 def test_one_worker_is_told_that_a_collective_broke_after_it_had_worked_for_the_others(
-    start_job: Callable[..., ElasticJob],
+    exchange: str, numbers: range, start_job: Callable[..., ElasticJob]
 ) -> None:
     reference = alone(train)
-    for number in range(2, 19):
-        job = start_job(train, "worker-1", number, "broke", workers=3, membership=HASTY)
+    for number in numbers:
+        environment = {EXCHANGE: exchange}
+        job = start_job(train, "worker-1", number, "broke", workers=3, membership=HASTY, environment=environment)
         assert job.results() == [reference] * 3, f"collective {number}"
 
 
-def test_a_worker_is_killed_at_any_collective(start_job: Callable[..., ElasticJob]) -> None:
+@COLLECTIVES
+def test_a_worker_is_killed_at_any_collective(
+    exchange: str, numbers: range, start_job: Callable[..., ElasticJob]
+) -> None:
     reference = alone(train)
-    for number in range(2, 19, 2):
-        job = start_job(train, "worker-1", number, "killed", workers=3)
+    for number in numbers:
+        job = start_job(train, "worker-1", number, "killed", workers=3, environment={EXCHANGE: exchange})
         assert job.results() == [reference] * 2, f"collective {number}"
 
 

@@ -60,14 +60,18 @@ class Accumulator:
 
 def add_tensors(left: Tensors, right: Tensors) -> Tensors:
     """``left + right`` element by element, in place in ``left`` where both are there."""
-    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    lefts: list[Tensor] = []
+    rights: list[Tensor] = []
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
-        if (a is None) != (b is None):
+        if a is not None and b is not None:
+            lefts.append(a)
+            rights.append(b)
+        elif a is not None or b is not None:
             there = a if a is not None else b
             assert there is not None
             left[index] = there.add_(0.0) if there.is_floating_point() or there.is_complex() else there
+    if lefts:
+        torch._foreach_add_(lefts, rights)
     return left
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -204,9 +204,9 @@ def combine_metrics(schema: Schema, virtual_nodes: int, heads: Sequence[Head]) -
     return combined
 
 
-def layout_hash(parameters: Mapping[str, Tensor], schema: Schema) -> int:
+def layout_hash(parameters: Iterable[tuple[str, Tensor]], schema: Schema) -> int:
     """A number that differs when two workers would misread each other's exchange."""
-    described = [[name, list(p.shape), str(p.dtype)] for name, p in parameters.items()]
+    described = [[name, list(p.shape), str(p.dtype)] for name, p in parameters]
     text = json.dumps([described, schema.to_json()])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
@@ -273,19 +273,24 @@ class BufferTracker:
 
         Buffers of the schema are always among them; the values are copies.
         """
-        self._refuse_strangers()
         averaged: dict[str, Tensor] = {}
         copied: dict[str, Tensor] = {}
+        in_place: list[_Buffer] = []
+        values: list[Tensor] = []
+        known = {*schema.averaged, *schema.copied}
         for name, buffer in self._buffers.items():
-            if name not in schema.averaged and name not in schema.copied and not buffer.differs():
+            if name not in known and not buffer.differs():
                 continue
             present = buffer.module._buffers[buffer.attribute]
+            target = averaged if _averages(buffer.tensor) else copied
+            if present is buffer.tensor:
+                target[name] = torch.empty_like(present, memory_format=torch.contiguous_format)
+                in_place.append(buffer)
+                values.append(target[name])
+                continue
             value = buffer.baseline if present is None else present.detach()
             if value.shape != buffer.tensor.shape:
-                if buffer.attribute not in buffer.module._non_persistent_buffers_set or name in {
-                    *schema.averaged,
-                    *schema.copied,
-                }:
+                if buffer.attribute not in buffer.module._non_persistent_buffers_set or name in known:
                     raise ConfigurationError(
                         f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} "
                         "in a forward pass, so virtual nodes cannot be averaged; give it its shape from the start"
@@ -294,12 +299,15 @@ class BufferTracker:
                 buffer.tensor = buffer.tensor if present is None else present
                 buffer.baseline = value.clone()
                 continue
-            target = averaged if _averages(buffer.tensor) else copied
             target[name] = value.to(buffer.tensor.dtype, copy=True).reshape(buffer.tensor.shape)
             buffer.put(buffer.baseline)
+        if in_place:
+            with torch.no_grad():
+                torch._foreach_copy_(values, [buffer.tensor for buffer in in_place])
+                torch._foreach_copy_([buffer.tensor for buffer in in_place], [buffer.baseline for buffer in in_place])
         return averaged, copied
 
-    def _refuse_strangers(self) -> None:
+    def refuse_strangers(self) -> None:
         """Refuse what no virtual node could start anew from: buffers that came, and tied ones that were replaced.
 
         Raises:
@@ -337,11 +345,15 @@ class BufferTracker:
 
     def commit(self, values: Mapping[str, Tensor]) -> None:
         """Set the combined values; every other buffer keeps its baseline."""
-        for name, value in values.items():
-            buffer = self._buffers[name]
-            copied = value.detach().to(buffer.tensor.device, buffer.tensor.dtype, copy=True)
-            buffer.baseline = copied.reshape(buffer.tensor.shape)
-            buffer.put(buffer.baseline)
+        if not values:
+            return
+        buffers = [self._buffers[name] for name in values]
+        shaped = [value.reshape(buffer.tensor.shape) for buffer, value in zip(buffers, values.values(), strict=True)]
+        with torch.no_grad():
+            torch._foreach_copy_([buffer.baseline for buffer in buffers], shaped)
+            torch._foreach_copy_([buffer.tensor for buffer in buffers], [buffer.baseline for buffer in buffers])
+        for buffer in buffers:
+            buffer.module._buffers[buffer.attribute] = buffer.tensor
 
     def templates(self, names: Sequence[str]) -> list[Tensor]:
         """One tensor per name, with its shape, dtype and device."""

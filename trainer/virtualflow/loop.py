@@ -367,7 +367,6 @@ class Run:
         """Give a micro-batch to the user's code, with the random streams of its virtual node."""
         self._metrics = {}
         if batch.size:
-            self.update.clear_gradients()
             seed_virtual_node(self._options.seed, number, node)
             yield batch.data
 

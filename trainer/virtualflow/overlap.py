@@ -11,10 +11,11 @@ exchanged behind the heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from virtualflow.accumulation import Accumulator
 from virtualflow.collectives import Collectives
@@ -41,11 +42,11 @@ class Overlap:
     def __init__(self, parameters: Sequence[nn.Parameter], reducer: Reducer, worthwhile: bool) -> None:
         self._parameters = parameters
         self._reducer = reducer
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, place))
-            for place, parameter in enumerate(parameters)
-            if worthwhile and parameter.requires_grad
-        ]
+        self._hooks: list[RemovableHandle] = []
+        for place, parameter in enumerate(parameters):
+            if worthwhile and parameter.requires_grad:
+                register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+                self._hooks.append(register(partial(self._on_gradient, place)))
         self._expected: tuple[int, ...] = ()
         """What the last exchange of this generation reduced, if it showed that the next one may begin early."""
         self._quiet_until = 0

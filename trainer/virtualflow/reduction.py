@@ -12,6 +12,7 @@ not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there wou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -76,12 +77,15 @@ class Reducer:
         places = [place for place, there in enumerate(present) if there]
         if collectives.size == 1:
             total = tree_sum(self._virtual_nodes, dict(parts), add_tensors)
-            for place in places:
-                tensor = total[place]
-                assert tensor is not None  # nobody else could have contributed
-                # Not torch._foreach_mul_, which rounds the factor to the type of the tensors first.
-                tensor = tensor.contiguous()
-                result[place] = tensor if scale == 1.0 else tensor.mul_(scale)
+            # What is present was contributed by this worker: there is no other.
+            found = [tensor.contiguous() for tensor in (total[place] for place in places) if tensor is not None]
+            if found and _is_power_of_two(scale):
+                torch._foreach_mul_(found, scale)
+            else:  # The other would round the factor to the type of the tensors first.
+                for tensor in found:
+                    tensor.mul_(scale)
+            for place, tensor in zip(places, found, strict=True):
+                result[place] = tensor
             return result
         keys = self._keys(ranges)
         small = self._small_places(keys, templates, places)
@@ -182,3 +186,8 @@ class Reducer:
             (place, piece.view(templates[place].shape).to(templates[place].device))
             for place, piece in zip(places, pieces, strict=True)
         ]
+
+
+def _is_power_of_two(factor: float) -> bool:
+    """Whether every floating-point type holds that factor as it is."""
+    return math.frexp(factor)[0] == 0.5 and 2.0**-14 <= factor <= 1.0

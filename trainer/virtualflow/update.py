@@ -92,10 +92,10 @@ class Update:
         large = sum(p.numel() * p.itemsize for p in self._all_parameters) > settings.small_exchange // 2
         self._overlap = Overlap(self._all_parameters, self._reducer, large)
         self._steady = True
-        self._parameters: dict[str, nn.Parameter] = {}
-        """Those that are trained in the present attempt."""
-        self._trained: list[bool] = []
-        """Which of all parameters are among them."""
+        self._names = [name for name, _ in model.named_parameters()]
+        self._trained: tuple[bool, ...] = ()
+        """Which of all parameters are trained in the present attempt."""
+        self._layout: tuple[object, int] = (None, 0)
         self._given: list[bool] = []
         """Which of all parameters a virtual node of this worker had a gradient for."""
 
@@ -103,8 +103,7 @@ class Update:
 
     def begin(self, carried: range) -> None:
         """Start an attempt over the virtual nodes ``carried``."""
-        self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._trained = [parameter.requires_grad for parameter in self._all_parameters]
+        self._trained = tuple(parameter.requires_grad for parameter in self._all_parameters)
         self._given = [False] * len(self._all_parameters)
         self._overlap.abandon()
         self._accumulator.clear()
@@ -157,12 +156,14 @@ class Update:
             if gradient is None:
                 continue
             if gradient.is_sparse:
-                name = next(n for n, p in self._parameters.items() if p is self._all_parameters[index])
                 raise ConfigurationError(
-                    f"parameter {name} has a sparse gradient, which cannot be summed canonically; make it dense "
-                    "(nn.Embedding(..., sparse=False))"
+                    f"parameter {self._names[index]} has a sparse gradient, which cannot be summed canonically; make "
+                    "it dense (nn.Embedding(..., sparse=False))"
                 )
-            gradients[index] = None if index in under_way else gradient.detach()
+            if index in under_way:
+                gradients[index] = None
+            elif gradient.requires_grad:  # after backward(create_graph=True)
+                gradients[index] = gradient.detach()
             self._given[index] = True
         if samples != self._micro_batch:
             for gradient in gradients:
@@ -199,6 +200,7 @@ class Update:
             VirtualFlowError: the workers do not run the same code.
         """
         self.contributed = True
+        self.buffers.refuse_strangers()
         heads, form = self._agree_on_heads(communicator, ranges, number, offer, more)
         samples = sum(sum(head.samples) for head in heads)
         if samples == 0:
@@ -235,7 +237,7 @@ class Update:
             form = self.head_format(ranges)
             mine = self._wanted_schema()
             wishes = mine.merge(self.schema) != self.schema
-            layout = layout_hash(self._parameters, self.schema)
+            layout = self._layout_hash()
             block = form.write(
                 Kind.TRAIN, number, layout, offer, wishes, more, self._steady, self._present(), self._complete_records()
             )
@@ -254,6 +256,13 @@ class Update:
             for raw in gather_bytes(communicator, as_bytes(json.dumps(mine.to_json())), self._alignment):
                 merged = merged.merge(Schema.from_json(json.loads(raw.numpy().tobytes())))
             self.schema = merged
+
+    def _layout_hash(self) -> int:
+        key = (self._trained, self.schema)
+        if self._layout[0] != key:
+            described = zip(self._names, self._all_parameters, self._trained, strict=True)
+            self._layout = key, layout_hash(((name, p) for name, p, trained in described if trained), self.schema)
+        return self._layout[1]
 
     def head_format(self, ranges: Sequence[range]) -> HeadFormat:
         """The format of heads among members that carry ``ranges``."""
