@@ -21,6 +21,7 @@ from virtualflow_operator.view import Job, Link, Node, Pod, Service, format_time
 NOW = 1_700_000_000.0
 SETTINGS = OperatorSettings(image="virtualflow-operator:test")
 Spec = dict[str, Any]
+RAISED = LastWord("failed", step=40, error="ValueError: odd batch", traceback="Traceback\n  train.py\nValueError: odd")
 
 
 def container(**fields: Any) -> Spec:
@@ -173,6 +174,10 @@ def change(counter: int, cause: str = "join", **facts: Any) -> Change:
         reason=facts.pop("reason", "digits-workers-1 joins"),
         **(values | facts),
     )
+
+
+def verdict_of(raw: Spec, error: str = "", at: float = NOW - 1) -> Verdict:
+    return Verdict(resources.templates_hash(read_job(raw)), at, error)
 
 
 def link(status: Status | None, *, connected: bool = True, since: float = NOW - 50, pod: str = "coordinator-0") -> Link:

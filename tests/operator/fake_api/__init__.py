@@ -1,6 +1,6 @@
 """An API server for tests: what the operator sees of a real one, in this process, with faults at will.
 
-``test_api_contract.py`` holds it equal to a real kube-apiserver. What it leaves out: admission plug-ins, RBAC,
+``test_api_contract_*.py`` hold it equal to a real kube-apiserver. What it leaves out: admission plug-ins, RBAC,
 strategic merge patches, server-side apply, OpenAPI, several versions of one kind, schedulers, kubelets and controllers
 other than the garbage collector. Pods move only when the test moves them.
 """
