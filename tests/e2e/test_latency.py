@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 from cluster import Metrics, Object, median_bound, until
@@ -73,19 +74,23 @@ def spent(before: Metrics, after: Metrics, name: str) -> float:
 
 def test_a_scaled_up_job_trains_with_the_new_worker_a_second_after_its_start_up_time(start: Start) -> None:
     job = start(digits("joined", steps=100_000, pause=0.05, replicas=1))
-    job.wait_training(1)
-    changes = job.coordinator_status()["changesTotal"]
-    begun = time.time()
-    job.kubectl("scale", "vfj", "joined", "--replicas=2")
-    change(job, changes, "join", "resize")
-    trained = time.time()
-    worker = max(job.workers(), key=lambda pod: pod["metadata"]["creationTimestamp"])["metadata"]["name"]
-    started = float(job.kubectl("exec", worker, "--", "python", "-c", AGE))
-    print(
-        f"from kubectl scale to the first step with the new worker: {trained - begun:.2f} s, of which its container "
-        f"took {trained - started:.2f} s to start up, and {started - begun:.2f} s passed before"
-    )
-    assert started - begun <= 2.0  # 1 s is the aim, which a kubelet on a busy machine may miss by itself
+    waited = []
+    for _ in range(3):
+        job.wait_training(1)
+        changes = job.coordinator_status()["changesTotal"]
+        begun = time.time()
+        job.kubectl("scale", "vfj", "joined", "--replicas=2")
+        change(job, changes, "join", "resize")
+        trained = time.time()
+        worker = max(job.workers(), key=lambda pod: pod["metadata"]["creationTimestamp"])["metadata"]["name"]
+        started = float(job.kubectl("exec", worker, "--", "python", "-c", AGE))
+        print(
+            f"from kubectl scale to the first step with the new worker: {trained - begun:.2f} s, of which its "
+            f"container took {trained - started:.2f} s to start up, and {started - begun:.2f} s passed before"
+        )
+        waited.append(started - begun)
+        job.kubectl("scale", "vfj", "joined", "--replicas=1")
+    assert median(waited) <= 1.0, waited
 
 
 def test_a_power_cut_is_survived_within_the_heartbeat_limit_and_two_seconds(installed: Installed, start: Start) -> None:
