@@ -14,6 +14,7 @@ import yaml
 from fake_api import FakeApi
 from fake_api.store import Change
 from kubelet import Kubelet
+from rights import documented
 from running import OperatorProcess, write_kubeconfig
 
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_ROLE, WORKER
@@ -35,6 +36,12 @@ QUICK: dict[str, Any] = {
 }
 FLAGS = ["--image=operator:test", "--health-port=0", "--metrics-port=0", "--lease-seconds=60"]
 
+RIGHTS = {
+    (resource, verb)
+    for where in ("where its jobs are", "everywhere", "own namespace")
+    for _, resource, verb, _ in documented(where)
+}
+"""What the operator may do with what."""
 WRITES = ("create", "update", "patch", "delete")
 
 
@@ -223,6 +230,9 @@ async def staged(directory: Path) -> AsyncIterator[Stage]:
             await stage.kubelet.close()
     for process in stage.operators:
         assert "Traceback (most recent" not in process.output(), f"a defect:\n{process.output()[-4_000:]}"
+    resources = {resource for resource, _ in RIGHTS}
+    used = {(request.resource, request.verb) for request in server.requests if request.resource in resources}
+    assert used <= RIGHTS, f"docs/security.md gives no right to {used - RIGHTS}"
 
 
 def play(directory: Path, story: Callable[[Stage], Awaitable[None]], seconds: float = 90.0) -> None:

@@ -6,7 +6,6 @@ from rendering import (
     DEFAULTS,
     NAMESPACE,
     NAMESPACED,
-    ROOT,
     Object,
     each_set,
     of_kind,
@@ -14,9 +13,7 @@ from rendering import (
     render,
     with_helm,
 )
-
-Rule = tuple[str, str, str, str]
-"""API group, resource, verb, and the only name that it holds for (empty: any)."""
+from rights import Rule, documented
 
 
 def rights(table: str) -> set[Rule]:
@@ -26,19 +23,6 @@ def rights(table: str) -> set[Rule]:
         group, resources, verbs, *name = line.split()
         for resource in resources.split(","):
             rules |= {("" if group == "-" else group, resource, verb, "".join(name)) for verb in verbs.split(",")}
-    return rules
-
-
-def documented(where: str) -> set[Rule]:
-    """Return the rights that the table of docs/security.md gives the operator there."""
-    rules = set()
-    for line in (ROOT / "docs" / "security.md").read_text().splitlines():
-        cells = [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
-        if len(cells) == 5 and cells[3] == where:
-            resource, _, name = cells[1].partition(" named ")
-            group = "" if cells[0] == "core" else cells[0]
-            rules |= {(group, resource, verb, name) for verb in cells[2].split(", ")}
-    assert rules, f"docs/security.md has no rights {where!r}"
     return rules
 
 
