@@ -85,6 +85,7 @@ def portray(
 
 
 _Aspect = tuple[ConditionType, Truth, str, str]
+_OF_WHAT_RUNS: tuple[ConditionType, ...] = ("Ready", "Progressing", "Degraded")
 
 
 def _phase(status: JobStatus, begun: bool, live: bool, now: float) -> Phase:
@@ -336,9 +337,7 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         status,
         job,
         now,
-        ("Ready", "False", reasons.SUSPENDED, "The job is suspended."),
-        ("Progressing", "False", reasons.SUSPENDED, "The job is suspended; set spec.suspend to false to resume it."),
-        ("Degraded", "False", reasons.SUSPENDED, "The job is suspended."),
+        *_at_rest(reasons.SUSPENDED, "The job is suspended; set spec.suspend to false to resume it."),
         ("Suspended", "True", reasons.SUSPENDED, f"The workers have left. {kept}"),
     )
 
@@ -379,8 +378,11 @@ def _over(status: JobStatus, job: Job, now: float, reason: str, message: str, wh
         status,
         job,
         now,
-        ("Ready", "False", reasons.FINISHED, "The job is over."),
-        ("Progressing", "False", reasons.FINISHED, "The job is over."),
-        ("Degraded", "False", reasons.FINISHED, "The job is over."),
+        *_at_rest(reasons.FINISHED, "The job is over."),
         (which, "True", reason, message),
     )
+
+
+def _at_rest(reason: str, message: str) -> tuple[_Aspect, ...]:
+    """Nothing runs, and nothing is to, for one reason."""
+    return tuple((kind, "False", reason, message) for kind in _OF_WHAT_RUNS)

@@ -26,6 +26,7 @@ from aiohttp import WSMsgType, web
 from apiserver import api_server, free_port, running
 from cluster import until
 
+from statuses import coordinator_status
 from virtualflow import messages as m
 from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE, PLURAL, WORKER
 from virtualflow_operator.kube import JOBS, PODS, ApiError, KubeApi, Resource
@@ -69,36 +70,8 @@ def training(name: str) -> m.Status:
         m.WorkerStatus(f"{name}-workers-{n}", f"process-{n}", ADDRESS, 1, "training", 2 * n, 2 * n + 2)
         for n in range(WORKERS)
     )
-    return m.Status(
-        phase="training",
-        incarnation=1,
-        generation=1,
-        virtual_nodes=8,
-        wanted=WORKERS,
-        minimum=1,
-        workers=workers,
-        lost=(),
-        proposed=None,
-        proposed_workers=(),
-        prepared=False,
-        reason="3 workers training",
-        step=7,
-        total_steps=600,
-        epoch=0,
-        metrics={"loss": 0.5},
-        steps_per_second=30.0,
-        step_ms=None,
-        hold=None,
-        last_change=None,
-        changes=(),
-        changes_total=0,
-        repeated_steps=0,
-        events=(),
-        digest=None,
-        optimizer_digest=None,
-        error=None,
-        traceback=None,
-    )
+    facts = {"step": 7, "total_steps": 600, "metrics": {"loss": 0.5}, "steps_per_second": 30.0}
+    return coordinator_status("training", *workers, wanted=WORKERS, reason="3 workers training", **facts)
 
 
 @asynccontextmanager

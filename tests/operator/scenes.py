@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
+from statuses import coordinator_status
 from virtualflow.messages import Change, Generation, LastWord, LostWorker, Status, WorkerStatus, encode
 from virtualflow_operator import resources
 from virtualflow_operator.decision import Scene, Verdict
@@ -128,42 +127,7 @@ def given_up(pod: Pod, reason: str = "silent for 5 s") -> LostWorker:
     return LostWorker(pod.name, f"process-of-{pod.uid}", pod.ip, reason)
 
 
-_NOTHING = Status(
-    phase="waiting",
-    incarnation=1,
-    generation=0,
-    virtual_nodes=8,
-    wanted=2,
-    minimum=1,
-    workers=(),
-    lost=(),
-    proposed=None,
-    proposed_workers=(),
-    prepared=False,
-    reason="",
-    step=0,
-    total_steps=None,
-    epoch=0,
-    metrics={},
-    steps_per_second=0.0,
-    step_ms=None,
-    hold=None,
-    last_change=None,
-    changes=(),
-    changes_total=0,
-    repeated_steps=0,
-    events=(),
-    digest=None,
-    optimizer_digest=None,
-    error=None,
-    traceback=None,
-)
-
-
-def remote(phase: str = "training", *workers: WorkerStatus, **facts: Any) -> Status:
-    """The coordinator's status."""
-    begun: dict[str, Any] = {"generation": 1, "step": 40, "total_steps": 100} if phase != "waiting" else {}
-    return msgspec.structs.replace(_NOTHING, phase=phase, workers=workers, **(begun | facts))
+remote = coordinator_status
 
 
 def change(counter: int, cause: str = "join", **facts: Any) -> Change:

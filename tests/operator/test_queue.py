@@ -319,19 +319,25 @@ def test_stopping_begins_nothing_and_waits_for_what_runs() -> None:
     run(story())
 
 
+async def endless() -> tuple[WorkQueue[str], asyncio.Task[None], list[str]]:
+    """A queue with a run that does not end by itself, its task, and the list that it is put on when it is cancelled."""
+    queue, ended = WorkQueue[str](SETTINGS), list[str]()
+
+    async def process(key: str) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(key)
+
+    task = asyncio.create_task(queue.run(process))
+    queue.add("a")
+    await asyncio.sleep(1)
+    return queue, task, ended
+
+
 def test_what_does_not_end_in_time_at_the_stop_is_cancelled() -> None:
     async def story() -> None:
-        queue, ended = WorkQueue[str](SETTINGS), list[str]()
-
-        async def process(key: str) -> None:
-            try:
-                await asyncio.sleep(1000)
-            finally:
-                ended.append(key)
-
-        task = asyncio.create_task(queue.run(process))
-        queue.add("a")
-        await asyncio.sleep(1)
+        queue, task, ended = await endless()
         queue.stop()
         begin = now()
         await task
@@ -343,17 +349,7 @@ def test_what_does_not_end_in_time_at_the_stop_is_cancelled() -> None:
 
 def test_cancelling_the_queue_cancels_its_runs() -> None:
     async def story() -> None:
-        queue, ended = WorkQueue[str](SETTINGS), list[str]()
-
-        async def process(key: str) -> None:
-            try:
-                await asyncio.sleep(1000)
-            finally:
-                ended.append(key)
-
-        task = asyncio.create_task(queue.run(process))
-        queue.add("a")
-        await asyncio.sleep(1)
+        _, task, ended = await endless()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from statuses import coordinator_status
 from virtualflow.errors import ConfigurationError
 from virtualflow.local.schedule import (
     Group,
@@ -134,36 +135,9 @@ def _status(carrying: str, *, proposed: str | None = None, prepared: bool = Fals
         WorkerStatus(f"worker-{letter}", letter, "127.0.0.1", 1, state, index, index + 1)  # type: ignore[arg-type]
         for index, letter in enumerate(carrying)
     )
-    return Status(
-        phase="training",
-        incarnation=1,
-        generation=1,
-        virtual_nodes=8,
-        wanted=len(carrying),
-        minimum=1,
-        workers=workers,
-        lost=(),
-        proposed=None if proposed is None else 2,
-        proposed_workers=tuple(proposed or ""),
-        prepared=prepared,
-        reason="",
-        step=20,
-        total_steps=120,
-        epoch=0,
-        metrics={},
-        steps_per_second=1.0,
-        step_ms=None,
-        hold=None,
-        last_change=None,
-        changes=(),
-        changes_total=0,
-        repeated_steps=0,
-        events=(),
-        digest=None,
-        optimizer_digest=None,
-        error=None,
-        traceback=None,
-    )
+    generation = None if proposed is None else 2
+    facts = {"proposed": generation, "proposed_workers": tuple(proposed or ""), "prepared": prepared}
+    return coordinator_status("training", *workers, wanted=len(carrying), step=20, total_steps=120, **facts)
 
 
 def _staff(letters: str) -> list[Staff | None]:
