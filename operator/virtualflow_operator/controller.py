@@ -125,8 +125,8 @@ class Controller:
             if job.spec.managed_by not in (None, "", MANAGER):
                 return None  # another controller's
             if body["metadata"].get("deletionTimestamp"):
-                await self._end(key, [pod for pod in self._store.pods_of(key) if pod.owner == job.uid])
-                self._links.drop(key)
+                if not await self._dismiss(key, [pod for pod in self._store.pods_of(key) if pod.owner == job.uid]):
+                    self._links.drop(key)
                 return None
             return await self._reconcile(key, job, touched)
 
@@ -301,7 +301,8 @@ class Controller:
                 self._store.jobs.put(await self._api.get(JOBS, *key))
                 return 0.0  # it is there after all
             except NotFound:
-                await self._end(key, [pod for pod in pods if pod.owner])
+                if await self._dismiss(key, [pod for pod in pods if pod.owner]):
+                    return None  # the end of a pod or of the coordinator wakes it again
         self._links.drop(key)
         memory = self._memories.pop(key, None)
         if memory is not None:
@@ -309,6 +310,16 @@ class Controller:
         self._metrics.forget_job(*key)
         self._store.forget_job(key)
         return None
+
+    async def _dismiss(self, key: Key, pods: list[Pod]) -> bool:
+        """End the pods of a deleted job; whether its workers are leaving together, for which they need the coordinator.
+
+        The garbage collector deletes the coordinator as well, and may be faster: then each waits for its grace alone.
+        """
+        working = any(pod.role == WORKER and not pod.finished for pod in pods)
+        leaving = working and await self._links.stop(key, "the job is deleted")
+        await self._end(key, [pod for pod in pods if not (leaving and pod.role == COORDINATOR)])
+        return leaving
 
     async def _clear_predecessor(self, key: Key, job: Job) -> None:
         """Pods of an earlier job of this name stand in the way of this one's."""

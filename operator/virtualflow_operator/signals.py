@@ -19,7 +19,7 @@ from virtualflow.settings import SignalSettings
 from virtualflow.signals import CallRefused, CoordinatorClient, CoordinatorUnreachable
 from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.metrics import Metrics
-from virtualflow_operator.plan import Call, TellDrain, TellGone, TellScale
+from virtualflow_operator.plan import Call, TellDrain, TellGone, TellScale, TellStop
 from virtualflow_operator.resources import derive_token
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.store import Key
@@ -121,6 +121,13 @@ class Links:
             return "unreachable"
         self._metrics.coordinator_call(name, "ok")
         return "ok"
+
+    async def stop(self, key: Key, reason: str) -> bool:
+        """Have all workers of a job leave behind the same step; whether its coordinator sees to it."""
+        link = self.view(key)
+        if link is None or not link.connected or link.status is None or link.status.phase in ("done", "failed"):
+            return False
+        return link.status.phase == "stopped" or await self.send(key, TellStop(reason)) == "ok"
 
     async def _listen(self, key: Key, line: _Line) -> None:
         """Follow the coordinator's status for as long as the connection is wanted."""

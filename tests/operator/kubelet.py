@@ -55,6 +55,8 @@ class CoordinatorPod:
         job = self.coordinator.job
         for name in ("gone", "drain"):
             setattr(job, name, self._noting(getattr(job, name), told))
+        stop = job.request_stop
+        job.request_stop = lambda reason: (told(m.StopCall(reason)), stop(reason))[1]  # type: ignore[method-assign]
         self._address, self._runner = (
             address,
             web.AppRunner(self.coordinator.application(), access_log=None, shutdown_timeout=0.05),

@@ -367,6 +367,31 @@ def test_a_job_that_is_deleted_while_it_starts_leaves_nothing(tmp_path: Path) ->
     play(tmp_path, story)
 
 
+@pytest.mark.parametrize("foreground", [False, True], ids=["in the background", "in the foreground"])
+def test_the_workers_of_a_deleted_job_leave_together_and_wait_for_nobody(tmp_path: Path, foreground: bool) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        for trainer in stage.kubelet.trainers.values():
+            trainer.deaf = True  # they hear of the end from the coordinator alone
+        collect = stage.server.store.collect_garbage
+        stage.server.store.collect_garbage = lambda: None  # type: ignore[method-assign]  # it takes its time
+        if foreground:
+            stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"finalizers": ["foregroundDeletion"]}})
+        stage.delete("digits")
+        await stage.until(lambda: [phase_of(stage, f"digits-w-{n}") for n in range(2)] == ["Succeeded"] * 2)
+        assert {call.reason for call in stage.told("digits", m.StopCall)} == {"the job is deleted"}
+        await stage.until(lambda: not stage.pods("digits"))
+        stage.server.store.collect_garbage = collect  # type: ignore[method-assign]
+        if foreground:
+            stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"finalizers": None}})
+        stage.apply("another")
+        await stage.until(lambda: stage.trains("another") and stage.nothing_left("digits"))
+
+    play(tmp_path, story)
+
+
 def test_a_job_that_is_deleted_and_made_anew_at_once_is_another_job(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.start()
