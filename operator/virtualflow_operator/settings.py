@@ -168,7 +168,8 @@ class OperatorSettings:
     coordinator_patience: float = 10.0
     """A coordinator that runs and does not answer for this long is replaced."""
     unschedulable_patience: float = 30.0
-    """A worker that no node takes is said so in a condition after this long."""
+    """A group with a worker that no node takes counts as full after this long (``--unschedulable-seconds``): a node may
+    be on its way."""
     template_retry: float = 60.0
     """A template that the API server has refused is tried again after this long."""
     finish_grace: float = 30.0
@@ -389,6 +390,9 @@ OPTIONS = (
     Option("log_level", "log_level", _choice(get_args(LogLevel)), "debug, info, warning or error"),
     Option("resync_seconds", "resync", _seconds(1, 86_400), "each job is looked at this often without a cause"),
     Option("progress_seconds", "progress_interval", _seconds(0.1, 3_600), "between two writes of a job's progress"),
+    Option(
+        "unschedulable_seconds", "unschedulable_patience", _seconds(1, 3_600), "a node may be on its way for this long"
+    ),
     Option("concurrency", "queue.concurrency", _whole(1, 1_000), "jobs reconciled at the same time"),
     Option(
         "backoff_seconds",

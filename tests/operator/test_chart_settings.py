@@ -52,7 +52,16 @@ def test_what_is_said_in_the_values_is_what_the_operator_does() -> None:
 @with_helm
 def test_the_values_have_the_defaults_of_the_operator() -> None:
     read, own = OperatorSettings.read([], environment(render(DEFAULTS))), OperatorSettings()
-    for name in ("queue", "crashes", "resync", "progress_interval", "pod_security", "job_metrics", "extra_taints"):
+    for name in (
+        "queue",
+        "crashes",
+        "resync",
+        "progress_interval",
+        "unschedulable_patience",
+        "pod_security",
+        "job_metrics",
+        "extra_taints",
+    ):
         assert getattr(read, name) == getattr(own, name), name
     assert read.lease.duration == own.lease.duration
     assert (read.health_port, read.metrics_port, read.key_file) == (own.health_port, own.metrics_port, own.key_file)
@@ -69,6 +78,7 @@ def test_the_operator_takes_whatever_the_schema_lets_through(bound: str) -> None
     settings = OperatorSettings.read([], environment(render({"operator": numbers})))
     assert settings.queue.concurrency == numbers["concurrency"]
     assert settings.resync == numbers["resyncSeconds"]
+    assert settings.unschedulable_patience == numbers["unschedulableSeconds"]
     assert settings.crashes.backoff_first == numbers["backoffSeconds"]
 
 

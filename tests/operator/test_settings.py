@@ -68,6 +68,7 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
         "log_level": "warning",
         "resync_seconds": "60.5",
         "progress_seconds": "1",
+        "unschedulable_seconds": "120",
         "concurrency": "2",
         "backoff_seconds": "0.5",
     }
@@ -83,6 +84,7 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
     assert by_flags.extra_taints == ("example.com/spot", "gone")
     assert by_flags.lease == LeaseSettings(name="other", namespace="system", identity="pod-1", duration=20)
     assert (by_flags.resync, by_flags.progress_interval, by_flags.crashes.backoff_first) == (60.5, 1, 0.5)
+    assert by_flags.unschedulable_patience == 120
     assert (by_flags.job_metrics, by_flags.network_policies, by_flags.key_file) == (False, True, Path("/tmp/key"))
 
 
@@ -107,6 +109,7 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
         ("resync_seconds", "nan", "seconds from 1"),
         ("resync_seconds", "inf", "seconds from 1"),
         ("resync_seconds", "five", "seconds from 1"),
+        ("unschedulable_seconds", "0", "seconds from 1"),
         ("concurrency", "0", "from 1"),
         ("concurrency", "99999999999999999999", "from 1"),
         ("backoff_seconds", "0", "from 0.1"),
