@@ -108,9 +108,9 @@ def test_a_power_cut_is_survived_within_the_heartbeat_limit_and_two_seconds(inst
     finally:
         faults.start_node(node)
     until(f"{node} is ready again", lambda: node in installed.cluster.nodes(), 120)
-    print(f"a power cut paused the training for {lost['pause_ms'] / 1000:.2f} s: {lost['reason']}")
-    assert lost["pause_ms"] <= (5 + 2) * 1000
-    assert lost["repeated_steps"] <= 1
+    print(f"a power cut paused the training for {lost['pauseMs'] / 1000:.2f} s: {lost['reason']}")
+    assert lost["pauseMs"] <= (5 + 2) * 1000
+    assert lost["repeatedSteps"] <= 1
 
 
 def test_a_worker_that_falls_silent_is_given_up_within_the_heartbeat_limit_and_two_seconds(
@@ -127,7 +127,7 @@ def test_a_worker_that_falls_silent_is_given_up_within_the_heartbeat_limit_and_t
     for process in processes:
         os.kill(process, signal.SIGSTOP)
     lost = change(job, changes, "lost", "broken")
-    print(f"a silent worker paused the training for {lost['pause_ms'] / 1000:.2f} s: {lost['reason']}")
-    assert lost["pause_ms"] <= (5 + 2) * 1000
-    assert lost["repeated_steps"] <= 1
+    print(f"a silent worker paused the training for {lost['pauseMs'] / 1000:.2f} s: {lost['reason']}")
+    assert lost["pauseMs"] <= (5 + 2) * 1000
+    assert lost["repeatedSteps"] <= 1
     job.wait_training(3)  # its pod is replaced

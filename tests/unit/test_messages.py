@@ -47,8 +47,8 @@ CHANGE = {
     "to": 2,
     "cause": "join",
     "reason": "",
-    "pause_ms": None,
-    "repeated_steps": 0,
+    "pauseMs": None,
+    "repeatedSteps": 0,
 }
 
 
@@ -121,3 +121,9 @@ def test_a_change_is_from_and_to_on_the_wire() -> None:
     change = msgspec.convert(CHANGE, m.Change)
     assert (change.from_, change.to) == (1, 2)
     assert json.loads(m.encode(change)) == CHANGE
+
+
+@pytest.mark.parametrize("kind", m.Base.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_every_field_is_in_camel_case_on_the_wire(kind: type[m.Base]) -> None:
+    names = [field.encode_name for field in msgspec.structs.fields(kind)]
+    assert [name for name in names if not name.isalnum() or not name[0].islower()] == []

@@ -83,13 +83,13 @@ class Plan(Base, frozen=True, tag="plan"):
         return None
 
 
-class Change(Base, frozen=True, tag=False, rename={"from_": "from"}):
+class Change(Base, frozen=True, tag=False):
     """A membership change that has happened, as a survivor measured it."""
 
     generation: Generation
     step: Count
     """The first step completed after it."""
-    from_: Count
+    from_: Count = msgspec.field(name="from")
     to: Count
     cause: Cause
     reason: Sentence
