@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from multiprocessing.util import Finalize
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # The same examples in every run, so that a failure is a change's; VIRTUALFLOW_RANDOM_EXAMPLES=1 looks for others.
-settings.register_profile("same", derandomize=True)
-settings.register_profile("random", derandomize=False)
+# How long an example takes says more about the machine than about the change.
+for name, derandomize in (("same", True), ("random", False)):
+    settings.register_profile(
+        name, derandomize=derandomize, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 settings.load_profile("random" if os.environ.get("VIRTUALFLOW_RANDOM_EXAMPLES") else "same")
 
 
