@@ -1,0 +1,65 @@
+"""What the tests of the membership are made of: workers, plans and clusters in few words; a decision in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from virtualflow.assignment import assign
+from virtualflow.cluster import Cluster, Decision, Worker
+from virtualflow.messages import Cause, Generation, Member, Plan
+from virtualflow.settings import MembershipSettings
+
+NOW = 1_000.0
+SETTINGS = MembershipSettings()
+FIRST, SECOND = Generation(7, 1), Generation(7, 2)
+
+
+def worker(name: str, **facts: object) -> Worker:
+    usual = Worker(name, name, last_heard=NOW, ready_at=NOW - 60.0)
+    return dataclasses.replace(usual, **facts)  # type: ignore[arg-type]
+
+
+def member(name: str, **facts: object) -> Worker:
+    return worker(name, **{"entered": FIRST, **facts})
+
+
+def silent(seconds: float) -> dict[str, object]:
+    return {"connected": False, "disconnected_at": NOW - seconds}
+
+
+def plan(generation: Generation, names: str, mode: str = "planned", joiners: str = "", cause: Cause = "join") -> Plan:
+    parts = names.split()
+    members = tuple(
+        Member(name, name, "127.0.0.1", r.start, r.stop)
+        for name, r in zip(parts, assign(8, [1.0] * len(parts)) if parts else [], strict=True)
+    )
+    return Plan(generation, mode, members, tuple(joiners.split()), cause, "the pending reason")  # type: ignore[arg-type]
+
+
+def cluster(*workers: Worker, **facts: object) -> Cluster:
+    usual = Cluster(8, 2, NOW - 300.0, {one.incarnation: one for one in workers})
+    return dataclasses.replace(usual, **facts)  # type: ignore[arg-type]
+
+
+def training(*workers: Worker, **facts: object) -> Cluster:
+    names = " ".join(one.name for one in workers if one.entered is not None)
+    return cluster(*workers, **{"running": plan(FIRST, names), "trained": True, **facts})
+
+
+def pending(names: str, joiners: str = "", **facts: object) -> dict[str, object]:
+    return {"proposed": plan(SECOND, names, "planned", joiners), "proposed_at": NOW - 1.0, **facts}
+
+
+HEARTBEAT, RECONNECT, SUSPICION = SETTINGS.heartbeat_limit, SETTINGS.reconnect_grace, SETTINGS.suspicion_grace
+DRAINS = {"draining": True, "deadline": NOW + 30.0}
+
+
+def in_words(decision: Decision) -> str | None:
+    """A decision as the table writes it: mode, members, joiners, cause."""
+    if decision.over or decision.fail:
+        return "over" if decision.over else "fail"
+    if decision.proposal is None:
+        return None
+    proposal = decision.proposal
+    joiners = f" +{' '.join(proposal.joiners)}" if proposal.joiners else ""
+    return f"{proposal.mode} {' '.join(proposal.members) or '-'}{joiners} {proposal.cause}"
