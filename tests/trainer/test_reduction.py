@@ -193,7 +193,7 @@ def reduce_one(
         assert bits(last) == bits(untouched), "they are still the user's"
         heads = begun.heads(torch.tensor([seat.rank], dtype=torch.uint8))
         assert heads.tolist() == [[rank] for rank in range(seat.size)]
-        found = begun.results()
+        found = {place: tensor for bucket in begun.results() for place, tensor in bucket.items()}
         last = [None if place in begun.places else value for place, value in enumerate(last)]
     else:
         found = {}

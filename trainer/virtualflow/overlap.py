@@ -11,7 +11,7 @@ exchanged behind the heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -135,8 +135,8 @@ class Overlap:
         assert self._early is not None
         return self._early.heads(block)
 
-    def results(self, scale: float, steady: bool) -> dict[int, Tensor]:
-        """Wait for what is under way: sums by place.
+    def results(self, scale: float, steady: bool) -> Iterator[tuple[dict[int, Tensor], bool]]:
+        """Wait for what is under way: sums by place, bucket by bucket, and whether the others are there, too.
 
         Args:
             scale: the factor of the sums.
@@ -146,16 +146,18 @@ class Overlap:
             AttemptSpoiled: they did not.
             CommunicatorBroken: a peer is lost.
         """
-        if self._early is None:
-            return {}
-        found = self._early.results()
+        early = self._early
+        if early is None:
+            return
+        for found in early.results():
+            if steady and self._deferred and scale != 1.0:
+                for tensor in found.values():
+                    tensor.mul_(scale)
+            if steady:
+                yield found, early.complete
         self._early = None
         if not steady:
             raise AttemptSpoiled
-        if self._deferred and scale != 1.0:
-            for tensor in found.values():
-                tensor.mul_(scale)
-        return found
 
     def learn(self, exchange: int, reduced: Iterable[int], steady: bool) -> None:
         """All workers know the same of an exchange: how the next one begins.

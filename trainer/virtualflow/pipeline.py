@@ -10,7 +10,7 @@ its own do this beside the backward pass, which only says which buckets are full
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 
@@ -150,6 +150,11 @@ class Pipeline:
             tensors.append(flat[offset : offset + template.numel()].view(template.shape).to(template.device))
         return tensors
 
+    @property
+    def complete(self) -> bool:
+        """Whether all sums are there."""
+        return all(arrived.done() for arrived in self._arrived)
+
     # --- by the thread that exchanges ---------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -281,17 +286,19 @@ class Early:
         self._pipeline.close(head)
         return self._pipeline.heads.result()
 
-    def results(self) -> dict[int, Tensor]:
-        """Wait for all sums, by place.
+    def results(self) -> Iterator[dict[int, Tensor]]:
+        """Wait for the sums, by place, bucket by bucket.
 
         Raises:
             CommunicatorBroken: they will not come.
         """
-        return {
-            place: tensor
-            for index, bucket in enumerate(self._buckets)
-            for place, tensor in zip(bucket.places, self._pipeline.result(index), strict=True)
-        }
+        for index, bucket in enumerate(self._buckets):
+            yield dict(zip(bucket.places, self._pipeline.result(index), strict=True))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all sums are there."""
+        return self._pipeline.complete
 
     def abandon(self) -> None:
         """Nothing more will be given."""

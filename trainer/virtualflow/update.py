@@ -34,6 +34,7 @@ from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.overlap import Overlap
 from virtualflow.reduction import Reducer
 from virtualflow.settings import CommunicatorSettings
+from virtualflow.stepping import StepInPortions, is_separable
 
 SchedulerInterval = Literal["step", "epoch", "manual"]
 
@@ -91,6 +92,7 @@ class Update:
         self._reducer = Reducer(virtual_nodes, alignment, settings.small_exchange, settings.bucket)
         large = sum(p.numel() * p.itemsize for p in self._all_parameters) > settings.small_exchange // 2
         self._overlap = Overlap(self._all_parameters, self._reducer, large)
+        self._stepping = StepInPortions(optimizer)
         self._steady = True
         self._names = [name for name, _ in model.named_parameters()]
         self._trained: tuple[bool, ...] = ()
@@ -174,6 +176,7 @@ class Update:
     def abandon(self) -> None:
         """The attempt is void: leave no trace of it."""
         self._overlap.abandon()
+        self._stepping.undo()
         self.clear_gradients()
         self.buffers.restore()
         self._accumulator.clear()
@@ -211,23 +214,33 @@ class Update:
         scale = self._micro_batch / samples
         steady = all(head.steady for head in heads)
         self._overlap.learn(number, (place for place in range(count) if present[place]), steady)
-        early = self._overlap.results(scale, steady)
         if not any(present[:count]):
             raise ConfigurationError(
                 "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step"
             )
+        early = self._arrive(scale, steady, present)
         sums = [tensor.to(summed_as(tensor.dtype)) for tensor in self.buffers.templates(self.schema.averaged)]
         templates = [*self._all_parameters, *sums]
         late = [there and place not in early for place, there in enumerate(present)]
         reduced = self._reducer.reduce(communicator, ranges, self._parts(), templates, late, scale)
         for place, tensor in early.items():
-            if present[place]:
-                reduced[place] = tensor
+            reduced[place] = tensor
         buffers = {n: t for n, t in zip(self.schema.averaged, reduced[count:], strict=True) if t is not None}
         if form.copied_bytes:
             first = next(head for head in heads if sum(head.samples))
             buffers |= self.buffers.read_copied(self.schema, first.copied)
         return Outcome(heads, samples, metrics, reduced[:count], buffers)
+
+    def _arrive(self, scale: float, steady: bool, present: Sequence[bool]) -> dict[int, Tensor]:
+        """Wait for the gradients that are under way, and step the first while others are still to come."""
+        arrived: dict[int, Tensor] = {}
+        separable = self.scaler is None and self._clip_norm is None and self._clip_value is None
+        for found, complete in self._overlap.results(scale, steady):
+            there = {place: tensor for place, tensor in found.items() if present[place]}
+            arrived |= there
+            if not complete and separable and there and is_separable(self.optimizer):
+                self._stepping.step([self._all_parameters[place] for place in there], list(there.values()))
+        return arrived
 
     def _agree_on_heads(
         self, communicator: Collectives, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
@@ -322,8 +335,9 @@ class Update:
 
     def apply(self, outcome: Outcome, epoch_ends: bool) -> None:
         """Apply a complete exchange: clip, optimizer, scaler, buffers, scheduler."""
+        stepped = set(self._stepping.stepped)
         for parameter, gradient in zip(self._all_parameters, outcome.gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = None if parameter in stepped else gradient
         parameters = [p for p in self._all_parameters if p.grad is not None]
         if self.scaler is not None and (self._clip_norm is not None or self._clip_value is not None):
             self.scaler.unscale_(self.optimizer)
@@ -336,6 +350,9 @@ class Update:
             self.scaler.update()
         else:
             self.optimizer.step()
+        for parameter, gradient in zip(self._all_parameters, outcome.gradients, strict=True):
+            parameter.grad = gradient
+        self._stepping = StepInPortions(self.optimizer)
         self.buffers.commit(outcome.buffers)
         self._accumulator.clear()
         self._records = []
@@ -360,6 +377,7 @@ class Update:
     def close(self) -> None:
         """Leave the model as it was."""
         self._overlap.close()
+        self._stepping.undo()
 
 
 def read_heads(form: HeadFormat, gathered: Tensor, kind: Kind, number: int) -> tuple[Head, ...]:

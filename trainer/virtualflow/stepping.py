@@ -1,0 +1,86 @@
+"""The optimizer's step in portions, while the rest of the reduced gradient is still on its way.
+
+An attempt that fails must leave the model as it was, and nobody could compute the gradient again from parameters that
+are half stepped. So what a portion overwrites is kept until the whole gradient has arrived (an undo log), and only as
+long as there is something to wait for: on a fast network everything is there at once, and nothing is copied. Stepping
+some parameters and then the others gives the bits of one step where an optimizer treats each element for itself and
+nobody looks in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as base
+
+_ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+)
+"""Their update of an element depends on that element's gradient and state alone."""
+
+
+def is_separable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether stepping some parameters and then the others is the same as stepping all, and nobody sees a difference.
+
+    Somebody would who has replaced ``step`` (learning rate schedulers do, only to count) or has hooked it.
+    """
+    step: Any = vars(optimizer).get("step")
+    replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    hooks = [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        base._global_optimizer_pre_hooks,
+        base._global_optimizer_post_hooks,
+    ]
+    return type(optimizer) in _ELEMENTWISE and not replaced and not any(hooks)
+
+
+class StepInPortions:
+    """One step of the optimizer, portion by portion; none of the parameters has a gradient at first."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before: list[tuple[nn.Parameter, Tensor, dict[str, Any] | None]] = []
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """What has been stepped so far."""
+        return [parameter for parameter, _, _ in self._before]
+
+    def step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        """Step these parameters, in a way that can be undone."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            state = self._optimizer.state.get(parameter)
+            kept = None if state is None else {key: _copy(value) for key, value in state.items()}
+            self._before.append((parameter, parameter.detach().clone(), kept))
+            parameter.grad = gradient
+        self._optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+    def undo(self) -> None:
+        """Put everything back: the rest does not come."""
+        with torch.no_grad():
+            for parameter, value, state in self._before:
+                parameter.copy_(value)
+                if state is None:
+                    self._optimizer.state.pop(parameter, None)
+                else:
+                    self._optimizer.state[parameter] = state
+        self._before.clear()
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
