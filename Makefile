@@ -35,7 +35,7 @@ chaos: $(STAMP) ## compare RUNS random schedules (20) bit for bit with an undist
 	@VIRTUALFLOW_CHAOS_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout=0 tests/trainer/test_chaos.py $(ARGS)
 
 bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write docs/benchmarks.md; ARGS="steps --quick"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,bench]' -c constraints.txt
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,bench]' -c constraints.txt
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks $(ARGS)
 
 image: ## build virtualflow-operator:dev and virtualflow-trainer:dev

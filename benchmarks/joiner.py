@@ -23,7 +23,7 @@ CASES: dict[str, tuple[list[str], str]] = {
 
 def measure(quick: bool) -> dict[str, Any]:
     """Runs of each case, in turn."""
-    runs = 1 if quick else 5
+    runs = 1 if quick else 4
     ratios: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(runs):
         for name, (options, stranger) in CASES.items():

@@ -36,7 +36,8 @@ def test_sides_take_turns_and_make_equally_many_steps(tmp_path: Path) -> None:
     steps, times = compare([stepper("a", log, workers=2), stepper("b", log)], rounds=3, seconds=0.0)
     assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
     blocks = [(name, len(list(lines))) for name, lines in groupby(log.read_text().split())]
-    assert blocks == [(name, n * (2 if name == "a" else 1)) for n in (WARM_UP, WARM_UP, steps, steps, steps) for name in "ab"]
+    turns = (WARM_UP, WARM_UP, steps, steps, steps)
+    assert blocks == [(name, n * workers) for n in turns for name, workers in (("a", 2), ("b", 1))]
 
 
 def test_a_side_that_dies_ends_the_measurement_with_what_it_said(tmp_path: Path) -> None:
