@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from benchmarks.jobs import GRACE, ROOT, environment, running
+from benchmarks.jobs import ROOT, environment, running
 
 ADDRESS = "BENCHMARK_TURNS"
 SIDE = "BENCHMARK_SIDE"
@@ -29,6 +29,8 @@ START_LIMIT = 120
 """Seconds for all processes to be there."""
 TURN_LIMIT = 300
 """Seconds that a turn may take."""
+END_LIMIT = 120
+"""Seconds for a process to end after its last turn."""
 WARM_UP = 5
 """Steps of each of the two turns before those that count."""
 LEAST = 3
@@ -170,7 +172,7 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
     """
     for process in processes:
         try:
-            code = process.wait(GRACE)
+            code = process.wait(END_LIMIT)
         except subprocess.TimeoutExpired:
             code = None
         if code != 0:
