@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import time
 
 from benchmarks import report, results
@@ -20,6 +22,7 @@ def main() -> None:
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help="what to measure (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: to see that it works")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the processes that were started
     unknown = [name for name in args.figures if name not in FIGURES and name != "report"]
     if unknown:
         parser.error(f"there is no figure {', '.join(unknown)}; choose from {', '.join([*FIGURES, 'report'])}")

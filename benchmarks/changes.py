@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks import torchrun
 from benchmarks.jobs import run_job
 
-SCHEDULES = ("15:=3,30:=2,45:=3,60:=2,75:=3,90:=2", "15:kill,35:kill,55:kill,75:kill,95:kill")
-"""Between two and three workers, as under torchrun; then SIGKILLs, each followed by a replacement."""
+SCHEDULES = ("15:=3,30:=2,45:=3,60:=2,75:=3,90:=2", "15:kill,30:=2,45:kill,60:=2,75:kill,90:=2")
+"""Between two and three workers, as under torchrun; then SIGKILLs, each only after the last one's replacement is in."""
 STEPS = 120
 
 

@@ -68,8 +68,8 @@ The digits job changes between two and three workers, and loses some by SIGKILL.
 a change to the first after it, that step included, at the survivor that waited longest; its unit is an undisturbed step
 of DistributedDataParallel with two workers. Beside it the same training under `torchrun` (three agents, `--nnodes 2:3`,
 c10d rendezvous), with a snapshot each ten steps, which its processes load after the restart that each change means
-there; the same kind of pause, read from the log of the training. Its wait for latecomers is set to 1 s in place of the
-default 30 s, which would stand in the table otherwise, and agents do not share a store
+there; the same kind of pause, read from the log of the training. Its wait for latecomers is set to 1 s; the default
+of 30 s would come on top of each change that leaves fewer than three workers. Agents do not share a store
 (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`): with torch 2.13's default a third agent never gets in. Steps that it repeats
 since the last snapshot come on top."""
 
