@@ -81,9 +81,9 @@ def is_member(plan: m.Plan, incarnation: str) -> bool:
 def _foreign_fingerprint(job: Record, hello: m.Hello) -> str | None:
     """A sentence when a worker's machine would not give the same bits as those that are there."""
     for incarnation, contact in job.roster.contacts.items():
-        if job.roster.is_lost(incarnation) or incarnation == hello.incarnation or not contact.fingerprint:
+        if contact.fingerprint in ("", hello.fingerprint):
             continue
-        if contact.fingerprint != hello.fingerprint:
+        if incarnation != hello.incarnation and not job.roster.is_lost(incarnation):
             return (
                 f"{hello.worker} runs on [{hello.fingerprint[:400]}] and the job on [{contact.fingerprint[:400]}]: "
                 "the bits would differ; use one machine type, or pass deterministic=False to vf.elastic"
