@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow import messages as m
+from virtualflow import self_test
 from virtualflow.audit import Audit
 from virtualflow.checkpoint_files import JobIdentity
 from virtualflow.contribution import Head, Kind
-from virtualflow.determinism import Pinned, fingerprint, pin
+from virtualflow.determinism import Pinned, describe_device, fingerprint, pin
 from virtualflow.digests import signature as signature_of
 from virtualflow.errors import CommunicatorBroken, Drained, VirtualFlowError, show_errors_plainly
 from virtualflow.keeper import Keeper, choose_policy
@@ -94,14 +95,21 @@ class Run:
         options, environment = self._options, self._environment
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         deterministic = options.deterministic if environment.deterministic is None else environment.deterministic
-        facts = Facts(max(1, self.virtual_nodes), fingerprint(device, environment.threads, deterministic))
+        facts = Facts(
+            max(1, self.virtual_nodes),
+            fingerprint(environment.threads, deterministic),
+            reproducibility="bitwise" if deterministic else "statistical",
+            device=describe_device(device),
+        )
+        self._pinned = pin(environment.threads, deterministic)
         if environment.coordinator is not None:
             self._session = Session(environment, facts, LinkSettings(), CommunicatorSettings())
-        self._pinned = pin(environment.threads, deterministic)
         try:
             # First what forks loader processes, then what opens connections that they should not inherit.
             self._open()
             if self._session is not None:
+                if deterministic:
+                    facts.self_test = self_test.digest(device)
                 self._running = self._session.start().running
         except BaseException as error:
             self._last_word.ended(error)

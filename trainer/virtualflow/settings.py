@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from virtualflow.errors import ConfigurationError
 
@@ -177,6 +178,9 @@ CHECKPOINT_SECONDS = 60.0
 
 THREADS = 1
 """Threads of a worker's CPU kernels. Sums inside a kernel depend on it, so it is part of what makes bits equal."""
+
+Reproducibility = Literal["bitwise", "statistical"]
+"""Whether the result is the same to the bit on any number of workers, or in distribution."""
 
 REPRODUCIBILITY = {"Bitwise": True, "Statistical": False}
 """What a job may ask for, and whether that means ``deterministic=True``."""
