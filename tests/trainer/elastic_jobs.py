@@ -243,6 +243,11 @@ class ElasticJob:
 
     # --- the coordinator's interface ----------------------------------------------------------------------------------
 
+    @property
+    def url(self) -> str:
+        """The coordinator's, for workers that a test starts itself."""
+        return self._coordinator.url
+
     def status(self) -> m.Status:
         return msgspec.json.decode(self._request("status", None), type=m.Status)
 
@@ -255,8 +260,8 @@ class ElasticJob:
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return bytes(answer.read())
 
-    def wait_for(self, holds: Callable[[m.Status], bool], what: str) -> m.Status:
-        deadline = time.monotonic() + PATIENCE
+    def wait_for(self, holds: Callable[[m.Status], bool], what: str, patience: float = PATIENCE) -> m.Status:
+        deadline = time.monotonic() + patience
         while True:
             status = self.status()
             if holds(status):

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow import messages as m
+from virtualflow import self_test
 from virtualflow.audit import Audit
 from virtualflow.checkpoint_files import JobIdentity
 from virtualflow.contribution import Head, Kind
-from virtualflow.determinism import Pinned, fingerprint, pin
+from virtualflow.determinism import Pinned, describe_device, device_of, fingerprint, pin
 from virtualflow.digests import signature as signature_of
 from virtualflow.errors import CommunicatorBroken, Drained, VirtualFlowError, show_errors_plainly
 from virtualflow.keeper import Keeper, choose_policy
@@ -33,6 +34,7 @@ from virtualflow.loading import MicroBatch, Source, open_source
 from virtualflow.options import Options, check_optimizer, check_scheduler, check_sizes
 from virtualflow.overlap import AttemptSpoiled
 from virtualflow.participation import Participation
+from virtualflow.profiling import Profiling, describe_situation, foretell_pace, open_profiling
 from virtualflow.randomness import seed_virtual_node
 from virtualflow.reporter import Reporter, report_failure
 from virtualflow.sampling import micro_batch
@@ -76,6 +78,8 @@ class Run:
         self._source: Source | None = None
         self._keeper: Keeper | None = None
         self._audit: Audit | None = None
+        self._profiling: Profiling | None = None
+        self._warning: str | None = None
         self._pinned: Pinned | None = None
         self._running = False
         self._trained = False
@@ -92,17 +96,26 @@ class Run:
         if _active:
             raise VirtualFlowError("a run is active already; leave its with block before the next vf.elastic")
         options, environment = self._options, self._environment
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        device = device_of(self._model)
         deterministic = options.deterministic if environment.deterministic is None else environment.deterministic
-        facts = Facts(max(1, self.virtual_nodes), fingerprint(device, environment.threads, deterministic))
-        if environment.coordinator is not None:
-            self._session = Session(environment, facts, LinkSettings(), CommunicatorSettings())
+        facts = Facts(
+            max(1, self.virtual_nodes),
+            fingerprint(environment.threads, deterministic),
+            reproducibility="bitwise" if deterministic else "statistical",
+            device=describe_device(device),
+        )
         self._pinned = pin(environment.threads, deterministic)
+        if environment.coordinator is not None and environment.profile_out is None:
+            self._session = Session(environment, facts, LinkSettings(), CommunicatorSettings())
         try:
             # First what forks loader processes, then what opens connections that they should not inherit.
             self._open()
             if self._session is not None:
+                if deterministic:
+                    facts.self_test = self_test.digest(device)
                 self._running = self._session.start().running
+                if self._warning is not None:
+                    self._session.link.send(m.Note("warning", self._warning[:4_000]))
         except BaseException as error:
             self._last_word.ended(error)
             if isinstance(error, VirtualFlowError):
@@ -150,7 +163,12 @@ class Run:
         signature = signature_of(self._model, self._optimizer)
         size = len(self._dataset) if self._source.steps_per_epoch is not None else None
         identity = JobIdentity(self.virtual_nodes, options.seed, options.batch_size, size, signature)
-        policy = choose_policy(options.checkpoint, self._environment)
+        situation = describe_situation(self._model, options, self._environment, self.virtual_nodes, signature)
+        if self._environment.profile_out is not None:
+            self._profiling = open_profiling(
+                self._model, self._dataset, options, self._environment, self.virtual_nodes, self._source, situation
+            )
+        policy = None if self._profiling is not None else choose_policy(options.checkpoint, self._environment)
         self._keeper = Keeper(policy, identity, None if self._session is None else self._tell_checkpoint)
         self.participation = Participation(
             self._session, self.training, self._keeper, signature, self.virtual_nodes, self._stopwatch, self._on_entry
@@ -159,6 +177,7 @@ class Run:
         if self._session is not None:
             self._session.facts.total_steps = self.total_steps
             self._session.facts.changes = self.training.changes
+            self._session.facts.pace, self._warning = foretell_pace(self._environment, situation)
             if self._environment.audit_dir is not None:
                 self._audit = Audit(self._environment.audit_dir, self._session.worker, self._session.incarnation)
         if threading.current_thread() is threading.main_thread():
@@ -182,6 +201,8 @@ class Run:
 
     def _fail(self, error: BaseException) -> None:
         """The ``with`` block ended with an exception: say so, first where no coordinator is needed for it."""
+        if self._profiling is not None:
+            self._profiling.explain(error)
         self._say_last(error)
         if isinstance(error, Exception):
             report_failure(self._session, error)
@@ -330,6 +351,8 @@ class Run:
 
     def carry(self, number: int) -> Iterator[Any]:
         """Attempt the step ``number`` until it is committed here or brought by a donor."""
+        if self._profiling is not None:
+            yield from self._profiling.measure()
         part = self.participation
         while self.training.completed_steps < number and not self._is_over():
             try:

@@ -24,6 +24,7 @@ def describe(job: Job, brief: bool) -> m.Status:
         incarnation=job.incarnation,
         generation=job.running_generation.counter,
         virtual_nodes=job.virtual_nodes,
+        reproducibility=job.reproducibility,
         wanted=job.wanted,
         minimum=job.minimum,
         workers=tuple(
