@@ -87,7 +87,13 @@ def elastic(size: str, steps: int, virtual_nodes: int) -> list[float]:
     model, optimizer, data = make(size)
     times, began = [], time.perf_counter()
     with vf.elastic(
-        model, optimizer, data, batch_size=BATCH, steps=steps, virtual_nodes=virtual_nodes, deterministic=False
+        model,
+        optimizer,
+        data,
+        batch_size=BATCH,
+        steps=steps,
+        virtual_nodes=virtual_nodes,
+        reproducibility="statistical",
     ) as run:
         for step in run:
             for x, y in step:

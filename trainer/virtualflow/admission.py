@@ -86,6 +86,6 @@ def _foreign_fingerprint(job: Record, hello: m.Hello) -> str | None:
         if contact.fingerprint != hello.fingerprint:
             return (
                 f"{hello.worker} runs on [{hello.fingerprint[:400]}] and the job on [{contact.fingerprint[:400]}]: "
-                "the bits would differ; use one machine type, or pass deterministic=False to vf.elastic"
+                'the bits would differ; use one machine type, or pass reproducibility="statistical" to vf.elastic'
             )
     return None

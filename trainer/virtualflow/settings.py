@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from virtualflow.errors import ConfigurationError
 
@@ -24,6 +25,7 @@ ENV_CHECKPOINT_KEEP = "VIRTUALFLOW_CHECKPOINT_KEEP"
 ENV_AUDIT_DIR = "VIRTUALFLOW_AUDIT_DIR"
 ENV_THREADS = "VIRTUALFLOW_THREADS"
 ENV_REPRODUCIBILITY = "VIRTUALFLOW_REPRODUCIBILITY"
+ENV_MAX_FUSED = "VIRTUALFLOW_MAX_FUSED"
 ENV_TERMINATION_LOG = "VIRTUALFLOW_TERMINATION_LOG"
 
 VIRTUAL_NODES = 8
@@ -168,6 +170,24 @@ class CommunicatorSettings:
     """Gradients that make at most so many bytes at each worker are exchanged in one collective instead of two."""
 
 
+@dataclass(frozen=True)
+class FusingSettings:
+    """How a worker of a statistical job finds out how many virtual nodes to run as one micro-batch."""
+
+    warm_up: int = 1
+    """Attempts with a new size that are not measured: kernels are chosen and memory is taken in them."""
+    attempts: int = 5
+    """Attempts whose median time counts: enough that two bad ones do not."""
+    tolerance: float = 0.03
+    """A smaller size that is slower than the fastest by no more than this share is as good: it needs less memory."""
+    hopeless: float = 0.25
+    """With a size slower than the fastest by more than this share, larger ones are not tried any more."""
+    device_memory: float = 0.85
+    """The share of an accelerator's memory that may be used; optimizer and fragmentation need the rest."""
+    machine_memory: float = 0.5
+    """The share of the memory left on a machine that a worker may grow into: other workers grow, too."""
+
+
 LOADER_GRACE = 5.0
 """How long a loader process may take to finish the batch in hand before it is killed."""
 
@@ -178,8 +198,11 @@ CHECKPOINT_SECONDS = 60.0
 THREADS = 1
 """Threads of a worker's CPU kernels. Sums inside a kernel depend on it, so it is part of what makes bits equal."""
 
-REPRODUCIBILITY = {"Bitwise": True, "Statistical": False}
-"""What a job may ask for, and whether that means ``deterministic=True``."""
+Reproducibility = Literal["bitwise", "statistical"]
+"""Whether the result is the same to the bit on any number of workers, or in distribution."""
+
+REPRODUCIBILITY: dict[str, Reproducibility] = {"Bitwise": "bitwise", "Statistical": "statistical"}
+"""What a manifest and the environment may ask for, and what ``vf.elastic`` calls it."""
 
 BACKOFF_LIMIT = 6
 """``virtualflow run``: replacements in a row without a step in between before the job is given up."""
@@ -222,8 +245,10 @@ class WorkerEnvironment:
     checkpoint_keep: int | None
     audit_dir: Path | None
     threads: int
-    deterministic: bool | None
-    """Whether equal bits are asked for; ``None``: the script says."""
+    reproducibility: Reproducibility | None
+    """``None``: the script says."""
+    max_fused: int | None
+    """The most virtual nodes of a micro-batch in a statistical job; ``None``: the script says."""
 
     @classmethod
     def read(cls) -> WorkerEnvironment:
@@ -254,11 +279,12 @@ class WorkerEnvironment:
             checkpoint_keep=_whole(ENV_CHECKPOINT_KEEP),
             audit_dir=Path(audit) if audit else None,
             threads=_whole(ENV_THREADS) or THREADS,
-            deterministic=_deterministic(),
+            reproducibility=_reproducibility(),
+            max_fused=_whole(ENV_MAX_FUSED),
         )
 
 
-def _deterministic() -> bool | None:
+def _reproducibility() -> Reproducibility | None:
     text = os.environ.get(ENV_REPRODUCIBILITY, "").strip()
     if text not in ("", *REPRODUCIBILITY):
         raise ConfigurationError(
