@@ -43,7 +43,7 @@ class Fusing:
         self._micro_batch = micro_batch
         self._carried = range(0)
         self._began = 0.0
-        self._whole = True
+        self._samples = 0
         self._ghost = GhostBatchNorm(model) if batch_norm == "virtual-node" and cap != 1 else None
         self._check_obstacle()
 
@@ -61,24 +61,25 @@ class Fusing:
         """An attempt begins: the stretches of virtual nodes that are to run as one micro-batch each."""
         if self._tuner.exploring:
             self._gauge.begin()
-            self._began, self._whole = time.perf_counter(), True
+            self._began, self._samples = time.perf_counter(), 0
         return chunks(self._carried, self._tuner.width)
 
     def present(self, batch: MicroBatch) -> None:
         """The user's code gets this micro-batch."""
         if self._ghost is not None:
             self._ghost.sizes = tuple(size for size in batch.counts if size)
-        self._whole = self._whole and all(size == self._micro_batch for size in batch.counts)
+        self._samples += batch.size
 
     def end(self) -> None:
         """The last micro-batch of the attempt has been computed."""
         if self._ghost is not None:
             self._ghost.sizes = ()
             self._check_obstacle()
-        if self._tuner.exploring and self._whole:
+        # A last short batch tells little about what a micro-batch costs.
+        if self._tuner.exploring and 2 * self._samples >= self._micro_batch * len(self._carried):
             self._gauge.wait()
             seconds = time.perf_counter() - self._began
-            self._tuner.observe(seconds / len(self._carried), self._gauge.end())
+            self._tuner.observe(seconds * self._micro_batch / self._samples, self._gauge.end())
 
     def explain(self, error: BaseException) -> None:
         """Add to an out-of-memory error what to do about it."""
