@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_jobs import ElasticJob, Trained, alone, die_here, trained
+from elastic_jobs import BEGUN_EARLY, EXCHANGE, ElasticJob, Trained, alone, die_here, trained
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -152,20 +152,22 @@ def test_the_result_is_that_of_a_bitwise_job_but_for_rounding(
 
 
 @pytest.mark.parametrize("kind", ["plain", "batch norm", "stream"])
-@pytest.mark.parametrize("loaders", [0, 1])
+@pytest.mark.parametrize(("loaders", "exchange"), [(0, "late"), (1, "early")])
 def test_a_resize_a_drain_and_a_kill_change_nothing_but_rounding(
-    kind: str, loaders: int, tmp_path: Path, start_job: StartJob
+    kind: str, loaders: int, exchange: str, tmp_path: Path, start_job: StartJob
 ) -> None:
     expected = alone(train, kind)
-    environment = {ENV_AUDIT_DIR: str(tmp_path / "audit")}
+    environment = {ENV_AUDIT_DIR: str(tmp_path / "audit"), EXCHANGE: exchange}
     job = start_job(statistical, kind, "worker-1", loaders, workers=2, hold=3, environment=environment)
     job.reach(3)
     job.join()
     job.reach(5)
     job.drain("worker-0")
     job.reach(7)
-    results = job.results()
-    assert len({result.digest for result in results}) == 1
+    outcomes = job.finish()
+    results = [outcome.value for outcome in outcomes.values() if outcome.kind == "returned"]
+    assert len(results) == 1, outcomes
+    assert (exchange == "early") == any(BEGUN_EARLY in outcome.log for outcome in outcomes.values())
     assert_close(results[0], expected)
     assert max(results[0].more["sizes"]) > 8
     if kind != "stream":

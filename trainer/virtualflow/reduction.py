@@ -81,7 +81,9 @@ class Reducer:
             total = add_up(self._virtual_nodes, dict(parts), add_tensors, self._canonical)
             # What is present was contributed by this worker: there is no other.
             found = [tensor.contiguous() for tensor in (total[place] for place in places) if tensor is not None]
-            if found and _is_power_of_two(scale):
+            if scale == 1.0:
+                pass
+            elif found and _is_power_of_two(scale):
                 torch._foreach_mul_(found, scale)
             else:  # The other would round the factor to the type of the tensors first.
                 for tensor in found:
