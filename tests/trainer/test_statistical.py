@@ -70,7 +70,7 @@ def grow_at_once() -> None:
         observe(self, 1.0 / self.width, usage)
 
     Tuner.observe = faster  # type: ignore[method-assign]
-    fusing.FusingSettings = lambda: FusingSettings(warm_up=0, attempts=1)  # type: ignore[assignment, misc]
+    fusing.FusingSettings = lambda: FusingSettings(warm_up=0, attempts=1, rounds=1)  # type: ignore[assignment, misc]
 
 
 def train(kind: str, victim: str = "", **options: Any) -> Trained:

@@ -176,12 +176,14 @@ class FusingSettings:
 
     warm_up: int = 1
     """Attempts with a new size that are not measured: kernels are chosen and memory is taken in them."""
-    attempts: int = 5
-    """Attempts whose median time counts: enough that two bad ones do not."""
+    attempts: int = 3
+    """Attempts whose median time counts: one bad one does not."""
+    rounds: int = 3
+    """How often every size is measured; its best time counts, since a machine's other work only makes it slower."""
     tolerance: float = 0.03
     """A smaller size that is slower than the fastest by no more than this share is as good: it needs less memory."""
     hopeless: float = 0.25
-    """With a size slower than the fastest by more than this share, larger ones are not tried any more."""
+    """Beyond a size that is slower than the fastest by more than this share, larger ones are not tried."""
     device_memory: float = 0.85
     """The share of an accelerator's memory that may be used; optimizer and fragmentation need the rest."""
     machine_memory: float = 0.5

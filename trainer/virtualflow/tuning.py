@@ -3,13 +3,15 @@
 A worker starts with one virtual node at a time and measures, as it trains, the time for a virtual node and the memory
 that a micro-batch takes. It goes to the next larger micro-batch while the memory for it, predicted as a straight line,
 is there, and stays with the smallest that is as fast as the fastest. On a CPU a larger micro-batch may be the slower
-one, because it leaves the caches. Every size is tried once, so the choice does not swing to and fro; another range of
-virtual nodes makes other sizes possible, which are tried then.
+one, because it leaves the caches. Sizes are measured in a few rounds, since a machine has quiet and busy times, and
+then never again, so the choice does not swing to and fro; another range of virtual nodes makes other sizes possible,
+which are measured then.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from virtualflow.settings import FusingSettings
@@ -72,7 +74,8 @@ class Tuner:
         self._nodes = 0
         self._seen = 0
         self._times: list[float] = []
-        self._seconds: dict[int, float] = {}
+        self._rounds: dict[int, list[float]] = {}
+        """Of each size: its time in each round."""
         self._used: dict[int, int] = {}
         self._room: int | None = None
 
@@ -104,40 +107,45 @@ class Tuner:
             self._used[self.width] = max(usage.used, self._used.get(self.width, 0))
             self._room = usage.room
         if len(self._times) >= self._settings.attempts:
-            self._seconds[self.width] = statistics.median(self._times)
+            self._rounds.setdefault(self.width, []).append(statistics.median(self._times))
+            self._seen, self._times = 0, []
             self._choose()
 
     def _choose(self) -> None:
         if not self._nodes:
             return
         possible = widths(self._nodes, self._cap)
-        known = {width: self._seconds[width] for width in possible if width in self._seconds}
         before = self.width
-        self.exploring = False
-        self.width = self._best(known) if known else possible[0]
-        for width in possible:
-            if width not in known and self._is_worth_trying(width):
-                self.width, self.exploring = width, True
-                break
-        if self.width != before or not self.exploring:
+        measured = [width for width in possible if width in self._rounds]
+        todo = [(self._rounds_of(width), width) for width in possible if self._is_worth_measuring(width)]
+        self.exploring = len(possible) > 1 and bool(todo)
+        if self.exploring:
+            _, self.width = min(todo)
+        else:
+            self.width = self._best(measured) if measured else possible[0]
+        if self.width != before:
             self._seen, self._times = 0, []
 
-    def _best(self, known: dict[int, float]) -> int:
-        """The smallest that is as fast as the fastest, but for what may be chance."""
-        enough = min(known.values()) * (1 + self._settings.tolerance)
-        return min(width for width, seconds in known.items() if seconds <= enough)
+    def _rounds_of(self, width: int) -> int:
+        return len(self._rounds.get(width, ()))
 
-    def _is_worth_trying(self, width: int) -> bool:
-        if len(widths(self._nodes, self._cap)) == 1:
+    def _best(self, measured: Iterable[int]) -> int:
+        """The smallest that is as fast as the fastest, but for what may be chance."""
+        seconds = {width: min(self._rounds[width]) for width in measured}
+        enough = min(seconds.values()) * (1 + self._settings.tolerance)
+        return min(width for width in seconds if seconds[width] <= enough)
+
+    def _is_worth_measuring(self, width: int) -> bool:
+        if self._rounds_of(width) >= self._settings.rounds:
             return False
-        if not self._seconds:
+        if not self._rounds:
             return width == 1
-        fastest = self._best(self._seconds)
-        hopeless = self._seconds[fastest] * (1 + self._settings.hopeless)
-        if any(other <= width and seconds > hopeless for other, seconds in self._seconds.items() if other > fastest):
-            return False
+        fastest = self._best(self._rounds)
+        hopeless = min(self._rounds[fastest]) * (1 + self._settings.hopeless)
+        slow = [other for other, seconds in self._rounds.items() if fastest < other < width and min(seconds) > hopeless]
         # What is much smaller than the best of another range need not be tried for this one.
-        return 2 * width > fastest and self._fits(width)
+        known = width in self._rounds
+        return known or (not slow and 2 * width > fastest and self._fits(width))
 
     def _fits(self, width: int) -> bool:
         """Whether the memory for it is there, by a straight line through what was measured."""
