@@ -20,6 +20,7 @@ from virtualflow.settings import (
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
     ENV_COORDINATOR,
+    ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_TERMINATION_LOG,
     ENV_TOKEN,
@@ -95,7 +96,7 @@ def coordinator_name(job: Job) -> str:
 
 
 def template_hash(job: Job, group: WorkerGroup) -> str:
-    """What a worker's pod is made from; a pod with another hash is replaced."""
+    """What a worker's pod is made from; a pod with another hash is replaced. A profile is but a first guess."""
     checkpoint = job.raw["spec"].get("checkpoint")
     return _hash({"template": group.template, "checkpoint": checkpoint})
 
@@ -133,7 +134,7 @@ def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, setting
     container = spec["containers"][0]
     log = container.setdefault("terminationMessagePath", TERMINATION_LOG)
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
-    container["env"] = [*_environment(job, address, log), *(container.get("env") or [])]
+    container["env"] = [*_environment(job, group, address, log), *(container.get("env") or [])]
     if job.spec.checkpoint is not None:
         mounts = container.setdefault("volumeMounts", [])
         mounts.append({"name": CHECKPOINT_VOLUME, "mountPath": CHECKPOINT_MOUNT})
@@ -173,7 +174,7 @@ def keep_off(pod: Object, nodes: Mapping[str, Node]) -> None:
             terms.append(term)
 
 
-def _environment(job: Job, address: str, log: str) -> list[Object]:
+def _environment(job: Job, group: WorkerGroup, address: str, log: str) -> list[Object]:
     """What a worker is told (the outside contracts in docs/design.md)."""
     host = f"[{address}]" if ":" in address else address
     spec = job.spec
@@ -183,6 +184,8 @@ def _environment(job: Job, address: str, log: str) -> list[Object]:
         ENV_REPRODUCIBILITY: job.status.reproducibility or spec.reproducibility,
         ENV_TERMINATION_LOG: log,
     }
+    if group.profile is not None:
+        values[ENV_PROFILE] = group.profile
     if spec.checkpoint is not None:
         directory = (spec.checkpoint.directory or job.uid).strip("/")
         values[ENV_CHECKPOINT_DIR] = f"{CHECKPOINT_MOUNT}/{directory}"

@@ -15,6 +15,7 @@ from virtualflow.settings import (
     ENV_ADDRESS,
     ENV_CHECKPOINT_DIR,
     ENV_COORDINATOR,
+    ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_TERMINATION_LOG,
     ENV_TOKEN,
@@ -36,6 +37,7 @@ OPERATOR_VARIABLES: Final = (
     ENV_CHECKPOINT_DIR.removesuffix("_DIR"),
     ENV_REPRODUCIBILITY.removesuffix("DUCIBILITY"),
     ENV_TERMINATION_LOG.removesuffix("_LOG"),
+    ENV_PROFILE,
 )
 """Environment variables whose names begin like this are the operator's to set."""
 

@@ -322,6 +322,10 @@ INVALID = {
         {"workerGroups": [template()[0] | {"maxReplicas": -1}]},
         "spec.workerGroups[0].maxReplicas",
     ),
+    "a profile beside a secret": (
+        {"workerGroups": [template()[0] | {"profile": "/profiles/../secrets"}]},
+        "spec.workerGroups[0].profile",
+    ),
     "a profile elsewhere": (
         {"workerGroups": [template()[0] | {"profile": "../secrets"}]},
         "spec.workerGroups[0].profile",

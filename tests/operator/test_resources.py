@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import SETTINGS, body, container, group
 
-from virtualflow.settings import ENV_ADDRESS, ENV_TOKEN, ENV_WORKER, WorkerEnvironment
+from virtualflow.settings import ENV_ADDRESS, ENV_PROFILE, ENV_TOKEN, ENV_WORKER, WorkerEnvironment
 from virtualflow_operator import resources
 from virtualflow_operator.constants import CHECKPOINT_VOLUME, COORDINATOR_PORT, LABEL_JOB, MAX_JOB_NAME
 from virtualflow_operator.pod_security import violations
@@ -253,6 +253,18 @@ def test_a_checkpoint_brings_its_volume() -> None:
     (mount,) = spec["containers"][0]["volumeMounts"]
     assert mount["name"] == CHECKPOINT_VOLUME
     assert environment({"spec": spec})["VIRTUALFLOW_CHECKPOINT_DIR"]["value"].startswith(mount["mountPath"] + "/")
+
+
+def test_workers_of_a_group_with_a_profile_are_told_of_it() -> None:
+    plain, profiled = (
+        job_of(workerGroups=[group()]),
+        job_of(workerGroups=[group(profile="/profiles/a100.json")]),
+    )
+    assert ENV_PROFILE not in environment(worker_of(plain))
+    assert environment(worker_of(profiled))[ENV_PROFILE]["value"] == "/profiles/a100.json"
+    # It is but a first guess: those that run are not replaced for its sake.
+    hashes = {resources.template_hash(job, job.spec.worker_groups[0]) for job in (plain, profiled)}
+    assert len(hashes) == 1
 
 
 def test_a_terminal_message_goes_where_the_template_wants_it() -> None:

@@ -243,6 +243,11 @@ class ElasticJob:
 
     # --- the coordinator's interface ----------------------------------------------------------------------------------
 
+    @property
+    def url(self) -> str:
+        """The coordinator's, for workers that a test starts itself."""
+        return self._coordinator.url
+
     def status(self) -> m.Status:
         return msgspec.json.decode(self._request("status", None), type=m.Status)
 

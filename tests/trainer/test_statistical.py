@@ -174,6 +174,15 @@ def test_a_resize_a_drain_and_a_kill_change_nothing_but_rounding(
         check_audit(tmp_path / "audit")
 
 
+@pytest.mark.parametrize(("script", "kind"), [(train, "bitwise"), (statistical, "statistical")])
+def test_the_status_says_which_of_the_two_a_job_is(
+    script: Callable[..., Trained], kind: str, start_job: StartJob
+) -> None:
+    job = start_job(script, "plain", "", workers=1, hold=2)
+    assert job.reach(2).reproducibility == kind
+    job.results()
+
+
 def test_a_checkpoint_is_resumed_after_the_loss_of_all(tmp_path: Path, start_job: StartJob) -> None:
     expected = alone(train, "batch norm")
     environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "2"}

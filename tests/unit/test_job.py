@@ -527,12 +527,26 @@ def test_different_weights_at_the_end_fail_the_job() -> None:
     assert "not deterministic" in (world.job.status().error or "")
 
 
+def test_different_weights_at_the_end_are_no_fault_of_a_statistical_job() -> None:
+    world = running_world(2)
+    world.job.reproducibility = "statistical"
+    world.job.receive("worker-0.0", done(7, "aaaa"))
+    world.job.receive("worker-1.1", done(7, "bbbb"))
+    world.turn()
+    assert world.job.phase == "done"
+    assert world.job.status().digest == "aaaa"
+
+
 @pytest.mark.parametrize(
     ("facts", "sentence"),
     [
         pytest.param({"protocol": 99}, "protocol 99", id="another protocol"),
         pytest.param({"virtual_nodes": 8}, "8 virtual nodes", id="another number of virtual nodes"),
-        pytest.param({"fingerprint": "other"}, "bits would differ", id="another kind of machine"),
+        pytest.param({"fingerprint": "other"}, "results would differ", id="another torch"),
+        pytest.param({"device": "a P100", "self_test": "other"}, "bits of the training would differ", id="other bits"),
+        pytest.param({"device": "a P100"}, "runs on [a P100] and the job on []", id="a device that tells no bits"),
+        pytest.param({"self_test": "other"}, "both run on []", id="other bits on the same type of machine"),
+        pytest.param({"reproducibility": "statistical"}, "statistical and the job bitwise", id="another kind"),
         pytest.param({"incarnation": "worker-0.0"}, "was called worker-0", id="another's incarnation"),
     ],
 )

@@ -17,6 +17,7 @@ from virtualflow.settings import (
     ENV_CHECKPOINT_KEEP,
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
+    ENV_PROFILE,
     ENV_REPRODUCIBILITY,
 )
 
@@ -114,6 +115,21 @@ def test_workers_are_told_how_equal_the_bits_must_be(word: str | None, tmp_path:
     assert _resolve(_manifest(tmp_path, **spec)).environment.get(ENV_REPRODUCIBILITY) == word
 
 
+def test_a_profile_is_looked_for_beside_the_manifest(tmp_path: Path) -> None:
+    groups = _document()["spec"]["workerGroups"]
+    _container({"spec": {"workerGroups": groups}}).update(command=[sys.executable], args=["-c", "pass"])
+    path = _manifest(tmp_path, workerGroups=[groups[0] | {"profile": "profiles/cpu.json"}])
+    assert _resolve(path).environment[ENV_PROFILE] == str(tmp_path / "profiles" / "cpu.json")
+    path = _manifest(tmp_path, workerGroups=[groups[0] | {"profile": "/profiles/a100.json"}])
+    assert _resolve(path).environment[ENV_PROFILE] == "/profiles/a100.json"
+    assert ENV_PROFILE not in _resolve(_manifest(tmp_path)).environment
+
+
+def test_a_profile_that_is_named_on_the_command_line_must_be_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        _resolve(_manifest(tmp_path), "--profile", str(tmp_path / "none.json"))
+
+
 def test_of_several_groups_the_first_runs_and_one_line_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +177,7 @@ def _without(key: str) -> Any:
         pytest.param(lambda d: d["spec"].update(replicas=True), "whole number", id="replicas are a truth value"),
         pytest.param(lambda d: d["spec"].update(workerGroups=[]), "workerGroups is empty", id="no group"),
         pytest.param(lambda d: d["spec"]["workerGroups"].append(3), r"workerGroups\[1\] must be", id="a strange group"),
+        pytest.param(lambda d: d["spec"]["workerGroups"][0].update(profile=3), "name of a file", id="a profile"),
         pytest.param(lambda d: d["spec"].update(reproducibility="Exact"), "Bitwise or Statistical", id="how exact"),
         pytest.param(lambda d: d["spec"].update(reproducibility=[]), "Bitwise or Statistical", id="a list of it"),
         pytest.param(lambda d: d["spec"].update(checkpoint=3), "spec.checkpoint must be a mapping", id="a checkpoint"),

@@ -8,6 +8,7 @@ from virtualflow import messages as m
 
 if TYPE_CHECKING:
     from virtualflow.record import Record
+    from virtualflow.roster import Contact
 
 _LARGEST = 2**53 - 2**20
 """Numbers of generations end here, so that one can always be counted on from."""
@@ -31,7 +32,7 @@ def refuse(job: Record, hello: m.Hello) -> str | None:
             f"this worker has {hello.virtual_nodes} virtual nodes and the job {job.virtual_nodes}; "
             "their number is fixed for a job's life"
         )
-    differing = _foreign_fingerprint(job, hello)
+    differing = _other_reproducibility(job, hello) or _foreign_machine(job, hello)
     if differing is not None:
         return differing
     if hello.plan is None:
@@ -78,14 +79,42 @@ def is_member(plan: m.Plan, incarnation: str) -> bool:
     return any(member.incarnation == incarnation for member in plan.members)
 
 
-def _foreign_fingerprint(job: Record, hello: m.Hello) -> str | None:
-    """A sentence when a worker's machine would not give the same bits as those that are there."""
+def _other_reproducibility(job: Record, hello: m.Hello) -> str | None:
+    """A sentence when a worker was started for a job of the other kind."""
+    if job.reproducibility in (None, hello.reproducibility) or not _bound(job, hello):
+        return None
+    return (
+        f"{hello.worker} is {hello.reproducibility} and the job {job.reproducibility}; give all workers the same "
+        "reproducibility"
+    )
+
+
+def _foreign_machine(job: Record, hello: m.Hello) -> str | None:
+    """A sentence when a worker's machine does not fit those that are there, or would not give the same bits."""
     for incarnation, contact in job.roster.contacts.items():
         if job.roster.is_lost(incarnation) or incarnation == hello.incarnation or not contact.fingerprint:
             continue
         if contact.fingerprint != hello.fingerprint:
             return (
-                f"{hello.worker} runs on [{hello.fingerprint[:400]}] and the job on [{contact.fingerprint[:400]}]: "
-                'the bits would differ; use one machine type, or pass reproducibility="statistical" to vf.elastic'
+                f"{hello.worker} runs [{hello.fingerprint[:400]}] and the job [{contact.fingerprint[:400]}]: "
+                "the results would differ; use one image and one VIRTUALFLOW_THREADS for all workers"
+            )
+        if hello.reproducibility == "bitwise" and not computes_the_same(hello, contact):
+            there = contact.device[:400]
+            where = f"{hello.worker} runs on [{hello.device[:400]}] and the job on [{there}]"
+            if hello.device == contact.device:
+                where = f"{hello.worker} and the job both run on [{there}]"
+            return (
+                f"{where}, and a self-test gave other bits: the bits of the training would differ; use one machine "
+                "type, or ask for statistical reproducibility"
             )
     return None
+
+
+def computes_the_same(one: m.Hello | Contact, other: m.Hello | Contact) -> bool:
+    """Whether two workers compute the same bits, as far as their self-tests tell.
+
+    Equal digests admit different devices, and different digests refuse what looks like the same one. Without a
+    self-test, the names of the devices decide.
+    """
+    return one.self_test == other.self_test and (bool(one.self_test) or one.device == other.device)

@@ -1,4 +1,4 @@
-"""The command line: ``virtualflow run``, ``status``, ``scale``, ``drain`` and ``coordinator``.
+"""The command line: ``virtualflow run``, ``profile``, ``status``, ``scale``, ``drain`` and ``coordinator``.
 
 What is wrong with a request is said in one line on standard error. Exit codes: 0 success; 1 the job failed or
 the coordinator said no; 2 the request makes no sense and nothing was started; 130 and 143 stopped by SIGINT
@@ -82,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(
         commands.add_parser("run", help="run a script or a manifest as processes of this machine", allow_abbrev=False)
     )
+    _add_profile(
+        commands.add_parser("profile", help="measure a script on this device, for jobs to come", allow_abbrev=False)
+    )
     _add_signals(commands)
     _add_coordinator(commands.add_parser("coordinator", help="serve the coordinator of one job", allow_abbrev=False))
     return parser
@@ -143,6 +146,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     running = parser.add_argument_group("how it runs")
     _add_heartbeat_limit(running)
     running.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="what virtualflow profile has written here: a first guess of the workers' speed",
+    )
+    running.add_argument(
         "--port", type=int, default=0, metavar="P", help="of the coordinator (default: any that is free)"
     )
     running.add_argument("--plain", action="store_true", help="lines instead of the live view")
@@ -173,6 +181,37 @@ def _run(arguments: argparse.Namespace) -> int:
     from virtualflow.local.runner import run
 
     return run(options)
+
+
+# --- virtualflow profile ----------------------------------------------------------------------------------------------
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "virtualflow profile [OPTIONS] SCRIPT [ARGS ...]"
+    parser.set_defaults(action=_profile)
+    parser.description = (
+        "Measure how long micro-batches of a training script take on this device, and how much memory: with the "
+        "samples of one virtual node, of two, of four, ... as far as memory allows. The script runs unchanged, as one "
+        "process; its loop gets some hundred micro-batches, nothing is trained or saved, and it is ended before the "
+        "code that follows the training."
+    )
+    parser.add_argument("--out", metavar="FILE", help="the profile (default: SCRIPT.profile.json in this directory)")
+    parser.add_argument(
+        "--virtual-nodes", type=int, metavar="V", help=f"overrides the script's (default {VIRTUAL_NODES})"
+    )
+    parser.add_argument("--sizes", metavar="1,2,...", help="measure only these numbers of virtual nodes at a time")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments, passed on untouched")
+    parser.epilog = (
+        "Peak memory is what tensors take beyond model and optimizer: the micro-batch, activations and gradients. Keep "
+        "the device otherwise idle, and give the same VIRTUALFLOW_THREADS as the job will have."
+    )
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from virtualflow.local.profile import profile
+
+    return profile(arguments)
 
 
 # --- virtualflow status, scale, drain ---------------------------------------------------------------------------------

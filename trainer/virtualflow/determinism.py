@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 from dataclasses import dataclass
 
 import torch
@@ -57,15 +59,32 @@ def pin(threads: int, reproducibility: Reproducibility) -> Pinned:
     return before
 
 
-def fingerprint(device: torch.device, threads: int, reproducibility: Reproducibility) -> str:
-    """What must be equal on all workers for equal bits, for people to read; constant when bits need not be equal."""
+def fingerprint(threads: int, reproducibility: Reproducibility) -> str:
+    """What must be equal on all workers whatever their devices are, for people to read."""
     version = torch.__version__.split("+")[0]
     if reproducibility == "statistical":
         return f"torch {version}"
-    parts = [f"torch {version}", f"{threads} thread{'s' if threads != 1 else ''}"]
+    return f"torch {version}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself: a GPU's name, or the model of the CPU."""
     if device.type == "cuda":
-        parts += [torch.cuda.get_device_name(device), f"CUDA {torch.version.cuda}"]
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        return platform.processor() or platform.machine() or "cpu"
+    return device.type
+
+
+def describe_device(device: torch.device) -> str:
+    """The device and what is known to make its kernels differ, for people to read; equal bits may still differ."""
+    if device.type == "cuda":
+        parts = [device_name(device), f"CUDA {torch.version.cuda}"]
     else:
-        parts += [device.type, f"CPU capability {torch.backends.cpu.get_cpu_capability()}"]
+        parts = [device.type, f"CPU capability {torch.backends.cpu.get_cpu_capability()}"]
         parts += [f"{name}={os.environ[name]}" for name in _CPU_SWITCHES if os.environ.get(name)]
     return ", ".join(parts)

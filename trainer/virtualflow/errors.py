@@ -40,6 +40,10 @@ class Drained(Leave):
     """This worker was asked to leave and has handed over: exit code 0."""
 
 
+class Profiled(Leave):
+    """The device profile is written, which is all that the script was run for: exit code 0."""
+
+
 class JobEnded(Leave):
     """The job was completed or stopped while this worker waited to join it: exit code 0."""
 

@@ -9,7 +9,9 @@ code that follows runs exactly once a step.
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,12 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow import messages as m
+from virtualflow import self_test
 from virtualflow.audit import Audit
 from virtualflow.checkpoint_files import JobIdentity
 from virtualflow.contribution import Head, Kind
-from virtualflow.determinism import Pinned, fingerprint, pin
+from virtualflow.determinism import Pinned, describe_device, device_name, fingerprint, pin
+from virtualflow.device_profile import DeviceProfile, Situation, guess_pace
 from virtualflow.digests import signature as signature_of
-from virtualflow.errors import CommunicatorBroken, Drained, VirtualFlowError, show_errors_plainly
+from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, VirtualFlowError, show_errors_plainly
 from virtualflow.fusing import Fusing
 from virtualflow.keeper import Keeper, choose_policy
 from virtualflow.last_word import LastWordWriter
@@ -34,6 +38,7 @@ from virtualflow.loading import MicroBatch, Source, open_source
 from virtualflow.options import Options, check_optimizer, check_reproducibility, check_scheduler, check_sizes
 from virtualflow.overlap import AttemptSpoiled
 from virtualflow.participation import Participation
+from virtualflow.profiling import Profiling, sizes_to_measure
 from virtualflow.randomness import seed_virtual_node
 from virtualflow.reporter import Reporter, report_failure
 from virtualflow.sampling import micro_batch
@@ -44,12 +49,13 @@ from virtualflow.settings import (
     CommunicatorSettings,
     LinkSettings,
     MembershipSettings,
+    ProfilingSettings,
     WorkerEnvironment,
 )
 from virtualflow.step import Step
 from virtualflow.stopwatch import Stopwatch
 from virtualflow.streams import fuse
-from virtualflow.training import Training
+from virtualflow.training import Training, signature_hash
 from virtualflow.update import Outcome, Update, read_heads
 
 logger = logging.getLogger("virtualflow.worker")
@@ -80,6 +86,8 @@ class Run:
         self._source: Source | None = None
         self._keeper: Keeper | None = None
         self._audit: Audit | None = None
+        self._profiling: Profiling | None = None
+        self._warning: str | None = None
         self._pinned: Pinned | None = None
         self._running = False
         self._trained = False
@@ -98,18 +106,25 @@ class Run:
     def __enter__(self) -> Run:
         if _active:
             raise VirtualFlowError("a run is active already; leave its with block before the next vf.elastic")
-        environment = self._environment
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        reproducibility = self.reproducibility
-        facts = Facts(max(1, self.virtual_nodes), fingerprint(device, environment.threads, reproducibility))
-        if environment.coordinator is not None:
+        environment, device = self._environment, self._device
+        facts = Facts(
+            max(1, self.virtual_nodes),
+            fingerprint(environment.threads, self.reproducibility),
+            reproducibility=self.reproducibility,
+            device=describe_device(device),
+        )
+        self._pinned = pin(environment.threads, self.reproducibility)
+        if environment.coordinator is not None and environment.profile_out is None:
             self._session = Session(environment, facts, LinkSettings(), CommunicatorSettings())
-        self._pinned = pin(environment.threads, reproducibility)
         try:
             # First what forks loader processes, then what opens connections that they should not inherit.
             self._open()
             if self._session is not None:
+                if self.reproducibility == "bitwise":
+                    facts.self_test = self_test.digest(device)
                 self._running = self._session.start().running
+                if self._warning is not None:
+                    self._session.link.send(m.Note("warning", self._warning[:4_000]))
         except BaseException as error:
             self._last_word.ended(error)
             if isinstance(error, VirtualFlowError):
@@ -161,7 +176,9 @@ class Run:
         signature = signature_of(self._model, self._optimizer)
         size = len(self._dataset) if self._source.steps_per_epoch is not None else None
         identity = JobIdentity(self.virtual_nodes, options.seed, options.batch_size, size, signature)
-        policy = choose_policy(options.checkpoint, self._environment)
+        if self._environment.profile_out is not None:
+            self._profiling = self._open_profiling(self._source, signature)
+        policy = None if self._profiling is not None else choose_policy(options.checkpoint, self._environment)
         self._keeper = Keeper(policy, identity, None if self._session is None else self._tell_checkpoint)
         self.participation = Participation(
             self._session, self.training, self._keeper, signature, self.virtual_nodes, self._stopwatch, self._on_entry
@@ -170,6 +187,7 @@ class Run:
         if self._session is not None:
             self._session.facts.total_steps = self.total_steps
             self._session.facts.changes = self.training.changes
+            self._session.facts.pace = self._guess_pace(signature)
             if self._environment.audit_dir is not None:
                 self._audit = Audit(self._environment.audit_dir, self._session.worker, self._session.incarnation)
         if threading.current_thread() is threading.main_thread():
@@ -181,6 +199,71 @@ class Run:
             cap = 1
         return Fusing(
             self._model, cap, micro_batch(self._options.batch_size, self.virtual_nodes), self._options.batch_norm
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self._model.parameters()), torch.device("cpu"))
+
+    def _situation(self, signature: dict[str, Any]) -> Situation:
+        return Situation(
+            self._device.type,
+            device_name(self._device),
+            self._environment.threads,
+            f"{signature_hash(signature):x}",
+            micro_batch(self._options.batch_size, self.virtual_nodes),
+        )
+
+    def _guess_pace(self, signature: dict[str, Any]) -> float | None:
+        """Seconds per virtual node by the profile that this worker was given; ``None``: none, or none that fits."""
+        if self._environment.profile is None:
+            return None
+        try:
+            return guess_pace(self._environment.profile, self._situation(signature))
+        except ConfigurationError as error:
+            self._warning = str(error)
+            logger.warning("%s", error)
+            return None
+
+    def _open_profiling(self, source: Source, signature: dict[str, Any]) -> Profiling:
+        source.close()  # each size has its own
+        options, environment = self._options, self._environment
+        assert environment.profile_out is not None
+        situation = self._situation(signature)
+        samples = len(self._dataset) if source.steps_per_epoch is not None else None
+        return Profiling(
+            self._model,
+            self._device,
+            lambda size: open_source(
+                self._dataset,
+                batch_size=size,
+                virtual_nodes=1,
+                seed=options.seed,
+                shuffle=options.shuffle,
+                drop_last=source.steps_per_epoch is not None,
+                epochs=None,
+                options=options.loader,
+                close_grace=LOADER_GRACE,
+            ),
+            sizes_to_measure(self.virtual_nodes, situation.micro_batch, samples, environment.profile_sizes),
+            situation.micro_batch,
+            options.seed,
+            DeviceProfile(
+                device_type=situation.device_type,
+                device=situation.device,
+                torch=str(torch.__version__),
+                threads=situation.threads,
+                reproducibility=self.reproducibility,
+                signature=situation.signature,
+                script=os.path.basename(sys.argv[0]),
+                batch_size=options.batch_size,
+                virtual_nodes=self.virtual_nodes,
+                created="",
+                stopped="",
+                sizes=(),
+            ),
+            environment.profile_out,
+            ProfilingSettings(),
         )
 
     def __exit__(
@@ -203,6 +286,8 @@ class Run:
         """The ``with`` block ended with an exception: say so, first where no coordinator is needed for it."""
         if self._fusing is not None:
             self._fusing.explain(error)
+        if self._profiling is not None:
+            self._profiling.explain(error)
         self._say_last(error)
         if isinstance(error, Exception):
             report_failure(self._session, error)
@@ -351,6 +436,8 @@ class Run:
 
     def carry(self, number: int) -> Iterator[Any]:
         """Attempt the step ``number`` until it is committed here or brought by a donor."""
+        if self._profiling is not None:
+            yield from self._profiling.measure()
         part = self.participation
         while self.training.completed_steps < number and not self._is_over():
             try:

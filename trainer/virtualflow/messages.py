@@ -11,7 +11,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from virtualflow.settings import MAX_CHANGES, MAX_NAME, MAX_TRACEBACK, MAX_VIRTUAL_NODES, MAX_WORKERS
+from virtualflow.settings import (
+    MAX_CHANGES,
+    MAX_NAME,
+    MAX_TRACEBACK,
+    MAX_VIRTUAL_NODES,
+    MAX_WORKERS,
+    Reproducibility,
+)
 
 PROTOCOL = 1
 """Raised when a message changes in a way that an older party would misread."""
@@ -22,6 +29,8 @@ Sentence = Annotated[str, msgspec.Meta(max_length=4_096)]
 Traceback = Annotated[str, msgspec.Meta(max_length=MAX_TRACEBACK)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0 * 366)]
+PaceSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=86_400.0)]
+"""A worker's computing time per virtual node."""
 Cause = Literal["start", "join", "drain", "resize", "lost", "broken", "restart", "stop"]
 
 
@@ -111,7 +120,7 @@ class Hello(Base, frozen=True, tag="hello"):
     pid: Count
     virtual_nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_VIRTUAL_NODES)]
     fingerprint: Sentence
-    """What must be equal for equal bits: torch, device type, CPU capability, threads."""
+    """What must be equal on all devices: torch and, for equal bits, threads."""
     ready: bool
     """It has built its model and could enter a generation now."""
     draining: bool
@@ -123,6 +132,13 @@ class Hello(Base, frozen=True, tag="hello"):
     total_steps: Count | None
     done: bool
     changes: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_CHANGES)]
+    pace: PaceSeconds | None = None
+    """A first guess of its computing time per virtual node, from a profile of its device."""
+    reproducibility: Reproducibility = "bitwise"
+    device: Sentence = ""
+    """The type of its device, for people to read."""
+    self_test: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """The digest of what its device computes (``self_test``); empty where bits need not be equal."""
 
 
 class Heartbeat(Base, frozen=True, tag="heartbeat"):
@@ -415,6 +431,8 @@ class Status(Base, frozen=True, tag=False):
     optimizer_digest: str | None
     error: str | None
     traceback: str | None
+    reproducibility: Reproducibility | None = None
+    """Which of the two the job is; ``None`` before anybody has said."""
 
 
 # --- what a worker leaves behind --------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class Participation:
         standings = [Standing.from_bytes(block) for block in communicator.all_gather(standing.to_bytes())]
         if len({other.signature for other in standings}) > 1:
             self._explain_difference(communicator)
-        transfer = plan_transfer(standings)
+        transfer = plan_transfer(standings, equal_start=session.facts.reproducibility == "bitwise")
         self._bring_state(communicator, transfer)
         session.facts.step = training.completed_steps
         if not self.has_state:

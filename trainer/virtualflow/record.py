@@ -15,7 +15,7 @@ from virtualflow.cluster import Worker
 from virtualflow.history import MAX_TEXT, History
 from virtualflow.rendezvous import Rendezvous
 from virtualflow.roster import Contact, Roster
-from virtualflow.settings import HEARTBEATS, MembershipSettings
+from virtualflow.settings import HEARTBEATS, MembershipSettings, Reproducibility
 
 logger = logging.getLogger("virtualflow.coordinator")
 
@@ -51,6 +51,7 @@ class Record:
         self.proposed: m.Plan | None = None
         """The newest generation, while nobody has entered it."""
         self.virtual_nodes: int | None = None
+        self.reproducibility: Reproducibility | None = None
         self.hold: int | None = None
         self.stop: str | None = None
         self.reason = ""
@@ -97,7 +98,8 @@ class Record:
                 self._give_up(namesake, "another process has taken its name")
         self.virtual_nodes = hello.virtual_nodes
         worker = self._described(hello, known)
-        contact = Contact(hello.pid, hello.address, hello.fingerprint)
+        self.reproducibility = hello.reproducibility
+        contact = Contact(hello.pid, hello.address, hello.fingerprint, hello.device, hello.self_test)
         self.roster.add(worker, contact)
         self.trained = self.trained or hello.plan is not None
         for change in hello.changes:
@@ -309,7 +311,8 @@ class Record:
         self.roster.update(worker.incarnation, done=True)
         self.roster.contacts[worker.incarnation].waits_for_release = True
         result = self.history.result
-        if result is not None and done.digest != result.digest and self.phase != "failed":
+        bits_count = self.reproducibility != "statistical"  # other devices round their own updates differently
+        if result is not None and done.digest != result.digest and bits_count and self.phase != "failed":
             reason = (
                 f"{worker.name} ended with weights {done.digest[:12]} and another worker with {result.digest[:12]}: "
                 "the training is not deterministic on these machines (see docs/determinism.md)"

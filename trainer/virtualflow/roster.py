@@ -26,6 +26,8 @@ class Contact:
     pid: int
     address: str
     fingerprint: str
+    device: str = ""
+    self_test: str = ""
     left_by: m.Generation | None = None
     """The generation by which it left."""
     waits_for_release: bool = False

@@ -18,7 +18,14 @@ from virtualflow import messages as m
 from virtualflow.client import Link
 from virtualflow.communicator import Communicator
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, Evicted, JobEnded, JobFailed, Leave
-from virtualflow.settings import MAX_CHANGES, MAX_TRACEBACK, CommunicatorSettings, LinkSettings, WorkerEnvironment
+from virtualflow.settings import (
+    MAX_CHANGES,
+    MAX_TRACEBACK,
+    CommunicatorSettings,
+    LinkSettings,
+    Reproducibility,
+    WorkerEnvironment,
+)
 
 logger = logging.getLogger("virtualflow.worker")
 
@@ -36,6 +43,11 @@ class Facts:
     step: int = 0
     total_steps: int | None = None
     done: bool = False
+    pace: float | None = None
+    """Seconds per virtual node by a profile of this device."""
+    reproducibility: Reproducibility = "bitwise"
+    device: str = ""
+    self_test: str = ""
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
     """Shared with the training's state: joiners bring on what happened before them."""
 
@@ -341,6 +353,10 @@ class Session:
             total_steps=facts.total_steps,
             done=facts.done,
             changes=tuple(facts.changes[generation] for generation in sorted(facts.changes)),
+            pace=facts.pace,
+            reproducibility=facts.reproducibility,
+            device=facts.device,
+            self_test=facts.self_test,
         )
 
     def _on_plan(self, plan: m.Plan) -> None:

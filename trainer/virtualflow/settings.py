@@ -26,6 +26,9 @@ ENV_AUDIT_DIR = "VIRTUALFLOW_AUDIT_DIR"
 ENV_THREADS = "VIRTUALFLOW_THREADS"
 ENV_REPRODUCIBILITY = "VIRTUALFLOW_REPRODUCIBILITY"
 ENV_MAX_FUSED = "VIRTUALFLOW_MAX_FUSED"
+ENV_PROFILE = "VIRTUALFLOW_PROFILE"
+ENV_PROFILE_OUT = "VIRTUALFLOW_PROFILE_OUT"
+ENV_PROFILE_SIZES = "VIRTUALFLOW_PROFILE_SIZES"
 ENV_TERMINATION_LOG = "VIRTUALFLOW_TERMINATION_LOG"
 
 VIRTUAL_NODES = 8
@@ -213,6 +216,24 @@ STOP_GRACE = 30.0
 """``virtualflow run``: how long a drain of the whole job may take before it is killed."""
 
 
+@dataclass(frozen=True)
+class ProfilingSettings:
+    """``virtualflow profile``: how much is measured for each size of micro-batches."""
+
+    warm_up: int = 3
+    """Micro-batches that do not count: kernels are chosen and memory is taken in them."""
+    samples: int = 200
+    """Micro-batches that are timed at the most: the median no longer moves much."""
+    least: int = 5
+    """That are timed in any case: with fewer, quartiles mean nothing."""
+    seconds: float = 3.0
+    """When this has passed and the least are timed, a size is done."""
+    longest: float = 60.0
+    """A size that would take longer, by what the last one took, is not begun."""
+    memory: float = 0.8
+    """The share of free memory up to which a size is tried: an estimate may be wrong, and others use memory, too."""
+
+
 def read_number(name: str, kind: type[int] | type[float], least: float) -> int | float | None:
     """Read a number from the environment variable ``name``; ``None`` when it is not set or empty.
 
@@ -251,6 +272,12 @@ class WorkerEnvironment:
     """``None``: the script says."""
     max_fused: int | None
     """The most virtual nodes of a micro-batch in a statistical job; ``None``: the script says."""
+    profile: Path | None = None
+    """A profile of this device, for a first guess of its speed."""
+    profile_out: Path | None = None
+    """Where to write one: the script is run to be measured, not to train."""
+    profile_sizes: tuple[int, ...] = ()
+    """The sizes to measure, in virtual nodes; none: those that suggest themselves."""
 
     @classmethod
     def read(cls) -> WorkerEnvironment:
@@ -283,6 +310,9 @@ class WorkerEnvironment:
             threads=_whole(ENV_THREADS) or THREADS,
             reproducibility=_reproducibility(),
             max_fused=_whole(ENV_MAX_FUSED),
+            profile=_path(ENV_PROFILE),
+            profile_out=_path(ENV_PROFILE_OUT),
+            profile_sizes=_sizes(),
         )
 
 
@@ -293,6 +323,22 @@ def _reproducibility() -> Reproducibility | None:
             f"{ENV_REPRODUCIBILITY}={text!r} must be {' or '.join(REPRODUCIBILITY)}; correct or unset it"
         )
     return REPRODUCIBILITY.get(text)
+
+
+def _path(name: str) -> Path | None:
+    text = os.environ.get(name, "").strip()
+    return Path(text) if text else None
+
+
+def _sizes() -> tuple[int, ...]:
+    text = os.environ.get(ENV_PROFILE_SIZES, "").strip()
+    try:
+        sizes = tuple(sorted({int(word) for word in text.split(",")})) if text else ()
+    except ValueError:
+        sizes = (0,)
+    if any(size < 1 for size in sizes):
+        raise ConfigurationError(f"{ENV_PROFILE_SIZES}={text!r} must be whole numbers like 1,2,4; correct or unset it")
+    return sizes
 
 
 def _whole(name: str) -> int | None:

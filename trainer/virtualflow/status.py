@@ -23,6 +23,7 @@ def describe(job: Job, brief: bool) -> m.Status:
         incarnation=job.incarnation,
         generation=job.running_generation.counter,
         virtual_nodes=job.virtual_nodes,
+        reproducibility=job.reproducibility,
         wanted=job.wanted,
         minimum=job.minimum,
         workers=tuple(_worker(job, i) for i, worker in job.roster.workers.items() if not (worker.gone or worker.left)),

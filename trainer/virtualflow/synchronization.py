@@ -68,8 +68,13 @@ class Transfer:
         return frozenset(donor for pairs in self.rounds for donor, _ in pairs) - self.receivers
 
 
-def plan_transfer(standings: Sequence[Standing]) -> Transfer:
+def plan_transfer(standings: Sequence[Standing], equal_start: bool = True) -> Transfer:
     """Decide who gives the state to whom.
+
+    Args:
+        standings: of all members, in the order of their ranks.
+        equal_start: freshly built models must be equal; otherwise the first member's counts. On different types of
+            device, the same seed need not give the same weights.
 
     Raises:
         ConfigurationError: nobody has a state or checkpoint, and the models differ.
@@ -83,14 +88,17 @@ def plan_transfer(standings: Sequence[Standing]) -> Transfer:
     else:
         newest_checkpoint = max(standing.checkpoint for standing in standings)
         if newest_checkpoint < 0:
-            if len({standing.model for standing in standings}) > 1:
+            if len({standing.model for standing in standings}) == 1:
+                return Transfer(None, ())
+            if equal_start:
                 raise ConfigurationError(
                     "the model's parameters differ between workers at the start; seed before building it, for example "
                     "with torch.manual_seed(0)"
                 )
-            return Transfer(None, ())
-        restorer = next(rank for rank in everyone if standings[rank].checkpoint == newest_checkpoint)
-        donors = [restorer]
+            donors = [0]
+        else:
+            restorer = next(rank for rank in everyone if standings[rank].checkpoint == newest_checkpoint)
+            donors = [restorer]
     receivers = [rank for rank in everyone if rank not in donors]
     rounds = []
     while receivers:

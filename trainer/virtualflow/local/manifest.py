@@ -32,6 +32,8 @@ class JobManifest:
     groups: tuple[str, ...] = ()
     """Names of its worker groups; the command is the first one's."""
     reproducibility: str | None = None
+    profile: str | None = None
+    """Of its first group: the name of a file."""
     every_steps: int | None = None
     every_seconds: int | None = None
     keep: int | None = None
@@ -108,6 +110,7 @@ def read_manifest(document: object) -> JobManifest:
         environment=environment,
         groups=tuple(_group_name(group, index) for index, group in enumerate(groups)),
         reproducibility=_reproducibility(spec),
+        profile=_profile(group),
         every_steps=_count(checkpoint, "everySteps", "spec.checkpoint."),
         every_seconds=_count(checkpoint, "everySeconds", "spec.checkpoint."),
         keep=_count(checkpoint, "keep", "spec.checkpoint."),
@@ -171,6 +174,13 @@ def _words(container: Mapping[str, object], key: str) -> tuple[str, ...]:
 def _group_name(group: object, index: int) -> str:
     name = _entry(group, f"spec.workerGroups[{index}]").get("name")
     return name if isinstance(name, str) and name else str(index)
+
+
+def _profile(group: Mapping[str, object]) -> str | None:
+    name = group.get("profile")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ConfigurationError(f"spec.workerGroups[0].profile must be the name of a file, not {name!r}")
+    return name
 
 
 def _reproducibility(spec: Mapping[str, object]) -> str | None:

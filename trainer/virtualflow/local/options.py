@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from virtualflow import settings as s
+from virtualflow.device_profile import read_profile
 from virtualflow.errors import ConfigurationError
 from virtualflow.local.manifest import JobManifest, load_manifest, local_command
 from virtualflow.local.schedule import Group, most_workers, parse_schedule
@@ -63,13 +64,19 @@ def resolve(arguments: Namespace) -> RunOptions:
         workers = workers if workers is not None else manifest.replicas
         if manifest.reproducibility is not None:
             environment[s.ENV_REPRODUCIBILITY] = manifest.reproducibility
+        if manifest.profile is not None and arguments.profile is None:
+            # A path of a container may not exist here; the worker says so, and trains without it.
+            environment[s.ENV_PROFILE] = str((Path(arguments.manifest).parent / manifest.profile).absolute())
     elif arguments.script is not None:
         script = Path(arguments.script)
-        _check_script(script)
+        check_script(script)
         command = (sys.executable, "-u", arguments.script, *arguments.args)
         suggestion = script.stem
     else:
         raise ConfigurationError("say what to run: a script, or -f with a manifest")
+    if arguments.profile is not None:
+        read_profile(Path(arguments.profile))
+        environment[s.ENV_PROFILE] = str(Path(arguments.profile).absolute())
     schedule = parse_schedule(arguments.schedule or "")
     if virtual_nodes is None:
         inherited = s.read_number(s.ENV_VIRTUAL_NODES, int, 1)
@@ -79,7 +86,7 @@ def resolve(arguments: Namespace) -> RunOptions:
     checkpoint_dir = _checkpoints(arguments, manifest, environment)
     for option, path in (("--report", arguments.report), ("--audit", arguments.audit)):
         if path is not None:
-            _check_target(Path(path), option)
+            check_target(Path(path), option)
     log_dir = None
     if arguments.log_dir is not None:
         log_dir = Path(arguments.log_dir).absolute()
@@ -110,7 +117,12 @@ def resolve(arguments: Namespace) -> RunOptions:
     )
 
 
-def _check_script(script: Path) -> None:
+def check_script(script: Path) -> None:
+    """Check that a script can be read.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
     if script.is_dir():
         raise ConfigurationError(f"{script} is a directory; name the script itself")
     try:
@@ -130,7 +142,7 @@ def _executable(command: tuple[str, ...]) -> tuple[str, ...]:
             if word in ("-m", "-c"):
                 break
             if not word.startswith("-"):
-                _check_script(Path(word))
+                check_script(Path(word))
                 break
     return command
 
@@ -199,7 +211,12 @@ def _check_directory(path: Path, option: str) -> None:
         raise ConfigurationError(f"{option} {path}: no files can be written there ({error.strerror})") from error
 
 
-def _check_target(path: Path, option: str) -> None:
+def check_target(path: Path, option: str) -> None:
+    """Check that a file can be written where ``option`` wants it.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
     if path.is_dir():
         raise ConfigurationError(f"{option} {path}: this is a directory; name a file")
     try:

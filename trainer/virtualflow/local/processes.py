@@ -113,7 +113,7 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - the runner has one thread
+            preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - the runner has one thread
         )
         process = Process(name, popen, self._tail)
         assert popen.stdout is not None
@@ -165,7 +165,8 @@ def _has_ended(popen: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
+def die_with(parent: int) -> Callable[[], None] | None:
+    """What a child runs before its program, so that the kernel kills it when ``parent`` dies."""
     if _libc is None:
         return None
     prctl = _libc.prctl

@@ -70,6 +70,7 @@ def build_report(chronicle: Chronicle, status: Status | None, name: str, seconds
         "steps": status.step if status else 0,
         "total_steps": status.total_steps if status else None,
         "virtual_nodes": status.virtual_nodes if status else None,
+        "reproducibility": status.reproducibility if status else None,
         "changes": [describe_change(change) for change in changes],
         "repeated_steps": sum(change.repeated_steps for change in changes),
         "step_ms": status.step_ms if status else None,

@@ -76,6 +76,8 @@ def describe_progress(status: Status) -> str:
 def describe_status(job: str, status: Status) -> str:
     """What ``virtualflow status`` prints."""
     facts = f"{status.wanted} wanted, generation {status.generation}"
+    if status.reproducibility is not None:
+        facts += f", {status.reproducibility}"
     lines = [f"{job}: {status.phase}, {describe_progress(status)}, {facts}"]
     if status.reason:
         lines.append(f"  {status.reason}")
