@@ -34,8 +34,9 @@ e2e: $(STAMP) ## test on the cluster of KUBECONFIG, or on a kind cluster of its 
 chaos: $(STAMP) ## compare RUNS random schedules (20) bit for bit with an undisturbed run
 	@VIRTUALFLOW_CHAOS_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout=0 tests/trainer/test_chaos.py $(ARGS)
 
-bench: $(STAMP) ## measure against plain PyTorch and DistributedDataParallel
-	@$(BIN)/python -m benchmarks $(ARGS)
+bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write docs/benchmarks.md; ARGS="steps --quick"
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,bench]' -c constraints.txt
+	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks $(ARGS)
 
 image: ## build virtualflow-operator:dev and virtualflow-trainer:dev
 	docker build $(BUILD_ARGS) --target operator -t virtualflow-operator:dev .

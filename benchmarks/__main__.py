@@ -1,12 +1,44 @@
-"""All measurements, one after the other: ``make bench``."""
+"""``python -m benchmarks [FIGURE ...] [--quick]`` measures and writes the page; ``report`` only writes the page."""
 
 from __future__ import annotations
 
+import argparse
+import signal
 import sys
+import time
 
-from benchmarks import joiner, pauses, steps
+from benchmarks import report, results
+from benchmarks.figures import FIGURES
 
-sys.argv = sys.argv[:1]
-for benchmark in (steps, pauses, joiner):
-    print(f"\n{(benchmark.__doc__ or '').splitlines()[0]}", flush=True)
-    benchmark.main()
+
+def main() -> None:
+    """Measure the named figures, or all, and write the page."""
+    known = "\n".join(f"  {name:16} {figure.title}" for name, figure in FIGURES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"Measure, and write docs/benchmarks.md.\n\n{known}\n  {'report':16} measure nothing",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help="what to measure (default: all)")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: to see that it works")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the processes that were started
+    unknown = [name for name in args.figures if name not in FIGURES and name != "report"]
+    if unknown:
+        parser.error(f"there is no figure {', '.join(unknown)}; choose from {', '.join([*FIGURES, 'report'])}")
+    for name in args.figures or FIGURES:
+        if name == "report":
+            continue
+        print(f"{name}: {FIGURES[name].title}", flush=True)
+        began = time.monotonic()
+        result = FIGURES[name].measure(args.quick)
+        if result.get("skipped"):
+            print(f"  skipped: {result['skipped']}", flush=True)
+        seconds = time.monotonic() - began
+        print(f"  {results.write(name, args.quick, seconds, result)} ({seconds:.0f} s)", flush=True)
+    report.write(results.read())
+    print(report.DOCUMENT)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,35 +7,32 @@ same script but has nothing to do with the job, for what cores share (caches, me
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
+from typing import Any
 
 from benchmarks.jobs import run_job
 
+CASES: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], ""),
+    "a stranger boots": ([], "1"),
+    "a joiner boots": (["--schedule", "300:=2"], ""),
+}
+"""What happens on the other core: options of the job, and whether the script starts a stranger."""
 
-def main() -> None:
-    """Run it some times and print the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    args = parser.parse_args()
-    print("median step of a worker alone on its core: first half, second half, ratio")
-    cases: list[tuple[str, list[str], str]] = [
-        ("nobody joins", [], ""),
-        ("a stranger boots", [], "1"),
-        ("a joiner boots", ["--schedule", "300:=2"], ""),
-    ]
-    for name, schedule, stranger in cases:
-        ratios = []
-        for _ in range(args.runs):
-            os.environ["STRANGER"] = stranger
-            _, output = run_job("--workers", 1, *schedule, "benchmarks/pinned.py", "--steps", 600)
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Runs of each case, in turn."""
+    runs = 1 if quick else 4
+    ratios: dict[str, list[float]] = {name: [] for name in CASES}
+    for _ in range(runs):
+        for name, (options, stranger) in CASES.items():
+            _, output = run_job("--workers", 1, *options, "benchmarks/pinned.py", STRANGER=stranger)
             line = next(json.loads(line) for line in output.splitlines() if line.startswith('{"before"'))
-            ratios.append(line["during"] / line["before"])
-            print(f"  {name:16} {line['before']:.2f} ms  {line['during']:.2f} ms  {ratios[-1]:.3f}")
-        print(f"  {name:16} median ratio {statistics.median(ratios):.3f}")
-
-
-if __name__ == "__main__":
-    main()
+            ratios[name].append(line["during"] / line["before"])
+            print(f"  {name:16} {line['before']:.2f} ms  {line['during']:.2f} ms  {ratios[name][-1]:.3f}", flush=True)
+    rows = [
+        {"other_core": name, "ratio": statistics.median(values), "range": [min(values), max(values)]}
+        for name, values in ratios.items()
+    ]
+    return {"settings": {"runs": runs}, "rows": rows, "ratios": ratios}

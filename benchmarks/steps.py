@@ -1,65 +1,73 @@
-"""Step times side by side: plain PyTorch, DistributedDataParallel and VirtualFlow, on the same micro-batches."""
+"""Steps per second over plain PyTorch (one worker) and DistributedDataParallel (two), at equal batches and threads."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import socket
 import statistics
-import subprocess
 import sys
+from typing import Any
 
-from benchmarks.jobs import ROOT, environment, run_job
+from benchmarks.jobs import free_port, job_command
+from benchmarks.tasks import TASKS, VIRTUAL_NODES, elastic_mode
+from benchmarks.turns import Side, compare
+
+MODELS = ("digits", "mlp", "charlm")
 
 
-def times_of(output: str) -> list[float]:
-    """The step times in what the workload printed."""
-    return next(json.loads(line)["times"] for line in output.splitlines() if line.startswith('{"times"'))
+def modes() -> list[str]:
+    """The kinds of reproducibility that this library has."""
+    known = ["bitwise"]
+    try:
+        elastic_mode("statistical")
+    except ValueError as error:
+        print(f"  left out: {error}", flush=True)
+        return known
+    return [*known, "statistical"]
 
 
-def by_hand(regime: str, workers: int, arguments: list[str]) -> list[float]:
-    """Run the workload without VirtualFlow."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.workload", regime, *arguments]
-    running = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment()
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers)},
-            stdout=subprocess.PIPE,
-            text=True,
+def plain(task: str, workers: int) -> Side:
+    """The side without VirtualFlow."""
+    command = [sys.executable, "-m", "benchmarks.trainee", "plain", task]
+    port = free_port()
+    place: dict[str, str | int] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": workers}
+    return Side("plain", [command] * workers, workers, [{**place, "RANK": rank} for rank in range(workers)])
+
+
+def elastic(task: str, workers: int, mode: str) -> Side:
+    """The side with VirtualFlow: a job of the command line, with its coordinator."""
+    script = ("benchmarks/trainee.py", mode, task)
+    command = job_command("--workers", workers, "--virtual-nodes", VIRTUAL_NODES, *script)
+    return Side(mode, [command], workers)
+
+
+def measure_task(task: str, workers: int, sides: list[str], rounds: int, seconds: float) -> dict[str, Any]:
+    """Compare on one task; what a row of the figure holds."""
+    contenders = [plain(task, workers), *(elastic(task, workers, mode) for mode in sides)]
+    steps, times = compare(contenders, rounds, seconds)
+    row: dict[str, Any] = {
+        "task": task,
+        "model": TASKS[task].title,
+        "workers": workers,
+        "batch": TASKS[task].batch,
+        "steps_in_a_turn": steps,
+        "plain_ms": statistics.median(times["plain"]),
+        "rounds_ms": times,
+    }
+    for mode in sides:
+        ratios = sorted(theirs / ours for theirs, ours in zip(times["plain"], times[mode], strict=True))
+        row[f"{mode}_ms"] = statistics.median(times[mode])
+        row[f"{mode}_ratio"] = statistics.median(ratios)
+        row[f"{mode}_range"] = [ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]]
+        print(
+            f"  {task:8} {workers} workers: plain {row['plain_ms']:8.2f} ms, {mode} {row[f'{mode}_ms']:8.2f} ms, "
+            f"throughput x {row[f'{mode}_ratio']:.2f}",
+            flush=True,
         )
-        for rank in range(workers)
-    ]
-    outputs = [process.communicate()[0] for process in running]
-    return times_of("\n".join(outputs))
+    return row
 
 
-def main() -> None:
-    """Measure all and print the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=3)
-    args = parser.parse_args()
-    print("median step; ratio to plain PyTorch or DDP at the same number of workers (below 1: VirtualFlow is faster)")
-    for size, steps in (("small", "400"), ("large", "60")):
-        for workers, regime in ((1, "plain"), (2, "ddp")):
-            for virtual_nodes in ("2", "8"):
-                arguments = ["--size", size, "--steps", steps, "--virtual-nodes", virtual_nodes]
-                theirs, ours = [], []
-                for _ in range(args.runs):
-                    theirs.append(statistics.median(by_hand(regime, workers, arguments)))
-                    script = ["benchmarks/workload.py", "virtualflow", *arguments]
-                    _, output = run_job("--workers", workers, "--virtual-nodes", virtual_nodes, *script)
-                    ours.append(statistics.median(times_of(output)))
-                a, b = statistics.median(theirs), statistics.median(ours)
-                print(
-                    f"  {size:6} {workers} workers, {virtual_nodes} virtual nodes: {regime:5} {a:7.2f} ms, "
-                    f"VirtualFlow {b:7.2f} ms, ratio {b / a:.2f}"
-                )
-
-
-if __name__ == "__main__":
-    main()
+def measure(quick: bool) -> dict[str, Any]:
+    """All tasks, with one worker and two."""
+    rounds, seconds = (4, 0.4) if quick else (15, 1.0)
+    sides = modes()
+    rows = [measure_task(task, workers, sides, rounds, seconds) for task in MODELS for workers in (1, 2)]
+    return {"settings": {"rounds": rounds, "seconds_a_turn": seconds, "virtual_nodes": VIRTUAL_NODES}, "rows": rows}

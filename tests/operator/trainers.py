@@ -134,7 +134,7 @@ class Trainer:
 
     async def _talk(self, stream: aiohttp.ClientWebSocketResponse) -> None:
         self._out = asyncio.Queue()
-        await stream.send_bytes(m.encode(self.hello()))
+        await stream.send_bytes(m.pack(self.hello()))
         self._stream = stream
         for message in self._kept.values():
             self.say(message)
@@ -142,7 +142,7 @@ class Trainer:
         try:
             async for frame in stream:
                 if not self.hung:
-                    self.training.hear(self, m.to_worker.decode(frame.data))
+                    self.training.hear(self, m.unpack_to_worker(frame.data))
         finally:
             writer.cancel()
 
@@ -150,7 +150,7 @@ class Trainer:
         while True:
             message = await self._out.get()
             try:
-                await stream.send_bytes(m.encode(message))
+                await stream.send_bytes(m.pack(message))
             except ConnectionError:
                 return  # the reader learns it too
 

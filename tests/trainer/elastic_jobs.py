@@ -260,8 +260,8 @@ class ElasticJob:
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return bytes(answer.read())
 
-    def wait_for(self, holds: Callable[[m.Status], bool], what: str) -> m.Status:
-        deadline = time.monotonic() + PATIENCE
+    def wait_for(self, holds: Callable[[m.Status], bool], what: str, patience: float = PATIENCE) -> m.Status:
+        deadline = time.monotonic() + patience
         while True:
             status = self.status()
             if holds(status):

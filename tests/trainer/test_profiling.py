@@ -51,7 +51,7 @@ def profile(directory: Path, *arguments: str, **environment: str) -> tuple[int, 
         env={**inherited, "PYTHONPATH": TRAINER, "TMPDIR": str(directory), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr

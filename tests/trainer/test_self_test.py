@@ -16,6 +16,8 @@ from virtualflow.determinism import describe_device, pin
 
 TRAINER = str(Path(__file__).parents[2] / "trainer")
 CPU = torch.device("cpu")
+BOOT = 4 * PATIENCE
+"""A worker that is no fork of the tests' server imports torch itself, which takes long on a busy machine."""
 
 SCRIPT = """\
 import torch
@@ -73,7 +75,7 @@ def in_another_process(**environment: str) -> str:
         env={**os.environ, "PYTHONPATH": TRAINER, **environment},
         capture_output=True,
         text=True,
-        timeout=PATIENCE * 4,
+        timeout=BOOT,
         check=True,
     ).stdout.strip()
 
@@ -123,12 +125,12 @@ def test_machines_that_compute_other_bits_share_only_a_statistical_job(tmp_path:
     try:
         job.call("scale", workers=2, minimum=2)
         workers.append(work(job, script, "a", **kind))
-        job.wait_for(lambda status: bool(status.workers), "the first worker")
+        job.wait_for(lambda status: bool(status.workers), "the first worker", BOOT)
         workers.append(work(job, script, "b", ATEN_CPU_CAPABILITY="default", **kind))
-        _, errors = workers[1].communicate(timeout=PATIENCE * 2)
+        _, errors = workers[1].communicate(timeout=BOOT)
         if reproducibility == "Statistical":
             assert workers[1].returncode == 0, errors
-            _, errors = workers[0].communicate(timeout=PATIENCE)
+            _, errors = workers[0].communicate(timeout=BOOT)
             assert workers[0].returncode == 0, errors
             status = job.status()
             assert (status.phase, status.step, status.reproducibility) == ("done", 6, "statistical")

@@ -60,7 +60,7 @@ class Server:
 async def told(stream: aiohttp.ClientWebSocketResponse) -> m.ToWorker | None:
     """The next message; ``None``: the connection is closed."""
     frame = await stream.receive(timeout=5.0)
-    return m.to_worker.decode(frame.data) if frame.type == aiohttp.WSMsgType.BINARY else None
+    return m.unpack_to_worker(frame.data) if frame.type == aiohttp.WSMsgType.BINARY else None
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -77,7 +77,7 @@ async def serving(settings: CoordinatorSettings = SETTINGS) -> AsyncIterator[Ser
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        async with aiohttp.ClientSession() as client:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
             yield Server(coordinator, f"http://127.0.0.1:{runner.addresses[0][1]}", client)
     finally:
         await coordinator.close()

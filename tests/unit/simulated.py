@@ -94,8 +94,11 @@ class Worker:
 class World:
     """The workers, and the coordinator that they talk to."""
 
-    def __init__(self, wanted: int, minimum: int = 1) -> None:
+    def __init__(self, wanted: int, minimum: int = 1, patient: bool = False) -> None:
         self.now = 1_000.0
+        self.patient = patient
+        """The coordinator decides on what is said at one moment together, instead of after each message."""
+        self.undecided = False
         self.wanted = wanted
         self.minimum = minimum
         self.workers: dict[str, Worker] = {}
@@ -124,7 +127,7 @@ class World:
         worker.connected, worker.reconnect_at = False, self.now + pause
         worker.out.clear()
         worker.inbox.clear()
-        self.turn()
+        self.turn_soon()
 
     def kill(self, worker: Worker) -> None:
         worker.alive = False
@@ -138,7 +141,14 @@ class World:
 
     # --- the coordinator ----------------------------------------------------------------------------------------------
 
+    def turn_soon(self) -> None:
+        if self.patient:
+            self.undecided = True
+        else:
+            self.turn()
+
     def turn(self) -> None:
+        self.undecided = False
         self.job.set_time(self.now, 0.0)
         begun = self.job.running is not None or self.job.proposed is not None
         self.wake_at = self.job.decide()
@@ -146,9 +156,12 @@ class World:
         if not begun and founded is not None and self.job.running is None:
             assert len(founded.members) >= min(self.job.minimum, VIRTUAL_NODES), "too few to begin"
         assert self.wake_at is None or self.wake_at > self.now, "a busy loop"
+        self.send()
+
+    def send(self) -> None:
         outbox, self.job.outbox = self.job.outbox, []
         for incarnation, message in outbox:
-            m.to_worker.decode(m.encode(message))
+            m.unpack_to_worker(m.pack(message))
             worker = self.workers[incarnation]
             if isinstance(message, m.Plan):
                 known = self.plans.setdefault(message.generation, message)
@@ -200,22 +213,23 @@ class World:
     def connect(self, worker: Worker) -> bool:
         if worker.connected or self.now < worker.reconnect_at:
             return False
-        worker.connected = True
         self.job.set_time(self.now, 0.0)
+        self.send()  # what a former connection was still to be told is not for this one
+        worker.connected = True
         refusal = self.job.hello(worker.hello(self.now))
         if refusal is not None:
             worker.over, worker.connected = f"refused: {refusal}", False
         else:
             worker.out.extend(worker.kept.values())
-        self.turn()
+        self.turn_soon()
         return True
 
     def deliver(self, worker: Worker) -> bool:
         if worker.out and worker.connected:
-            message = m.from_worker.decode(m.encode(worker.out.popleft()))
+            message = m.unpack_from_worker(m.pack(worker.out.popleft()))
             self.job.set_time(self.now, 0.0)
             self.job.receive(worker.incarnation, message)
-            self.turn()
+            self.turn_soon()
             return True
         if not worker.inbox:
             return False
@@ -392,7 +406,9 @@ class World:
         while self.now < end:
             for _ in range(200):
                 moved = [self.advance(worker) for worker in list(self.workers.values())]
-                if not any(moved):
+                if self.undecided:
+                    self.turn()
+                elif not any(moved):
                     break
             else:
                 raise AssertionError("the workers never come to rest")

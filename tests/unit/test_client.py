@@ -76,7 +76,7 @@ class Coordinator:
         self.connections.append(heard)
         async for frame in socket:
             if frame.type == WSMsgType.BINARY:
-                message = m.from_worker.decode(frame.data)
+                message = m.unpack_from_worker(frame.data)
                 if isinstance(message, m.Hello) and self.welcomes:
                     await socket.send_bytes(m.encode(m.Welcome(False, 0, None, 1.0)))
                 with self.news:
@@ -86,7 +86,7 @@ class Coordinator:
         return socket
 
     def say(self, message: m.ToWorker | bytes) -> None:
-        data = message if isinstance(message, bytes) else m.encode(message)
+        data = message if isinstance(message, bytes) else m.pack(message)
         asyncio.run_coroutine_threadsafe(self.sockets[-1].send_bytes(data), self._loop).result(5.0)
 
     def cut(self) -> None:
@@ -151,11 +151,25 @@ def test_news_are_noted_and_stale_plans_are_not(coordinator: Coordinator) -> Non
         assert link.wait(lambda: link.hold == 3, 5.0)
         assert link.plan == plan(5)
         coordinator.say(m.Drain(30.0, "node goes"))
-        coordinator.say(m.Publish(GENERATION, "k", b"v"))
+        coordinator.say(m.Keys(GENERATION, {"k": b"v"}))
         coordinator.say(m.Release())
         assert link.wait(lambda: link.released, 5.0)
         assert link.drain == m.Drain(30.0, "node goes")
         assert link.lookup(GENERATION, "k") == b"v"
+
+
+def test_a_plan_is_not_told_back_to_the_coordinator_that_told_it(coordinator: Coordinator) -> None:
+    with link_to(coordinator.url) as link:
+        coordinator.say(plan(5))
+        assert link.wait(lambda: link.plan == plan(5), 5.0)
+        link.send(m.Entered(plan(5), 3, restored=False))
+        short = m.EnteredTold(plan(5).generation, 3, restored=False)
+        coordinator.hears(lambda: coordinator.connections[0][1:] == [short])
+        coordinator.cut()
+        coordinator.hears(lambda: len(coordinator.connections) == 2)
+        # The next one has not told it, and may not know it.
+        link.send(m.Entered(plan(5), 4, restored=False))
+        coordinator.hears(lambda: coordinator.connections[1][1:] == [m.Entered(plan(5), 4, restored=False)])
 
 
 def test_who_is_refused_does_not_come_back(coordinator: Coordinator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow import messages as m
-from virtualflow.settings import MAX_CHANGES, MAX_VIRTUAL_NODES
+from virtualflow.settings import MAX_CHANGES, MAX_UNPACKED, MAX_VIRTUAL_NODES
 
 HELLO = m.Hello(
     protocol=m.PROTOCOL,
@@ -100,6 +101,48 @@ def test_no_bytes_do_more_than_being_refused(raw: bytes) -> None:
     for decoder in (m.from_worker, m.to_worker):
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             decoder.decode(raw)
+
+
+PLAN = m.Plan(
+    m.Generation(1, 1),
+    "planned",
+    tuple(m.Member(f"worker-{number}", f"{number:032x}", "10.0.0.1", number, number + 1) for number in range(300)),
+    (),
+    "join",
+    "all join",
+)
+
+
+def test_a_long_message_travels_deflated_and_a_short_one_as_it_is() -> None:
+    assert len(m.pack(PLAN)) < len(m.encode(PLAN)) / 3
+    assert m.unpack_to_worker(m.pack(PLAN)) == m.unpack_to_worker(m.encode(PLAN)) == PLAN
+    assert m.pack(m.Ready()) == m.encode(m.Ready())
+    assert m.unpack_from_worker(m.pack(m.Ready()).decode()) == m.Ready()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(m.pack(PLAN)[:-1], id="one that was cut off"),
+        pytest.param(m.pack(PLAN) + b"x", id="something behind it"),
+        pytest.param(zlib.compress(b"no JSON"), id="something else deflated"),
+        pytest.param(zlib.compress(zlib.compress(m.encode(PLAN))), id="deflated twice"),
+        pytest.param(zlib.compress(b" " * (MAX_UNPACKED + 1)), id="little that becomes much"),
+        pytest.param(zlib.compress(m.encode(PLAN) + b" " * MAX_UNPACKED), id="a message that becomes too long"),
+    ],
+)
+def test_what_was_packed_otherwise_is_refused(raw: bytes) -> None:
+    for unpack in (m.unpack_from_worker, m.unpack_to_worker):
+        with pytest.raises(msgspec.MsgspecError):
+            unpack(raw)
+
+
+@given(st.binary())
+def test_no_bytes_do_more_to_who_unpacks_them(raw: bytes) -> None:
+    for unpack in (m.unpack_from_worker, m.unpack_to_worker):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            unpack(raw)
 
 
 @given(st.tuples(st.integers(0, 2**53), st.integers(0, 2**53)), st.tuples(st.integers(0, 2**53), st.integers(0, 2**53)))

@@ -92,9 +92,9 @@ def _other_reproducibility(job: Record, hello: m.Hello) -> str | None:
 def _foreign_machine(job: Record, hello: m.Hello) -> str | None:
     """A sentence when a worker's machine does not fit those that are there, or would not give the same bits."""
     for incarnation, contact in job.roster.contacts.items():
-        if job.roster.is_lost(incarnation) or incarnation == hello.incarnation or not contact.fingerprint:
+        if contact.fingerprint in ("", hello.fingerprint):
             continue
-        if contact.fingerprint != hello.fingerprint:
+        if incarnation != hello.incarnation and not job.roster.is_lost(incarnation):
             return (
                 f"{hello.worker} runs [{hello.fingerprint[:400]}] and the job [{contact.fingerprint[:400]}]: "
                 "the results would differ; use one image and one VIRTUALFLOW_THREADS for all workers"

@@ -85,14 +85,16 @@ def tree_sum(virtual_nodes: int, parts: Mapping[tuple[int, int], T], add: Callab
 
     The parts cover ``0..virtual_nodes-1`` without overlap. ``add(left, right)`` may reuse its left argument.
     """
+    return _total(parts, add, 0, virtual_nodes)
 
-    def total(left: int, right: int) -> T:
-        part = parts.get((left, right))
-        if part is not None:
-            return part
-        if right - left == 1:
-            raise ValueError(f"nothing covers virtual node {left}")
-        middle = (left + right) // 2
-        return add(total(left, middle), total(middle, right))
 
-    return total(0, virtual_nodes)
+def _total(parts: Mapping[tuple[int, int], T], add: Callable[[T, T], T], left: int, right: int) -> T:
+    # Not a closure within tree_sum: one that calls itself is a cycle, and would keep the parts, that is gradients,
+    # until the garbage collector comes by.
+    part = parts.get((left, right))
+    if part is not None:
+        return part
+    if right - left == 1:
+        raise ValueError(f"nothing covers virtual node {left}")
+    middle = (left + right) // 2
+    return add(_total(parts, add, left, middle), _total(parts, add, middle, right))

@@ -58,7 +58,8 @@ class _Change:
         self.newest = {x.incarnation for x in self.pending.members} if self.pending is not None else set(members)
         self.arriving = self.newest - set(members)
         self.stay = [m for m in here if not self.workers[m].draining]
-        self.leaving = [m for m in members if m not in self.stay]
+        staying = set(self.stay)
+        self.leaving = [m for m in members if m not in staying]
         deadlines = [self.workers[m].deadline for m in here if self.workers[m].draining]
         self.deadline = min((now if deadline is None else deadline for deadline in deadlines), default=now)
         """Until when those who drain must be relieved."""
@@ -151,7 +152,8 @@ class _Change:
             )
             if broken or overdue or self.now >= self.deadline - settings.drain_margin:
                 return [], None
-        ready = [worker for worker in ready_workers(cluster, self.lost) if worker.incarnation not in self.members]
+        members = set(self.members)
+        ready = [worker for worker in ready_workers(cluster, self.lost) if worker.incarnation not in members]
         sound = [worker for worker in ready if worker.failures == 0]
         # One that keeps a generation from being built must not do so to others for ever.
         joiners = sound or ready[:1]

@@ -32,6 +32,10 @@ _BACKLOG = 200
 """Messages kept while there is no connection; the oldest go first (Hello tells the state anyway)."""
 
 
+_TOLD = 8
+"""Latest plans that are remembered as told by the coordinator that is connected; it remembers more."""
+
+
 class Link:
     """The connection of one worker process.
 
@@ -60,6 +64,8 @@ class Link:
         self.rejected: str | None = None
         """Why the coordinator cannot be used at all (a wrong token)."""
         self._keys: dict[tuple[m.Generation, str], bytes] = {}
+        self._told: deque[m.Generation] = deque(maxlen=_TOLD)
+        """Plans that came over the present connection."""
         self._published: dict[tuple[m.Generation, str], m.Publish] = {}
         self._url = url
         self._token = token
@@ -202,6 +208,7 @@ class Link:
             # The queue is taken before Hello is made: what is queued from now on may be missing in it.
             queued = [x for x in self._queue if isinstance(x, m.Note | m.Resumed)]
             self._queue.clear()
+            self._told.clear()
             self._queue.extend([*queued, *self._kept.values(), *self._published.values()])
         await socket.send_bytes(_encode_hello(self._hello()))
         with self.changed:
@@ -213,7 +220,7 @@ class Link:
                 if frame.type not in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
                     break
                 try:
-                    self._take(m.to_worker.decode(frame.data))
+                    self._take(m.unpack_to_worker(frame.data))
                 except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                     logger.warning("the coordinator sent a message that is refused: %s", error)
         finally:
@@ -229,7 +236,7 @@ class Link:
             while True:
                 while self._queue:
                     message = self._queue[0]
-                    await socket.send_bytes(m.encode(message))
+                    await socket.send_bytes(m.pack(self._short(message)))
                     with self.changed:
                         # A queue that was full has lost its first message meanwhile.
                         if self._queue and self._queue[0] is message:
@@ -257,6 +264,7 @@ class Link:
                 case m.Welcome():
                     self.welcome, self.hold = message, message.hold
                 case m.Plan():
+                    self._told.append(message.generation)
                     if self.plan is None or message.generation > self.plan.generation:
                         self.plan = message
                         self._keys = {key: value for key, value in self._keys.items() if key[0] >= message.generation}
@@ -273,11 +281,17 @@ class Link:
                     self.refused = reason
                 case m.End():
                     self.ended = message
-                case m.Publish(generation, key, value):
-                    self._keys[generation, key] = value
+                case m.Keys(generation, values):
+                    self._keys.update({(generation, key): value for key, value in values.items()})
             self.changed.notify_all()
         if isinstance(message, m.Plan):
             self._on_plan(message)
+
+    def _short(self, message: m.FromWorker) -> m.FromWorker:
+        """``message`` without what this very coordinator has told."""
+        if isinstance(message, m.Entered) and message.plan.generation in self._told:
+            return m.EnteredTold(message.plan.generation, message.step, message.restored)
+        return message
 
     def _reject(self, sentence: str) -> None:
         with self.changed:
@@ -287,11 +301,9 @@ class Link:
 
 def _encode_hello(hello: m.Hello) -> bytes:
     """JSON of ``hello``, without the oldest membership changes if it would be more than the coordinator reads."""
-    encoded = m.encode(hello)
-    while len(encoded) > MAX_MESSAGE and hello.changes:
+    while hello.changes and len(m.encode(hello)) > MAX_MESSAGE:
         hello = msgspec.structs.replace(hello, changes=hello.changes[len(hello.changes) // 2 + 1 :])
-        encoded = m.encode(hello)
-    return encoded
+    return m.pack(hello)
 
 
 def _encodable(message: m.FromWorker) -> m.FromWorker:

@@ -89,7 +89,8 @@ class Coordinator:
             raise ConfigurationError("a coordinator needs a token that all who talk to it know")
         self._digest = hashlib.sha256(token.encode()).digest()
         self._settings = settings
-        self._ticked_at = time.monotonic()
+        self._ticked_at = self._beats_at = time.monotonic()
+        self._excused = 0.0
         self.job = Job(
             incarnation=time.time_ns() // 1_000_000,
             wanted=wanted,
@@ -102,6 +103,8 @@ class Coordinator:
         self._writers: set[asyncio.Task[None]] = set()
         self._watchers = Watchers(self.job, settings.watch_interval)
         self._timer: asyncio.TimerHandle | None = None
+        self._due: asyncio.TimerHandle | None = None
+        self._turned_at = 0.0
         self._pulse: asyncio.TimerHandle | None = None
         self._closing = False
 
@@ -131,8 +134,15 @@ class Coordinator:
         self._beat()
 
     def _beat(self) -> None:
-        """Look at the clock often enough to notice when this process did not run."""
+        """Look at the clock often enough to notice when this process did not run, or does not keep up."""
         self._tick()
+        behind = self._ticked_at - self._beats_at - self._excused
+        if behind > self._settings.stall:
+            # It runs, but what the workers sent waits behind what others sent.
+            logger.warning("the coordinator is %.1f s behind", behind)
+            self.job.excuse(behind)
+        self._excused = 0.0
+        self._beats_at = self._ticked_at + self._settings.stall / 2
         if not self._closing:
             self._pulse = asyncio.get_running_loop().call_later(self._settings.stall / 2, self._beat)
 
@@ -144,11 +154,22 @@ class Coordinator:
             # What the workers sent meanwhile is read after this: their silence is this process's own.
             logger.warning("the coordinator did not run for %.1f s", stalled)
             self.job.excuse(stalled)
+            self._excused += stalled
+
+    def _turn_soon(self) -> None:
+        """Take a turn when one is due: what comes until then is decided on together."""
+        if self._due is None and not self._closing:
+            loop = asyncio.get_running_loop()
+            self._due = loop.call_at(self._turned_at + self._settings.rest * len(self._lines), self._turn)
 
     def _turn(self) -> None:
         """Decide, send what there is to send, and see to it that the next limit is not missed."""
         if self._closing:
             return
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        self._turned_at = asyncio.get_running_loop().time()
         self._tick()
         wake_at = self.job.decide()
         while not self._deliver():
@@ -171,7 +192,7 @@ class Coordinator:
             if line is None:
                 continue
             if id(message) not in encoded:
-                encoded[id(message)] = m.encode(message)  # once for all who are told
+                encoded[id(message)] = m.pack(message)  # once for all who are told
             data = encoded[id(message)]
             if not line.put(data):
                 logger.warning("%s does not read its messages; closing its connection", incarnation)
@@ -189,7 +210,7 @@ class Coordinator:
         """End all connections."""
         self._closing = True
         self._watchers.close()
-        for handle in (self._timer, self._pulse):
+        for handle in (self._timer, self._due, self._pulse):
             if handle is not None:
                 handle.cancel()
         for line in self._lines.values():
@@ -241,11 +262,12 @@ class Coordinator:
         if hello is None or self._closing:
             return socket
         self._tick()
+        self._deliver()  # what a former connection was still to be told is not for this one
         refusal = self.job.hello(hello)
         if refusal is not None:
             self._turn()
             with contextlib.suppress(ConnectionError):
-                await socket.send_bytes(m.encode(m.Refuse(refusal)))
+                await socket.send_bytes(m.pack(m.Refuse(refusal)))
             return socket
         line = _Line(socket, request.transport, self._settings.backlog)
         former = self._lines.get(hello.incarnation)
@@ -256,7 +278,7 @@ class Coordinator:
         self._writers.add(writer)
         writer.add_done_callback(self._writers.discard)
         try:
-            self._turn()
+            self._turn_soon()
             await self._listen(socket, hello, line)
         except ConnectionError:
             pass  # said below, as for a connection that was closed in order
@@ -266,7 +288,7 @@ class Coordinator:
             if self._lines.get(hello.incarnation) is line:
                 self._tick()
                 self._drop(hello.incarnation)
-                self._turn()
+                self._turn_soon()
         return socket
 
     async def _listen(self, socket: web.WebSocketResponse, hello: m.Hello, line: _Line) -> None:
@@ -274,17 +296,18 @@ class Coordinator:
             if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT) or self._lines.get(hello.incarnation) is not line:
                 return
             try:
-                message = m.from_worker.decode(frame.data)
+                message = m.unpack_from_worker(frame.data)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 logger.warning("%s sent a message that is refused: %s", hello.worker, error)
                 await socket.close(code=WSCloseCode.INVALID_TEXT, message=b"malformed message")
                 return
             self._tick()
+            news = self.job.news
             self.job.receive(hello.incarnation, message)
-            if isinstance(message, m.Publish):
-                self._deliver()
-            elif not isinstance(message, m.Heartbeat):  # which can only put decisions off
-                self._turn()
+            if self.job.news != news or isinstance(message, m.Publish):
+                self._turn_soon()
+            else:  # a heartbeat, progress, something stale: these can only put decisions off
+                self._watchers.notice()
 
     async def _first_message(self, socket: web.WebSocketResponse) -> m.Hello | None:
         message: m.FromWorker | None = None
@@ -292,7 +315,7 @@ class Coordinator:
             frame = await asyncio.wait_for(socket.receive(), self._settings.first_message)
             if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
                 return None
-            message = m.from_worker.decode(frame.data)
+            message = m.unpack_from_worker(frame.data)
         except TimeoutError:
             logger.warning("a connection is refused: it said nothing for %g s", self._settings.first_message)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

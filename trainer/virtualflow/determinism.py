@@ -67,6 +67,11 @@ def fingerprint(threads: int, reproducibility: Reproducibility) -> str:
     return f"torch {version}, {threads} thread{'s' if threads != 1 else ''}"
 
 
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where a model is; one without parameters counts as on the CPU."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def device_name(device: torch.device) -> str:
     """What the device calls itself: a GPU's name, or the model of the CPU."""
     if device.type == "cuda":

@@ -111,6 +111,7 @@ class Job(Record):
             if not self._carry_out(decision):
                 break
         self._release()
+        self._relay()
         members = {x.incarnation for plan in (self.running, self.proposed) if plan for x in plan.members}
         self.roster.prune(members, lambda incarnation: self.roster.contacts[incarnation].waits_for_release)
         times = [wake_at, next_limit(self.now, self._cluster(), self.settings)]

@@ -9,9 +9,7 @@ code that follows runs exactly once a step.
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,10 +25,9 @@ from virtualflow import self_test
 from virtualflow.audit import Audit
 from virtualflow.checkpoint_files import JobIdentity
 from virtualflow.contribution import Head, Kind
-from virtualflow.determinism import Pinned, describe_device, device_name, fingerprint, pin
-from virtualflow.device_profile import DeviceProfile, Situation, guess_pace
+from virtualflow.determinism import Pinned, describe_device, device_of, fingerprint, pin
 from virtualflow.digests import signature as signature_of
-from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, VirtualFlowError, show_errors_plainly
+from virtualflow.errors import CommunicatorBroken, Drained, VirtualFlowError, show_errors_plainly
 from virtualflow.fusing import Fusing
 from virtualflow.keeper import Keeper, choose_policy
 from virtualflow.last_word import LastWordWriter
@@ -38,7 +35,7 @@ from virtualflow.loading import MicroBatch, Source, open_source
 from virtualflow.options import Options, check_optimizer, check_reproducibility, check_scheduler, check_sizes
 from virtualflow.overlap import AttemptSpoiled
 from virtualflow.participation import Participation
-from virtualflow.profiling import Profiling, sizes_to_measure
+from virtualflow.profiling import Profiling, describe_situation, foretell_pace, open_profiling
 from virtualflow.randomness import seed_virtual_node
 from virtualflow.reporter import Reporter, report_failure
 from virtualflow.sampling import micro_batch
@@ -49,13 +46,12 @@ from virtualflow.settings import (
     CommunicatorSettings,
     LinkSettings,
     MembershipSettings,
-    ProfilingSettings,
     WorkerEnvironment,
 )
 from virtualflow.step import Step
 from virtualflow.stopwatch import Stopwatch
 from virtualflow.streams import fuse
-from virtualflow.training import Training, signature_hash
+from virtualflow.training import Training
 from virtualflow.update import Outcome, Update, read_heads
 
 logger = logging.getLogger("virtualflow.worker")
@@ -106,7 +102,7 @@ class Run:
     def __enter__(self) -> Run:
         if _active:
             raise VirtualFlowError("a run is active already; leave its with block before the next vf.elastic")
-        environment, device = self._environment, self._device
+        environment, device = self._environment, device_of(self._model)
         facts = Facts(
             max(1, self.virtual_nodes),
             fingerprint(environment.threads, self.reproducibility),
@@ -176,8 +172,11 @@ class Run:
         signature = signature_of(self._model, self._optimizer)
         size = len(self._dataset) if self._source.steps_per_epoch is not None else None
         identity = JobIdentity(self.virtual_nodes, options.seed, options.batch_size, size, signature)
+        situation = describe_situation(self._model, options, self._environment, self.virtual_nodes, signature)
         if self._environment.profile_out is not None:
-            self._profiling = self._open_profiling(self._source, signature)
+            self._profiling = open_profiling(
+                self._model, self._dataset, options, self._environment, self.virtual_nodes, self._source, situation
+            )
         policy = None if self._profiling is not None else choose_policy(options.checkpoint, self._environment)
         self._keeper = Keeper(policy, identity, None if self._session is None else self._tell_checkpoint)
         self.participation = Participation(
@@ -187,7 +186,7 @@ class Run:
         if self._session is not None:
             self._session.facts.total_steps = self.total_steps
             self._session.facts.changes = self.training.changes
-            self._session.facts.pace = self._guess_pace(signature)
+            self._session.facts.pace, self._warning = foretell_pace(self._environment, situation)
             if self._environment.audit_dir is not None:
                 self._audit = Audit(self._environment.audit_dir, self._session.worker, self._session.incarnation)
         if threading.current_thread() is threading.main_thread():
@@ -199,71 +198,6 @@ class Run:
             cap = 1
         return Fusing(
             self._model, cap, micro_batch(self._options.batch_size, self.virtual_nodes), self._options.batch_norm
-        )
-
-    @property
-    def _device(self) -> torch.device:
-        return next((p.device for p in self._model.parameters()), torch.device("cpu"))
-
-    def _situation(self, signature: dict[str, Any]) -> Situation:
-        return Situation(
-            self._device.type,
-            device_name(self._device),
-            self._environment.threads,
-            f"{signature_hash(signature):x}",
-            micro_batch(self._options.batch_size, self.virtual_nodes),
-        )
-
-    def _guess_pace(self, signature: dict[str, Any]) -> float | None:
-        """Seconds per virtual node by the profile that this worker was given; ``None``: none, or none that fits."""
-        if self._environment.profile is None:
-            return None
-        try:
-            return guess_pace(self._environment.profile, self._situation(signature))
-        except ConfigurationError as error:
-            self._warning = str(error)
-            logger.warning("%s", error)
-            return None
-
-    def _open_profiling(self, source: Source, signature: dict[str, Any]) -> Profiling:
-        source.close()  # each size has its own
-        options, environment = self._options, self._environment
-        assert environment.profile_out is not None
-        situation = self._situation(signature)
-        samples = len(self._dataset) if source.steps_per_epoch is not None else None
-        return Profiling(
-            self._model,
-            self._device,
-            lambda size: open_source(
-                self._dataset,
-                batch_size=size,
-                virtual_nodes=1,
-                seed=options.seed,
-                shuffle=options.shuffle,
-                drop_last=source.steps_per_epoch is not None,
-                epochs=None,
-                options=options.loader,
-                close_grace=LOADER_GRACE,
-            ),
-            sizes_to_measure(self.virtual_nodes, situation.micro_batch, samples, environment.profile_sizes),
-            situation.micro_batch,
-            options.seed,
-            DeviceProfile(
-                device_type=situation.device_type,
-                device=situation.device,
-                torch=str(torch.__version__),
-                threads=situation.threads,
-                reproducibility=self.reproducibility,
-                signature=situation.signature,
-                script=os.path.basename(sys.argv[0]),
-                batch_size=options.batch_size,
-                virtual_nodes=self.virtual_nodes,
-                created="",
-                stopped="",
-                sizes=(),
-            ),
-            environment.profile_out,
-            ProfilingSettings(),
         )
 
     def __exit__(

@@ -7,20 +7,23 @@ refused as a whole and changes nothing.
 
 from __future__ import annotations
 
+import zlib
 from typing import Annotated, Literal
 
 import msgspec
 
 from virtualflow.settings import (
+    DEFLATED,
     MAX_CHANGES,
     MAX_NAME,
     MAX_TRACEBACK,
+    MAX_UNPACKED,
     MAX_VIRTUAL_NODES,
     MAX_WORKERS,
     Reproducibility,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when a message changes in a way that an older party would misread."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -167,6 +170,17 @@ class Entered(Base, frozen=True, tag="entered"):
     """The state came from a checkpoint."""
 
 
+class EnteredTold(Base, frozen=True, tag="entered-told"):
+    """As :class:`Entered`, of a plan that came over this very connection: its members need not be told back.
+
+    A generation of a thousand workers would come back to the coordinator a thousand times.
+    """
+
+    generation: Generation
+    step: Count
+    restored: bool
+
+
 class Progress(Base, frozen=True, tag="progress"):
     """Where the training is, from the leader (the member with rank 0) and from anyone whose phase changed."""
 
@@ -234,7 +248,7 @@ class Note(Base, frozen=True, tag="note"):
 
 
 class Publish(Base, frozen=True, tag="publish"):
-    """A key of a generation's rendezvous; the coordinator relays it to the generation's members."""
+    """A key of a generation's rendezvous; the coordinator relays it to the generation's members (:class:`Keys`)."""
 
     generation: Generation
     key: Annotated[str, msgspec.Meta(max_length=256)]
@@ -247,6 +261,7 @@ FromWorker = (
     | Ready
     | Prepared
     | Entered
+    | EnteredTold
     | Progress
     | Resumed
     | Broken
@@ -269,6 +284,13 @@ class Welcome(Base, frozen=True, tag="welcome"):
     hold: Count | None
     heartbeat: Seconds
     """How often the coordinator wants a sign of life."""
+
+
+class Keys(Base, frozen=True, tag="keys"):
+    """Keys of a generation's rendezvous that its members have published since the last such message."""
+
+    generation: Generation
+    values: dict[str, bytes]
 
 
 class Drain(Base, frozen=True, tag="drain"):
@@ -301,7 +323,7 @@ class End(Base, frozen=True, tag="end"):
     reason: Sentence
 
 
-ToWorker = Welcome | Plan | Drain | Hold | Release | Refuse | End | Publish
+ToWorker = Welcome | Plan | Keys | Drain | Hold | Release | Refuse | End
 
 # --- signalling parties: requests and the status ----------------------------------------------------------------------
 
@@ -475,7 +497,45 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.json.encode(message)
 
 
-from_worker = msgspec.json.Decoder(FromWorker)
-to_worker = msgspec.json.Decoder(ToWorker)
+def pack(message: msgspec.Struct) -> bytes:
+    """A message between worker and coordinator as it travels: JSON, deflated if it is long."""
+    data = encode(message)
+    return zlib.compress(data, 1) if len(data) > DEFLATED else data
+
+
+def unpack_from_worker(data: bytes | str) -> FromWorker:
+    """What a worker has packed.
+
+    Raises:
+        MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
+    """
+    return from_worker.decode(_inflated(data))
+
+
+def unpack_to_worker(data: bytes | str) -> ToWorker:
+    """What the coordinator has packed.
+
+    Raises:
+        MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
+    """
+    return to_worker.decode(_inflated(data))
+
+
+def _inflated(data: bytes | str) -> bytes | str:
+    """JSON, which begins with a brace, as it is; else what was deflated, as far as it is not too long."""
+    if isinstance(data, str) or data[:1] == b"{":
+        return data
+    inflate = zlib.decompressobj()
+    try:
+        plain = inflate.decompress(data, MAX_UNPACKED)
+    except zlib.error as error:
+        raise msgspec.DecodeError(f"neither JSON nor deflated: {error}") from error
+    if not inflate.eof or inflate.unused_data:
+        raise msgspec.DecodeError("it was cut off, is too long, or something follows it")
+    return plain
+
+
+from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
 # Of two kinds that are possible, the tag must say which it is.
 _last_word = msgspec.json.Decoder(LastWord | Heartbeat)

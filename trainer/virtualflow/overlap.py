@@ -87,7 +87,7 @@ class Overlap:
             weight: the factor of its gradients.
             scale: the factor of the sum over all; ``None``: not known before the heads.
         """
-        self._watching, self._weight, self._deferred = True, weight, scale is None
+        self._watching, self._weight, self._deferred = collectives.size > 1, weight, scale is None
         if self._expected:
             self._early = self._reducer.begin(
                 collectives, ranges, accumulator, last, self._parameters, self._expected, scale or 1.0
@@ -116,9 +116,11 @@ class Overlap:
             self._parameters[place].grad is gradient and gradient._version == version
             for place, (gradient, version) in self._seen.items()
         )
+        given = set(self._seen)
+        self._seen.clear()
         if self._early is None:
             return frozenset(), steady
-        for place in self._early.places - self._seen.keys():
+        for place in self._early.places - given:
             gradient = self._parameters[place].grad
             self._early.give(place, None if gradient is None else self._weighted(gradient))
         return self._early.places, steady

@@ -30,13 +30,21 @@ class Buffers:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._used: set[tuple[object, ...]] = set()
 
     def get(self, name: tuple[object, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The buffer of that name; zeros when it is new."""
-        kept = self._kept.get((*name, dtype))
+        key = (*name, dtype)
+        self._used.add(key)
+        kept = self._kept.get(key)
         if kept is None or kept.shape != shape:
-            kept = self._kept[*name, dtype] = torch.zeros(shape, dtype=dtype)
+            kept = self._kept[key] = torch.zeros(shape, dtype=dtype)
         return kept
+
+    def release_unused(self) -> None:
+        """Free what was not asked for since the last call."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key in self._used}
+        self._used.clear()
 
     def clear(self) -> None:
         """Free them. A collective under way keeps its own alive."""

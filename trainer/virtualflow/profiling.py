@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,11 +24,102 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from virtualflow.device_profile import DeviceProfile, SizeProfile, encode
+from virtualflow.determinism import device_name, device_of
+from virtualflow.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
 from virtualflow.errors import ConfigurationError, Profiled
-from virtualflow.loaders import MicroBatch, Source
+from virtualflow.loading import MicroBatch, Source, open_source
+from virtualflow.options import Options
 from virtualflow.randomness import seed_virtual_node
-from virtualflow.settings import ProfilingSettings
+from virtualflow.sampling import micro_batch
+from virtualflow.settings import LOADER_GRACE, ProfilingSettings, WorkerEnvironment
+from virtualflow.training import signature_hash
+
+logger = logging.getLogger("virtualflow.worker")
+
+
+def describe_situation(
+    model: nn.Module, options: Options, environment: WorkerEnvironment, virtual_nodes: int, signature: dict[str, Any]
+) -> Situation:
+    """What this process is about to run, as far as profiles go."""
+    device = device_of(model)
+    return Situation(
+        device.type,
+        device_name(device),
+        environment.threads,
+        f"{signature_hash(signature):x}",
+        micro_batch(options.batch_size, virtual_nodes),
+    )
+
+
+def foretell_pace(environment: WorkerEnvironment, situation: Situation) -> tuple[float | None, str | None]:
+    """Seconds per virtual node by the profile that this worker was given, and a warning if that says nothing."""
+    if environment.profile is None:
+        return None, None
+    try:
+        return guess_pace(environment.profile, situation), None
+    except ConfigurationError as error:
+        logger.warning("%s", error)
+        return None, str(error)
+
+
+def open_profiling(
+    model: nn.Module,
+    dataset: Any,
+    options: Options,
+    environment: WorkerEnvironment,
+    virtual_nodes: int,
+    source: Source,
+    situation: Situation,
+) -> Profiling:
+    """Prepare to measure a run; its own source is closed, since each size has one of its own.
+
+    Raises:
+        ConfigurationError: a size is asked for that the job cannot have.
+    """
+    assert environment.profile_out is not None
+    source.close()
+    indexed = source.steps_per_epoch is not None
+
+    def open_sized(samples: int) -> Source:
+        return open_source(
+            dataset,
+            batch_size=samples,
+            virtual_nodes=1,
+            seed=options.seed,
+            shuffle=options.shuffle,
+            drop_last=indexed,
+            epochs=None,
+            options=options.loader,
+            close_grace=LOADER_GRACE,
+        )
+
+    blank = DeviceProfile(
+        device_type=situation.device_type,
+        device=situation.device,
+        torch=str(torch.__version__),
+        threads=situation.threads,
+        reproducibility=environment.reproducibility or options.reproducibility,
+        signature=situation.signature,
+        script=os.path.basename(sys.argv[0]),
+        batch_size=options.batch_size,
+        virtual_nodes=virtual_nodes,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        stopped="",
+        sizes=(),
+    )
+    samples = len(dataset) if indexed else None
+    sizes = sizes_to_measure(virtual_nodes, situation.micro_batch, samples, environment.profile_sizes)
+    return Profiling(
+        model,
+        device_of(model),
+        open_sized,
+        sizes,
+        situation.micro_batch,
+        options.seed,
+        blank,
+        environment.profile_out,
+        ProfilingSettings(),
+    )
 
 
 def sizes_to_measure(virtual_nodes: int, micro_batch: int, samples: int | None, asked: tuple[int, ...]) -> list[int]:
@@ -88,7 +181,7 @@ class Profiling:
             sizes: in virtual nodes, ascending.
             micro_batch: samples of one virtual node.
             seed: of the job.
-            blank: all of the profile but the time, the sizes and why they end.
+            blank: all of the profile but the sizes and why they end.
             path: where it is written to.
             settings: how much is measured.
         """
@@ -98,9 +191,7 @@ class Profiling:
         self._sizes = sizes
         self._micro_batch = micro_batch
         self._seed = seed
-        self._blank = msgspec.structs.replace(
-            blank, created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        )
+        self._blank = blank
         self._path = path
         self._settings = settings
         self._measured: list[SizeProfile] = []

@@ -117,8 +117,8 @@ class Record:
             # Also the running one: it may have been entered by others while this connection was down.
             if plan is not None and self._tells(plan, hello.incarnation) and plan.generation > (worker.entered or NONE):
                 self._send(hello.incarnation, plan)
-                for message in self._rendezvous.of(plan.generation):
-                    self._send(hello.incarnation, message)
+                for keys in self._rendezvous.of(plan.generation):
+                    self._send(hello.incarnation, keys)
         if known is None:
             self.event("worker", f"{hello.worker} connected (pid {hello.pid})")
         self._changed()
@@ -180,6 +180,10 @@ class Record:
                     self._prepared.add(incarnation)
             case m.Entered(plan, step, restored):
                 self._entered(incarnation, plan, step, restored)
+            case m.EnteredTold(generation, step, restored):
+                told = self._plan_of(generation)
+                if told is not None:
+                    self._entered(incarnation, told, step, restored)
             case m.Progress():
                 self._progressed(message)
                 return
@@ -209,9 +213,10 @@ class Record:
     # --- what messages do --------------------------------------------------------------------------------------------
 
     def _entered(self, incarnation: str, told: m.Plan, step: int, restored: bool) -> None:
-        plan = next((known for known in self._plans if known.generation == told.generation), told)
-        if plan is told and fault_in_plan(told, self.virtual_nodes) is not None:
+        known = self._plan_of(told.generation)
+        if known is None and fault_in_plan(told, self.virtual_nodes) is not None:
             return
+        plan = known or told
         if not is_member(plan, incarnation):
             return
         if plan.generation in self._withdrawn:
@@ -288,7 +293,7 @@ class Record:
                 generation = max(generation, self.running_generation)
         if generation < self.running_generation or generation in self._broken:
             return
-        plan = next((known for known in self._plans if known.generation == generation), None)
+        plan = self._plan_of(generation)
         if plan is not None and not is_member(plan, worker.incarnation):
             return
         if plan is None and len(self._broken) >= _KNOWN:
@@ -297,7 +302,7 @@ class Record:
         logger.info("%s: generation %s broke at step %d: %s", worker.name, generation, step, detail)
 
     def _left(self, worker: Worker, generation: m.Generation, step: int) -> None:
-        plan = next((known for known in self._plans if known.generation == generation), None)
+        plan = self._plan_of(generation)
         if plan is not None and generation not in self._withdrawn and not is_member(plan, worker.incarnation):
             self._learn(plan)
         contact = self.roster.contacts[worker.incarnation]
@@ -326,11 +331,15 @@ class Record:
 
     def _publish(self, incarnation: str, message: m.Publish) -> None:
         plan = next((p for p in (self.proposed, self.running) if p and p.generation == message.generation), None)
-        others = [member.incarnation for member in plan.members if member.incarnation != incarnation] if plan else []
-        if plan is None or len(others) == len(plan.members) or not self._rendezvous.add(incarnation, message):
-            return
-        for other in others:
-            self._send(other, message)
+        if plan is not None and is_member(plan, incarnation):
+            self._rendezvous.add(incarnation, message)
+
+    def _relay(self) -> None:
+        """Tell the members of a generation the keys that came since the last time."""
+        plans = {plan.generation: plan for plan in (self.running, self.proposed) if plan is not None}
+        for keys in self._rendezvous.take():
+            for member in plans[keys.generation].members if keys.generation in plans else ():
+                self._send(member.incarnation, keys)
 
     def _mark_draining(self, worker: Worker, deadline: float, reason: str) -> bool:
         """Note that a worker will be taken away; whether that is news to it."""
@@ -384,6 +393,10 @@ class Record:
     def is_prepared(self) -> bool:
         """Whether all members of the proposed generation have its communicator."""
         return self.proposed is not None and self._prepared >= {x.incarnation for x in self.proposed.members}
+
+    def _plan_of(self, generation: m.Generation) -> m.Plan | None:
+        """The plan of that generation, if it is one of the latest that this coordinator knows."""
+        return next((plan for plan in self._plans if plan.generation == generation), None)
 
     def _tells(self, plan: m.Plan, incarnation: str) -> bool:
         """Whether that worker is to know of ``plan``: it is in it, or leaves by it."""

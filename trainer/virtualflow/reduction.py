@@ -50,6 +50,10 @@ class Reducer:
         """End the thread that exchanges."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def release_unused(self) -> None:
+        """An exchange is complete: free buffers that it did without."""
+        self._buffers.release_unused()
+
     def forget_buffers(self) -> None:
         """Free the buffers: another number of workers needs other ones."""
         self._buffers.clear()

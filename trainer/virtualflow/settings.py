@@ -45,6 +45,15 @@ MAX_NAME = 253
 MAX_MESSAGE = 1 << 20
 """The largest message or request body that the coordinator reads; a larger one is refused."""
 
+MAX_UNPACKED = 8 << 20
+"""What a message may hold once it is inflated: a generation of ``MAX_WORKERS`` takes a quarter of it."""
+
+DEFLATED = 4_096
+"""Messages above this size travel deflated: a generation's members shrink to a quarter, keys of a rendezvous more."""
+
+MAX_BUNDLE = 1 << 19
+"""Bytes of a rendezvous' keys that are relayed in one message; even what cannot be deflated fits into a message."""
+
 MAX_TRACEBACK = 16_384
 """Characters of a traceback that travel to the status; the end of it is what counts."""
 
@@ -133,6 +142,9 @@ class CoordinatorSettings:
     """Messages that may wait for one worker that does not read before its connection is closed; it may come back."""
     goodbye: float = 0.3
     """How long the connections may take to close when the coordinator ends."""
+    rest: float = 50e-6
+    """Decisions lie at least this long apart for each connected worker: what a thousand workers say about one event is
+    decided on, and relayed to all, together."""
     stall: float = 0.5
     """When the coordinator itself did not run for longer than this, nobody's silence in that time counts."""
 

@@ -18,6 +18,7 @@ def describe(job: Job, brief: bool) -> m.Status:
     history, progress, result = job.history, job.history.progress, job.history.result
     changes, events = history.ordered_changes(), tuple(history.events)
     proposed = job.proposed
+    carried = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
     return m.Status(
         phase=job.phase,
         incarnation=job.incarnation,
@@ -26,7 +27,11 @@ def describe(job: Job, brief: bool) -> m.Status:
         reproducibility=job.reproducibility,
         wanted=job.wanted,
         minimum=job.minimum,
-        workers=tuple(_worker(job, i) for i, worker in job.roster.workers.items() if not (worker.gone or worker.left)),
+        workers=tuple(
+            _worker(job, i, carried.get(i, range(0)))
+            for i, worker in job.roster.workers.items()
+            if not (worker.gone or worker.left)
+        ),
         lost=tuple(job.roster.lost.values()),
         proposed=proposed.generation.counter if proposed else None,
         proposed_workers=tuple(member.incarnation for member in proposed.members) if proposed else (),
@@ -51,10 +56,8 @@ def describe(job: Job, brief: bool) -> m.Status:
     )
 
 
-def _worker(job: Job, incarnation: str) -> m.WorkerStatus:
+def _worker(job: Job, incarnation: str, carried: range) -> m.WorkerStatus:
     worker, contact = job.roster.workers[incarnation], job.roster.contacts[incarnation]
-    members = job.running.members if job.running else ()
-    carried = next((x.virtual_nodes for x in members if x.incarnation == incarnation), range(0))
     state: WorkerState = "starting"
     if worker.done:
         state = "done"

@@ -359,6 +359,7 @@ class Update:
         for parameter, gradient in zip(self._all_parameters, outcome.gradients, strict=True):
             parameter.grad = gradient
         self._stepping = StepInPortions(self.optimizer)
+        self._reducer.release_unused()
         self.buffers.commit(outcome.buffers)
         self._accumulator.clear()
         self._records = []

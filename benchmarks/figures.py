@@ -1,0 +1,148 @@
+"""The registry: what is measured, and how each figure is told and drawn.
+
+A figure's ``measure(quick)`` returns a JSON-able object with ``rows``, a list of flat objects: the table. The rest
+(``settings``, single samples, ...) is kept in its file for those who want to look closer. ``skipped`` in place of rows
+says why this machine could not measure it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from benchmarks import changes, external, joiner, overlap, plots, steps
+
+Result = dict[str, Any]
+Row = Mapping[str, Any]
+
+
+def number(value: float, unit: str = "") -> str:
+    """A number with as many digits as mean something."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f}{unit}"
+
+
+def milliseconds(key: str) -> Callable[[Row], str]:
+    """The cell of a duration."""
+    return lambda row: number(row[key], " ms") if key in row else ""
+
+
+def plain_text(key: str) -> Callable[[Row], str]:
+    """The cell of a name or a count."""
+    return lambda row: str(row[key])
+
+
+def ratio(key: str, spread: str) -> Callable[[Row], str]:
+    """The cell of a ratio, with its range."""
+    return lambda row: f"**{row[key]:.2f}** ({row[spread][0]:.2f} to {row[spread][1]:.2f})" if key in row else ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement."""
+
+    title: str
+    measure: Callable[[bool], Result]
+    text: str
+    """Markdown above its table: what was compared, and what to read in it."""
+    columns: Mapping[str, Callable[[Row], str]] = field(default_factory=dict)
+    """Heading and cell; empty for the keys of the rows."""
+    draw: Callable[[Any, Mapping[str, Any]], None] | None = None
+    """Draws the figure into axes."""
+
+
+STEPS_TEXT = """\
+All sides live at once and take turns of about a second; the ratio is taken in each round, and the table shows its
+median (and the 10 % to 90 % range). Above 1, VirtualFlow makes more steps a second. Equal on all sides: model, initial
+weights, optimizer, global batch, eight micro-batches a step, one thread a worker, samples loaded in the training
+process. *Plain* is PyTorch as its users run it: a shuffling `DataLoader`, gradients accumulated over the micro-batches,
+and no deterministic algorithms, also beside `bitwise`, which pays for them. With two workers it is
+DistributedDataParallel in its default settings over gloo, all micro-batches but the last under `no_sync`. VirtualFlow
+runs as a job of `virtualflow run`, with its coordinator on the same cores. `statistical` computes several virtual nodes
+as one micro-batch, which plain PyTorch could do, too, if the memory allows; here its micro-batch stays the same."""
+
+CHANGES_TEXT = """\
+The digits job changes between two and three workers, and loses some by SIGKILL. The pause is from the last step before
+a change to the first after it, that step included, at the survivor that waited longest; its unit is an undisturbed step
+of DistributedDataParallel with two workers. Beside it the same training under `torchrun` (three agents, `--nnodes 2:3`,
+c10d rendezvous), with a snapshot each ten steps, which its processes load after the restart that each change means
+there; the same kind of pause, read from the log of the training. Its wait for latecomers is set to 1 s; the default
+of 30 s would come on top of each change that leaves fewer than three workers. Agents do not share a store
+(`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`): with torch 2.13's default a third agent never gets in. Steps that it repeats
+since the last snapshot come on top."""
+
+OVERLAP_TEXT = """\
+As the first figure, two workers, on a network namespace whose loopback is limited to the speed of a link. With 24 MB
+and 82 MB of gradients the wire counts here and not the overhead, and DistributedDataParallel overlaps it with the
+backward pass of its last micro-batch."""
+
+JOINER_TEXT = """\
+One worker trains the digits job on one core. The ratio of its median step time after something begins on the other core
+to that before; a stranger boots the same script but has nothing to do with the job, which shows what cores share."""
+
+
+def throughput_columns() -> dict[str, Callable[[Row], str]]:
+    """Columns of a comparison with plain PyTorch."""
+    return {
+        "workers": plain_text("workers"),
+        "batch": plain_text("batch"),
+        "plain": milliseconds("plain_ms"),
+        "bitwise": milliseconds("bitwise_ms"),
+        "bitwise, throughput": ratio("bitwise_ratio", "bitwise_range"),
+        "statistical": milliseconds("statistical_ms"),
+        "statistical, throughput": ratio("statistical_ratio", "statistical_range"),
+    }
+
+
+def _program(module: str, title: str) -> dict[str, Figure]:
+    """A figure that is a program of its own, if it is there."""
+    if not external.exists(module):
+        return {}
+    return {module: Figure(title, partial(external.measure, module), "", draw=None)}
+
+
+FIGURES: dict[str, Figure] = {
+    "steps": Figure(
+        "A step, beside plain PyTorch and DDP",
+        steps.measure,
+        STEPS_TEXT,
+        {"model": plain_text("model"), **throughput_columns()},
+        plots.throughput,
+    ),
+    "overlap": Figure(
+        "On a slow network",
+        overlap.measure,
+        OVERLAP_TEXT,
+        {"link": plain_text("link"), "model": plain_text("model"), **throughput_columns()},
+        plots.throughput,
+    ),
+    "changes": Figure(
+        "A change of the workers, beside torchrun",
+        changes.measure,
+        CHANGES_TEXT,
+        {
+            "change": plain_text("change"),
+            "pause": lambda row: (
+                f"{number(row['pause_ms'], ' ms')} ({row['range_ms'][0]:.0f} to {row['range_ms'][1]:.0f})"
+            ),
+            "in plain steps": lambda row: number(row["plain_steps"]),
+            "changes": plain_text("changes"),
+            "torchrun": lambda row: number(row["torchrun_ms"] / 1_000, " s"),
+            "times as long": lambda row: f"**{row['ratio']:,.0f}**",
+            "steps it repeats": lambda row: f"{row['torchrun_repeated']:.0f}",
+        },
+        plots.pauses,
+    ),
+    **_program("state_transfer", "A joiner with 50 million parameters"),
+    **_program("uneven", "Workers of unequal speed"),
+    **_program("heterogeneous", "The paper's heterogeneous case"),
+    **_program("coordinator", "A thousand workers"),
+    "joiner": Figure(
+        "A joiner's start",
+        joiner.measure,
+        JOINER_TEXT,
+        {"on the other core": plain_text("other_core"), "step time": ratio("ratio", "range")},
+    ),
+}

@@ -1,0 +1,82 @@
+"""The plots: bars that can be read on a light and on a dark page, with the number at each bar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from matplotlib.axes import Axes
+
+GREY, BLUE, ORANGE = "#8b949e", "#2f81f7", "#d4742c"
+INK = "#7d8590"
+"""Grey enough for both backgrounds."""
+WIDTH, DPI = 8.0, 110
+"""Inches, and pixels an inch."""
+BAR = 0.3
+
+
+def throughput(axes: Axes, result: Mapping[str, Any]) -> None:
+    """Ratios of throughput as bars from the left, a group a row, with a line at plain PyTorch."""
+    rows = list(reversed(result["rows"]))
+    modes = [
+        (mode, colour) for mode, colour in (("bitwise", BLUE), ("statistical", ORANGE)) if f"{mode}_ratio" in rows[0]
+    ]
+    for place, row in enumerate(rows):
+        for index, (mode, colour) in enumerate(modes):
+            value, (low, high) = row[f"{mode}_ratio"], row[f"{mode}_range"]
+            at = place - BAR * (index - (len(modes) - 1) / 2)
+            axes.barh(at, value, BAR * 0.9, color=colour, label=mode if place == 0 else None)
+            axes.plot([low, high], [at, at], color=INK, linewidth=1.2)
+            axes.annotate(f"{value:.2f}", (max(value, high), at), (5, 0), textcoords="offset points", va="center")
+    axes.axvline(1.0, color=GREY, linewidth=1.2, linestyle="--")
+    axes.set_yticks(range(len(rows)), [_name(row) for row in rows])
+    axes.set_xlim(
+        0, 1.12 * max(max(row[f"{mode}_range"][1], row[f"{mode}_ratio"]) for row in rows for mode, _ in modes)
+    )
+    axes.set_xlabel("steps a second over plain PyTorch (1 worker) or DDP (2)")
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    if len(modes) > 1:
+        axes.legend(frameon=False, labelcolor=INK, loc="upper center", bbox_to_anchor=(0.4, 1.1), ncols=len(modes))
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    workers = "1 worker" if row["workers"] == 1 else f"{row['workers']} workers"
+    model, _, size = row["model"].removesuffix(" parameters").partition(", ")
+    return f"{model}, {size}\n{row.get('link', workers)}"
+
+
+def pauses(axes: Axes, result: Mapping[str, Any]) -> None:
+    """Pauses of both on a logarithmic scale, with the plain step as a line."""
+    rows = list(reversed(result["rows"]))
+    for place, row in enumerate(rows):
+        pairs = [("VirtualFlow", row["pause_ms"], BLUE, BAR / 2), ("torchrun", row["torchrun_ms"], GREY, -BAR / 2)]
+        for name, value, colour, offset in pairs:
+            axes.barh(place + offset, value, BAR * 0.9, color=colour, label=name if place == 0 else None)
+            text = f"{value:.0f} ms" if value < 1_000 else f"{value / 1_000:.1f} s"
+            axes.annotate(text, (value, place + offset), (5, 0), textcoords="offset points", va="center")
+    step = result["plain_step_ms"]
+    axes.axvline(step, color=ORANGE, linewidth=1.2, linestyle="--", label=f"a plain step ({step:.0f} ms)")
+    axes.set_xscale("log")
+    axes.set_xlim(step / 3, 4 * max(row["torchrun_ms"] for row in rows))
+    axes.set_yticks(range(len(rows)), [row["change"] for row in rows])
+    axes.set_xlabel("pause in milliseconds, logarithmic")
+    axes.legend(frameon=False, labelcolor=INK, loc="upper center", bbox_to_anchor=(0.45, 1.2), ncols=3)
+
+
+def save(path: Path, draw: Callable[[Axes, Mapping[str, Any]], None], result: Mapping[str, Any]) -> None:
+    """Draw a figure into a PNG file with a transparent background."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    with mpl.rc_context(dict.fromkeys(inks, INK)):
+        figure, axes = plt.subplots(figsize=(WIDTH, 1.2 + 0.62 * len(result["rows"])), layout="constrained")
+        draw(axes, result)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=DPI, transparent=True, metadata={"Software": None})
+        plt.close(figure)

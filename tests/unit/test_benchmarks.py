@@ -1,0 +1,97 @@
+"""The machinery of the measurements: turns, the reading of logs, and the page that is made of the results."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import report, results
+from benchmarks.changes import kind_of
+from benchmarks.external import rows_of
+from benchmarks.figures import FIGURES
+from benchmarks.torchrun import Line, pause
+from benchmarks.turns import WARM_UP, Side, compare
+
+STEPPER = """
+import sys
+from benchmarks.turns import Pace, Turns
+
+with Turns() as turns, open(sys.argv[1], "a", buffering=1) as log:
+    pace = Pace(turns)
+    while pace.goes_on():
+        log.write(sys.argv[2] + "\\n")
+"""
+
+
+def stepper(name: str, log: Path, workers: int = 1) -> Side:
+    """A side whose processes write a line instead of making a step."""
+    return Side(name, [[sys.executable, "-c", STEPPER, str(log), name]] * workers, workers)
+
+
+def test_sides_take_turns_and_make_equally_many_steps(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    steps, times = compare([stepper("a", log, workers=2), stepper("b", log)], rounds=3, seconds=0.0)
+    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
+    blocks = [(name, len(list(lines))) for name, lines in groupby(log.read_text().split())]
+    turns = (WARM_UP, WARM_UP, steps, steps, steps)
+    assert blocks == [(name, n * workers) for n in turns for name, workers in (("a", 2), ("b", 1))]
+
+
+def test_a_side_that_dies_ends_the_measurement_with_what_it_said(tmp_path: Path) -> None:
+    dying = STEPPER.replace('log.write(sys.argv[2] + "\\n")', "sys.exit('out of patience')")
+    with pytest.raises(SystemExit, match="out of patience"):
+        compare([Side("a", [[sys.executable, "-c", dying, str(tmp_path / "log"), "a"]], 1)], rounds=1, seconds=0.0)
+
+
+def test_a_restart_lasts_from_the_last_step_of_the_old_processes_to_the_first_of_the_new() -> None:
+    before = [Line(1, 0, 2, step, step / 10) for step in (1, 2, 3, 4)] + [Line(2, 1, 2, 4, 0.42)]
+    after = [Line(3, 0, 3, 4, 7.45), Line(4, 1, 3, 4, 7.42), Line(3, 0, 3, 5, 7.5)]
+    found = pause([*before, *after], moment=0.42)
+    assert found["pause_ms"] == pytest.approx(7_000)
+    assert found["repeated_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"cause": "join", "from": 2, "to": 3}, "grow"),
+        ({"cause": "resize", "from": 3, "to": 2}, "shrink"),
+        ({"cause": "drain", "from": 2, "to": 1}, "shrink"),
+        ({"cause": "lost", "from": 2, "to": 1}, "kill"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["cause"],
+)
+def test_a_change_is_a_grow_a_shrink_or_a_kill(change: dict[str, Any], kind: str) -> None:
+    assert kind_of(change) == kind
+
+
+@pytest.mark.parametrize(
+    ("written", "rows"),
+    [
+        pytest.param({"a": 1, "samples": [1, 2]}, [{"what": "a", "value": 1}], id="numbers"),
+        pytest.param(
+            {"n": 3, "figures": {"join": {"ms": 1.5, "in": {"Hello": 1}}, "loss": {"ms": 2.5}}},
+            [{"what": "join", "ms": 1.5}, {"what": "loss", "ms": 2.5}],
+            id="objects of objects",
+        ),
+        pytest.param({"grow": {"ms": 1.0}}, [{"what": "grow, ms", "value": 1.0}], id="an object"),
+    ],
+)
+def test_what_a_program_measured_becomes_rows(written: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    assert rows_of(written) == rows
+
+
+def test_the_page_is_what_the_results_make_it() -> None:
+    assert report.DOCUMENT.read_text() == report.page(results.read())
+
+
+def test_every_result_has_its_figure_and_every_plot_is_small() -> None:
+    measured = results.read()
+    assert {name for name in measured if name not in FIGURES} == set()
+    for name, figure in FIGURES.items():
+        if figure.draw is not None and measured.get(name, {}).get("rows"):
+            picture = report.DOCUMENT.parent / report.PICTURES / f"{name}.png"
+            assert picture.stat().st_size < 60_000
