@@ -192,20 +192,20 @@ def test_the_longest_name_and_its_dry_run_are_still_valid() -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        pytest.param({}, (8, None, None, None, None, True), id="no checkpoint"),
+        pytest.param({}, (8, None, None, None, None, "bitwise"), id="no checkpoint"),
         pytest.param(
             {"virtualNodes": 16, "reproducibility": "Statistical"},
-            (16, None, None, None, None, False),
+            (16, None, None, None, None, "statistical"),
             id="statistical",
         ),
         pytest.param(
             {"checkpoint": {"volume": CLAIM}},
-            (8, "/virtualflow/checkpoints/uid-1", None, 60.0, 3, True),
+            (8, "/virtualflow/checkpoints/uid-1", None, 60.0, 3, "bitwise"),
             id="a checkpoint in a directory of the job's own",
         ),
         pytest.param(
             {"checkpoint": {"volume": CLAIM, "directory": "a/b", "everySteps": 10, "everySeconds": 5, "keep": 1}},
-            (8, "/virtualflow/checkpoints/a/b", 10, 5.0, 1, True),
+            (8, "/virtualflow/checkpoints/a/b", 10, 5.0, 1, "bitwise"),
             id="a checkpoint in all detail",
         ),
     ],
@@ -228,7 +228,7 @@ def test_a_worker_reads_what_the_operator_writes(
     assert (read.token, read.worker) == (f"from-the-cluster-{ENV_TOKEN}", f"from-the-cluster-{ENV_WORKER}")
     directory = None if read.checkpoint_dir is None else str(read.checkpoint_dir)
     found = (read.virtual_nodes, directory, read.checkpoint_steps, read.checkpoint_seconds, read.checkpoint_keep)
-    assert (*found, read.deterministic) == expected
+    assert (*found, read.reproducibility) == expected
 
 
 def test_what_a_job_began_with_counts_whatever_its_specification_says_now() -> None:

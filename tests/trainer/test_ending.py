@@ -25,7 +25,7 @@ from virtualflow.settings import (
 PLACE = "VF_TEST_PLACE"
 
 
-def train(steps: int = 6, fail_at: int = 0, deterministic: bool = True, loaders: int = 0) -> Trained:
+def train(steps: int = 6, fail_at: int = 0, reproducibility: str = "bitwise", loaders: int = 0) -> Trained:
     if PLACE in os.environ:
         os.environ[ENV_TERMINATION_LOG] = str(Path(os.environ[PLACE]) / os.environ[ENV_WORKER])
     torch.manual_seed(0)
@@ -33,7 +33,7 @@ def train(steps: int = 6, fail_at: int = 0, deterministic: bool = True, loaders:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     dataset = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(1)))
     options = {"batch_size": 8, "steps": steps, "virtual_nodes": 4, "num_workers": loaders}
-    with vf.elastic(model, optimizer, dataset, deterministic=deterministic, **options) as run:  # type: ignore[arg-type]
+    with vf.elastic(model, optimizer, dataset, reproducibility=reproducibility, **options) as run:  # type: ignore[arg-type]
         for step in run:
             for (x,) in step:
                 loss = model(x).square().mean()
@@ -112,15 +112,20 @@ def test_a_place_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
 
 def test_loader_processes_leave_it_to_their_worker(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    result = alone(train, 6, 0, True, 2, environment={ENV_TERMINATION_LOG: str(log)})
+    result = alone(train, 6, 0, "bitwise", 2, environment={ENV_TERMINATION_LOG: str(log)})
     assert told(log).digest == result.digest
 
 
 @pytest.mark.parametrize(
     ("word", "script", "enforced"),
-    [(None, True, True), (None, False, False), ("Bitwise", False, True), ("Statistical", True, False)],
+    [
+        (None, "bitwise", True),
+        (None, "statistical", False),
+        ("Bitwise", "statistical", True),
+        ("Statistical", "bitwise", False),
+    ],
 )
-def test_the_environment_says_how_equal_the_bits_must_be(word: str | None, script: bool, enforced: bool) -> None:
+def test_the_environment_says_how_equal_the_bits_must_be(word: str | None, script: str, enforced: bool) -> None:
     environment = {} if word is None else {ENV_REPRODUCIBILITY: word}
     assert alone(train, 2, 0, script, environment=environment).more is enforced
 

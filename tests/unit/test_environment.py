@@ -9,15 +9,16 @@ from virtualflow.settings import ENV_REPRODUCIBILITY, WorkerEnvironment
 
 
 @pytest.mark.parametrize(
-    ("value", "deterministic"), [(None, None), ("", None), ("Bitwise", True), (" Statistical ", False)]
+    ("value", "reproducibility"),
+    [(None, None), ("", None), ("Bitwise", "bitwise"), (" Statistical ", "statistical")],
 )
 def test_how_equal_the_bits_must_be_is_said_by_the_environment(
-    value: str | None, deterministic: bool | None, monkeypatch: pytest.MonkeyPatch
+    value: str | None, reproducibility: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ENV_REPRODUCIBILITY, raising=False)
     if value is not None:
         monkeypatch.setenv(ENV_REPRODUCIBILITY, value)
-    assert WorkerEnvironment.read().deterministic is deterministic
+    assert WorkerEnvironment.read().reproducibility == reproducibility
 
 
 @pytest.mark.parametrize("value", ["bitwise", "true", "Exact"])

@@ -16,10 +16,11 @@ class Accumulator:
     """Adds up the tensors of consecutive virtual nodes as the maximal subtrees of the range that they form.
 
     At most ``2 log2(virtual_nodes)`` sums are alive at a time; for a range that is a subtree, as many as the subtree is
-    deep while it grows and one at its end.
+    deep while it grows and one at its end. One that is not ``canonical`` adds everything up to one sum.
     """
 
-    def __init__(self, virtual_nodes: int) -> None:
+    def __init__(self, virtual_nodes: int, canonical: bool = True) -> None:
+        self._canonical = canonical
         self._parent: dict[tuple[int, int], tuple[int, int]] = {}
         self._pair(0, virtual_nodes)
         self.parts: Parts = []
@@ -32,19 +33,22 @@ class Accumulator:
             self._parent[child] = (left, right)
             self._pair(*child)
 
-    def add(self, virtual_node: int, tensors: Tensors) -> None:
+    def add(self, virtual_node: int, tensors: Tensors, count: int = 1) -> None:
         """Add what one virtual node contributes; the tensors belong to the accumulator from now on.
 
-        Virtual nodes come in increasing order without gaps, and always with the same number of tensors.
+        Virtual nodes come in increasing order without gaps, and always with the same number of tensors. Several that
+        were computed as one (``count``) are added as one, which is not canonical.
         """
-        key = (virtual_node, virtual_node + 1)
+        key = (virtual_node, virtual_node + count)
         for _ in range(self.merges(virtual_node)):
             left, first = self.parts.pop()
-            key, tensors = self._parent[left], add_tensors(first, tensors)
+            key, tensors = (left[0], key[1]), add_tensors(first, tensors)
         self.parts.append((key, tensors))
 
     def merges(self, virtual_node: int) -> int:
         """With how many of the last sums the coming virtual node makes one."""
+        if not self._canonical:
+            return len(self.parts)
         key, count = (virtual_node, virtual_node + 1), 0
         for left, _ in reversed(self.parts):
             parent = self._parent.get(key)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow import messages as m
-from virtualflow.assignment import tree_sum
 from virtualflow.errors import ConfigurationError
+from virtualflow.summation import add_up
 
 _FIXED = struct.Struct("<9q")
 _NODE = struct.Struct("<q")
@@ -69,13 +69,15 @@ class Schema:
 
 @dataclass
 class NodeRecord:
-    """What one virtual node left behind, beside its gradients."""
+    """What one virtual node left behind, beside its gradients; or several that were computed as one."""
 
     samples: int = 0
     metrics: dict[str, float | Tensor] = field(default_factory=dict)
     averaged: dict[str, Tensor] = field(default_factory=dict)
     """New values of changed floating-point buffers."""
     copied: dict[str, Tensor] = field(default_factory=dict)
+    virtual_nodes: int = 1
+    """How many it is of."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ class Head:
     steady: bool
     """Whether its gradients stayed as autograd left them (``overlap``)."""
     samples: tuple[int, ...]
+    """Of each of its records: in a ``bitwise`` job, of each virtual node."""
     present: tuple[bool, ...]
     metrics: tuple[tuple[tuple[float, bool], ...], ...]
-    """For each virtual node and metric of the schema: the value, and whether there is one."""
+    """For each record and metric of the schema: the value, and whether there is one."""
     copied: bytes
 
 
@@ -183,10 +186,13 @@ class HeadFormat:
         )
 
 
-def combine_metrics(schema: Schema, virtual_nodes: int, heads: Sequence[Head]) -> dict[str, float]:
+def combine_metrics(
+    schema: Schema, virtual_nodes: int, heads: Sequence[Head], canonical: bool = True
+) -> dict[str, float]:
     """Means over all samples, each virtual node weighted by its samples, summed in the shape of the tree.
 
-    A metric that some virtual nodes did not log is the mean over those that did.
+    A metric that some virtual nodes did not log is the mean over those that did. Where it need not be ``canonical``,
+    there may be fewer records than virtual nodes, and they are summed one after the other.
     """
     samples = [count for head in heads for count in head.samples]
     rows = [row for head in heads for row in head.metrics]
@@ -196,9 +202,9 @@ def combine_metrics(schema: Schema, virtual_nodes: int, heads: Sequence[Head]) -
             (node, node + 1): (rows[node][place][0] * samples[node], float(samples[node]))
             if rows[node][place][1]
             else (0.0, 0.0)
-            for node in range(virtual_nodes)
+            for node in range(virtual_nodes if canonical else len(rows))
         }
-        total, weight = tree_sum(virtual_nodes, weighted, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+        total, weight = add_up(virtual_nodes, weighted, lambda a, b: (a[0] + b[0], a[1] + b[1]), canonical)
         if weight:
             combined[name] = total / weight
     return combined

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.utils.deterministic
 
+from virtualflow.settings import Reproducibility
+
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 _CPU_SWITCHES = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
@@ -36,8 +38,8 @@ class Pinned:
         torch.utils.deterministic.fill_uninitialized_memory = self.fill_memory  # type: ignore[attr-defined]
 
 
-def pin(threads: int, deterministic: bool) -> Pinned:
-    """Pin the number of threads and, if ``deterministic``, refuse kernels whose results vary from call to call."""
+def pin(threads: int, reproducibility: Reproducibility) -> Pinned:
+    """Pin the number of threads and, where bits count, refuse kernels whose results vary from call to call."""
     before = Pinned(
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
@@ -47,7 +49,7 @@ def pin(threads: int, deterministic: bool) -> Pinned:
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
     )
     torch.set_num_threads(threads)
-    if deterministic:
+    if reproducibility == "bitwise":
         os.environ.setdefault(_CUBLAS, ":4096:8")
         torch.use_deterministic_algorithms(True)
         # Else every kernel's output is filled with NaN before it is computed, which takes 4 % of a small model's step.
@@ -57,10 +59,10 @@ def pin(threads: int, deterministic: bool) -> Pinned:
     return before
 
 
-def fingerprint(threads: int, deterministic: bool) -> str:
+def fingerprint(threads: int, reproducibility: Reproducibility) -> str:
     """What must be equal on all workers whatever their devices are, for people to read."""
     version = torch.__version__.split("+")[0]
-    if not deterministic:
+    if reproducibility == "statistical":
         return f"torch {version}"
     return f"torch {version}, {threads} thread{'s' if threads != 1 else ''}"
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from virtualflow.checkpoint import CheckpointPolicy
+from virtualflow.fusing import BatchNorm
 from virtualflow.loading import LoaderOptions
 from virtualflow.loop import Run
 from virtualflow.options import Options
-from virtualflow.settings import VIRTUAL_NODES
+from virtualflow.settings import VIRTUAL_NODES, Reproducibility
 from virtualflow.update import SchedulerInterval
 
 
@@ -34,7 +35,9 @@ def elastic(
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
     checkpoint: CheckpointPolicy | Path | str | None = None,
-    deterministic: bool = True,
+    reproducibility: Reproducibility = "bitwise",
+    max_fused: int | None = None,
+    batch_norm: BatchNorm = "virtual-node",
     **loader: Unpack[LoaderOptions],
 ) -> Run:
     """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
@@ -56,7 +59,13 @@ def elastic(
         clip_grad_norm: the most that the norm of the reduced gradient may be.
         clip_grad_value: the most that each element of the reduced gradient may be.
         checkpoint: a directory or a policy; ``VIRTUALFLOW_CHECKPOINT_DIR`` and its kin override it.
-        deterministic: refuse kernels and workers that would give other bits.
+        reproducibility: ``"bitwise"``: the same bits on any number of workers; kernels and workers that would give
+            others are refused. ``"statistical"``: the same in distribution, and faster: a worker runs neighbouring
+            virtual nodes as one larger micro-batch. ``VIRTUALFLOW_REPRODUCIBILITY`` overrides it.
+        max_fused: the most virtual nodes of such a micro-batch (``VIRTUALFLOW_MAX_FUSED``); without it, as many as
+            memory allows and make it faster, which is measured.
+        batch_norm: whether batch norm goes on normalising over each ``"virtual-node"`` of such a micro-batch, or over
+            the whole ``"micro-batch"``.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -80,7 +89,9 @@ def elastic(
             clip_grad_norm,
             clip_grad_value,
             checkpoint,
-            deterministic,
+            reproducibility,
+            max_fused,
+            batch_norm,
             loader,
         ),
     )

@@ -56,11 +56,25 @@ class MicroBatch:
     """What ``collate_fn`` returned; ``None`` when there is no sample for this virtual node."""
     samples: tuple[int, ...]
     """What was really loaded, in order: indices into the dataset; for a stream, positions in its shard."""
+    sizes: tuple[int, ...] = ()
+    """Where it holds several neighbouring virtual nodes, of which ``virtual_node`` is the first: samples of each."""
 
     @property
     def size(self) -> int:
         """How many samples it holds; the short last batch of an epoch weighs by this."""
         return len(self.samples)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many samples each of its virtual nodes has."""
+        return self.sizes or (self.size,)
+
+    def apart(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Each of its virtual nodes with its samples."""
+        passed = 0
+        for offset, size in enumerate(self.counts):
+            yield self.virtual_node + offset, self.samples[passed : passed + size]
+            passed += size
 
 
 class Source(Protocol):
@@ -73,11 +87,20 @@ class Source(Protocol):
     def samples(self, epoch_step: int) -> int | None:
         """How many samples the global batch of a step has; ``None`` for streams, which must be read to know."""
 
-    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int) -> None:
-        """From this position on, carry these virtual nodes. The same position again repeats the step."""
+    @property
+    def fuses(self) -> bool:
+        """Whether the samples of several virtual nodes can be had as one micro-batch."""
 
-    def fetch(self, epoch: int, epoch_step: int, virtual_node: int) -> MicroBatch:
-        """Return one micro-batch. Calls come in the order of what is needed; fetching again loads again.
+    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
+        """From this position on, carry these virtual nodes. The same position again repeats the step.
+
+        They will be fetched in the chunks that ``tuning.chunks`` makes of them with this ``width``.
+        """
+
+    def fetch(self, epoch: int, epoch_step: int, virtual_node: int, count: int = 1) -> MicroBatch:
+        """Return one micro-batch, of ``count`` neighbouring virtual nodes.
+
+        Calls come in the order of what is needed; fetching again loads again.
 
         Raises:
             Exception: what the dataset or ``collate_fn`` raised; from a loader process with its traceback as

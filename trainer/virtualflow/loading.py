@@ -31,6 +31,7 @@ from virtualflow.loaders import (
 from virtualflow.randomness import seed_sample
 from virtualflow.sampling import Plan, micro_batch
 from virtualflow.streams import Shardable, StreamSource
+from virtualflow.tuning import chunks
 
 __all__ = ["LoaderOptions", "MapSource", "MicroBatch", "Shardable", "Source", "StreamSource", "open_source"]
 
@@ -94,6 +95,8 @@ class _Key(NamedTuple):
     epoch: int
     epoch_step: int
     virtual_node: int
+    together: int
+    """Virtual nodes from that one on, which are loaded together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +134,10 @@ class MapSource:
         processes = options.get("num_workers", 0)
         self._slots = processes * (options.get("prefetch_factor") or 2)
         """Tasks that the ``DataLoader`` keeps in flight (torch's default: two a process)."""
-        self._carried = range(0)
+        self._counts: dict[int, int] = {}
+        """Of each chunk: its first virtual node, and how many it has."""
         self._wanted: Iterator[_Task] = iter(())
-        self._passed = _Key(0, 0, -1)
+        self._passed = _Key(0, 0, -1, 0)
         """The latest key handed out: nothing up to it is loaded ahead."""
         self._due: _Task | None = None
         self._in_flight: deque[_Key | None] = deque()
@@ -158,27 +162,36 @@ class MapSource:
         """See `Source.samples`."""
         return self._plan.samples(epoch_step)
 
-    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int) -> None:
+    @property
+    def fuses(self) -> bool:
+        """See `Source.fuses`."""
+        return True
+
+    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
         """See `Source.assign`. What is in flight or waiting and still wanted is kept."""
-        self._carried = virtual_nodes
-        self._passed = _Key(epoch, epoch_step, -1)
-        self._wanted = self._sequence(virtual_nodes, epoch, epoch_step)
+        wanted = chunks(virtual_nodes, width)
+        self._counts = {chunk.start: len(chunk) for chunk in wanted}
+        self._passed = _Key(epoch, epoch_step, -1, 0)
+        self._wanted = self._sequence(wanted, epoch, epoch_step)
         self._drop_unwanted()
 
-    def fetch(self, epoch: int, epoch_step: int, virtual_node: int) -> MicroBatch:
+    def fetch(self, epoch: int, epoch_step: int, virtual_node: int, count: int = 1) -> MicroBatch:
         """See `Source.fetch`."""
         if self._closed:
             raise RuntimeError("the source of samples is closed")
-        key = _Key(epoch, epoch_step, virtual_node)
+        key = _Key(epoch, epoch_step, virtual_node, count)
         self._passed = max(self._passed, key)
-        if not self._plan.size(epoch_step, virtual_node, self._virtual_nodes):
-            return MicroBatch(virtual_node, None, ())
+        nodes = range(virtual_node, virtual_node + count)
+        counts = tuple(self._plan.size(epoch_step, node, self._virtual_nodes) for node in nodes)
+        sizes = counts if count > 1 else ()
+        if not any(counts):
+            return MicroBatch(virtual_node, None, (), sizes)
         task, outcome = self._arrived.pop(key) if key in self._arrived else self._await(key)
         self._drop_unwanted()
         self._look_ahead()
         if isinstance(outcome, ExceptionWrapper):
             outcome.reraise()  # type: ignore[no-untyped-call]
-        return MicroBatch(virtual_node, outcome, task.indices)
+        return MicroBatch(virtual_node, outcome, task.indices, sizes)
 
     def close(self) -> None:
         """See `Source.close`."""
@@ -190,8 +203,7 @@ class MapSource:
 
     def _await(self, key: _Key) -> tuple[_Task, Any]:
         if key not in self._in_flight:
-            indices = self._plan.indices(*key, self._virtual_nodes)
-            self._due = _Task(key, tuple(indices))
+            self._due = self._task(key)
         while True:
             task, outcome = self._receive()
             if task is None:
@@ -240,21 +252,24 @@ class MapSource:
         return len(self._arrived) + sum(key is not None and self._is_wanted(key) for key in self._in_flight)
 
     def _is_wanted(self, key: _Key) -> bool:
-        return key > self._passed and key.virtual_node in self._carried
+        return key > self._passed and self._counts.get(key.virtual_node) == key.together
 
     def _drop_unwanted(self) -> None:
         for key in [key for key in self._arrived if not self._is_wanted(key)]:
             del self._arrived[key]
 
-    def _sequence(self, virtual_nodes: range, epoch: int, epoch_step: int) -> Iterator[_Task]:
-        while virtual_nodes and (self._epochs is None or epoch < self._epochs):
+    def _sequence(self, wanted: list[range], epoch: int, epoch_step: int) -> Iterator[_Task]:
+        while wanted and (self._epochs is None or epoch < self._epochs):
             for step in range(epoch_step, self._plan.steps_per_epoch):
-                for virtual_node in virtual_nodes:
-                    key = _Key(epoch, step, virtual_node)
-                    indices = self._plan.indices(*key, self._virtual_nodes)
-                    if indices:
-                        yield _Task(key, tuple(indices))
+                for chunk in wanted:
+                    task = self._task(_Key(epoch, step, chunk.start, len(chunk)))
+                    if task.indices:
+                        yield task
             epoch, epoch_step = epoch + 1, 0
+
+    def _task(self, key: _Key) -> _Task:
+        epoch, step, virtual_node, count = key
+        return _Task(key, tuple(self._plan.indices(epoch, step, virtual_node, self._virtual_nodes, count)))
 
 
 class _Tasks:

@@ -28,10 +28,11 @@ from virtualflow.contribution import Head, Kind
 from virtualflow.determinism import Pinned, describe_device, device_of, fingerprint, pin
 from virtualflow.digests import signature as signature_of
 from virtualflow.errors import CommunicatorBroken, Drained, VirtualFlowError, show_errors_plainly
+from virtualflow.fusing import Fusing
 from virtualflow.keeper import Keeper, choose_policy
 from virtualflow.last_word import LastWordWriter
 from virtualflow.loading import MicroBatch, Source, open_source
-from virtualflow.options import Options, check_optimizer, check_scheduler, check_sizes
+from virtualflow.options import Options, check_optimizer, check_reproducibility, check_scheduler, check_sizes
 from virtualflow.overlap import AttemptSpoiled
 from virtualflow.participation import Participation
 from virtualflow.profiling import Profiling, describe_situation, foretell_pace, open_profiling
@@ -49,6 +50,7 @@ from virtualflow.settings import (
 )
 from virtualflow.step import Step
 from virtualflow.stopwatch import Stopwatch
+from virtualflow.streams import fuse
 from virtualflow.training import Training
 from virtualflow.update import Outcome, Update, read_heads
 
@@ -73,6 +75,8 @@ class Run:
             self._last_word.ended(error)
             raise
         self.virtual_nodes = self._environment.virtual_nodes or options.virtual_nodes
+        self.reproducibility = self._environment.reproducibility or options.reproducibility
+        """Whether the result is the same to the bit on any number of workers, or in distribution."""
         self._stopwatch = Stopwatch()
         self._session: Session | None = None
         self._source: Source | None = None
@@ -86,7 +90,10 @@ class Run:
         self._stop_requested = False
         self._metrics: dict[str, float | Tensor] = {}
         self._peeked: dict[tuple[int, int, int], MicroBatch] = {}
+        self._loaded_width = 1
+        """What the source has been told of the chunks to come."""
         self._open_step: Step | None = None
+        self._fusing: Fusing | None = None
         self._handlers: dict[int, Any] = {}
         self._cleanup = ExitStack()
 
@@ -95,23 +102,21 @@ class Run:
     def __enter__(self) -> Run:
         if _active:
             raise VirtualFlowError("a run is active already; leave its with block before the next vf.elastic")
-        options, environment = self._options, self._environment
-        device = device_of(self._model)
-        deterministic = options.deterministic if environment.deterministic is None else environment.deterministic
+        environment, device = self._environment, device_of(self._model)
         facts = Facts(
             max(1, self.virtual_nodes),
-            fingerprint(environment.threads, deterministic),
-            reproducibility="bitwise" if deterministic else "statistical",
+            fingerprint(environment.threads, self.reproducibility),
+            reproducibility=self.reproducibility,
             device=describe_device(device),
         )
-        self._pinned = pin(environment.threads, deterministic)
+        self._pinned = pin(environment.threads, self.reproducibility)
         if environment.coordinator is not None and environment.profile_out is None:
             self._session = Session(environment, facts, LinkSettings(), CommunicatorSettings())
         try:
             # First what forks loader processes, then what opens connections that they should not inherit.
             self._open()
             if self._session is not None:
-                if deterministic:
+                if self.reproducibility == "bitwise":
                     facts.self_test = self_test.digest(device)
                 self._running = self._session.start().running
                 if self._warning is not None:
@@ -133,6 +138,7 @@ class Run:
         """
         options = self._options
         check_sizes(options.batch_size, self.virtual_nodes, options.epochs, options.steps)
+        check_reproducibility(self.reproducibility, options.max_fused, options.batch_norm)
         check_optimizer(self._model, self._optimizer)
         check_scheduler(options.scheduler, options.scheduler_interval)
         self._source = open_source(
@@ -157,8 +163,11 @@ class Run:
             self.virtual_nodes,
             micro_batch(options.batch_size, self.virtual_nodes),
             CommunicatorSettings.alignment,
+            self.reproducibility == "bitwise",
         )
         self._cleanup.callback(self.update.close)
+        self._fusing = self._open_fusing(self._source)
+        self._cleanup.callback(self._fusing.close)
         self.training = Training(self._model, self._optimizer, options.scheduler, options.scaler, self.update)
         signature = signature_of(self._model, self._optimizer)
         size = len(self._dataset) if self._source.steps_per_epoch is not None else None
@@ -183,6 +192,14 @@ class Run:
         if threading.current_thread() is threading.main_thread():
             self._handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_sigterm)
 
+    def _open_fusing(self, source: Source) -> Fusing:
+        cap = self._environment.max_fused or self._options.max_fused
+        if self.reproducibility == "bitwise" or not source.fuses:
+            cap = 1
+        return Fusing(
+            self._model, cap, micro_batch(self._options.batch_size, self.virtual_nodes), self._options.batch_norm
+        )
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -201,6 +218,8 @@ class Run:
 
     def _fail(self, error: BaseException) -> None:
         """The ``with`` block ended with an exception: say so, first where no coordinator is needed for it."""
+        if self._fusing is not None:
+            self._fusing.explain(error)
         if self._profiling is not None:
             self._profiling.explain(error)
         self._say_last(error)
@@ -374,24 +393,32 @@ class Run:
         part = self.participation
         part.check()
         self._stopwatch.attempt(number)
-        self.update.begin(part.carried)
+        self.update.begin(part.carried, max(len(carried) for carried in part.ranges))
         epoch, epoch_step = self.training.position
-        for node in part.carried:
+        fusing = self._require_fusing()
+        for nodes in fusing.begin():
             part.check()
-            batch = self._fetch(epoch, epoch_step, node)
+            batch = self._fetch(epoch, epoch_step, nodes)
             if self._audit is not None and self._session is not None:
-                self._audit.carried(self._session.generation, epoch, number, node, batch.samples)
-            if node == part.carried[-1]:
+                for node, samples in batch.apart():
+                    self._audit.carried(self._session.generation, epoch, number, node, samples)
+            if nodes.stop == part.carried.stop:
                 self.update.expect_last(part.communicator, part.ranges, batch.size, self._samples_of_step(epoch_step))
-            yield from self._present(batch, number, node)
-            self.update.take(batch.size, self._metrics)
+            yield from self._present(batch, number)
+            self.update.take(batch.size, self._metrics, len(nodes))
+        fusing.end()
 
-    def _present(self, batch: MicroBatch, number: int, node: int) -> Iterator[Any]:
-        """Give a micro-batch to the user's code, with the random streams of its virtual node."""
+    def _present(self, batch: MicroBatch, number: int) -> Iterator[Any]:
+        """Give a micro-batch to the user's code, with the random streams of its (first) virtual node."""
         self._metrics = {}
         if batch.size:
-            seed_virtual_node(self._options.seed, number, node)
+            self._require_fusing().present(batch)
+            seed_virtual_node(self._options.seed, number, batch.virtual_node)
             yield batch.data
+
+    def _require_fusing(self) -> Fusing:
+        assert self._fusing is not None
+        return self._fusing
 
     def rehearse(self) -> Iterator[Any]:
         """Let a joiner's first forward and backward pass happen before anybody waits for it.
@@ -404,22 +431,34 @@ class Run:
         self._source.assign(range(1), 0, 0)
         batch = self._source.fetch(0, 0, 0)
         self.update.begin(range(1))
-        yield from self._present(batch, 0, 0)
+        yield from self._present(batch, 0)
         self.update.abandon()
 
-    def _fetch(self, epoch: int, epoch_step: int, node: int) -> MicroBatch:
-        assert self._source is not None
-        peeked = self._peeked.pop((epoch, epoch_step, node), None)
-        return peeked or self._source.fetch(epoch, epoch_step, node)
+    def _fetch(self, epoch: int, epoch_step: int, nodes: range) -> MicroBatch:
+        source = self._source
+        assert source is not None
+        if not self._peeked:
+            return source.fetch(epoch, epoch_step, nodes.start, len(nodes))
+        peeked = [self._peeked.pop((epoch, epoch_step, node), None) for node in nodes]
+        return fuse([at or source.fetch(epoch, epoch_step, node) for node, at in zip(nodes, peeked, strict=True)])
 
     def _peek(self) -> bool:
         """Whether this worker has samples for a further step of the epoch; streams must be read to know."""
         epoch, epoch_step = self.training.position
         if self._steps_per_epoch is not None:
             return epoch_step + 1 < self._steps_per_epoch
-        batches = [self._fetch(epoch, epoch_step + 1, node) for node in self.participation.carried]
+        carried = self.participation.carried
+        batches = [self._fetch(epoch, epoch_step + 1, range(node, node + 1)) for node in carried]
         self._peeked = {(epoch, epoch_step + 1, batch.virtual_node): batch for batch in batches}
         return any(batch.size for batch in batches)
+
+    def _load_as_needed(self) -> None:
+        """Load the coming steps in other chunks, if other virtual nodes are now put together."""
+        width = self._require_fusing().width
+        if width != self._loaded_width and self._steps_per_epoch is not None and not self._is_over():
+            assert self._source is not None
+            self._source.assign(self.participation.carried, *self.training.position, width)
+            self._loaded_width = width
 
     def _wait_while_held(self) -> None:
         session, completed = self._session, self.training.completed_steps
@@ -434,6 +473,7 @@ class Run:
         # An optimizer may draw at random, and so may the user's code after the step: the same on all workers.
         seed_virtual_node(self._options.seed, number, self.virtual_nodes)
         training.commit(outcome, len(self.participation.ranges))
+        self._load_as_needed()
         generation = NOTHING if session is None else session.generation
         change = self._stopwatch.commit(time.monotonic(), number, before, generation)
         if session is not None:
@@ -453,8 +493,10 @@ class Run:
     def _on_entry(self) -> None:
         """This worker carries other virtual nodes, or begins again from where the others are."""
         self._peeked.clear()
+        self._require_fusing().carry(self.participation.carried)
         if self._source is not None and not self._is_over():
-            self._source.assign(self.participation.carried, *self.training.position)
+            self._loaded_width = self._require_fusing().width
+            self._source.assign(self.participation.carried, *self.training.position, self._loaded_width)
         self.reporter.progress(now=True)
 
     def _tell_checkpoint(self, kind: Literal["checkpoint", "checkpoint-failed", "warning"], text: str) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from virtualflow.checkpoint import CheckpointPolicy
 from virtualflow.errors import ConfigurationError
+from virtualflow.fusing import BatchNorm
 from virtualflow.loading import LoaderOptions
 from virtualflow.sampling import micro_batch
+from virtualflow.settings import Reproducibility
 from virtualflow.update import SchedulerInterval
 
 
@@ -34,7 +36,9 @@ class Options:
     clip_grad_norm: float | None
     clip_grad_value: float | None
     checkpoint: CheckpointPolicy | Path | str | None
-    deterministic: bool
+    reproducibility: Reproducibility
+    max_fused: int | None
+    batch_norm: BatchNorm
     loader: LoaderOptions
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
@@ -67,6 +71,20 @@ def check_sizes(batch_size: int, virtual_nodes: int, epochs: int | None, steps: 
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None and value < 1:
             raise ConfigurationError(f"{name} is {value}; it must be at least 1")
+
+
+def check_reproducibility(reproducibility: str, max_fused: int | None, batch_norm: str) -> None:
+    """Check how equal the result is to be, and what that leaves open.
+
+    Raises:
+        ConfigurationError: one of them is unknown or too small.
+    """
+    if reproducibility not in get_args(Reproducibility):
+        raise ConfigurationError(f'reproducibility is {reproducibility!r}; it must be "bitwise" or "statistical"')
+    if max_fused is not None and max_fused < 1:
+        raise ConfigurationError(f"max_fused is {max_fused}; use 1 to run virtual nodes one by one, None for no limit")
+    if batch_norm not in get_args(BatchNorm):
+        raise ConfigurationError(f'batch_norm is {batch_norm!r}; it must be "virtual-node" or "micro-batch"')
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

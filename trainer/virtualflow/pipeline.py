@@ -10,7 +10,7 @@ its own do this beside the backward pass, which only says which buckets are full
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from virtualflow.accumulation import Parts, Tensors, add_one
-from virtualflow.assignment import tree_sum
 from virtualflow.buckets import Bucket
 from virtualflow.collectives import Collectives, Pending
 
@@ -57,8 +56,9 @@ class Pipeline:
 
     Args:
         collectives: the communicator.
-        virtual_nodes: how many there are.
-        keys: which tree nodes each member contributes the sums of.
+        add_up: sums what all members contribute, by the stretches of virtual nodes that each is the sum of; it may
+            reuse its arguments.
+        keys: of which stretches each member contributes the sums.
         buckets: what is reduced, in the order in which it sets out.
         templates: one tensor per place, with its shape and device.
         buffers: where messages are kept.
@@ -69,7 +69,7 @@ class Pipeline:
     def __init__(
         self,
         collectives: Collectives,
-        virtual_nodes: int,
+        add_up: Callable[[dict[tuple[int, int], Tensor]], Tensor],
         keys: Keys,
         buckets: Sequence[Bucket],
         templates: Sequence[Tensor],
@@ -78,7 +78,7 @@ class Pipeline:
         scale: float,
     ) -> None:
         self._collectives = collectives
-        self._virtual_nodes = virtual_nodes
+        self._add_up = add_up
         self._keys = keys
         self._buckets = buckets
         self._templates = templates
@@ -208,7 +208,7 @@ class Pipeline:
         pending.wait()
         pieces = iter(self._incoming[index])
         arrived = {node: next(pieces) for nodes in self._keys for node in nodes}
-        reduced = tree_sum(self._virtual_nodes, arrived, Tensor.add_)
+        reduced = self._add_up(arrived)
         if self._scale != 1.0:
             reduced.mul_(self._scale)
         whole = self._flat[index][: self._collectives.size * self._buckets[index].piece]

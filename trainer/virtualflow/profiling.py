@@ -79,7 +79,6 @@ def open_profiling(
     assert environment.profile_out is not None
     source.close()
     indexed = source.steps_per_epoch is not None
-    deterministic = options.deterministic if environment.deterministic is None else environment.deterministic
 
     def open_sized(samples: int) -> Source:
         return open_source(
@@ -99,7 +98,7 @@ def open_profiling(
         device=situation.device,
         torch=str(torch.__version__),
         threads=situation.threads,
-        reproducibility="bitwise" if deterministic else "statistical",
+        reproducibility=environment.reproducibility or options.reproducibility,
         signature=situation.signature,
         script=os.path.basename(sys.argv[0]),
         batch_size=options.batch_size,

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from virtualflow.accumulation import Accumulator, Parts, Tensors, add_tensors
-from virtualflow.assignment import subtrees, tree_sum
 from virtualflow.buckets import plan_buckets
 from virtualflow.collectives import Collectives
 from virtualflow.pipeline import Buffers, Early, Keys, Pipeline, as_raw, flatten
+from virtualflow.summation import add_up, parts_of
 
 
 class Reducer:
@@ -34,10 +34,12 @@ class Reducer:
         alignment: bytes at whose multiples slices start.
         small: up to so many bytes at each worker, subtrees are gathered whole: one collective instead of two.
         bucket: so many bytes travel together.
+        canonical: workers contribute subtrees, summed in the shape of the tree; else one sum each (``summation``).
     """
 
-    def __init__(self, virtual_nodes: int, alignment: int, small: int, bucket: int) -> None:
+    def __init__(self, virtual_nodes: int, alignment: int, small: int, bucket: int, canonical: bool = True) -> None:
         self._virtual_nodes = virtual_nodes
+        self._canonical = canonical
         self._alignment = alignment
         self._small = small
         self._bucket = bucket
@@ -80,10 +82,12 @@ class Reducer:
         result: Tensors = [None] * len(templates)
         places = [place for place, there in enumerate(present) if there]
         if collectives.size == 1:
-            total = tree_sum(self._virtual_nodes, dict(parts), add_tensors)
+            total = add_up(self._virtual_nodes, dict(parts), add_tensors, self._canonical)
             # What is present was contributed by this worker: there is no other.
             found = [tensor.contiguous() for tensor in (total[place] for place in places) if tensor is not None]
-            if found and _is_power_of_two(scale):
+            if scale == 1.0:
+                pass
+            elif found and _is_power_of_two(scale):
                 torch._foreach_mul_(found, scale)
             else:  # The other would round the factor to the type of the tensors first.
                 for tensor in found:
@@ -99,9 +103,7 @@ class Reducer:
         large = [place for place in places if not any(place in group for group in small)]
         if large:
             buckets = plan_buckets(templates, large[::-1], collectives.size, self._alignment, self._bucket)
-            pipeline = Pipeline(
-                collectives, self._virtual_nodes, keys, buckets, templates, self._buffers, "late", scale
-            )
+            pipeline = Pipeline(collectives, self._add_up, keys, buckets, templates, self._buffers, "late", scale)
             for index, bucket in enumerate(buckets):
                 for row, (_, tensors) in enumerate(parts):
                     pipeline.write_row(index, row, [tensors[place] for place in bucket.places])
@@ -144,13 +146,16 @@ class Reducer:
         if not large:
             return None
         buckets = plan_buckets(templates, large, collectives.size, self._alignment, self._bucket)
-        pipeline = Pipeline(collectives, self._virtual_nodes, keys, buckets, templates, self._buffers, "early", scale)
+        pipeline = Pipeline(collectives, self._add_up, keys, buckets, templates, self._buffers, "early", scale)
         early = Early(pipeline, buckets, accumulator.parts, accumulator.merges(last))
         early.start(self._pool)
         return early
 
+    def _add_up(self, arrived: dict[tuple[int, int], Tensor]) -> Tensor:
+        return add_up(self._virtual_nodes, arrived, Tensor.add_, self._canonical)
+
     def _keys(self, ranges: Sequence[range]) -> Keys:
-        return [[(node.start, node.stop) for node in subtrees(self._virtual_nodes, carried)] for carried in ranges]
+        return [parts_of(self._virtual_nodes, carried, self._canonical) for carried in ranges]
 
     def _small_places(self, keys: Keys, templates: Sequence[Tensor], places: Sequence[int]) -> list[list[int]]:
         """Places of the types of which there is so little that latency counts and not bandwidth."""
@@ -182,7 +187,7 @@ class Reducer:
         gathered = self._buffers.get(("gathered", most), (collectives.size, most, total), dtype)
         collectives.start_all_gather(as_raw(gathered), as_raw(flat)).wait()
         arrived = {node: gathered[rank, at] for rank, nodes in enumerate(keys) for at, node in enumerate(nodes)}
-        whole = tree_sum(self._virtual_nodes, arrived, Tensor.add_)
+        whole = self._add_up(arrived)
         if scale != 1.0:
             whole.mul_(scale)
         pieces = torch.split(whole, [templates[place].numel() for place in places])

@@ -76,14 +76,18 @@ class Plan:
         begin, end = self._bounds(epoch_step, virtual_node, virtual_nodes)
         return end - begin
 
-    def indices(self, epoch: int, epoch_step: int, virtual_node: int, virtual_nodes: int) -> list[int]:
+    def indices(self, epoch: int, epoch_step: int, virtual_node: int, virtual_nodes: int, count: int = 1) -> list[int]:
         """Return the indices of the samples that ``virtual_node`` gets, in order; there may be none.
+
+        With a ``count``, those of as many virtual nodes from this one on.
 
         Raises:
             ConfigurationError: the batch does not divide evenly over ``virtual_nodes``.
             IndexError: there is no such step in an epoch, or no such virtual node.
         """
         begin, end = self._bounds(epoch_step, virtual_node, virtual_nodes)
+        if count > 1:
+            end = self._bounds(epoch_step, virtual_node + count - 1, virtual_nodes)[1]
         if not self.shuffle:
             return list(range(begin, end))
         order: list[int] = self._order(epoch)[begin:end].tolist()

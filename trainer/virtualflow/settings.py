@@ -25,6 +25,7 @@ ENV_CHECKPOINT_KEEP = "VIRTUALFLOW_CHECKPOINT_KEEP"
 ENV_AUDIT_DIR = "VIRTUALFLOW_AUDIT_DIR"
 ENV_THREADS = "VIRTUALFLOW_THREADS"
 ENV_REPRODUCIBILITY = "VIRTUALFLOW_REPRODUCIBILITY"
+ENV_MAX_FUSED = "VIRTUALFLOW_MAX_FUSED"
 ENV_PROFILE = "VIRTUALFLOW_PROFILE"
 ENV_PROFILE_OUT = "VIRTUALFLOW_PROFILE_OUT"
 ENV_PROFILE_SIZES = "VIRTUALFLOW_PROFILE_SIZES"
@@ -184,6 +185,26 @@ class CommunicatorSettings:
     """Gradients that make at most so many bytes at each worker are exchanged in one collective instead of two."""
 
 
+@dataclass(frozen=True)
+class FusingSettings:
+    """How a worker of a statistical job finds out how many virtual nodes to run as one micro-batch."""
+
+    warm_up: int = 1
+    """Attempts with a new size that are not measured: kernels are chosen and memory is taken in them."""
+    attempts: int = 3
+    """Attempts whose median time counts: one bad one does not."""
+    rounds: int = 3
+    """How often every size is measured; its best time counts, since a machine's other work only makes it slower."""
+    tolerance: float = 0.03
+    """A smaller size that is slower than the fastest by no more than this share is as good: it needs less memory."""
+    hopeless: float = 0.25
+    """Beyond a size that is slower than the fastest by more than this share, larger ones are not tried."""
+    device_memory: float = 0.85
+    """The share of an accelerator's memory that may be used; optimizer and fragmentation need the rest."""
+    machine_memory: float = 0.5
+    """The share of the memory left on a machine that a worker may grow into: other workers grow, too."""
+
+
 LOADER_GRACE = 5.0
 """How long a loader process may take to finish the batch in hand before it is killed."""
 
@@ -197,8 +218,8 @@ THREADS = 1
 Reproducibility = Literal["bitwise", "statistical"]
 """Whether the result is the same to the bit on any number of workers, or in distribution."""
 
-REPRODUCIBILITY = {"Bitwise": True, "Statistical": False}
-"""What a job may ask for, and whether that means ``deterministic=True``."""
+REPRODUCIBILITY: dict[str, Reproducibility] = {"Bitwise": "bitwise", "Statistical": "statistical"}
+"""What a manifest and the environment may ask for, and what ``vf.elastic`` calls it."""
 
 BACKOFF_LIMIT = 6
 """``virtualflow run``: replacements in a row without a step in between before the job is given up."""
@@ -259,8 +280,10 @@ class WorkerEnvironment:
     checkpoint_keep: int | None
     audit_dir: Path | None
     threads: int
-    deterministic: bool | None
-    """Whether equal bits are asked for; ``None``: the script says."""
+    reproducibility: Reproducibility | None
+    """``None``: the script says."""
+    max_fused: int | None
+    """The most virtual nodes of a micro-batch in a statistical job; ``None``: the script says."""
     profile: Path | None = None
     """A profile of this device, for a first guess of its speed."""
     profile_out: Path | None = None
@@ -297,14 +320,15 @@ class WorkerEnvironment:
             checkpoint_keep=_whole(ENV_CHECKPOINT_KEEP),
             audit_dir=Path(audit) if audit else None,
             threads=_whole(ENV_THREADS) or THREADS,
-            deterministic=_deterministic(),
+            reproducibility=_reproducibility(),
+            max_fused=_whole(ENV_MAX_FUSED),
             profile=_path(ENV_PROFILE),
             profile_out=_path(ENV_PROFILE_OUT),
             profile_sizes=_sizes(),
         )
 
 
-def _deterministic() -> bool | None:
+def _reproducibility() -> Reproducibility | None:
     text = os.environ.get(ENV_REPRODUCIBILITY, "").strip()
     if text not in ("", *REPRODUCIBILITY):
         raise ConfigurationError(

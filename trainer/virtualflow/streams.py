@@ -7,12 +7,14 @@ on where it stands.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import IterableDataset, default_collate
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.loaders import (
@@ -99,15 +101,23 @@ class StreamSource:
         """Only the streams know."""
         return
 
-    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int) -> None:
+    @property
+    def fuses(self) -> bool:
+        """See `Source.fuses`: what the default ``collate_fn`` made can be put together as if it had made it at once."""
+        return self._collate.collate is default_collate and not self._options.get("pin_memory", False)
+
+    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
         """See `Source.assign`. A stream that stands at the position is read on; others are closed."""
         self._carried = virtual_nodes
         for virtual_node, stream in list(self._streams.items()):
             if virtual_node not in virtual_nodes or not stream.stands_at(epoch, epoch_step):
                 self._drop(virtual_node)
 
-    def fetch(self, epoch: int, epoch_step: int, virtual_node: int) -> MicroBatch:
+    def fetch(self, epoch: int, epoch_step: int, virtual_node: int, count: int = 1) -> MicroBatch:
         """See `Source.fetch`."""
+        if count > 1:
+            nodes = range(virtual_node, virtual_node + count)
+            return fuse([self.fetch(epoch, epoch_step, node) for node in nodes])
         if self._closed:
             raise RuntimeError("the source of samples is closed")
         stream = self._place(virtual_node, epoch, epoch_step)
@@ -201,6 +211,38 @@ class _WithPositions:
 
     def __call__(self, numbered: list[tuple[int, Any]]) -> tuple[tuple[int, ...], Any]:
         return tuple(position for position, _ in numbered), self.collate([sample for _, sample in numbered])
+
+
+def fuse(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """Put micro-batches of neighbouring virtual nodes, made by the default ``collate_fn``, together as one."""
+    if len(batches) == 1:
+        return batches[0]
+    filled = [batch.data for batch in batches if batch.size]
+    return MicroBatch(
+        batches[0].virtual_node,
+        _concatenate(filled) if filled else None,
+        tuple(sample for batch in batches for sample in batch.samples),
+        tuple(batch.size for batch in batches),
+    )
+
+
+def _concatenate(parts: Sequence[Any]) -> Any:
+    """Concatenate nests as ``default_collate`` makes them: tensors with one row a sample, and lists of texts."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        joined = {name: _concatenate([part[name] for part in parts]) for name in first}
+        if type(first) is dict or not isinstance(first, MutableMapping):
+            return joined
+        filled = copy.copy(first)
+        filled.update(joined)
+        return filled
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(_concatenate(column) for column in zip(*parts, strict=True)))
+    if first and isinstance(first[0], str | bytes):
+        return type(first)(text for part in parts for text in part)
+    return [_concatenate(column) for column in zip(*parts, strict=True)]
 
 
 def _check_shardable(dataset: object) -> None:

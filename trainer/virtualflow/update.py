@@ -66,6 +66,7 @@ class Update:
         virtual_nodes: int,
         micro_batch: int,
         alignment: int,
+        canonical: bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -84,12 +85,15 @@ class Update:
         self._virtual_nodes = virtual_nodes
         self._micro_batch = micro_batch
         self._alignment = alignment
-        self._accumulator = Accumulator(virtual_nodes)
+        self._unit = micro_batch
+        """Samples of a contribution whose weight is 1; the same on all workers."""
+        self._canonical = canonical
+        self._accumulator = Accumulator(virtual_nodes, canonical)
         self._records: list[NodeRecord] = []
-        self._first_node = 0
+        self._first_node = self._next_node = 0
         self._all_parameters = list(model.parameters())
         settings = CommunicatorSettings
-        self._reducer = Reducer(virtual_nodes, alignment, settings.small_exchange, settings.bucket)
+        self._reducer = Reducer(virtual_nodes, alignment, settings.small_exchange, settings.bucket, canonical)
         large = sum(p.numel() * p.itemsize for p in self._all_parameters) > settings.small_exchange // 2
         self._overlap = Overlap(self._all_parameters, self._reducer, large)
         self._stepping = StepInPortions(optimizer)
@@ -103,14 +107,17 @@ class Update:
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
-    def begin(self, carried: range) -> None:
-        """Start an attempt over the virtual nodes ``carried``."""
+    def begin(self, carried: range, largest: int = 1) -> None:
+        """Start an attempt over the virtual nodes ``carried``, where ``largest`` are the most that any worker has."""
         self._trained = tuple(parameter.requires_grad for parameter in self._all_parameters)
         self._given = [False] * len(self._all_parameters)
         self._overlap.abandon()
         self._accumulator.clear()
         self._records = []
-        self._first_node, self._steady = carried.start, True
+        self._first_node = self._next_node = carried.start
+        self._steady = True
+        # Where one micro-batch is all that a worker carries, its gradients need no factor.
+        self._unit = self._micro_batch if self._canonical else self._micro_batch * largest
         self.buffers.begin()
         self.clear_gradients()
         if self.scaler is not None and self._all_parameters:
@@ -124,28 +131,28 @@ class Update:
             parameter.grad = None
 
     def expect_last(self, collectives: Collectives, ranges: Sequence[range], samples: int, of_step: int | None) -> None:
-        """The last virtual node of this worker's range is about to run, so the exchange may begin with it.
+        """The last micro-batch of this worker's range is about to run, so the exchange may begin with it.
 
         Args:
             collectives: the communicator of the running generation, whose members carry ``ranges``.
             ranges: see above.
-            samples: those of that virtual node.
+            samples: those of that micro-batch.
             of_step: those of the whole global batch, ``None`` where only the heads will tell.
         """
-        last = self._first_node + len(self._records)
-        scale = None if of_step is None else self._micro_batch / of_step
-        self._overlap.watch(collectives, ranges, self._accumulator, last, samples / self._micro_batch, scale)
+        scale = None if of_step is None else self._unit / of_step
+        self._overlap.watch(collectives, ranges, self._accumulator, self._next_node, samples / self._unit, scale)
 
-    def take(self, samples: int, metrics: dict[str, float | Tensor]) -> None:
+    def take(self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1) -> None:
         """Take over what the next virtual node has left in the model: gradients and changed buffers.
 
         Args:
             samples: how many its micro-batch had; fewer than usual weigh less, none weigh nothing.
             metrics: what the user's code has logged for it.
+            virtual_nodes: how many its micro-batch stands for.
         """
-        node = self._first_node + len(self._records)
+        node, self._next_node = self._next_node, self._next_node + virtual_nodes
         averaged, copied = self.buffers.collect(self.schema) if samples else ({}, {})
-        self._records.append(NodeRecord(samples, metrics, averaged, copied))
+        self._records.append(NodeRecord(samples, metrics, averaged, copied, virtual_nodes))
         under_way: frozenset[int] = frozenset()
         if self._overlap.watching:
             under_way, self._steady = self._overlap.settle()
@@ -167,11 +174,11 @@ class Update:
             elif gradient.requires_grad:  # after backward(create_graph=True)
                 gradients[index] = gradient.detach()
             self._given[index] = True
-        if samples != self._micro_batch:
+        if samples != self._unit:
             for gradient in gradients:
                 if gradient is not None:  # torch._foreach_mul_ would round the factor to the type of the gradient
-                    gradient.mul_(samples / self._micro_batch)
-        self._accumulator.add(node, gradients)
+                    gradient.mul_(samples / self._unit)
+        self._accumulator.add(node, gradients, virtual_nodes)
 
     def abandon(self) -> None:
         """The attempt is void: leave no trace of it."""
@@ -208,10 +215,10 @@ class Update:
         samples = sum(sum(head.samples) for head in heads)
         if samples == 0:
             raise ConfigurationError("the dataset gave no samples at all; check its shards")
-        metrics = combine_metrics(self.schema, self._virtual_nodes, heads)
+        metrics = combine_metrics(self.schema, self._virtual_nodes, heads, self._canonical)
         present = [any(there) for there in zip(*(head.present for head in heads), strict=True)]
         count = len(self._all_parameters)
-        scale = self._micro_batch / samples
+        scale = self._unit / samples
         steady = all(head.steady for head in heads)
         self._overlap.learn(number, (place for place in range(count) if present[place]), steady)
         if not any(present[:count]):
@@ -316,8 +323,8 @@ class Update:
         """Sums of gradients, each followed by the sums of the averaged buffers over the same virtual nodes."""
         if not self.schema.averaged:
             return self._accumulator.parts
-        sums = Accumulator(self._virtual_nodes)
-        for offset, record in enumerate(self._records):
+        sums, node = Accumulator(self._virtual_nodes, self._canonical), self._first_node
+        for record in self._records:
             values: Tensors = []
             for name in self.schema.averaged:
                 if record.samples == 0:
@@ -325,10 +332,9 @@ class Update:
                     continue
                 value = record.averaged[name] if name in record.averaged else self.buffers.baseline(name)
                 value = value.to(summed_as(value.dtype))
-                values.append(
-                    value if record.samples == self._micro_batch else value * (record.samples / self._micro_batch)
-                )
-            sums.add(self._first_node + offset, values)
+                values.append(value if record.samples == self._unit else value * (record.samples / self._unit))
+            sums.add(node, values, record.virtual_nodes)
+            node += record.virtual_nodes
         return [(node, [*a, *b]) for (node, a), (_, b) in zip(self._accumulator.parts, sums.parts, strict=True)]
 
     # --- the update ---------------------------------------------------------------------------------------------------
