@@ -53,6 +53,8 @@ class Worker:
     """It is in no collective and waits for a generation to enter."""
     agreed: m.Plan | None = None
     leaving: bool = False
+    guess: float | None = None
+    """What a profile says of its device."""
     kept: dict[type, m.FromWorker] = field(default_factory=dict)
     out: deque[m.FromWorker] = field(default_factory=deque)
     inbox: deque[m.ToWorker] = field(default_factory=deque)
@@ -88,6 +90,7 @@ class Worker:
             total_steps=None,
             done=False,
             changes=(),
+            pace=self.guess,
         )
 
 
@@ -135,6 +138,11 @@ class World:
         if not worker.draining:
             worker.draining, worker.deadline = True, self.now + SETTINGS.drain_grace
             worker.say(m.DrainRequest("SIGTERM"), keep=True)
+
+    def measure(self, worker: Worker, seconds: float) -> None:
+        """The worker has measured how long it computes for a virtual node."""
+        if worker.plan is not None and worker.synced:
+            worker.say(m.Pace(worker.generation, seconds, 0.9 * seconds, 1.1 * seconds, 0.001, 10), keep=True)
 
     # --- the coordinator ----------------------------------------------------------------------------------------------
 

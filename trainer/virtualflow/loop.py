@@ -32,6 +32,7 @@ from virtualflow.last_word import LastWordWriter
 from virtualflow.loading import MicroBatch, Source, open_source
 from virtualflow.options import Options, check_optimizer, check_scheduler, check_sizes
 from virtualflow.overlap import AttemptSpoiled
+from virtualflow.pace import Pace
 from virtualflow.participation import Participation
 from virtualflow.randomness import seed_virtual_node
 from virtualflow.reporter import Reporter, report_failure
@@ -72,11 +73,13 @@ class Run:
             raise
         self.virtual_nodes = self._environment.virtual_nodes or options.virtual_nodes
         self._stopwatch = Stopwatch()
+        self._pace = Pace()
         self._session: Session | None = None
         self._source: Source | None = None
         self._keeper: Keeper | None = None
         self._audit: Audit | None = None
         self._pinned: Pinned | None = None
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._running = False
         self._trained = False
         self._stop_requested = False
@@ -92,7 +95,7 @@ class Run:
         if _active:
             raise VirtualFlowError("a run is active already; leave its with block before the next vf.elastic")
         options, environment = self._options, self._environment
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        device = self._device
         deterministic = options.deterministic if environment.deterministic is None else environment.deterministic
         facts = Facts(max(1, self.virtual_nodes), fingerprint(device, environment.threads, deterministic))
         if environment.coordinator is not None:
@@ -133,6 +136,7 @@ class Run:
             options=options.loader,
             close_grace=LOADER_GRACE,
         )
+        self._micro_batch = micro_batch(options.batch_size, self.virtual_nodes)
         self.update = Update(
             self._model,
             self._optimizer,
@@ -142,7 +146,7 @@ class Run:
             options.clip_grad_norm,
             options.clip_grad_value,
             self.virtual_nodes,
-            micro_batch(options.batch_size, self.virtual_nodes),
+            self._micro_batch,
             CommunicatorSettings.alignment,
         )
         self._cleanup.callback(self.update.close)
@@ -353,15 +357,28 @@ class Run:
         self._stopwatch.attempt(number)
         self.update.begin(part.carried)
         epoch, epoch_step = self.training.position
+        self._pace.begin(time.monotonic(), len(part.carried))
         for node in part.carried:
             part.check()
             batch = self._fetch(epoch, epoch_step, node)
+            if batch.size < self._micro_batch:
+                self._pace.disregard()
             if self._audit is not None and self._session is not None:
                 self._audit.carried(self._session.generation, epoch, number, node, batch.samples)
             if node == part.carried[-1]:
                 self.update.expect_last(part.communicator, part.ranges, batch.size, self._samples_of_step(epoch_step))
             yield from self._present(batch, number, node)
+            if node == part.carried[-1]:
+                self._end_computing()
             self.update.take(batch.size, self._metrics)
+
+    def _end_computing(self) -> None:
+        """The user's code is through with the last virtual node: see how long all of them took."""
+        if self._session is not None:
+            if self._device.type == "cuda":
+                # Kernels run on behind the script. The exchange needs their results at once: this wait is no other.
+                torch.cuda.synchronize(self._device)
+            self._pace.end(time.monotonic())
 
     def _present(self, batch: MicroBatch, number: int, node: int) -> Iterator[Any]:
         """Give a micro-batch to the user's code, with the random streams of its virtual node."""
@@ -404,6 +421,7 @@ class Run:
             return
         self.reporter.progress(now=True)
         self._stopwatch.hold(session.await_hold(completed))
+        self._pace.interrupt()
 
     def _commit(self, number: int, outcome: Outcome) -> None:
         """Apply a complete exchange and do all that belongs between two steps."""
@@ -412,7 +430,9 @@ class Run:
         seed_virtual_node(self._options.seed, number, self.virtual_nodes)
         training.commit(outcome, len(self.participation.ranges))
         generation = NOTHING if session is None else session.generation
-        change = self._stopwatch.commit(time.monotonic(), number, before, generation)
+        now = time.monotonic()
+        change = self._stopwatch.commit(now, number, before, generation)
+        self._pace.commit(now)
         if session is not None:
             session.facts.step = number
             if self._audit is not None:
@@ -421,6 +441,7 @@ class Run:
                 session.remember(change)
             self.participation.note_offers(head.offer for head in outcome.heads)
             self.reporter.progress(now=self._is_over())
+            self.reporter.pace(self._pace.estimate)
             session.tidy()
         if self.leader and self._keeper is not None:
             self._keeper.save_if_due(training)
@@ -432,7 +453,8 @@ class Run:
         self._peeked.clear()
         if self._source is not None and not self._is_over():
             self._source.assign(self.participation.carried, *self.training.position)
-        self.reporter.progress(now=True)
+        self._pace.enter()
+        self.reporter.entered()
 
     def _tell_checkpoint(self, kind: Literal["checkpoint", "checkpoint-failed", "warning"], text: str) -> None:
         assert self._session is not None

@@ -22,7 +22,9 @@ Sentence = Annotated[str, msgspec.Meta(max_length=4_096)]
 Traceback = Annotated[str, msgspec.Meta(max_length=MAX_TRACEBACK)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0 * 366)]
-Cause = Literal["start", "join", "drain", "resize", "lost", "broken", "restart", "stop"]
+Cause = Literal["start", "join", "drain", "resize", "lost", "broken", "restart", "rebalance", "stop"]
+PaceSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=86_400.0)]
+"""A worker's computing time per virtual node."""
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", rename="camel"):
@@ -123,6 +125,8 @@ class Hello(Base, frozen=True, tag="hello"):
     total_steps: Count | None
     done: bool
     changes: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_CHANGES)]
+    pace: PaceSeconds | None = None
+    """A first guess of its computing time per virtual node, from a profile of its device."""
 
 
 class Heartbeat(Base, frozen=True, tag="heartbeat"):
@@ -151,6 +155,24 @@ class Entered(Base, frozen=True, tag="entered"):
     """The state came from a checkpoint."""
 
 
+class Pace(Base, frozen=True, tag="pace"):
+    """How long this worker computes for a virtual node, measured while it trained in ``generation``.
+
+    From fetching its first micro-batch to the end of its last backward pass, without the exchange and without waiting
+    for others; told again to a coordinator that is new.
+    """
+
+    generation: Generation
+    median: PaceSeconds
+    low: PaceSeconds
+    """The lower quartile of the samples."""
+    high: PaceSeconds
+    """The upper one."""
+    rest: Seconds
+    """The rest of a step at this worker: exchange, update, the user's code between steps, waiting for slower ones."""
+    samples: Count
+
+
 class Progress(Base, frozen=True, tag="progress"):
     """Where the training is, from the leader (the member with rank 0) and from anyone whose phase changed."""
 
@@ -161,6 +183,8 @@ class Progress(Base, frozen=True, tag="progress"):
     metrics: dict[str, float]
     steps_per_second: float
     phase: Literal["training", "evaluating"]
+    step_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """The median of the latest steps of this generation."""
 
 
 class Resumed(Base, frozen=True, tag="resumed"):
@@ -231,6 +255,7 @@ FromWorker = (
     | Ready
     | Prepared
     | Entered
+    | Pace
     | Progress
     | Resumed
     | Broken
@@ -350,6 +375,8 @@ class WorkerStatus(Base, frozen=True, tag=False):
     first: int
     last: int
     """The half-open range of virtual nodes that it carries; empty for one that carries none."""
+    pace_ms: float | None = None
+    """How long it computes for a virtual node, as measured or else by a profile."""
 
 
 class LostWorker(Base, frozen=True, tag=False):
@@ -402,6 +429,7 @@ class Status(Base, frozen=True, tag=False):
     metrics: dict[str, float]
     steps_per_second: float
     step_ms: float | None
+    """How long a step takes: the median of the latest ones, and of all once the training is complete."""
     hold: int | None
     last_change: Change | None
     changes: tuple[Change, ...]
@@ -415,6 +443,8 @@ class Status(Base, frozen=True, tag=False):
     optimizer_digest: str | None
     error: str | None
     traceback: str | None
+    predicted_step_ms: float | None = None
+    """How long a step should take by the workers' paces and what they carry; ``None`` until all are measured."""
 
 
 # --- what a worker leaves behind --------------------------------------------------------------------------------------

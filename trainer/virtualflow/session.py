@@ -36,6 +36,8 @@ class Facts:
     step: int = 0
     total_steps: int | None = None
     done: bool = False
+    pace: float | None = None
+    """Seconds per virtual node by a profile of this device."""
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
     """Shared with the training's state: joiners bring on what happened before them."""
 
@@ -341,6 +343,7 @@ class Session:
             total_steps=facts.total_steps,
             done=facts.done,
             changes=tuple(facts.changes[generation] for generation in sorted(facts.changes)),
+            pace=facts.pace,
         )
 
     def _on_plan(self, plan: m.Plan) -> None:
