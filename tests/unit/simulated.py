@@ -325,8 +325,11 @@ class World:
             donor = max(donors, key=lambda x: x.step)
             lineage, step = donor.lineage, donor.step
         else:
-            alive = [x for x in self.workers.values() if x.runs and x.has_state and not x.leaving]
-            assert not alive, f"began anew while {[x.name for x in alive]} had the state"
+            # One that wakes up or comes back just then was not to be known of: either this generation is withdrawn and
+            # its members are given up when they say that they are in it, or it is refused itself.
+            known = plan.generation not in self.job._withdrawn
+            alive = [x for x in self.workers.values() if x.runs and x.connected and x.has_state and not x.leaving]
+            assert not (known and alive), f"began anew while {[x.name for x in alive]} had the state"
             self.lineages += 1
             lineage, step = self.lineages, 0
         for member in members:
