@@ -51,6 +51,8 @@ def _of_change(change: Change) -> Notice:
         return Notice(reasons.RECOVERED, f"recovered, {moved}; {repeated} repeated", warning=True)
     if change.cause == "restart":
         return Notice(reasons.RESTARTED, f"started again with {_workers(change.to)}: {change.reason}", warning=True)
+    if change.cause == "rebalance":
+        return Notice(reasons.REBALANCED, f"virtual nodes moved at step {change.step}{pause}: {change.reason}")
     return Notice(reasons.RESIZED, f"resized from {moved}")
 
 

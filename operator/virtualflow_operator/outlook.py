@@ -118,11 +118,17 @@ def _with_progress(status: JobStatus, remote: Status) -> JobStatus:
         epoch=remote.epoch if remote.step else status.epoch,
         loss=f"{loss:.6g}" if loss is not None else status.loss,
         steps_per_second=f"{remote.steps_per_second:.4g}" if remote.steps_per_second else status.steps_per_second,
+        step_milliseconds=_shown(remote.step_ms) or status.step_milliseconds,
+        predicted_step_milliseconds=_shown(remote.predicted_step_ms),
         last_change=_last_change(remote.last_change) if remote.last_change is not None else status.last_change,
         # All that workers remember; after a start from a checkpoint that may be less than was counted before.
         changes=max(status.changes, remote.changes_total),
         repeated_steps=max(status.repeated_steps, remote.repeated_steps),
     )
+
+
+def _shown(milliseconds: float | None) -> str | None:
+    return f"{milliseconds:.4g}" if milliseconds else None
 
 
 def known_step(status: JobStatus, remote: Status | None) -> int | None:
@@ -326,6 +332,8 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         start_time=None,
         coordinator=None,
         steps_per_second=None,
+        step_milliseconds=None,
+        predicted_step_milliseconds=None,
         scale_down_since=None,
     )
     kept = (
@@ -373,7 +381,9 @@ def failed(status: JobStatus, job: Job, reason: str, message: str, now: float) -
 
 
 def _over(status: JobStatus, job: Job, now: float, reason: str, message: str, which: ConditionType) -> JobStatus:
-    status = msgspec.structs.replace(status, workers=f"0/{job.spec.desired}", steps_per_second=None)
+    status = msgspec.structs.replace(
+        status, workers=f"0/{job.spec.desired}", steps_per_second=None, predicted_step_milliseconds=None
+    )
     return _amend(
         status,
         job,

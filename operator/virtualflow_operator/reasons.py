@@ -34,6 +34,7 @@ DEADLINE = "DeadlineExceeded"
 # Events only
 CREATED = "WorkersCreated"
 RESIZED = "Resized"
+REBALANCED = "Rebalanced"
 RECOVERED = "Recovered"
 RESTARTED = "Restarted"
 DRAINING = "Draining"

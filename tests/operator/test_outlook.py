@@ -48,6 +48,26 @@ def test_what_the_coordinator_says_is_in_the_status() -> None:
     assert shares == [("digits-workers-0", "0-3", "node-0"), ("digits-workers-1", "4-7", "node-1")]
 
 
+def test_the_measured_and_the_predicted_duration_of_a_step_are_in_the_status() -> None:
+    stage = progress(training(), step_ms=12.3456, predicted_step_ms=12.0)
+    status = stage.decide().status
+    assert (status.step_milliseconds, status.predicted_step_milliseconds) == ("12.35", "12")
+    stage.write(stage.decide())
+    status = progress(stage, step_ms=None, predicted_step_ms=None).decide().status
+    assert (status.step_milliseconds, status.predicted_step_milliseconds) == ("12.35", None)
+
+
+def test_moved_virtual_nodes_are_told_as_what_they_are() -> None:
+    stage = training()
+    before = stage.job.status
+    moved = change(7, "rebalance", from_=2, to=2, reason="digits-workers-1 is slow")
+    stage = progress(stage, changes=(moved,), last_change=moved, changes_total=1)
+    after = stage.decide().status
+    [notice] = notices_of(before, after, [moved])
+    assert (notice.reason, notice.warning) == (reasons.REBALANCED, False)
+    assert notice.message == "virtual nodes moved at step 70, pause 12 ms: digits-workers-1 is slow"
+
+
 def test_a_coordinator_that_waits_does_not_take_back_what_is_known() -> None:
     stage = training()
     before = stage.job.status

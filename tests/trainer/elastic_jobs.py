@@ -45,8 +45,9 @@ TOKEN = "a-token-for-tests"
 PATIENCE = 30.0
 """Seconds until a wait fails; far more than anything takes."""
 
-# The coordinators here replace nobody, so there is nobody to wait for.
-MEMBERSHIP = settings.MembershipSettings(restart_grace=0.0)
+# The coordinators here replace nobody, so there is nobody to wait for; and what a busy machine does to the speed of
+# workers must not add changes to those that a test makes.
+MEMBERSHIP = settings.MembershipSettings(restart_grace=0.0, rebalance_gain=1.0)
 
 EXCHANGE = "TEST_EXCHANGE"
 """In a job's environment: ``early`` lets exchanges begin during the last backward pass."""

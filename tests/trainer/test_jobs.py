@@ -56,7 +56,7 @@ def test_digits_gives_the_same_bits_through_a_schedule(
     check_audit(finished, DIGITS, 8)
     check_changes(finished)
     check_survivors(finished, killed)
-    assert len(finished.report["changes"]) >= 3
+    assert len([change for change in finished.report["changes"] if change["cause"] != "rebalance"]) >= 3
 
 
 def test_digits_gives_the_same_bits_after_the_loss_of_all_workers(undisturbed: Finished, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_digits_gives_the_same_bits_after_the_loss_of_all_workers(undisturbed: F
     )  # fmt: skip
     assert finished.bits == undisturbed.bits
     check_audit(finished, DIGITS, 8)
-    (change,) = finished.report["changes"]
+    (change,) = [change for change in finished.report["changes"] if change["cause"] != "rebalance"]
     assert change["cause"] == "restart"
     assert 0 < change["step"] <= 61
     assert change["pause_ms"] is None

@@ -53,6 +53,8 @@ class Worker:
     """It is in no collective and waits for a generation to enter."""
     agreed: m.Plan | None = None
     leaving: bool = False
+    guess: float | None = None
+    """What a profile says of its device."""
     kept: dict[type, m.FromWorker] = field(default_factory=dict)
     out: deque[m.FromWorker] = field(default_factory=deque)
     inbox: deque[m.ToWorker] = field(default_factory=deque)
@@ -88,6 +90,7 @@ class Worker:
             total_steps=None,
             done=False,
             changes=(),
+            pace=self.guess,
         )
 
 
@@ -138,6 +141,11 @@ class World:
         if not worker.draining:
             worker.draining, worker.deadline = True, self.now + SETTINGS.drain_grace
             worker.say(m.DrainRequest("SIGTERM"), keep=True)
+
+    def measure(self, worker: Worker, seconds: float) -> None:
+        """The worker has measured how long it computes for a virtual node."""
+        if worker.plan is not None and worker.synced:
+            worker.say(m.Pace(worker.generation, seconds, 0.9 * seconds, 1.1 * seconds, 0.001, 10), keep=True)
 
     # --- the coordinator ----------------------------------------------------------------------------------------------
 
@@ -331,8 +339,11 @@ class World:
             donor = max(donors, key=lambda x: x.step)
             lineage, step = donor.lineage, donor.step
         else:
-            alive = [x for x in self.workers.values() if x.runs and x.has_state and not x.leaving]
-            assert not alive, f"began anew while {[x.name for x in alive]} had the state"
+            # One that wakes up or comes back just then was not to be known of: either this generation is withdrawn and
+            # its members are given up when they say that they are in it, or it is refused itself.
+            known = plan.generation not in self.job._withdrawn
+            alive = [x for x in self.workers.values() if x.runs and x.connected and x.has_state and not x.leaving]
+            assert not (known and alive), f"began anew while {[x.name for x in alive]} had the state"
             self.lineages += 1
             lineage, step = self.lineages, 0
         for member in members:

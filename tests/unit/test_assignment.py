@@ -55,7 +55,10 @@ def test_equal_workers_differ_by_at_most_one(case: tuple[int, int]) -> None:
     assert max(counts) - min(counts) <= 1
 
 
-@given(st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.floats(0.2, 5), min_size=2, max_size=3))))
+SPEEDS = st.floats(0.2, 5) | st.sampled_from([1e-6, 1.0, 1.0, 2.0, 1e6])
+
+
+@given(st.integers(2, 14).flatmap(lambda n: st.tuples(st.just(n), st.lists(SPEEDS, min_size=2, max_size=4))))
 def test_no_other_division_is_faster(case: tuple[int, list[float]]) -> None:
     nodes, speeds = case
     if len(speeds) > nodes:
@@ -68,6 +71,24 @@ def test_no_other_division_is_faster(case: tuple[int, list[float]]) -> None:
         return min(max(own / rest[0], best(left - own, rest[1:])) for own in range(1, left - len(rest) + 2))
 
     assert slowest <= best(nodes, speeds) * (1 + 1e-12)
+
+
+@given(st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), st.lists(SPEEDS, min_size=2, max_size=5))))
+def test_each_virtual_node_goes_to_whoever_is_through_with_it_first(case: tuple[int, list[float]]) -> None:
+    nodes, speeds = case
+    if len(speeds) > nodes or len(set(speeds)) == 1:
+        return
+    counts = [1] * len(speeds)
+    for _ in range(nodes - len(speeds)):
+        counts[min(range(len(speeds)), key=lambda index: ((counts[index] + 1) / speeds[index], index))] += 1
+    assert [len(carried) for carried in assign(nodes, speeds)] == counts
+
+
+def test_many_virtual_nodes_on_many_workers_are_divided_at_once() -> None:
+    speeds = [1.0 + (index % 7) for index in range(4_096)]
+    counts = [len(carried) for carried in assign(65_536, speeds)]
+    assert sum(counts) == 65_536
+    assert all(counts[index] <= counts[index + 1] for index in range(6))
 
 
 @given(st.lists(st.integers(0, 50), unique=True), st.sets(st.integers(0, 50)))

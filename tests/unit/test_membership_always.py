@@ -12,12 +12,19 @@ from memberships import FIRST, NOW, SECOND, SETTINGS
 from virtualflow.assignment import assign
 from virtualflow.cluster import Cluster, Decision, Proposal, Worker
 from virtualflow.membership import decide
-from virtualflow.messages import Generation, Member, Plan
+from virtualflow.messages import Generation, Member, Pace, Plan
 
 # --- whatever the state is --------------------------------------------------------------------------------------------
 
 TIMES = st.sampled_from([NOW - 400.0, NOW - 6.0, NOW - 1.5, NOW - 0.5, NOW])
 NODES = 4
+
+
+def paced(generation: Generation, seconds: float) -> Pace:
+    return Pace(generation, seconds, seconds, seconds, 0.0, 10)
+
+
+PACES = st.builds(paced, st.sampled_from([FIRST, SECOND]), st.sampled_from([0.01, 0.02, 0.1]))
 
 
 @st.composite
@@ -41,6 +48,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             gone=draw(st.sampled_from([None, None, None, "killed"])),
             left=draw(st.integers(0, 7)) == 0,
             done=draw(st.integers(0, 7)) == 0,
+            pace=draw(st.none() | PACES),
         )
 
     def some(generation: Generation, modes: list[str]) -> Plan | None:
@@ -48,7 +56,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
             return None
         chosen = draw(st.lists(st.sampled_from(names), unique=True, max_size=NODES))
         mode = draw(st.sampled_from(modes)) if chosen else "planned"
-        ranges = assign(NODES, [1.0] * len(chosen)) if chosen else []
+        speeds = draw(st.sampled_from([[1.0] * NODES, [1.0, 5.0, 9.0, 9.0]]))[: len(chosen)]
+        ranges = assign(NODES, speeds) if chosen else []
         members = tuple(Member(n, n, "h", r.start, r.stop) for n, r in zip(chosen, ranges, strict=True))
         return Plan(generation, mode, members, (), "join", "pending")  # type: ignore[arg-type]
 

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from statuses import coordinator_status
 from virtualflow.errors import ConfigurationError
 from virtualflow.local.schedule import (
+    Fast,
     Group,
     Hang,
     Kill,
     KillAll,
     KillCoordinator,
     Resize,
+    Slow,
     Staff,
     Term,
     hold_step,
@@ -35,6 +37,8 @@ from virtualflow.messages import Status, WorkerStatus
         pytest.param("45:kill:2", (Group(45, (Kill(2),)),), id="kill two"),
         pytest.param("1:term", (Group(1, (Term(),)),), id="term at the first step"),
         pytest.param("9:hang", (Group(9, (Hang(),)),), id="hang"),
+        pytest.param("9:slow:3", (Group(9, (Slow(3),)),), id="slow one down"),
+        pytest.param("9:fast", (Group(9, (Fast(),)),), id="let all run"),
         pytest.param("9:coordinator", (Group(9, (KillCoordinator(),)),), id="coordinator"),
         pytest.param("50:all", (Group(50, (KillAll(),)),), id="all"),
         pytest.param(" 40:=1 , 20:=4", (Group(20, (Resize(4),)), Group(40, (Resize(1),))), id="sorted, blanks allowed"),
@@ -60,6 +64,8 @@ def test_a_schedule_is_read(text: str, groups: tuple[Group, ...]) -> None:
         pytest.param("5:explode", "no action 'explode'", id="an unknown action"),
         pytest.param("5:=0", "at least 1", id="no workers"),
         pytest.param("5:kill:0", "at least 1", id="kill nobody"),
+        pytest.param("5:slow:0", "factor must be at least 1", id="not at all"),
+        pytest.param("5:slow", "no action 'slow'", id="how much slower is not said"),
         pytest.param("5:term:2", "no action", id="an argument that the action does not take"),
     ],
 )

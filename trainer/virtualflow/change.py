@@ -10,13 +10,17 @@ and what keeps it from coming about must never keep the others from what they ne
 - Somebody who has the state stays until a joiner has received it: where all drain, first the joiners enter beside
   them, and then those who drain leave.
 - While a job evaluates, only members that drain are a reason for a change: a joiner has no part in an evaluation.
+- Where nothing else is to be done, the same members may divide the virtual nodes otherwise
+  (:mod:`virtualflow.balance`); a change that somebody needs goes before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from virtualflow.assignment import order_members
+from virtualflow.balance import better_split
 from virtualflow.cluster import Cluster, Decision, Proposal, Worker, counted, listed, ready_workers
 from virtualflow.messages import Cause
 from virtualflow.settings import MembershipSettings
@@ -81,7 +85,9 @@ class _Change:
 
         joiners, window = self.choose_joiners()
         if self.stay:
-            return self.propose(self.stay, joiners, window)
+            decision = self.propose(self.stay, joiners, window)
+            quiet = self.pending is None and not self.leaving and window is None
+            return self.rebalance(decision) if quiet and decision.proposal is None else decision
         leave_at = self.leave_at(self.now if self.pending is None else cluster.proposed_at)
         if self.now >= leave_at:
             return Decision("the last worker leaves", Proposal("planned", (), (), "drain"), self.lost)
@@ -108,6 +114,8 @@ class _Change:
         if not self.stay:
             return min(limit, self.leave_at(self.cluster.proposed_at))
         if self.newest & set(self.leaving):
+            return float("-inf")
+        if self.pending.cause == "rebalance" and self.choose_joiners()[0]:
             return float("-inf")
         if not self.leaving or not self.arriving:
             return limit
@@ -181,8 +189,25 @@ class _Change:
         broken = self.pending is not None and self.pending.generation in self.cluster.broken
         if set(target) == self.newest and not broken:
             return Decision(reason, lost=self.lost, wake_at=wake_at)
+        if not parts and not self.arriving and self.pending is not None:
+            return Decision(
+                self.pending.reason,
+                Proposal("planned", tuple(target), (), self.pending.cause),
+                self.lost,
+                wake_at=wake_at,
+            )
         if not parts:
             names = [self.workers[i].name for i in sorted(self.arriving) if i in self.workers]
             reason = f"{counted(len(target))} training on without {listed(names)}"
         arrivals = tuple(worker.incarnation for worker in joiners)
         return Decision(reason, Proposal("planned", tuple(target), arrivals, cause), self.lost, wake_at=wake_at)
+
+    def rebalance(self, decision: Decision) -> Decision:
+        """Divide the virtual nodes of the running generation otherwise, if that is worth it and not too early."""
+        reason = better_split(self.cluster, self.settings)
+        if reason is None or not all(self.workers[m].connected and not self.workers[m].done for m in self.members):
+            return decision
+        earliest = self.cluster.running_since + self.settings.rebalance_interval
+        if self.now < earliest:
+            return replace(decision, wake_at=earliest)
+        return Decision(reason, Proposal("planned", tuple(self.members), (), "rebalance"), self.lost)

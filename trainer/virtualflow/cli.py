@@ -117,7 +117,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--schedule",
         metavar="STEP:ACTION,...",
-        help="rehearse: =N, kill, kill:K, term, hang, coordinator, all",
+        help="rehearse: =N, kill, kill:K, term, hang, slow:K, fast, coordinator, all",
     )
     job.add_argument(
         "-f", dest="manifest", metavar="JOB.yaml", help="run a VirtualFlowJob manifest instead of a script"
@@ -145,6 +145,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     running = parser.add_argument_group("how it runs")
     _add_heartbeat_limit(running)
+    _add_rebalance_gain(running)
     running.add_argument(
         "--profile",
         metavar="FILE",
@@ -171,6 +172,17 @@ def _add_heartbeat_limit(parser: argparse._ActionsContainer) -> None:
         default=limit,
         metavar="S",
         help=f"give up a worker that was silent for S seconds (default {limit:g})",
+    )
+
+
+def _add_rebalance_gain(parser: argparse._ActionsContainer) -> None:
+    gain = MembershipSettings().rebalance_gain
+    parser.add_argument(
+        "--rebalance-gain",
+        type=float,
+        default=gain,
+        metavar="G",
+        help=f"move virtual nodes to faster workers where that saves this share of a step (default {gain:g}; 1: never)",
     )
 
 
@@ -345,6 +357,7 @@ def _add_coordinator(parser: argparse.ArgumentParser) -> None:
         help=f"once the minimum is ready, wait S seconds for the others that are wanted (default {grace:g})",
     )
     _add_heartbeat_limit(parser)
+    _add_rebalance_gain(parser)
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write http://host:port there once it listens")
     parser.set_defaults(action=_coordinator)
 
@@ -363,12 +376,18 @@ def _coordinator(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"--port {arguments.port}: a port is between 1 and 65535, or 0 for any that is free")
     if not arguments.heartbeat_limit > 0:
         raise ConfigurationError(f"--heartbeat-limit {arguments.heartbeat_limit:g}: it must be positive")
+    if not 0 < arguments.rebalance_gain <= 1:
+        raise ConfigurationError(f"--rebalance-gain {arguments.rebalance_gain:g}: it must be above 0 and at most 1")
     import logging
 
     from virtualflow.coordinator import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    membership = MembershipSettings(heartbeat_limit=arguments.heartbeat_limit, startup_grace=arguments.startup_grace)
+    membership = MembershipSettings(
+        heartbeat_limit=arguments.heartbeat_limit,
+        startup_grace=arguments.startup_grace,
+        rebalance_gain=arguments.rebalance_gain,
+    )
     return serve(
         arguments.host,
         arguments.port,

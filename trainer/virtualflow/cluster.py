@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from virtualflow.messages import Cause, Generation, Plan
+from virtualflow.messages import Cause, Generation, Pace, Plan
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class Worker:
     """Why it is known to be gone for ever."""
     left: bool = False
     done: bool = False
+    guess: float | None = None
+    """Seconds per virtual node by a profile of its device."""
+    pace: Pace | None = None
+    """The same as measured, the latest that it has told."""
 
     @property
     def may_have_state(self) -> bool:
@@ -58,6 +62,7 @@ class Cluster:
     """Fewer workers than this found no generation; a running one goes on with whoever survives."""
     running: Plan | None = None
     """The newest generation that a worker has entered."""
+    running_since: float = 0.0
     proposed: Plan | None = None
     """The newest generation, while nobody has entered it."""
     proposed_at: float = 0.0

@@ -182,6 +182,14 @@ class Coordinator:
             self._timer = asyncio.get_running_loop().call_later(delay, self._turn)
         self._watchers.notice()
 
+    def _turn_within(self, seconds: float) -> None:
+        """Decide in so many seconds at the latest: what is heard until then counts too."""
+        loop = asyncio.get_running_loop()
+        if self._timer is None or self._timer.when() > loop.time() + seconds:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_later(seconds, self._turn)
+
     def _deliver(self) -> bool:
         """Send what the job has to say; ``False``: a connection was given up over it."""
         outbox, self.job.outbox = self.job.outbox, []
@@ -304,7 +312,9 @@ class Coordinator:
             self._tick()
             news = self.job.news
             self.job.receive(hello.incarnation, message)
-            if self.job.news != news or isinstance(message, m.Publish):
+            if isinstance(message, m.Pace):
+                self._turn_within(self._settings.weighing)
+            elif self.job.news != news or isinstance(message, m.Publish):
                 self._turn_soon()
             else:  # a heartbeat, progress, something stale: these can only put decisions off
                 self._watchers.notice()

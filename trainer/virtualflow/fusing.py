@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from virtualflow.batch_norm import GhostBatchNorm
+from virtualflow.determinism import device_of
 from virtualflow.loading import MicroBatch
 from virtualflow.memory import MemoryGauge
 from virtualflow.settings import FusingSettings
@@ -36,10 +37,9 @@ class Fusing:
     """
 
     def __init__(self, model: nn.Module, cap: int | None, micro_batch: int, batch_norm: BatchNorm) -> None:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         settings = FusingSettings()
         self._tuner = Tuner(cap, settings)
-        self._gauge = MemoryGauge(device, settings)
+        self._gauge = MemoryGauge(device_of(model), settings)
         self._micro_batch = micro_batch
         self._carried = range(0)
         self._began = 0.0
@@ -51,6 +51,11 @@ class Fusing:
     def width(self) -> int:
         """The most virtual nodes of a micro-batch at present."""
         return self._tuner.width
+
+    @property
+    def exploring(self) -> bool:
+        """Whether the coming attempt tries a size: how long it takes is no measure of the worker."""
+        return self._tuner.exploring
 
     def carry(self, carried: range) -> None:
         """This worker carries these virtual nodes from now on."""

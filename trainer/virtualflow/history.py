@@ -91,7 +91,8 @@ class History:
                 repeated = max(0, self.highest_step - (change.step - 1))
             known = self.changes[change.generation] = msgspec.structs.replace(change, repeated_steps=repeated)
             pause = "" if change.pause_ms is None else f", pause {change.pause_ms:.0f} ms"
-            self.tell("change", f"{known.from_} to {known.to} workers at step {known.step} ({known.reason}){pause}")
+            moved = "virtual nodes moved" if known.cause == "rebalance" else f"{known.from_} to {known.to} workers"
+            self.tell("change", f"{moved} at step {known.step} ({known.reason}){pause}")
             while len(self.changes) > MAX_CHANGES:
                 self._forgotten = min(self.changes)
                 self._forgotten_steps += self.changes.pop(self._forgotten).repeated_steps

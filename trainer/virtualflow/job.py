@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from virtualflow import messages as m
-from virtualflow.assignment import assign
+from virtualflow.balance import predicted_step, split
 from virtualflow.cluster import Cluster, Decision, Proposal
 from virtualflow.history import MAX_TEXT
 from virtualflow.membership import decide, find_lost, next_limit
@@ -147,6 +147,7 @@ class Job(Record):
             minimum=self.minimum,
             workers=self.roster.workers,
             running=self.running,
+            running_since=self._running_since,
             proposed=self.proposed,
             proposed_at=self._proposed_at,
             prepared=self.is_prepared,
@@ -182,11 +183,7 @@ class Job(Record):
 
     def _propose(self, proposal: Proposal, reason: str) -> None:
         self._counter += 1
-        ranges = (
-            assign(self.virtual_nodes or len(proposal.members), [1.0] * len(proposal.members))
-            if proposal.members
-            else []
-        )
+        ranges = split(self._cluster(), proposal.members, self.settings) if proposal.members else []
         workers, contacts = self.roster.workers, self.roster.contacts
         plan = m.Plan(
             m.Generation(self.incarnation, self._counter),
@@ -255,6 +252,10 @@ class Job(Record):
         return workers[incarnation].left and all(
             self.roster.is_lost(i) or (workers[i].entered or NONE) >= (contact.left_by or NONE) for i in others
         )
+
+    def predicted_step(self) -> float | None:
+        """Seconds that a step of the running generation should take by the workers' paces, once all are known."""
+        return predicted_step(self._cluster())
 
     def status(self, brief: bool = False) -> m.Status:
         """What ``GET /v1/status`` answers; ``brief``: with the latest few changes and events only."""

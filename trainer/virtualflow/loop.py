@@ -34,6 +34,7 @@ from virtualflow.last_word import LastWordWriter
 from virtualflow.loading import MicroBatch, Source, open_source
 from virtualflow.options import Options, check_optimizer, check_reproducibility, check_scheduler, check_sizes
 from virtualflow.overlap import AttemptSpoiled
+from virtualflow.pace import Pace
 from virtualflow.participation import Participation
 from virtualflow.profiling import Profiling, describe_situation, foretell_pace, open_profiling
 from virtualflow.randomness import seed_virtual_node
@@ -78,6 +79,7 @@ class Run:
         self.reproducibility = self._environment.reproducibility or options.reproducibility
         """Whether the result is the same to the bit on any number of workers, or in distribution."""
         self._stopwatch = Stopwatch()
+        self._pace = Pace()
         self._session: Session | None = None
         self._source: Source | None = None
         self._keeper: Keeper | None = None
@@ -85,6 +87,7 @@ class Run:
         self._profiling: Profiling | None = None
         self._warning: str | None = None
         self._pinned: Pinned | None = None
+        self._device = device_of(model)
         self._running = False
         self._trained = False
         self._stop_requested = False
@@ -102,7 +105,7 @@ class Run:
     def __enter__(self) -> Run:
         if _active:
             raise VirtualFlowError("a run is active already; leave its with block before the next vf.elastic")
-        environment, device = self._environment, device_of(self._model)
+        environment, device = self._environment, self._device
         facts = Facts(
             max(1, self.virtual_nodes),
             fingerprint(environment.threads, self.reproducibility),
@@ -152,6 +155,7 @@ class Run:
             options=options.loader,
             close_grace=LOADER_GRACE,
         )
+        self._micro_batch = micro_batch(options.batch_size, self.virtual_nodes)
         self.update = Update(
             self._model,
             self._optimizer,
@@ -161,7 +165,7 @@ class Run:
             options.clip_grad_norm,
             options.clip_grad_value,
             self.virtual_nodes,
-            micro_batch(options.batch_size, self.virtual_nodes),
+            self._micro_batch,
             CommunicatorSettings.alignment,
             self.reproducibility == "bitwise",
         )
@@ -396,17 +400,32 @@ class Run:
         self.update.begin(part.carried, max(len(carried) for carried in part.ranges))
         epoch, epoch_step = self.training.position
         fusing = self._require_fusing()
+        self._pace.begin(time.monotonic(), len(part.carried))
+        if fusing.exploring:
+            self._pace.disregard()
         for nodes in fusing.begin():
             part.check()
             batch = self._fetch(epoch, epoch_step, nodes)
+            if batch.size < self._micro_batch * len(nodes):
+                self._pace.disregard()
             if self._audit is not None and self._session is not None:
                 for node, samples in batch.apart():
                     self._audit.carried(self._session.generation, epoch, number, node, samples)
             if nodes.stop == part.carried.stop:
                 self.update.expect_last(part.communicator, part.ranges, batch.size, self._samples_of_step(epoch_step))
             yield from self._present(batch, number)
+            if nodes.stop == part.carried.stop:
+                self._end_computing()
             self.update.take(batch.size, self._metrics, len(nodes))
         fusing.end()
+
+    def _end_computing(self) -> None:
+        """The user's code is through with the last virtual node: see how long all of them took."""
+        if self._session is not None:
+            if self._device.type == "cuda":
+                # Kernels run on behind the script. The exchange needs their results at once: this wait is no other.
+                torch.cuda.synchronize(self._device)
+            self._pace.end(time.monotonic())
 
     def _present(self, batch: MicroBatch, number: int) -> Iterator[Any]:
         """Give a micro-batch to the user's code, with the random streams of its (first) virtual node."""
@@ -466,6 +485,7 @@ class Run:
             return
         self.reporter.progress(now=True)
         self._stopwatch.hold(session.await_hold(completed))
+        self._pace.interrupt()
 
     def _commit(self, number: int, outcome: Outcome) -> None:
         """Apply a complete exchange and do all that belongs between two steps."""
@@ -475,7 +495,9 @@ class Run:
         training.commit(outcome, len(self.participation.ranges))
         self._load_as_needed()
         generation = NOTHING if session is None else session.generation
-        change = self._stopwatch.commit(time.monotonic(), number, before, generation)
+        now = time.monotonic()
+        change = self._stopwatch.commit(now, number, before, generation)
+        self._pace.commit(now)
         if session is not None:
             session.facts.step = number
             if self._audit is not None:
@@ -484,6 +506,7 @@ class Run:
                 session.remember(change)
             self.participation.note_offers(head.offer for head in outcome.heads)
             self.reporter.progress(now=self._is_over())
+            self.reporter.pace(self._pace.estimate)
             session.tidy()
         if self.leader and self._keeper is not None:
             self._keeper.save_if_due(training)
@@ -497,7 +520,8 @@ class Run:
         if self._source is not None and not self._is_over():
             self._loaded_width = self._require_fusing().width
             self._source.assign(self.participation.carried, *self.training.position, self._loaded_width)
-        self.reporter.progress(now=True)
+        self._pace.enter()
+        self.reporter.entered()
 
     def _tell_checkpoint(self, kind: Literal["checkpoint", "checkpoint-failed", "warning"], text: str) -> None:
         assert self._session is not None

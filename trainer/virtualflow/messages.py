@@ -34,7 +34,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0 * 366)]
 PaceSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=86_400.0)]
 """A worker's computing time per virtual node."""
-Cause = Literal["start", "join", "drain", "resize", "lost", "broken", "restart", "stop"]
+Cause = Literal["start", "join", "drain", "resize", "lost", "broken", "restart", "rebalance", "stop"]
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", rename="camel"):
@@ -181,6 +181,24 @@ class EnteredTold(Base, frozen=True, tag="entered-told"):
     restored: bool
 
 
+class Pace(Base, frozen=True, tag="pace"):
+    """How long this worker computes for a virtual node, measured while it trained in ``generation``.
+
+    From fetching its first micro-batch to the end of its last backward pass, without the exchange and without waiting
+    for others; told again to a coordinator that is new.
+    """
+
+    generation: Generation
+    median: PaceSeconds
+    low: PaceSeconds
+    """The lower quartile of the samples."""
+    high: PaceSeconds
+    """The upper one."""
+    rest: Seconds
+    """The rest of a step at this worker: exchange, update, the user's code between steps, waiting for slower ones."""
+    samples: Count
+
+
 class Progress(Base, frozen=True, tag="progress"):
     """Where the training is, from the leader (the member with rank 0) and from anyone whose phase changed."""
 
@@ -191,6 +209,8 @@ class Progress(Base, frozen=True, tag="progress"):
     metrics: dict[str, float]
     steps_per_second: float
     phase: Literal["training", "evaluating"]
+    step_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """The median of the latest steps of this generation."""
 
 
 class Resumed(Base, frozen=True, tag="resumed"):
@@ -262,6 +282,7 @@ FromWorker = (
     | Prepared
     | Entered
     | EnteredTold
+    | Pace
     | Progress
     | Resumed
     | Broken
@@ -388,6 +409,8 @@ class WorkerStatus(Base, frozen=True, tag=False):
     first: int
     last: int
     """The half-open range of virtual nodes that it carries; empty for one that carries none."""
+    pace_ms: float | None = None
+    """How long it computes for a virtual node, as measured or else by a profile."""
 
 
 class LostWorker(Base, frozen=True, tag=False):
@@ -440,6 +463,7 @@ class Status(Base, frozen=True, tag=False):
     metrics: dict[str, float]
     steps_per_second: float
     step_ms: float | None
+    """How long a step takes: the median of the latest ones, and of all once the training is complete."""
     hold: int | None
     last_change: Change | None
     changes: tuple[Change, ...]
@@ -455,6 +479,8 @@ class Status(Base, frozen=True, tag=False):
     traceback: str | None
     reproducibility: Reproducibility | None = None
     """Which of the two the job is; ``None`` before anybody has said."""
+    predicted_step_ms: float | None = None
+    """How long a step should take by the workers' paces and what they carry; ``None`` until all are measured."""
 
 
 # --- what a worker leaves behind --------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ class Record:
         """A generation has run."""
         self._founded_at = now
         self._proposed_at = now
+        self._running_since = now
         self._prepared: set[str] = set()
         self._broken: dict[m.Generation, float] = {}
         self._counted: m.Generation = NONE
@@ -149,6 +150,8 @@ class Record:
             deadline=min(deadlines, default=self.now + self.settings.drain_grace) if draining else None,
             failures=known.failures if known else 0,
             done=bool(known and known.done),
+            guess=hello.pace,
+            pace=known.pace if known else None,
         )
 
     def disconnected(self, incarnation: str) -> None:
@@ -184,6 +187,9 @@ class Record:
                 told = self._plan_of(generation)
                 if told is not None:
                     self._entered(incarnation, told, step, restored)
+            case m.Pace():
+                self._paced(worker, message)
+                return
             case m.Progress():
                 self._progressed(message)
                 return
@@ -249,7 +255,7 @@ class Record:
             return
         if self.running is None and self.proposed is not None and plan.generation < self.proposed.generation:
             self._withdraw()  # a founding, but there is a training to go on with
-        self.running = plan
+        self.running, self._running_since = plan, self.now
         self._plans.append(plan)
         if self.proposed is not None and self.proposed.generation <= plan.generation:
             self.proposed, self._prepared = None, set()
@@ -279,6 +285,13 @@ class Record:
         if news:
             self._changed()
         else:
+            self.version += 1
+
+    def _paced(self, worker: Worker, pace: m.Pace) -> None:
+        if worker.entered is None or pace.generation > worker.entered or not pace.low <= pace.median <= pace.high:
+            return
+        if worker.pace is None or pace.generation >= worker.pace.generation:
+            self.roster.update(worker.incarnation, pace=pace)
             self.version += 1
 
     def _is_broken(self, worker: Worker, generation: m.Generation, step: int, detail: str) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from virtualflow import digests
 from virtualflow import messages as m
 from virtualflow.errors import VirtualFlowError
+from virtualflow.pace import Estimate, Telling
 from virtualflow.session import Session
 from virtualflow.settings import LinkSettings
 from virtualflow.stopwatch import Stopwatch
@@ -27,6 +28,7 @@ class Reporter:
         self._total_steps = total_steps
         self._phase: Literal["training", "evaluating"] = "training"
         self._reported_at = 0.0
+        self._telling = Telling()
 
     def progress(self, now: bool) -> None:
         """Tell where the training is: the first member does, and not too often unless it is to be ``now``."""
@@ -42,8 +44,25 @@ class Reporter:
             training.numbers,
             self._stopwatch.steps_per_second,
             self._phase,
+            self._stopwatch.latest_ms,
         )
         session.link.send(progress)
+
+    def pace(self, estimate: Estimate | None) -> None:
+        """Tell how fast this worker is, when that is news; a coordinator to come is told the latest."""
+        session = self._session
+        if session is None or session.plan is None or estimate is None:
+            return
+        if self._telling.is_due(time.monotonic(), estimate, len(session.plan.members)):
+            told = m.Pace(
+                session.generation, estimate.median, estimate.low, estimate.high, estimate.rest, estimate.samples
+            )
+            session.link.send(told, keep=True)
+
+    def entered(self) -> None:
+        """A generation is entered."""
+        self._telling.enter()
+        self.progress(now=True)
 
     def phase(self, phase: Literal["training", "evaluating"]) -> None:
         """Tell what goes on: it decides which membership changes can be made."""

@@ -128,6 +128,15 @@ class MembershipSettings:
     """Generations in a row that could not be built and in which a worker was to arrive, or took no part, before it is
     given up."""
 
+    rebalance_gain: float = 0.1
+    """An uneven split must make a step shorter by this share of it to be worth having, and so must a change of the
+    split while the training runs, even as the more cautious quartiles of the measurements say (``--rebalance-gain``).
+    At 1 the split stays even. A change costs no more than a step; what this keeps off is noise."""
+
+    rebalance_interval: float = 2.0
+    """A split is kept for at least this long: measurements under it must come in first, and what is over in a moment is
+    not worth two changes."""
+
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
@@ -145,6 +154,8 @@ class CoordinatorSettings:
     rest: float = 50e-6
     """Decisions lie at least this long apart for each connected worker: what a thousand workers say about one event is
     decided on, and relayed to all, together."""
+    weighing: float = 0.1
+    """Measurements of workers' speeds lead to a decision this often at most; all else that they say does at once."""
     stall: float = 0.5
     """When the coordinator itself did not run for longer than this, nobody's silence in that time counts."""
 
@@ -164,6 +175,27 @@ class LinkSettings:
     """A worker that can neither train nor reach a coordinator for this long ends itself."""
     goodbye: float = 30.0
     """How long a worker that is through waits for the coordinator to take its result."""
+
+
+@dataclass(frozen=True)
+class PaceSettings:
+    """How a worker measures its own computing time per virtual node, and when it tells of it."""
+
+    sample: float = 0.05
+    """A sample covers at least this long: shorter steps are put together. The interruptions of a slowed process (a CPU
+    quota is granted by the tenth of a second) must average out within few samples."""
+    window: int = 10
+    """Latest samples that the estimate is made of."""
+    fewest: int = 5
+    """Samples before there is an estimate."""
+    skipped: int = 2
+    """First steps after an entry that are left out: loaders and caches warm up again."""
+    change: float = 0.05
+    """The coordinator is told when the estimate has changed by this share."""
+    interval: float = 0.25
+    """And at most this often,"""
+    interval_per_member: float = 0.004
+    """or this often times the members, so that all of them together tell at most 250 times a second."""
 
 
 @dataclass(frozen=True)
@@ -393,6 +425,9 @@ class LocalSettings:
     """A traceback on a worker's standard error is withheld this long: if it ends the job it is shown at the end."""
     replay: float = 1.5
     """When another worker's output is relayed from now on: how far back its lines are caught up on."""
+    slow_period: float = 0.03
+    """A worker that a schedule slows down is stopped once in this time: seldom enough to be exact, often enough for
+    its heartbeats."""
     progress_interval: float = 2.0
     """Without a terminal: the least time between two lines about the progress."""
     refresh: float = 8.0

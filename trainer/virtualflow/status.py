@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from virtualflow import messages as m
+from virtualflow.balance import known_pace
 from virtualflow.settings import BRIEF_CHANGES, BRIEF_EVENTS
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ def describe(job: Job, brief: bool) -> m.Status:
     """All that may be known about ``job`` from outside; ``brief``: of what has happened only the latest."""
     history, progress, result = job.history, job.history.progress, job.history.result
     changes, events = history.ordered_changes(), tuple(history.events)
-    proposed = job.proposed
+    proposed, predicted = job.proposed, job.predicted_step()
     carried = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
     return m.Status(
         phase=job.phase,
@@ -42,7 +43,7 @@ def describe(job: Job, brief: bool) -> m.Status:
         epoch=progress.epoch if progress else 0,
         metrics=result.metrics if result else progress.metrics if progress else {},
         steps_per_second=progress.steps_per_second if progress else 0.0,
-        step_ms=result.step_ms if result else None,
+        step_ms=result.step_ms if result else progress.step_ms if progress else None,
         hold=job.hold,
         last_change=changes[-1] if changes else None,
         changes=changes[-BRIEF_CHANGES:] if brief else changes,
@@ -53,6 +54,7 @@ def describe(job: Job, brief: bool) -> m.Status:
         optimizer_digest=result.optimizer_digest if result else None,
         error=history.error,
         traceback=history.traceback,
+        predicted_step_ms=None if predicted is None else 1_000 * predicted,
     )
 
 
@@ -69,4 +71,14 @@ def _worker(job: Job, incarnation: str, carried: range) -> m.WorkerStatus:
         state = "training"
     elif worker.ready_at is not None:
         state = "ready"
-    return m.WorkerStatus(worker.name, incarnation, contact.address, contact.pid, state, carried.start, carried.stop)
+    pace = known_pace(worker)
+    return m.WorkerStatus(
+        worker.name,
+        incarnation,
+        contact.address,
+        contact.pid,
+        state,
+        carried.start,
+        carried.stop,
+        None if pace is None else 1_000 * pace,
+    )

@@ -12,6 +12,9 @@ from virtualflow.settings import MAX_STEP_TIMES
 _RECENT = 50
 """Steps that the present rate is taken over."""
 
+_LATEST = 10
+"""Steps that the present duration is the median of."""
+
 
 class Stopwatch:
     """Measures from commit to commit; times in seconds of one monotonic clock."""
@@ -22,6 +25,8 @@ class Stopwatch:
         self._held = 0.0
         self._committed_at: float | None = None
         self._steps: deque[float] = deque(maxlen=MAX_STEP_TIMES)
+        self._latest: deque[float] = deque(maxlen=_LATEST)
+        """Of the present generation alone."""
         self._attempted = 0
         self._failed_attempts = 0
 
@@ -54,7 +59,9 @@ class Stopwatch:
         if not plans:
             if passed is not None:
                 self._steps.append(passed)
+                self._latest.append(passed)
             return None
+        self._latest.clear()
         if members_before is None or all(plan.cause == "start" for plan in plans):
             return None
         return m.Change(
@@ -75,6 +82,11 @@ class Stopwatch:
         return len(recent) / sum(recent) if sum(recent) > 0 else 0.0
 
     @property
+    def latest_ms(self) -> float | None:
+        """The median of the latest steps of the present generation, in milliseconds."""
+        return 1_000 * statistics.median(self._latest) if self._latest else None
+
+    @property
     def median_ms(self) -> float | None:
         """The median duration of a step without a change, in milliseconds."""
         return 1_000 * statistics.median(self._steps) if self._steps else None
@@ -87,5 +99,5 @@ class Stopwatch:
 
 def _cause(plans: Sequence[m.Plan]) -> m.Cause:
     """The gravest cause of several generations in a row."""
-    order: list[m.Cause] = ["restart", "lost", "broken", "resize", "drain", "join", "stop", "start"]
+    order: list[m.Cause] = ["restart", "lost", "broken", "resize", "drain", "join", "rebalance", "stop", "start"]
     return min((plan.cause for plan in plans), key=order.index)

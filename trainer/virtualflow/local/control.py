@@ -34,6 +34,7 @@ class CoordinatorProcess:
         token: of the job.
         port: to listen on, 0 for any; after the first start the port stays the same.
         heartbeat_limit: seconds.
+        rebalance_gain: as the coordinator's option of that name.
         directory: for its log and the file by which it says that it listens.
         settings: how long to wait for what.
     """
@@ -44,11 +45,13 @@ class CoordinatorProcess:
         token: str,
         port: int,
         heartbeat_limit: float,
+        rebalance_gain: float,
         directory: Path,
         settings: LocalSettings,
     ) -> None:
         self._supervisor, self._token, self._port = supervisor, token, port
-        self._heartbeat_limit, self._directory, self._settings = heartbeat_limit, directory, settings
+        self._limits = ["--heartbeat-limit", str(heartbeat_limit), "--rebalance-gain", str(rebalance_gain)]
+        self._directory, self._settings = directory, settings
         self._ready_file = directory / "coordinator.ready"
         self._crashes = 0
         self.process: Process | None = None
@@ -100,8 +103,7 @@ class CoordinatorProcess:
             "--port",
             str(self._port),
         ]
-        command += ["--wanted", str(wanted), "--heartbeat-limit", str(self._heartbeat_limit)]
-        command += ["--ready-file", str(self._ready_file)]
+        command += ["--wanted", str(wanted), *self._limits, "--ready-file", str(self._ready_file)]
         environment = {**os.environ, ENV_TOKEN: self._token, "PYTHONPATH": _SEARCH_PATH}
         process = self._supervisor.start("coordinator", command, environment, self._directory / "coordinator.log", None)
         self.process = process

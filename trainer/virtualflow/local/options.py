@@ -37,6 +37,7 @@ class RunOptions:
     audit: Path | None
     checkpoint_dir: Path | None
     heartbeat_limit: float
+    rebalance_gain: float
     port: int
     plain: bool
     log_dir: Path | None
@@ -111,6 +112,7 @@ def resolve(arguments: Namespace) -> RunOptions:
         audit=Path(arguments.audit) if arguments.audit is not None else None,
         checkpoint_dir=checkpoint_dir,
         heartbeat_limit=arguments.heartbeat_limit,
+        rebalance_gain=arguments.rebalance_gain,
         port=arguments.port,
         plain=arguments.plain,
         log_dir=log_dir,
@@ -166,6 +168,10 @@ def _check_numbers(arguments: Namespace, workers: int, virtual_nodes: int | None
     if not least <= arguments.heartbeat_limit <= 86_400:
         raise ConfigurationError(
             f"--heartbeat-limit {arguments.heartbeat_limit:g}: it must be between {least:g} and 86400 seconds"
+        )
+    if not 0 < arguments.rebalance_gain <= 1:
+        raise ConfigurationError(
+            f"--rebalance-gain {arguments.rebalance_gain:g}: it must be above 0 and at most 1 (1: never)"
         )
     if not 0 <= arguments.port <= 65_535:
         raise ConfigurationError(f"--port {arguments.port}: a port is between 1 and 65535, or 0 for any that is free")

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from virtualflow.local.crew import Worker
 from virtualflow.local.schedule import (
     Action,
+    Fast,
     Group,
     Hang,
     Kill,
     KillAll,
     KillCoordinator,
     Resize,
+    Slow,
     Term,
     hold_step,
     longest_serving,
@@ -80,6 +82,13 @@ class Rehearsal:
                     self._say(runner, step, f"SIGSTOP to {name}")
                     serving[name].stopped = True
                     serving[name].process.signal_group(signal.SIGSTOP)
+            case Slow(factor):
+                for name in oldest[:1]:
+                    self._say(runner, step, f"{name} runs 1/{factor} of the time")
+                    runner.slowing.slow(serving[name], factor)
+            case Fast():
+                self._say(runner, step, "all workers run all the time")
+                runner.slowing.end()
             case KillCoordinator():
                 self._say(runner, step, "SIGKILL to the coordinator")
                 if runner.coordinator.process is not None:

@@ -23,10 +23,18 @@ class Chronicle:
     """Processes of each worker name, in the order in which they were started."""
     last_checkpoint: Event | None = None
     """The latest event about a checkpoint, good or bad."""
+    predicted_step_ms: float | None = None
+    """How long a step should take, as last predicted."""
+    paces: dict[str, float] = field(default_factory=dict)
+    """Milliseconds per virtual node of each worker that carried some last."""
     _seen: set[tuple[float, str, str]] = field(default_factory=set)
 
     def take(self, status: Status) -> tuple[list[Change], list[Event]]:
         """Remember what ``status`` tells; the changes and events that were not known before."""
+        carrying = [worker for worker in status.workers if worker.first < worker.last]
+        if carrying and all(worker.pace_ms is not None for worker in carrying):
+            self.predicted_step_ms = status.predicted_step_ms
+            self.paces = {worker.worker: worker.pace_ms for worker in carrying if worker.pace_ms is not None}
         fresh_changes = []
         for change in (*status.changes, *((status.last_change,) if status.last_change else ())):
             if change.generation not in self.changes:
@@ -74,6 +82,8 @@ def build_report(chronicle: Chronicle, status: Status | None, name: str, seconds
         "changes": [describe_change(change) for change in changes],
         "repeated_steps": sum(change.repeated_steps for change in changes),
         "step_ms": status.step_ms if status else None,
+        "predicted_step_ms": chronicle.predicted_step_ms,
+        "pace_ms": chronicle.paces,
         "metrics": dict(status.metrics) if status else {},
         "pids": chronicle.pids,
         "seconds": round(seconds, 3),

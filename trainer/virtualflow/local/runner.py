@@ -28,6 +28,7 @@ from virtualflow.local.output import Relay, last_traceback
 from virtualflow.local.processes import Process, Supervisor, describe_exit
 from virtualflow.local.rehearsal import Rehearsal
 from virtualflow.local.report import Chronicle
+from virtualflow.local.slowing import Slowing
 from virtualflow.local.telling import Teller
 from virtualflow.local.verdict import EXIT_EVICTED, judge
 from virtualflow.local.view import Snapshot, View, describe_change, open_view
@@ -91,6 +92,7 @@ class Runner:
         self.chronicle = Chronicle()
         self.crew = Crew(options.heartbeat_limit + settings.listing_grace)
         self.rehearsal = Rehearsal(options.schedule)
+        self.slowing = Slowing(settings.slow_period)
         self.relay = Relay(view.line, settings.replay, settings.traceback_grace, time.monotonic)
         self.wanted = options.workers
         self.ending: Ending | None = None
@@ -113,6 +115,7 @@ class Runner:
             self.token,
             self.options.port,
             self.options.heartbeat_limit,
+            self.options.rebalance_gain,
             self.logs,
             self.settings,
         )
@@ -143,6 +146,7 @@ class Runner:
         finally:
             for task in tasks:
                 task.cancel()
+            self.slowing.end()
             self.teller.close()
 
     async def _news(self) -> None:
@@ -246,6 +250,7 @@ class Runner:
             self._start_missing(now)
             self.teller.tell("hold", HoldCall(self._hold()), self.status)
         else:
+            self.slowing.end()
             self.ending.enforce(self, now)
         self._choose_output()
         self.relay.tick()

@@ -16,7 +16,7 @@ from itertools import groupby
 from virtualflow.errors import ConfigurationError
 from virtualflow.messages import Status
 
-GRAMMAR = "STEP:=N, STEP:kill, STEP:kill:K, STEP:term, STEP:hang, STEP:coordinator or STEP:all"
+GRAMMAR = "STEP:=N, STEP:kill, STEP:kill:K, STEP:term, STEP:hang, STEP:slow:K, STEP:fast, STEP:coordinator or STEP:all"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,18 @@ class Hang:
 
 
 @dataclass(frozen=True)
+class Slow:
+    """From now on the worker that has served longest runs a ``factor``-th of the time, as under a CPU quota."""
+
+    factor: int
+
+
+@dataclass(frozen=True)
+class Fast:
+    """All workers run all the time again."""
+
+
+@dataclass(frozen=True)
 class KillCoordinator:
     """SIGKILL the coordinator; it is started again."""
 
@@ -53,7 +65,7 @@ class KillAll:
     """SIGKILL every worker at once; all are replaced and resume from a checkpoint."""
 
 
-Action = Resize | Kill | Term | Hang | KillCoordinator | KillAll
+Action = Resize | Kill | Term | Hang | Slow | Fast | KillCoordinator | KillAll
 
 
 @dataclass(frozen=True)
@@ -90,18 +102,21 @@ def _parse_entry(entry: str) -> tuple[int, Action]:
         "kill": Kill(1),
         "term": Term(),
         "hang": Hang(),
+        "fast": Fast(),
         "coordinator": KillCoordinator(),
         "all": KillAll(),
     }
     if word in plain:
         return step, plain[word]
-    number = re.fullmatch(r"(=|kill:)([0-9]+)", word)
+    number = re.fullmatch(r"(=|kill:|slow:)([0-9]+)", word)
     if number is None:
         raise ConfigurationError(f"schedule entry {entry!r}: there is no action {word!r}; write {GRAMMAR}")
     count = int(number[2])
     if count < 1:
-        raise ConfigurationError(f"schedule entry {entry!r}: the number of workers must be at least 1")
-    return step, Resize(count) if number[1] == "=" else Kill(count)
+        what = "the factor" if number[1] == "slow:" else "the number of workers"
+        raise ConfigurationError(f"schedule entry {entry!r}: {what} must be at least 1")
+    made: dict[str, Action] = {"=": Resize(count), "kill:": Kill(count), "slow:": Slow(count)}
+    return step, made[number[1]]
 
 
 def most_workers(workers: int, schedule: Iterable[Group]) -> int:

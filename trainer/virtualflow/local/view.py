@@ -60,6 +60,8 @@ def describe_change(change: Change) -> str:
     pause = "no survivor" if change.pause_ms is None else f"pause {change.pause_ms:.0f} ms"
     repeated = f"{change.repeated_steps} step{'s' * (change.repeated_steps != 1)} repeated"
     size = f"{_workers(change.from_)} → {_workers(change.to)}"
+    if change.cause == "rebalance":
+        size = "virtual nodes moved"
     return f"{size} at step {change.step} ({change.reason}): {pause}, {repeated}"
 
 
@@ -69,7 +71,7 @@ def describe_progress(status: Status) -> str:
     members = sum(worker.first < worker.last for worker in status.workers)
     parts = [f"step {status.step}{total}", f"epoch {status.epoch}"]
     parts += [f"{name} {value:.4g}" for name, value in sorted(status.metrics.items())]
-    parts += [f"{status.steps_per_second:.1f} steps/s", _workers(members)]
+    parts += [f"{status.steps_per_second:.1f} steps/s", *_step_times(status), _workers(members)]
     return ", ".join(parts)
 
 
@@ -85,10 +87,10 @@ def describe_status(job: str, status: Status) -> str:
         lines.append(f"  error: {status.error}")
     if status.workers:
         width = max(len("worker"), *(len(worker.worker) for worker in status.workers))
-        lines.append(f"  {'worker':<{width}}  {'virtual nodes':<13}  {'state':<8}  pid")
+        lines.append(f"  {'worker':<{width}}  {'virtual nodes':<13}  {'ms each':>7}  {'state':<8}  pid")
         lines += [
-            f"  {worker.worker:<{width}}  {describe_range(worker):<13}  {worker.state:<8}  {worker.pid}"
-            for worker in sorted(status.workers, key=_order)
+            f"  {one.worker:<{width}}  {describe_range(one):<13}  {_pace(one):>7}  {one.state:<8}  {one.pid}"
+            for one in sorted(status.workers, key=_order)
         ]
     if status.last_change is not None:
         lines.append(f"  last change: {describe_change(status.last_change)}")
@@ -100,6 +102,19 @@ def describe_range(worker: WorkerStatus) -> str:
     if worker.first >= worker.last:
         return "-"
     return str(worker.first) if worker.last - worker.first == 1 else f"{worker.first}-{worker.last - 1}"
+
+
+def _step_times(status: Status) -> list[str]:
+    """How long a step takes and should take, as far as that is known."""
+    measured, predicted = status.step_ms, status.predicted_step_ms
+    if measured is None:
+        return []
+    return [f"step {measured:.3g} ms" + ("" if predicted is None else f" (predicted {predicted:.3g})")]
+
+
+def _pace(worker: WorkerStatus) -> str:
+    """Milliseconds per virtual node; a dash as long as that is not known."""
+    return "-" if worker.pace_ms is None else f"{worker.pace_ms:.3g}"
 
 
 class PlainView:
@@ -240,7 +255,7 @@ class LiveView:
         total = "" if status.total_steps is None else f"/{status.total_steps}"
         facts = [f"step {status.step}{total}", f"epoch {status.epoch}"]
         facts += [f"{name} {value:.4g}" for name, value in sorted(status.metrics.items())[:4]]
-        facts.append(f"{status.steps_per_second:.1f} steps/s")
+        facts += [f"{status.steps_per_second:.1f} steps/s", *_step_times(status)]
         grid = Table.grid(expand=True, padding=(0, 2))
         grid.add_column(ratio=1)
         grid.add_column(justify="right", no_wrap=True)
@@ -256,6 +271,7 @@ class LiveView:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("worker", no_wrap=True)
         table.add_column(f"{total} virtual nodes" if total else "virtual nodes", no_wrap=True)
+        table.add_column("ms each", justify="right", no_wrap=True)
         table.add_column("state", no_wrap=True)
         table.add_column("pid", justify="right", no_wrap=True)
         listed = sorted(status.workers, key=_order)
@@ -265,6 +281,7 @@ class LiveView:
             table.add_row(
                 Text(worker.worker, colour),
                 carried,
+                _pace(worker),
                 Text(worker.state, _style(worker.state)),
                 str(worker.pid or "?"),
             )
@@ -273,7 +290,7 @@ class LiveView:
         for name, pid in sorted(snapshot.processes.items()):
             if pid not in pids:
                 state = Text("ending" if pid in self._known else "booting", "dim")
-                table.add_row(Text(name, self._colour(name)), "", state, str(pid))
+                table.add_row(Text(name, self._colour(name)), "", "", state, str(pid))
         return table
 
     def _cells(self, worker: WorkerStatus, total: int, colour: str) -> Text:

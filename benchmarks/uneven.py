@@ -1,0 +1,169 @@
+"""Uneven workers: two, each on a core of its own; one is slowed to a third for a while by stopping and continuing it.
+
+Side by side, in turn: virtual nodes moved by speed, and the split kept even. In theory, two workers that need a and b
+seconds for a virtual node are through with V of them in V / (1/a + 1/b); a and b are measured in the same stretch of
+the same run. Then the same pair for longer, with nothing done to it: no virtual node should move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.jobs import run_job
+
+VIRTUAL_NODES = 16
+SLOW_AT, FAST_AT, STEPS, STEADY_STEPS = 60, 180, 260, 500
+SETTLED = 20
+"""Steps after which the new split should be there."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step at one worker: when it was through, and how long it computed for how many virtual nodes."""
+
+    number: int
+    end: float
+    carried: int
+    computed: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run came to."""
+
+    split: str
+    slowdown: float
+    """How many times as long the slowed worker took for a virtual node."""
+    share: float
+    """Of the throughput that the two speeds allow, from ``SETTLED`` steps after the slowing to its end."""
+    steps_until_moved: int | None
+    """From the first slow step to the first with another split."""
+    steps_until_back: int | None
+    """From the first fast step to the first with an even split again."""
+    slow_ms: float
+    """A step while one worker is slow."""
+    fast_ms: float
+    """A step before that."""
+    rebalances: int
+    digest: str
+
+
+def read(directory: Path) -> tuple[list[Step], list[Step]]:
+    """The steps of both workers."""
+    first, second = (
+        [Step(*values) for values in json.loads((directory / f"worker-{number}.json").read_text())]
+        for number in range(2)
+    )
+    return first, second
+
+
+def pace(steps: Sequence[Step]) -> float:
+    """Seconds per virtual node."""
+    return sum(step.computed for step in steps) / sum(step.carried for step in steps)
+
+
+def train(steps: int, *options: str | int) -> tuple[dict[str, Any], tuple[list[Step], list[Step]]]:
+    """Run the pair; its report and its steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        script = ["benchmarks/uneven_worker.py", "--steps", steps, "--times", directory]
+        report, _ = run_job("--workers", 2, "--virtual-nodes", VIRTUAL_NODES, *options, *script)
+        return report, read(Path(directory))
+
+
+def moved(report: dict[str, Any]) -> int:
+    """How often virtual nodes were moved."""
+    return sum(change["cause"] == "rebalance" for change in report["changes"])
+
+
+def slowed(split: str, *options: str | int) -> Run:
+    """One run with a worker that is slow for a while."""
+    report, workers = train(STEPS, "--schedule", f"{SLOW_AT}:slow:3,{FAST_AT}:fast", *options)
+    before = [pace([step for step in steps if 20 <= step.number < SLOW_AT]) for steps in workers]
+
+    def paces(number: int) -> list[float]:
+        return [pace(steps[number - 1 : number + 2]) / usual for steps, usual in zip(workers, before, strict=True)]
+
+    numbers = range(SLOW_AT, STEPS - 3)
+    began = next(number for number in numbers if max(paces(number)) > 2)
+    ended = next(number for number in numbers if number >= FAST_AT and max(paces(number)) < 1.6)
+    carried = {step.number: step.carried for step in workers[0]}
+    even = VIRTUAL_NODES // 2
+    first_moved = next((number for number in range(began, ended) if carried[number] != even), None)
+    first_back = next((number for number in range(ended, STEPS + 1) if carried[number] == even), None)
+    stretch = [steps[began + SETTLED : FAST_AT] for steps in workers]
+    present = [pace(steps) for steps in stretch]
+    passed = stretch[0][-1].end - stretch[0][0].end
+    measured = passed / (len(stretch[0]) - 1)
+    theory = VIRTUAL_NODES / sum(1 / seconds for seconds in present)
+    return Run(
+        split,
+        max(present) / min(present),
+        theory / measured,
+        None if first_moved is None else first_moved - began,
+        None if first_back is None else first_back - ended,
+        1_000 * measured,
+        1_000 * (workers[0][SLOW_AT - 1].end - workers[0][20].end) / (SLOW_AT - 21),
+        moved(report),
+        report["digest"],
+    )
+
+
+def measure(runs: int) -> dict[str, Any]:
+    """All of it; figures of the JSON file."""
+    found: list[Run] = []
+    for _ in range(runs):
+        found.append(slowed("by speed"))
+        found.append(slowed("even", "--rebalance-gain", 1))
+    report, steady = train(STEADY_STEPS)
+    return {
+        "virtual_nodes": VIRTUAL_NODES,
+        "runs": [asdict(run) for run in found],
+        "share": {
+            split: statistics.median(run.share for run in found if run.split == split) for split in ("by speed", "even")
+        },
+        "digests_equal": len({run.digest for run in found}) == 1,
+        "steady": {
+            "steps": STEADY_STEPS,
+            "rebalances": moved(report),
+            "pace_ratio": pace(steady[0][20:]) / pace(steady[1][20:]),
+        },
+    }
+
+
+def main() -> None:
+    """Measure, print a table, and write the figures where ``--json`` says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="PATH")
+    args = parser.parse_args()
+    figures = measure(args.runs)
+    print("one of two workers slowed to a third; share of the throughput that the two speeds allow")
+    print("  split      share  slowdown  step before  step slowed  moved after  back after  rebalances")
+    for run in figures["runs"]:
+        after, back = (
+            "-" if steps is None else f"{steps} steps" for steps in (run["steps_until_moved"], run["steps_until_back"])
+        )
+        print(
+            f"  {run['split']:9}  {run['share']:5.2f}  {run['slowdown']:8.2f}  {run['fast_ms']:8.0f} ms  "
+            f"{run['slow_ms']:8.0f} ms  {after:>11}  {back if run['split'] == 'by speed' else '-':>10}  "
+            f"{run['rebalances']:10}"
+        )
+    share = figures["share"]
+    print(f"  median: {share['by speed']:.2f} by speed, {share['even']:.2f} even")
+    print(f"  the same weights in all runs: {'yes' if figures['digests_equal'] else 'NO'}")
+    steady = figures["steady"]
+    print(f"  a steady pair, {steady['steps']} steps: {steady['rebalances']} rebalances", end="")
+    print(f" (mean paces apart by a factor of {steady['pace_ratio']:.2f})")
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

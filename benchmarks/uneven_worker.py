@@ -1,0 +1,51 @@
+"""A worker on a core of its own that notes, for each step, when it was through and how long it computed for what."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import virtualflow as vf
+
+SAMPLES, FEATURES, CLASSES = 8_192, 256, 10
+
+
+def main() -> None:
+    """Train and write ``DIR/NAME.json``: of each step its number, the end, virtual nodes carried, seconds computed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch-size", type=int, default=2_048)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--times", type=Path, required=True, metavar="DIR")
+    args = parser.parse_args()
+    name = os.environ.get("VIRTUALFLOW_WORKER", "worker-0")
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(name.rsplit("-", 1)[-1]) % len(cores)]})
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, FEATURES), torch.randint(CLASSES, (SAMPLES,)))
+    width = args.width
+    model = nn.Sequential(
+        nn.Linear(FEATURES, width), nn.ReLU(), *(m for _ in range(3) for m in (nn.Linear(width, width), nn.ReLU())),
+        nn.Linear(width, CLASSES),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps: list[tuple[int, float, int, float]] = []
+    with vf.elastic(model, optimizer, data, batch_size=args.batch_size, steps=args.steps) as run:
+        for step in run:
+            carried, computed, began = 0, 0.0, time.monotonic()
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+                carried, computed = carried + 1, time.monotonic() - began
+            steps.append((step.number, time.monotonic(), carried, computed))
+    (args.times / f"{name}.json").write_text(json.dumps(steps))
+
+
+if __name__ == "__main__":
+    main()
