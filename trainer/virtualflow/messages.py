@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from virtualflow.settings import MAX_CHANGES, MAX_NAME, MAX_TRACEBACK, MAX_VIRTUAL_NODES, MAX_WORKERS
+from virtualflow.settings import MAX_CHANGES, MAX_KEY, MAX_NAME, MAX_TRACEBACK, MAX_VIRTUAL_NODES, MAX_WORKERS
 
 PROTOCOL = 1
 """Raised when a message changes in a way that an older party would misread."""
@@ -96,6 +96,12 @@ class Change(Base, frozen=True, tag=False):
     pause_ms: Annotated[float, msgspec.Meta(ge=0)] | None
     """The longest time at a survivor between the last step before it and the first after it; ``None``: no survivor."""
     repeated_steps: Count
+    state_bytes: Count | None = None
+    """Bytes of the state that was given to each worker that lacked it; ``None``: all had it."""
+    state_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """How long that took, a part of the pause."""
+    state_donors: Count | None = None
+    """How many workers gave it."""
 
 
 # --- worker to coordinator --------------------------------------------------------------------------------------------
@@ -222,7 +228,7 @@ class Publish(Base, frozen=True, tag="publish"):
 
     generation: Generation
     key: Annotated[str, msgspec.Meta(max_length=256)]
-    value: Annotated[bytes, msgspec.Meta(max_length=65_536)]
+    value: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY)]
 
 
 FromWorker = (

@@ -40,6 +40,8 @@ MAX_NAME = 253
 MAX_MESSAGE = 1 << 20
 """The largest message or request body that the coordinator reads; a larger one is refused."""
 
+MAX_KEY = 65_536
+"""Bytes of one value of a generation's rendezvous."""
 MAX_TRACEBACK = 16_384
 """Characters of a traceback that travel to the status; the end of it is what counts."""
 
@@ -166,6 +168,16 @@ class CommunicatorSettings:
     """Gradients travel in messages of at most so many bytes, the first while the backward pass still runs."""
     small_exchange: int = 1 << 20
     """Gradients that make at most so many bytes at each worker are exchanged in one collective instead of two."""
+    stripe: int = 1 << 16
+    """A tensor of a state with at least so many bytes travels by itself, striped over all donors; smaller ones go in
+    one block, since each message has a cost of its own."""
+    piece: int = 32 << 20
+    """The most bytes of a state in one message."""
+    staged: int = 4
+    """Pieces of a state that pass through host memory at a time where its tensors are on an accelerator."""
+    reserve_wait: float = 2.5
+    """How long a joiner holds its next generation back to make memory for the state that will come. Well below
+    ``connect_timeout``: the others are waiting for its connections, though training."""
 
 
 LOADER_GRACE = 5.0
