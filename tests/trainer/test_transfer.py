@@ -25,6 +25,8 @@ from virtualflow import messages as m
 from virtualflow import state, trees
 from virtualflow.communicator import Communicator, Message
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
+from virtualflow.local.view import describe_change
+from virtualflow.reserve import Reserve, elder, make_room, tell_room
 from virtualflow.settings import ENV_WORKER, CommunicatorSettings
 from virtualflow.stripes import (
     Piece,
@@ -38,7 +40,7 @@ from virtualflow.stripes import (
     size_of,
     split,
 )
-from virtualflow.transfer import Moved, Reserve, carry, wrap
+from virtualflow.transfer import Moved, carry, wrap
 
 # --- who sends what ---------------------------------------------------------------------------------------------------
 
@@ -191,6 +193,58 @@ def test_reserved_memory_is_used_once_and_nothing_is_reserved_for_others() -> No
     assert reserve.take(torch.empty(99, dtype=torch.uint8)).numel() == 99
     reserve.release()
     assert reserve.take(like).shape == like.shape
+
+
+def membership(joiners: tuple[str, ...], mode: Any = "planned") -> m.Plan:
+    members = tuple(m.Member(f"worker-{n}", f"process-{n}", "127.0.0.1", n, n + 1) for n in range(3))
+    return m.Plan(m.Generation(1, 2), mode, members, joiners, "join", "")
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted"),
+    [
+        pytest.param(membership(("worker-2",)), "worker-0", id="the first who is no joiner tells"),
+        pytest.param(membership(("worker-0", "worker-1")), "worker-2", id="whatever its rank"),
+        pytest.param(membership(()), None, id="nobody joins"),
+        pytest.param(membership(("worker-0", "worker-1", "worker-2")), None, id="nobody has a state"),
+        pytest.param(membership(("worker-2",), "recovery"), None, id="a recovery waits for nothing"),
+    ],
+)
+def test_who_tells_joiners_how_much_will_come(plan: m.Plan, wanted: str | None) -> None:
+    told_by = elder(plan)
+    assert (None if told_by is None else told_by.worker) == wanted
+
+
+class Relay:
+    """The part of a link that a rendezvous needs, within one process."""
+
+    def __init__(self) -> None:
+        self.keys: dict[tuple[m.Generation, str], bytes] = {}
+
+    def publish(self, generation: m.Generation, key: str, value: bytes) -> None:
+        self.keys[generation, key] = value
+
+    def lookup(self, generation: m.Generation, key: str) -> bytes | None:
+        return self.keys.get((generation, key))
+
+    def wait(self, predicate: Callable[[], bool], timeout: float) -> bool:
+        return predicate()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [
+        pytest.param((800, 800, 96), True, id="as told"),
+        pytest.param(tuple(range(64, 20_000)), False, id="too many sizes for one message"),
+        pytest.param((), False, id="nothing is large"),
+    ],
+)
+def test_a_joiner_makes_the_memory_that_it_was_told_of(sizes: tuple[int, ...], kept: bool) -> None:
+    relay: Any = Relay()
+    plan, reserve = membership(("worker-2",)), Reserve()
+    tell_room(relay, plan, sizes)
+    make_room(relay, plan, reserve, lambda: False, 30.0)
+    assert reserve.held == (sum(sizes) if kept else 0)
 
 
 # --- over connections -------------------------------------------------------------------------------------------------
@@ -375,6 +429,42 @@ def test_a_state_is_whole_whoever_is_lost_while_it_is_on_its_way(
         assert "a transfer fails here" in outcomes[victim].log
         values = [outcome.value for outcome in outcomes.values() if outcome.kind == "returned"]
         assert values == [reference] * job.wanted, f"message {number}"
+
+
+def train_and_tell() -> Trained:
+    """As :func:`train`; tells how much memory was ready each time that some was taken."""
+    take = Reserve.take
+
+    def telling(self: Reserve, like: torch.Tensor) -> torch.Tensor:
+        print(f"{self.held} bytes are ready", flush=True)
+        return take(self, like)
+
+    Reserve.take = telling  # type: ignore[method-assign]
+    return train()
+
+
+def test_a_joiner_has_made_memory_before_it_enters_and_what_it_got_is_in_the_report(
+    start_job: Callable[..., ElasticJob],
+) -> None:
+    job = start_job(train_and_tell, workers=2, hold=3)
+    job.reach(3)
+    job.join()
+    change = job.reach(5).last_change
+    assert change is not None
+    assert (change.cause, change.state_donors) == ("join", 2)
+    assert change.state_bytes is not None
+    assert change.state_bytes > 4 * (16 * 24 + 24 * 4) * 4
+    assert "of state in" in describe_change(change)
+    assert "from 2 donors" in describe_change(change)
+    outcomes = job.finish()
+    values = [outcome.value for outcome in outcomes.values()]
+    assert values == [values[0]] * 3
+    # AdamW with amsgrad has three tensors for each of the five that have 64 bytes or more.
+    stripes = 3 * 4 * (16 * 24 + 24 * 4)
+    ready = [int(line.split()[0]) for line in outcomes["worker-2"].log.splitlines() if line.endswith("are ready")]
+    assert ready[0] == stripes
+    assert len(ready) == 3 * 5
+    assert ready == sorted(set(ready), reverse=True), "each takes some of it"
 
 
 def lose_the_only_donor(job: ElasticJob) -> None:

@@ -11,33 +11,20 @@ import os
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import msgspec
 
 from virtualflow import messages as m
 from virtualflow.client import Link
 from virtualflow.communicator import Communicator
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, Evicted, JobEnded, JobFailed, Leave
-from virtualflow.settings import (
-    MAX_CHANGES,
-    MAX_KEY,
-    MAX_TRACEBACK,
-    CommunicatorSettings,
-    LinkSettings,
-    WorkerEnvironment,
-)
-from virtualflow.transfer import Reserve
+from virtualflow.reserve import Reserve, elder, make_room, tell_room
+from virtualflow.settings import MAX_CHANGES, MAX_TRACEBACK, CommunicatorSettings, LinkSettings, WorkerEnvironment
 
 logger = logging.getLogger("virtualflow.worker")
 
 NOTHING = m.Generation(0, 0)
 """The generation before the first, and the offer of a worker that has none to enter."""
-
-_ROOM = "room"
-"""The key of a generation's rendezvous under which a joiner finds ``Facts.room``: pairs of a size and how many."""
 
 
 @dataclass
@@ -373,7 +360,11 @@ class Session:
             newest = self.link.plan
             return newest is not None and newest.generation > plan.generation
 
-        self._make_room(plan, superseded)
+        told_by = elder(plan)
+        if told_by is not None and told_by.incarnation == self.incarnation:
+            tell_room(self.link, plan, self.facts.room)
+        elif told_by is not None and not self.has_state:
+            make_room(self.link, plan, self.reserve, superseded, self._communicator_settings.reserve_wait)
         try:
             communicator = Communicator.open(
                 plan, rank, self.link, superseded, lambda: self.interruption(plan), self._communicator_settings
@@ -395,27 +386,3 @@ class Session:
             self.link.send(m.Prepared(plan.generation), keep=True)
         else:
             communicator.close()
-
-    def _make_room(self, plan: m.Plan, superseded: Callable[[], bool]) -> None:
-        """Before a joiner connects, and so while the others train, it makes memory for what it will be sent."""
-        elders = [member for member in plan.members if member.worker not in plan.joiners]
-        if plan.mode != "planned" or not plan.joiners or not elders:
-            return
-        generation = plan.generation
-        if elders[0].incarnation == self.incarnation:
-            counted = sorted(Counter(self.facts.room).items())
-            value = msgspec.json.encode(counted)
-            self.link.publish(generation, _ROOM, value if len(value) <= MAX_KEY else b"[]")
-        elif not self.has_state:
-            limit = time.monotonic() + self._communicator_settings.reserve_wait
-            self.link.wait(
-                lambda: superseded() or self.link.lookup(generation, _ROOM) is not None,
-                self._communicator_settings.reserve_wait,
-            )
-            value = self.link.lookup(generation, _ROOM) or b"[]"
-            sizes = [
-                size for size, count in msgspec.json.decode(value, type=list[tuple[int, int]]) for _ in range(count)
-            ]
-            filling = threading.Thread(target=self.reserve.fill, args=(sizes,), name="virtualflow-reserve", daemon=True)
-            filling.start()
-            filling.join(max(0.0, limit - time.monotonic()))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from virtualflow import digests, state, trees
 from virtualflow import messages as m
 from virtualflow.contribution import Schema
+from virtualflow.reserve import Reserve
 from virtualflow.settings import CommunicatorSettings
 from virtualflow.stripes import Path, size_of, split
-from virtualflow.transfer import Reserve
 from virtualflow.update import Outcome, Update
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")

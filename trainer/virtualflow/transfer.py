@@ -1,14 +1,12 @@
 """A state on its way from its donors to those who lack it, without a copy of the whole anywhere.
 
 The first donor sends a block (what the state is made of, and all that is small), then every donor its share of the
-large tensors' bytes, from its own tensors into the receiver's (``stripes`` is who sends what). A joiner's memory for
-them can be made and touched before anybody waits for it: fresh pages cost more time than the wire.
+large tensors' bytes, from its own tensors into the receiver's (``stripes`` is who sends what).
 """
 
 from __future__ import annotations
 
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -185,40 +183,3 @@ def _windows(pieces: list[Piece], stripes: list[Tensor]) -> Iterator[list[Piece]
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-class Reserve:
-    """Memory on the host for tensors that will arrive, its pages touched while the others still train."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ready: dict[int, list[Tensor]] = {}
-        self._filled = self._over = False
-
-    def fill(self, sizes: Sequence[int]) -> None:
-        """Make memory of these sizes in bytes, the first time that there are any; in a thread of its own."""
-        with self._lock:
-            if self._filled or not sizes:
-                return
-            self._filled = True
-        for size in sizes:
-            memory = torch.empty(size, dtype=torch.uint8).fill_(0)
-            with self._lock:
-                if self._over:
-                    return
-                self._ready.setdefault(size, []).append(memory)
-
-    def take(self, like: Tensor) -> Tensor:
-        """A dense tensor on the host of this shape and dtype, with any content."""
-        with self._lock:
-            ready = self._ready.get(size_of(like))
-            memory = ready.pop() if ready else None
-        if memory is None:
-            return torch.empty(like.shape, dtype=like.dtype)
-        return memory.view(like.dtype).view(like.shape)
-
-    def release(self) -> None:
-        """Give back what was not needed; nothing will be."""
-        with self._lock:
-            self._over = True
-            self._ready.clear()
