@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--changes", type=int, default=4, help="grows (and shrinks) in a run")
-    parser.add_argument("--gap", type=int, default=8, help="steps between two changes")
+    parser.add_argument("--gap", type=int, default=20, help="steps between two changes")
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--workload", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=20, help=argparse.SUPPRESS)
