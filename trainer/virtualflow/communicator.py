@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -203,25 +204,38 @@ class Communicator:
         assert group is not None
         self._check()
 
-        def carry() -> None:
-            for window in windows:
-                works = [self._post(group, message) for message in window]
-                for work in works:
-                    work.wait(self._timeout)
+        passed_on: Future[None] = Future()
+        over = threading.Event()
 
-        complete = False
-        with ThreadPoolExecutor(1, f"virtualflow-transfer-{self.plan.generation}") as thread:
-            future = thread.submit(carry)
+        def carry() -> None:
             try:
-                while not wait([future], self._settings.wait_slice).done:
-                    self._check()
-                future.result()
-                complete = True
-            except RuntimeError as error:
-                raise CommunicatorBroken(_brief(error)) from error
-            finally:
-                if not complete:
-                    self._cut(group)
+                for window in windows:
+                    if over.is_set():
+                        break
+                    works = [self._post(group, message) for message in window]
+                    for work in works:
+                        work.wait(timedelta(seconds=self._settings.message_timeout))
+                passed_on.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - it is the other thread's to raise
+                passed_on.set_exception(error)
+
+        thread = threading.Thread(target=carry, name=f"virtualflow-transfer-{self.plan.generation}", daemon=True)
+        thread.start()
+        complete = False
+        try:
+            while not wait([passed_on], self._settings.wait_slice).done:
+                self._check()
+            passed_on.result()
+            complete = True
+        except RuntimeError as error:
+            raise CommunicatorBroken(_brief(error)) from error
+        finally:
+            if not complete:
+                over.set()
+                self._cut(group)
+                # gloo may lose a message to be sent as its connection closes, and never end the wait for it; but with
+                # all connections closed that thread touches nothing any more.
+                thread.join(self._settings.wait_slice)
 
     def _post(self, group: c10d.ProcessGroup, message: Message) -> c10d.Work:
         key = message.peer, message.incoming

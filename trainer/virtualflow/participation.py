@@ -59,7 +59,7 @@ class Participation:
         self._on_entry = on_entry
         self._agreed: m.Plan | None = None
         self._spoiled = False
-        """A state was written over the fresh model and did not arrive as a whole."""
+        """A state was, at least in part, written over the fresh model."""
         self._room_of: m.Generation | None = None
 
     @property
@@ -197,6 +197,7 @@ class Participation:
         """Restore a checkpoint, give or receive the state, as the transfer says."""
         training, session = self._training, self._require_session()
         if transfer.restorer == communicator.rank:
+            self._spoiled = True
             self._keeper.restore(training)
         if not transfer.receivers:
             return

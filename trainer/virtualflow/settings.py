@@ -173,6 +173,8 @@ class CommunicatorSettings:
     one block, since each message has a cost of its own."""
     piece: int = 32 << 20
     """The most bytes of a state in one message."""
+    message_timeout: float = 120.0
+    """The last resort for one such message, counted from the one before it."""
     staged: int = 4
     """Pieces of a state that pass through host memory at a time where its tensors are on an accelerator."""
     reserve_wait: float = 2.5

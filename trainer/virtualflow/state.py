@@ -85,7 +85,7 @@ def restore(
 
     Parameters and buffers are overwritten in place and keep their identity, device, layout and
     ``requires_grad``; nothing here aliases the tree afterwards, unless the tree is ``given`` away: then the optimizer
-    keeps its tensors, and those that are the model's own already (see ``land``) stay as they are.
+    keeps its tensors, and those that are the model's own already (see ``own_tensors``) stay as they are.
     ConfigurationError, before anything has changed, if the state does not fit.
     """
     parameters = dict(model.named_parameters())
