@@ -90,6 +90,19 @@ def test_a_worker_that_has_made_no_step_before_knows_no_pause() -> None:
     assert told.pause_ms is None
 
 
+def test_a_state_that_was_given_is_told_with_its_change_and_with_no_other() -> None:
+    watch = Stopwatch()
+    watch.commit(1.0, 1, None, Generation(1, 1))
+    watch.plans, watch.moved = [plan(2, "join", 3)], (600, 0.25, 2)
+    told = watch.commit(2.0, 2, 2, Generation(1, 2))
+    watch.plans = [plan(3, "drain", 2)]
+    later = watch.commit(3.0, 3, 3, Generation(1, 3))
+    assert told is not None
+    assert (told.state_bytes, told.state_ms, told.state_donors) == (600, 250.0, 2)
+    assert later is not None
+    assert (later.state_bytes, later.state_ms, later.state_donors) == (None, None, None)
+
+
 def test_a_change_is_told_once() -> None:
     watch = Stopwatch()
     watch.commit(1.0, 1, None, Generation(1, 1))

@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 import virtualflow as vf
 from virtualflow.collectives import Pending
 from virtualflow.communicator import Communicator
-from virtualflow.errors import CommunicatorBroken, ConfigurationError
-from virtualflow.settings import ENV_WORKER, MembershipSettings
-from virtualflow.synchronization import Standing, Transfer, plan_transfer
+from virtualflow.errors import CommunicatorBroken, ConfigurationError, Evicted
+from virtualflow.settings import ENV_WORKER, CommunicatorSettings, MembershipSettings
+from virtualflow.synchronization import SPOILED, Origin, Standing, Transfer, plan_transfer
 
 HASTY = MembershipSettings(restart_grace=0.0, suspicion_grace=0.02)
 """Nobody dies of the faults here, so there is no news to wait for."""
@@ -67,6 +67,7 @@ def break_collective(number: int, how: str) -> None:
 def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
     """Four steps with an evaluation between; the learning rate is changed by hand and by factors."""
     torch.manual_seed(1)
+    CommunicatorSettings.stripe = 16  # so that these small tensors travel as large ones do
     if os.environ.get(ENV_WORKER) == victim and victim:
         break_collective(number, how)
     model = Counting()
@@ -126,50 +127,65 @@ def test_a_worker_is_killed_at_any_collective(
 
 
 def standing(**facts: Any) -> Standing:
-    values = {"has_state": False, "exchanges": 0, "step": 0, "checkpoint": -1, "model": 7, "signature": 9, **facts}
-    return Standing(**values)
+    return Standing(**{"has_state": False, "exchanges": 0, "step": 0, "signature": 9, **facts})
+
+
+FRESH, LACKS = Origin(-1, 7), Origin(-1, SPOILED)
+
+
+@pytest.mark.parametrize(
+    ("origins", "wanted"),
+    [
+        pytest.param([FRESH, FRESH], Transfer(None, (0, 1), ()), id="fresh equal models need nothing"),
+        pytest.param([Origin(3, 7), FRESH], Transfer(0, (0,), (1,)), id="one has a checkpoint"),
+        pytest.param(
+            [Origin(3, 7), Origin(5, 7), Origin(5, 7)],
+            Transfer(1, (1,), (0, 2)),
+            id="the newest checkpoint wins, read once",
+        ),
+        pytest.param([LACKS, Origin(5, SPOILED)], Transfer(1, (1,), (0,)), id="a checkpoint mends a spoiled model"),
+        pytest.param([LACKS, FRESH, LACKS, FRESH], Transfer(None, (1, 3), (0, 2)), id="fresh ones begin anew"),
+    ],
+)
+def test_where_nobody_has_a_state_it_comes_from_where_it_can(origins: list[Origin], wanted: Transfer) -> None:
+    assert plan_transfer([standing()] * len(origins), origins) == wanted
 
 
 @pytest.mark.parametrize(
     ("standings", "wanted"),
     [
-        pytest.param([standing(), standing()], Transfer(None, ()), id="fresh equal models need nothing"),
-        pytest.param([standing(checkpoint=3), standing()], Transfer(0, (((0, 1),),)), id="one has a checkpoint"),
         pytest.param(
-            [standing(checkpoint=3), standing(checkpoint=5), standing(checkpoint=5)],
-            Transfer(1, (((1, 0),), ((1, 2),))),
-            id="the newest checkpoint wins, read once",
+            [standing(has_state=True, exchanges=4), standing(has_state=True, exchanges=5), standing()],
+            Transfer(None, (1,), (0, 2)),
+            id="the newest state wins",
         ),
         pytest.param(
-            [standing(has_state=True, exchanges=4), standing(has_state=True, exchanges=5), standing(checkpoint=9)],
-            Transfer(None, (((1, 0),), ((1, 2),))),
-            id="a state goes before a checkpoint, the newest state first",
+            [standing(has_state=True, exchanges=5), standing(), standing(has_state=True, exchanges=5)],
+            Transfer(None, (0, 2), (1,)),
+            id="all who have it give",
         ),
-        pytest.param(
-            [standing(has_state=True, exchanges=5), *[standing()] * 4],
-            Transfer(None, (((0, 1),), ((0, 2), (1, 3)), ((0, 4),))),
-            id="who has received gives in the next round",
-        ),
+        pytest.param([standing(has_state=True)] * 3, Transfer(None, (0, 1, 2), ()), id="nobody lacks it"),
     ],
 )
 def test_the_newest_state_goes_to_all_who_lack_it(standings: list[Standing], wanted: Transfer) -> None:
-    plan = plan_transfer(standings)
-    assert plan.restorer == wanted.restorer
-    receivers = [receiver for pairs in plan.rounds for _, receiver in pairs]
-    assert sorted(receivers) == sorted(receiver for pairs in wanted.rounds for _, receiver in pairs)
-    have = set(range(len(standings))) - set(receivers)
-    for pairs in plan.rounds:
-        assert {donor for donor, _ in pairs} <= have, "a donor must have the state"
-        ranks = [rank for pair in pairs for rank in pair]
-        assert len(ranks) == len(set(ranks))
-        have |= {receiver for _, receiver in pairs}
+    assert plan_transfer(standings, []) == wanted
 
 
 def test_fresh_models_that_differ_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="seed before building it"):
-        plan_transfer([standing(model=1), standing(model=2)])
+        plan_transfer([standing(), standing()], [Origin(-1, 1), Origin(-1, 2)])
+
+
+def test_where_nothing_is_left_the_processes_are_to_be_started_again() -> None:
+    with pytest.raises(Evicted) as raised:
+        plan_transfer([standing(), standing()], [LACKS, LACKS])
+    assert "begins anew" in raised.value.reason
+
+
+def test_an_origin_survives_the_wire() -> None:
+    assert Origin.from_bytes(LACKS.to_bytes()) == LACKS
 
 
 def test_a_standing_survives_the_wire() -> None:
-    sent = standing(has_state=True, exchanges=2**40, step=3, checkpoint=8)
+    sent = standing(has_state=True, exchanges=2**40, step=3)
     assert Standing.from_bytes(sent.to_bytes()) == sent

@@ -50,6 +50,9 @@ CHANGE = {
     "reason": "",
     "pauseMs": None,
     "repeatedSteps": 0,
+    "stateBytes": None,
+    "stateMs": None,
+    "stateDonors": None,
 }
 
 

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +31,19 @@ from virtualflow.errors import CommunicatorBroken
 from virtualflow.settings import CommunicatorSettings
 
 logger = logging.getLogger("virtualflow.worker")
+
+_NEVER_SENT = 0
+"""The tag of a message that nobody sends; others count from 1."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A stretch of host memory to be sent to a member or received from it, without a copy."""
+
+    peer: int
+    stretch: Tensor
+    """Contiguous."""
+    incoming: bool
 
 
 class _Operation:
@@ -113,6 +129,7 @@ class Communicator:
         self._settings = settings
         self._pending: list[c10d.Work] = []
         self._timeout = timedelta(seconds=settings.operation_timeout)
+        self._tags: dict[tuple[int, bool], int] = {}
 
     @classmethod
     def open(
@@ -171,6 +188,71 @@ class Communicator:
         options = c10d.AllToAllOptions()
         options.timeout = self._timeout
         return self._start(lambda group: group.alltoall_base(out, block, out_sizes, in_sizes, options))
+
+    def move(self, windows: Iterator[Sequence[Message]]) -> None:
+        """Send and receive messages between pairs of members: all of a window at once, one window after the other.
+
+        What one member sends to another arrives in the order of sending. ``windows`` is iterated in a thread of its
+        own, while this one looks at the coordinator's news. The memory of a message belongs to the transfer until this
+        returns or raises; afterwards nothing is read from it or written to it any more, whatever a stopped peer does
+        when it wakes up.
+
+        Raises:
+            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
+        """
+        group = self._group
+        assert group is not None
+        self._check()
+
+        passed_on: Future[None] = Future()
+        over = threading.Event()
+
+        def carry() -> None:
+            try:
+                for window in windows:
+                    if over.is_set():
+                        break
+                    works = [self._post(group, message) for message in window]
+                    for work in works:
+                        work.wait(timedelta(seconds=self._settings.message_timeout))
+                passed_on.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - it is the other thread's to raise
+                passed_on.set_exception(error)
+
+        thread = threading.Thread(target=carry, name=f"virtualflow-transfer-{self.plan.generation}", daemon=True)
+        thread.start()
+        complete = False
+        try:
+            while not wait([passed_on], self._settings.wait_slice).done:
+                self._check()
+            passed_on.result()
+            complete = True
+        except RuntimeError as error:
+            raise CommunicatorBroken(_brief(error)) from error
+        finally:
+            if not complete:
+                over.set()
+                self._cut(group)
+                # gloo may lose a message to be sent as its connection closes, and never end the wait for it; but with
+                # all connections closed that thread touches nothing any more.
+                thread.join(self._settings.wait_slice)
+
+    def _post(self, group: c10d.ProcessGroup, message: Message) -> c10d.Work:
+        key = message.peer, message.incoming
+        tag = self._tags[key] = self._tags.get(key, _NEVER_SENT) + 1
+        start = group.recv if message.incoming else group.send
+        return start([message.stretch], message.peer, tag)
+
+    def _cut(self, group: c10d.ProcessGroup) -> None:
+        """Close all connections: gloo does so when a message between a pair does not come in time."""
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self.size):
+            if peer == self.rank:
+                continue
+            try:
+                group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue  # Closed by now, this one or all of them.
 
     def _start(self, start: Callable[[c10d.ProcessGroup], c10d.Work]) -> Pending:
         assert self._group is not None

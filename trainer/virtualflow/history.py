@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from typing import TypeVar
 
 import msgspec
 
 from virtualflow import messages as m
 from virtualflow.settings import MAX_CHANGES
 
+Figure = TypeVar("Figure", int, float)
 logger = logging.getLogger("virtualflow.coordinator")
 
 MAX_EVENTS = 200
@@ -98,10 +100,12 @@ class History:
                 self._forgotten_steps += self.changes.pop(self._forgotten).repeated_steps
                 self._forgotten_changes += 1
             return
-        pauses = [pause for pause in (known.pause_ms, change.pause_ms) if pause is not None]
         self.changes[change.generation] = msgspec.structs.replace(
             known,
-            pause_ms=max(pauses, default=None),
+            pause_ms=_longest(known.pause_ms, change.pause_ms),
+            state_bytes=_longest(known.state_bytes, change.state_bytes),
+            state_ms=_longest(known.state_ms, change.state_ms),
+            state_donors=_longest(known.state_donors, change.state_donors),
             repeated_steps=max(known.repeated_steps, change.repeated_steps),
         )
 
@@ -118,3 +122,8 @@ class History:
     def ordered_changes(self) -> tuple[m.Change, ...]:
         """The changes from the first to the last."""
         return tuple(self.changes[generation] for generation in sorted(self.changes))
+
+
+def _longest(known: Figure | None, told: Figure | None) -> Figure | None:
+    """The larger of two figures, or the one that there is."""
+    return max((figure for figure in (known, told) if figure is not None), default=None)

@@ -15,6 +15,7 @@ import msgspec
 from virtualflow.settings import (
     DEFLATED,
     MAX_CHANGES,
+    MAX_KEY,
     MAX_NAME,
     MAX_TRACEBACK,
     MAX_UNPACKED,
@@ -108,6 +109,12 @@ class Change(Base, frozen=True, tag=False):
     pause_ms: Annotated[float, msgspec.Meta(ge=0)] | None
     """The longest time at a survivor between the last step before it and the first after it; ``None``: no survivor."""
     repeated_steps: Count
+    state_bytes: Count | None = None
+    """Bytes of the state that was given to each worker that lacked it; ``None``: all had it."""
+    state_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """How long that took, a part of the pause."""
+    state_donors: Count | None = None
+    """How many workers gave it."""
 
 
 # --- worker to coordinator --------------------------------------------------------------------------------------------
@@ -272,7 +279,7 @@ class Publish(Base, frozen=True, tag="publish"):
 
     generation: Generation
     key: Annotated[str, msgspec.Meta(max_length=256)]
-    value: Annotated[bytes, msgspec.Meta(max_length=65_536)]
+    value: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY)]
 
 
 FromWorker = (

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
-from virtualflow import digests, trees
+from virtualflow import digests
 from virtualflow import messages as m
 from virtualflow.collectives import ALONE
 from virtualflow.communicator import Communicator
@@ -22,8 +23,10 @@ from virtualflow.keeper import Keeper
 from virtualflow.session import NOTHING, Session
 from virtualflow.settings import CommunicatorSettings
 from virtualflow.stopwatch import Stopwatch
-from virtualflow.synchronization import Standing, Transfer, move, plan_transfer
+from virtualflow.stripes import Path
+from virtualflow.synchronization import SPOILED, Origin, Standing, Transfer, plan_transfer, someone_has_state
 from virtualflow.training import Training, signature_hash
+from virtualflow.transfer import carry, wrap
 from virtualflow.update import gather_bytes
 
 logger = logging.getLogger("virtualflow.worker")
@@ -55,6 +58,9 @@ class Participation:
         self._stopwatch = stopwatch
         self._on_entry = on_entry
         self._agreed: m.Plan | None = None
+        self._spoiled = False
+        """A state was, at least in part, written over the fresh model."""
+        self._room_of: m.Generation | None = None
 
     @property
     def communicator(self) -> Any:
@@ -98,7 +104,13 @@ class Participation:
 
     def note_offers(self, offers: Iterable[m.Generation]) -> None:
         """An exchange is complete: remember the plan that all have offered to enter, if there is one."""
-        self._agreed = None if self.session is None else self.session.agreed_plan(offers)
+        session = self.session
+        if session is None:
+            return
+        self._agreed = session.agreed_plan(offers)
+        if self._room_of != session.generation:
+            # Once a generation, and not in the first place: an optimizer makes its state in its first step.
+            self._room_of, session.facts.room = session.generation, self._training.room()
 
     def switch_if_agreed(self) -> None:
         """Enter the generation that all have agreed on, or leave by it.
@@ -165,14 +177,16 @@ class Participation:
             has_state=self.has_state,
             exchanges=training.exchanges,
             step=training.completed_steps,
-            checkpoint=-1 if self.has_state else self._keeper.find(),
-            model=0 if self.has_state else training.model_hash(),
             signature=signature_hash(self._signature),
         )
         standings = [Standing.from_bytes(block) for block in communicator.all_gather(standing.to_bytes())]
         if len({other.signature for other in standings}) > 1:
             self._explain_difference(communicator)
-        transfer = plan_transfer(standings, equal_start=session.facts.reproducibility == "bitwise")
+        origins: list[Origin] = []
+        if not someone_has_state(standings):
+            origin = Origin(self._keeper.find(), SPOILED if self._spoiled else training.model_hash())
+            origins = [Origin.from_bytes(block) for block in communicator.all_gather(origin.to_bytes())]
+        transfer = plan_transfer(standings, origins, equal_start=session.facts.reproducibility == "bitwise")
         self._bring_state(communicator, transfer)
         session.facts.step = training.completed_steps
         if not self.has_state:
@@ -181,14 +195,26 @@ class Participation:
 
     def _bring_state(self, communicator: Communicator, transfer: Transfer) -> None:
         """Restore a checkpoint, give or receive the state, as the transfer says."""
+        training, session = self._training, self._require_session()
         if transfer.restorer == communicator.rank:
-            self._keeper.restore(self._training)
-        if not transfer.rounds:
+            self._spoiled = True
+            self._keeper.restore(training)
+        if not transfer.receivers:
             return
-        gives = communicator.rank in transfer.givers
-        received = move(communicator, transfer, trees.pack(self._training.capture()) if gives else None)
-        if received is not None:
-            self._training.restore(trees.unpack(received))
+        parcel = wrap(training.capture()) if communicator.rank in transfer.donors else None
+        in_place = not self.has_state
+
+        def land(tree: dict[str, Any], stripes: dict[Path, Tensor]) -> dict[Path, Tensor]:
+            targets = training.land(tree, stripes, session.reserve, in_place)
+            self._spoiled = in_place
+            return targets
+
+        moved = carry(communicator, transfer.donors, transfer.receivers, parcel, land)
+        if moved.tree is not None:
+            training.restore(moved.tree, given=True)
+        session.reserve.release()
+        if moved.bytes:
+            self._stopwatch.moved = moved.bytes, moved.seconds, moved.donors
 
     def _explain_difference(self, communicator: Communicator) -> None:
         raw = torch.frombuffer(bytearray(msgspec.json.encode(self._signature)), dtype=torch.uint8)

@@ -18,6 +18,7 @@ from virtualflow import messages as m
 from virtualflow.client import Link
 from virtualflow.communicator import Communicator
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, Evicted, JobEnded, JobFailed, Leave
+from virtualflow.reserve import Reserve, elder, make_room, tell_room
 from virtualflow.settings import (
     MAX_CHANGES,
     MAX_TRACEBACK,
@@ -50,6 +51,8 @@ class Facts:
     self_test: str = ""
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
     """Shared with the training's state: joiners bring on what happened before them."""
+    room: tuple[int, ...] = ()
+    """Sizes in bytes of the large tensors that a joiner has to make memory for."""
 
 
 class Session:
@@ -66,6 +69,8 @@ class Session:
         """The generation that this worker is in."""
         self.communicator: Communicator | None = None
         self.has_state = False
+        self.reserve = Reserve()
+        """Memory for the state that will come, where this worker has none."""
         self._address = environment.address
         self._settings = link
         self._communicator_settings = communicator
@@ -371,6 +376,11 @@ class Session:
             newest = self.link.plan
             return newest is not None and newest.generation > plan.generation
 
+        told_by = elder(plan)
+        if told_by is not None and told_by.incarnation == self.incarnation:
+            tell_room(self.link, plan, self.facts.room)
+        elif told_by is not None and not self.has_state:
+            make_room(self.link, plan, self.reserve, superseded, self._communicator_settings.reserve_wait)
         try:
             communicator = Communicator.open(
                 plan, rank, self.link, superseded, lambda: self.interruption(plan), self._communicator_settings

@@ -54,6 +54,8 @@ DEFLATED = 4_096
 MAX_BUNDLE = 1 << 19
 """Bytes of a rendezvous' keys that are relayed in one message; even what cannot be deflated fits into a message."""
 
+MAX_KEY = 65_536
+"""Bytes of one value of a generation's rendezvous."""
 MAX_TRACEBACK = 16_384
 """Characters of a traceback that travel to the status; the end of it is what counts."""
 
@@ -215,6 +217,18 @@ class CommunicatorSettings:
     """Gradients travel in messages of at most so many bytes, the first while the backward pass still runs."""
     small_exchange: int = 1 << 20
     """Gradients that make at most so many bytes at each worker are exchanged in one collective instead of two."""
+    stripe: int = 1 << 16
+    """A tensor of a state with at least so many bytes travels by itself, striped over all donors; smaller ones go in
+    one block, since each message has a cost of its own."""
+    piece: int = 32 << 20
+    """The most bytes of a state in one message."""
+    message_timeout: float = 120.0
+    """The last resort for one such message, counted from the one before it."""
+    staged: int = 4
+    """Pieces of a state that pass through host memory at a time where its tensors are on an accelerator."""
+    reserve_wait: float = 2.5
+    """How long a joiner holds its next generation back to make memory for the state that will come. Well below
+    ``connect_timeout``: the others are waiting for its connections, though training."""
 
 
 @dataclass(frozen=True)

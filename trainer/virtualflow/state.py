@@ -15,6 +15,7 @@ from torch import Tensor
 
 from virtualflow.digests import difference, tensor_signature
 from virtualflow.errors import ConfigurationError
+from virtualflow.stripes import Path
 from virtualflow.trees import Tree, flatten, snapshot, unflatten
 
 
@@ -77,15 +78,19 @@ def restore(
     optimizer: torch.optim.Optimizer,
     scheduler: Stateful | None,
     scaler: Stateful | None,
+    *,
+    given: bool = False,
 ) -> dict[str, Any]:
     """Put a captured state into these objects, bit for bit, and return its ``extra``.
 
     Parameters and buffers are overwritten in place and keep their identity, device, layout and
-    ``requires_grad``; nothing here aliases the tree afterwards. ConfigurationError, before anything has
-    changed, if the state does not fit.
+    ``requires_grad``; nothing here aliases the tree afterwards, unless the tree is ``given`` away: then the optimizer
+    keeps its tensors, and those that are the model's own already (see ``own_tensors``) stay as they are.
+    ConfigurationError, before anything has changed, if the state does not fit.
     """
     parameters = dict(model.named_parameters())
-    _check_fit(tree, model, optimizer, {"scheduler": scheduler, "scaler": scaler})
+    check_fit(tree, model, optimizer, scheduler, scaler)
+    keep = _as_it_is if given else snapshot
     with torch.no_grad():
         for name, parameter in parameters.items():
             _overwrite(parameter, tree["parameters"][name])
@@ -93,21 +98,42 @@ def restore(
         if tree["other"]:
             # Whatever a module stores in its own way, it loads in its own way; its tensors are in place
             # already.
-            model.load_state_dict({**model.state_dict(), **snapshot(tree["other"])})
-    _restore_optimizer(optimizer, snapshot(tree["optimizer"]), {(n, key) for n, key in tree["hosted"]})
+            model.load_state_dict({**model.state_dict(), **keep(tree["other"])})
+    _restore_optimizer(optimizer, keep(tree["optimizer"]), {(n, key) for n, key in tree["hosted"]})
     for part, saved in ((scheduler, tree["scheduler"]), (scaler, tree["scaler"])):
         if part is not None:
-            part.load_state_dict(snapshot(saved))
+            part.load_state_dict(keep(saved))
     extra: dict[str, Any] = tree["extra"]
     return extra
 
 
-def _check_fit(
+def _as_it_is(tree: Tree) -> Tree:
+    return tree
+
+
+def own_tensors(model: torch.nn.Module, stripes: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
+    """The model's parameters among the tensors of a state, those into which the bytes can be written as they come."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        path: Path = ("parameters", name)
+        if path in stripes and parameter.is_contiguous() and not (parameter.is_conj() or parameter.is_neg()):
+            found[path] = parameter.detach()
+    return found
+
+
+def check_fit(
     tree: dict[str, Any],
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    parts: dict[str, Stateful | None],
+    scheduler: Stateful | None,
+    scaler: Stateful | None,
 ) -> None:
+    """Whether a captured state fits these objects, by everything but the content of its tensors.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+
     def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"parameters": {name: tensor_signature(tensor) for name, tensor in tensors.items()}}
 
@@ -125,7 +151,7 @@ def _check_fit(
     saved = [len(group["params"]) for group in tree["optimizer"]["param_groups"]]
     if groups != saved:
         raise ConfigurationError(f"the optimizer's groups hold {groups} parameters here and {saved} in the state")
-    for name, part in parts.items():
+    for name, part in (("scheduler", scheduler), ("scaler", scaler)):
         # A disabled GradScaler has an empty state, and an enabled one does not load it.
         here, there = bool(part is not None and part.state_dict()), bool(tree[name])
         if here != there:
@@ -136,6 +162,8 @@ def _check_fit(
 
 
 def _overwrite(target: Tensor, source: Tensor) -> None:
+    if source.is_set_to(target):
+        return  # it was received in place
     # A tensor made by expand() shows one element several times, and torch refuses to write to it as a whole.
     for dimension, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and stride == 0:

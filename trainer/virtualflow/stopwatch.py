@@ -22,6 +22,8 @@ class Stopwatch:
     def __init__(self) -> None:
         self.plans: list[m.Plan] = []
         """Generations entered since the last commit."""
+        self.moved: tuple[int, float, int] | None = None
+        """The state that others were given since the last commit: its bytes, the seconds, the donors."""
         self._held = 0.0
         self._committed_at: float | None = None
         self._steps: deque[float] = deque(maxlen=MAX_STEP_TIMES)
@@ -54,6 +56,7 @@ class Stopwatch:
         """
         passed = None if self._committed_at is None else now - self._committed_at - self._held
         plans, self.plans = self.plans, []
+        moved, self.moved = self.moved, None
         repeated = self._failed_attempts if step == self._attempted else 0
         self._held, self._committed_at, self._failed_attempts = 0.0, now, 0
         if not plans:
@@ -73,6 +76,9 @@ class Stopwatch:
             reason="; ".join(plan.reason for plan in plans)[:4_000],
             pause_ms=None if passed is None else 1_000 * passed,
             repeated_steps=repeated,
+            state_bytes=moved[0] if moved else None,
+            state_ms=1_000 * moved[1] if moved else None,
+            state_donors=moved[2] if moved else None,
         )
 
     @property

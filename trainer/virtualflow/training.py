@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from virtualflow import digests, state, trees
 from virtualflow import messages as m
 from virtualflow.contribution import Schema
+from virtualflow.reserve import Reserve
+from virtualflow.settings import CommunicatorSettings
+from virtualflow.stripes import Path, size_of, split
 from virtualflow.update import Outcome, Update
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
@@ -76,8 +79,32 @@ class Training:
         }
         return state.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
 
-    def restore(self, tree: dict[str, Any]) -> None:
-        """Become what :meth:`capture` gave, here or elsewhere.
+    def room(self) -> tuple[int, ...]:
+        """Sizes in bytes of the large tensors of a state that a joiner will have to make memory for."""
+        _, stripes = split(self.capture(), CommunicatorSettings.stripe)
+        return tuple(size_of(tensor) for path, tensor in stripes.items() if path[0] == "optimizer")
+
+    def land(
+        self, tree: dict[str, Any], stripes: dict[Path, Tensor], reserve: Reserve, in_place: bool
+    ) -> dict[Path, Tensor]:
+        """Where the large tensors of a state that arrives are to be written, before :meth:`restore`.
+
+        Args:
+            tree: the state, whose large tensors have no content yet.
+            stripes: those tensors.
+            reserve: memory for what is not the model's own.
+            in_place: into the model's own parameters where they are dense. Only for a worker that has no state to lose:
+                if the rest does not arrive, its model is spoiled.
+
+        Raises:
+            ConfigurationError: the state does not fit; nothing has changed.
+        """
+        state.check_fit(tree, self.model, self.optimizer, self.scheduler, self.scaler)
+        own = state.own_tensors(self.model, stripes) if in_place else {}
+        return {path: own[path] if path in own else reserve.take(like) for path, like in stripes.items()}
+
+    def restore(self, tree: dict[str, Any], *, given: bool = False) -> None:
+        """Become what :meth:`capture` gave, here or elsewhere; a tree that is ``given`` away is not copied.
 
         A survivor that lacks the last exchange gets it from one that has gone on, through the user's code after the
         step. Its own code after that step is still to come. What that code changes, a learning rate scheduled by
@@ -87,7 +114,7 @@ class Training:
         by_hand = survivor and not self.update.steps_scheduler
         kept = [{key: group[key] for key in _SCHEDULED if key in group} for group in self.optimizer.param_groups]
         schedule = trees.snapshot(self.scheduler.state_dict()) if by_hand and self.scheduler is not None else None
-        extra = state.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler)
+        extra = state.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler, given=given)
         if by_hand:
             for group, values in zip(self.optimizer.param_groups, kept, strict=True):
                 group.update(values)

@@ -102,6 +102,9 @@ def describe_change(change: Change) -> dict[str, object]:
         "reason": change.reason,
         "pause_ms": change.pause_ms,
         "repeated_steps": change.repeated_steps,
+        "state_bytes": change.state_bytes,
+        "state_ms": change.state_ms,
+        "state_donors": change.state_donors,
     }
 
 

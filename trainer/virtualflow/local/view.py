@@ -62,7 +62,19 @@ def describe_change(change: Change) -> str:
     size = f"{_workers(change.from_)} → {_workers(change.to)}"
     if change.cause == "rebalance":
         size = "virtual nodes moved"
-    return f"{size} at step {change.step} ({change.reason}): {pause}, {repeated}"
+    return f"{size} at step {change.step} ({change.reason}): {pause}, {repeated}{describe_transfer(change)}"
+
+
+def describe_transfer(change: Change) -> str:
+    """How much state joiners were given, in which time and by how many, as a clause; empty if none needed it."""
+    if change.state_bytes is None or change.state_ms is None or not change.state_donors:
+        return ""
+    donors = f"{change.state_donors} donor{'s' * (change.state_donors != 1)}"
+    return f", {_megabytes(change.state_bytes)} of state in {change.state_ms / 1_000:.2g} s from {donors}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.0f} MB" if size >= 10_000_000 else f"{size / 1e6:.2g} MB"
 
 
 def describe_progress(status: Status) -> str:
