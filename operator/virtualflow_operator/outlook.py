@@ -13,6 +13,7 @@ import msgspec
 from virtualflow.messages import Change, Status
 from virtualflow_operator import reasons
 from virtualflow_operator.capacity import never_fits
+from virtualflow_operator.granting import Granted
 from virtualflow_operator.job_status import (
     Condition,
     ConditionType,
@@ -22,6 +23,7 @@ from virtualflow_operator.job_status import (
     Share,
     Truth,
 )
+from virtualflow_operator.measuring import remember
 from virtualflow_operator.survey import Survey
 from virtualflow_operator.view import Job, Link, Node, Pod, format_time, parse_time
 from virtualflow_operator.workforce import Workforce
@@ -69,6 +71,9 @@ def portray(
         workers=f"{ready}/{spec.desired}",
         assignment=_assignment(survey, remote) if remote is not None and remote.workers else status.assignment,
     )
+    if spec.queue or spec.elasticity.min_efficiency:
+        connected = link is not None and link.connected
+        status = msgspec.structs.replace(status, scaling=remember(status.scaling, remote if connected else None))
     if remote is not None:
         status = _with_progress(status, remote)
     return _with_conditions(
@@ -82,6 +87,29 @@ def portray(
         ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
         ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
     )
+
+
+def with_allocation(status: JobStatus, job: Job, granted: Granted, now: float) -> JobStatus:
+    """The status with the condition ``Allocated``, or without it for a job that has no queue."""
+    if not job.spec.queue:
+        kept = tuple(condition for condition in status.conditions if condition.type != "Allocated")
+        return msgspec.structs.replace(status, conditions=kept, allocation=None)
+    allocation = None if status.finished else status.allocation
+    truth: Truth = "True" if allocation is not None and allocation.workers else "False"
+    code, message = granted.code or reasons.QUEUED, granted.waits or "Its queue has not decided yet."
+    if status.finished:
+        code, message = reasons.FINISHED, "The job is over."
+    elif allocation is not None:
+        message = f"{_counted(allocation.workers)} of the queue {allocation.queue}: {allocation.reason}"
+    before = job.status.condition("Allocated")
+    since = before.last_transition_time if before is not None and before.status == truth else format_time(now)
+    own = Condition("Allocated", truth, code, message[:_MESSAGE], since, job.generation)
+    others = tuple(condition for condition in status.conditions if condition.type != "Allocated")
+    return msgspec.structs.replace(status, conditions=(*others, own), allocation=allocation)
+
+
+def _counted(workers: int) -> str:
+    return "No workers" if not workers else "1 worker" if workers == 1 else f"{workers} workers"
 
 
 _Aspect = tuple[ConditionType, Truth, str, str]
@@ -347,6 +375,28 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         now,
         *_at_rest(reasons.SUSPENDED, "The job is suspended; set spec.suspend to false to resume it."),
         ("Suspended", "True", reasons.SUSPENDED, f"The workers have left. {kept}"),
+    )
+
+
+def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
+    """The job has no workers because its queue gives it none: suspended if it ever ran, else still to begin."""
+    ran = job.status.phase in ("Suspending", "Suspended") or (job.status.step or 0) > 0
+    status = suspended(status, job, now)
+    if not ran:
+        status = msgspec.structs.replace(status, phase="Pending")
+    message = f"The queue {job.spec.queue} has no workers for it: {why}"
+    kept = "It goes on from its newest checkpoint" if job.spec.checkpoint else "It begins from the first step"
+    return _amend(
+        status,
+        job,
+        now,
+        *_at_rest(reasons.QUEUED, message[:_MESSAGE]),
+        (
+            "Suspended",
+            "True" if ran else "False",
+            reasons.QUEUED,
+            f"It waits for workers of its queue. {kept}, by itself.",
+        ),
     )
 
 

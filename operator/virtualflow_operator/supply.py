@@ -1,7 +1,7 @@
 """What a queue has to share: nodes that are fit for work, less what other pods request there. Pure.
 
-Everything is counted in whole units: thousandths of a CPU, else the resource's own (GPUs, bytes). What a worker requests
-is rounded up, what a node can give down.
+Everything is counted in whole units: thousandths of a CPU, else the resource's own (GPUs, bytes). What a worker
+requests is rounded up, what a node can give down.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def take_stock(
     alive: Mapping[str, int],
     tolerations: Collection[frozenset[str]],
     grain: int = 1,
+    leaving: Collection[str] = (),
 ) -> Supply:
     """Count what a queue has.
 
@@ -113,6 +114,7 @@ def take_stock(
             nodes look lost: those workers show that theirs are not.
         tolerations: keys of the taints that each job of the queue tolerates.
         grain: no worker takes less than a multiple of this, so less than that on a node is of no use.
+        leaving: keys of taints that announce a node's loss, beside the well-known ones.
     """
     if spec.resource is None:
         return Supply(on_demand=spec.capacity or 0)
@@ -125,7 +127,7 @@ def take_stock(
     fit, unfit = set(), {}
     for name, node in selected.items():
         amount = alive.get(name, 0)
-        fault = unfitness(node, tolerations)
+        fault = unfitness(node, tolerations, leaving)
         if not fault:
             fit.add(name)
             allocatable = in_units(node.allocatable.get(spec.resource, "0"), spec.resource, up=False)
@@ -147,7 +149,7 @@ def take_stock(
     return Supply(on_demand, spot, used, len(selected), frozenset(fit), unfit)
 
 
-def unfitness(node: Node, tolerations: Collection[frozenset[str]]) -> str:
+def unfitness(node: Node, tolerations: Collection[frozenset[str]], leaving: Collection[str] = ()) -> str:
     """Why no worker is to be put on a node; empty: one may be."""
     if not node.ready:
         return "it is not ready"
@@ -156,7 +158,7 @@ def unfitness(node: Node, tolerations: Collection[frozenset[str]]) -> str:
     if node.shutting_down:
         return "it is shutting down"
     for taint in node.taints:
-        if taint in TERMINATION_TAINTS or taint.startswith(_KUBERNETES):
+        if taint in TERMINATION_TAINTS or taint in leaving or taint.startswith(_KUBERNETES):
             return f"it has the taint {taint}"
     # With no job to ask, the taints that keep other pods away from accelerators are taken to be tolerated.
     if node.taints and tolerations and not any("" in keys or keys.issuperset(node.taints) for keys in tolerations):
