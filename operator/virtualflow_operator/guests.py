@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from virtualflow_operator.constants import LABEL_JOB
 from virtualflow_operator.kube import PODS, ApiError, Forbidden, KubeApi, NotFound
+from virtualflow_operator.lease import leave_at_once
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.store import Store
 
@@ -41,10 +42,10 @@ class GuestWatch:
         """Begin or end to follow them."""
         if wanted and not self._tasks:
             namespaces: tuple[str | None, ...] = self._settings.namespaces or (None,)
-            self._tasks = [
-                asyncio.create_task(self._follow(namespace), name=f"pods of others in {namespace or 'all namespaces'}")
-                for namespace in namespaces
-            ]
+            for namespace in namespaces:
+                name = f"pods of others in {namespace or 'all namespaces'}"
+                self._tasks.append(asyncio.create_task(self._follow(namespace), name=name))
+                self._tasks[-1].add_done_callback(_report)
         elif not wanted and self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -90,3 +91,9 @@ class GuestWatch:
         changed = self._store.guests.replace(bodies, begun, lambda key: namespace is None or key[0] == namespace)
         if changed:
             self._wake()
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("%s are not followed any more; please report it", task.get_name(), exc_info=task.exception())
+        leave_at_once("the watch of other pods ended")

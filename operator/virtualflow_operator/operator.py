@@ -43,7 +43,10 @@ class Operator:
         self._api, self._lease_api = api, lease_api
         hooks = QueueHooks(metrics.queue_depth, metrics.queue_wait, metrics.reconciled, metrics.reconcile_error)
         self.queue: WorkQueue[Key] = WorkQueue(
-            settings.queue, expected=(ApiError,), hooks=hooks, describe=lambda key: f"{key[0]}/{key[1]}"
+            settings.queue,
+            expected=(ApiError,),
+            hooks=hooks,
+            describe=lambda key: f"{key[0]}/{key[1]}" if key[0] else f"the queue {key[1]}",
         )
         self.links = Links(key, self.queue.add, settings, metrics)
         events = EventRecorder(api, settings.events, instance=settings.lease.identity)
