@@ -1,4 +1,4 @@
-"""The whole operator process in a fake cluster with queues: shares in pods, as jobs, nodes and other pods come and go."""
+"""The operator process in a fake cluster with queues: shares in pods, as jobs, nodes and other pods come and go."""
 
 from __future__ import annotations
 
