@@ -90,9 +90,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize(("known", "percent", "limit"), LIMITS.values(), ids=LIMITS.keys())
-def test_a_job_grows_as_far_as_each_worker_brings_enough(
-    known: tuple[Measured, ...], percent: int, limit: int
-) -> None:
+def test_a_job_grows_as_far_as_each_worker_brings_enough(known: tuple[Measured, ...], percent: int, limit: int) -> None:
     assert efficient_limit(known, percent, 8) == limit
     assert efficient_limit(tuple(reversed(known)), percent, 8) == limit
 
@@ -112,5 +110,3 @@ def test_the_search_ends_at_the_last_worker_that_brings_enough(knee: int, most: 
         assert limit == most
     elif percent == 100:
         assert limit == knee
-
-
