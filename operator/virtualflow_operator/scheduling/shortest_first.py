@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from virtualflow_operator.scheduling.admission import Rank, admit, settle
+from virtualflow_operator.scheduling.admission import Rank, admit, hold_back
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
 from virtualflow_operator.scheduling.room import Room, allocation
 from virtualflow_operator.settings import SchedulingSettings
@@ -25,22 +25,27 @@ def shortest_first(
     """Give the jobs with the least remaining service what they can use; a :data:`.demand.Policy`.
 
     Those that run keep their minimum, except for the minimum of one that is shorter by ``margin``. A job that waits
-    begins when shorter ones leave room for it. A job whose speed nobody knows is not stopped before it is measured, and
-    grows after those that are; one that does not know its end counts as the longest.
+    begins when shorter ones leave room for it. A job whose speed nobody knows yet begins with its minimum beside them,
+    is not stopped before it is measured, and grows after those that are; one that does not know its end counts as the
+    longest.
     """
 
     def rank(demand: Demand) -> Rank:
         runs = demand.allocated > 0
         if demand.steps_left is None:
             return (2, not runs)
-        if not demand.curve.measured:
+        if _to_be_measured(demand):
             return (0, 0) if runs else (1, 0)
         return (0, service(demand) * (1 - settings.margin if runs else 1))
 
     admission = admit(now, demands, capacity, settings, rank)
-    # Who runs or begins a turn is sure of its minimum. So is everyone if someone lost its minimum to them; else that
-    # would have been for somebody's growth.
-    sure = {d.name for d in admission.admitted if d.allocated or d.name in admission.due or admission.suspends}
+    # Who runs or begins a turn is sure of its minimum, and who has yet to be measured, or it would never be. So is
+    # everyone if someone lost its minimum to them; else that would have been for somebody's growth.
+    sure = {
+        demand.name
+        for demand in admission.admitted
+        if demand.allocated or demand.name in admission.due or admission.suspends or _to_be_measured(demand)
+    }
     room = Room(capacity)
     for demand in admission.admitted:
         if demand.name in sure:
@@ -57,14 +62,14 @@ def shortest_first(
                 continue
             room.start(demand, demand.minimum)
         workers[demand.name] = demand.minimum + _grow(
-            demand, demand.minimum, _useful(demand, settings.efficiency), room
+            demand, demand.minimum, demand.curve.worthwhile(demand.minimum, demand.maximum, settings.efficiency), room
         )
     for demand in ordered:
         if demand.name in workers:
             had = workers[demand.name]
-            got = had + _grow(demand, had, _useful(demand, 0.0), room)
+            got = had + _grow(demand, had, demand.curve.worthwhile(demand.minimum, demand.maximum, 0.0), room)
             result[demand.name] = allocation(demand, got, _why(demand, got, settings.efficiency))
-    settle(now, admission, result, settings)
+    hold_back(now, admission, result, settings)
     return admission.waiting | result
 
 
@@ -75,33 +80,23 @@ def service(demand: Demand) -> float:
     return demand.steps_left / demand.curve.speed(demand.minimum) * demand.minimum * demand.units
 
 
+def _to_be_measured(demand: Demand) -> bool:
+    return demand.steps_left is not None and not demand.curve.measured
+
+
 def _grow(demand: Demand, workers: int, most: int, room: Room) -> int:
     more = max(0, min(most - workers, room.most(demand)))
     room.grow(demand, more)
     return more
 
 
-def _useful(demand: Demand, efficiency: float) -> int:
-    """Up to which number each worker brings more than this part of what one brings at the minimum."""
-    curve = demand.curve
-    least = efficiency * curve.speed(demand.minimum) / demand.minimum * (1 - 1e-9)
-    low, high = demand.minimum, demand.maximum
-    while low < high:  # gains only fall, so the last good one can be found by halving
-        middle = (low + high + 1) // 2
-        if curve.speed(middle) - curve.speed(middle - 1) > max(least, 1e-9 * curve.speed(middle)):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def _why(demand: Demand, workers: int, efficiency: float) -> str:
     if workers == demand.maximum:
         return "has its maximum"
-    if workers == _useful(demand, 0.0):
+    if workers == demand.curve.worthwhile(demand.minimum, demand.maximum, 0.0):
         return "has as many workers as make it faster"
     if workers == demand.minimum:
         return "has its minimum: shorter jobs grow first"
-    if workers == _useful(demand, efficiency):
+    if workers == demand.curve.worthwhile(demand.minimum, demand.maximum, efficiency):
         return f"has the workers that bring at least {efficiency:.0%} of what the first ones do"
     return "has what jobs that are shorter have left"
