@@ -97,7 +97,8 @@ def share(
     if queue is None:
         return Shares({m.key: _keep(m, reasons.QUEUE_MISSING, _missing(m), now) for m in members}, None)
     resource = queue.spec.resource
-    open_members = [m for m in members if not _fault(m, resource)]
+    faults = {m.key: _fault(m, resource) for m in members}
+    open_members = [m for m in members if not faults[m.key]]
     units = {m.name: worker_units(m.job.spec, resource) for m in members}
     grain = gcd(*(units[m.name] for m in open_members)) or 1
     supply = Supply()
@@ -112,10 +113,10 @@ def share(
         return Shares(grants, _portray(queue, supply, members, grants, units, (code, sentence), now))
     grants, reserved = {}, 0
     for member in members:
-        fault = _fault(member, resource)
-        if fault:
-            grants[member.key] = fault_grant = _faulty(member, fault, now)
-            reserved += units[member.name] * max(fault_grant.workers, len(member.pods))
+        if faults[member.key]:
+            # What it keeps, and what is still to leave, is not there for the others.
+            kept = grants[member.key] = _faulty(member, faults[member.key], now)
+            reserved += units[member.name] * max(kept.workers, _holding(member, supply, resource))
     scale = scale_of(resource)
     spot = max(supply.spot - reserved, 0)
     capacity = Capacity(
