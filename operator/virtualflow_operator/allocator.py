@@ -68,11 +68,17 @@ class Allocator:
         self._api, self._store, self._links, self._wake, self._settings = api, store, links, wake, settings
         self._wake_queue = wake_queue
         self._grants: dict[Key, Grant] = {}
+        self._ceilings: dict[Key, tuple[int, float]] = {}
+        """How many workers found a node, of jobs of which others found none; until when (Unix seconds) that counts."""
 
     def grant(self, key: Key, job: Job) -> Grant | None:
         """What was decided about a job last; ``None``: nothing, by this operator."""
         grant = self._grants.get(key)
         return grant if grant is not None and grant.uid == job.uid else None
+
+    def try_again(self) -> None:
+        """Nodes have changed: workers that found none may find one now."""
+        self._ceilings.clear()
 
     def note_status(self, job: Job, status: JobStatus) -> None:
         """A job's status was written: a queue is to know when a job is over, and what was measured."""
@@ -91,7 +97,7 @@ class Allocator:
         bodies = {
             place: entry.value for place, entry in self._store.jobs.entries.items() if queue_of(entry.value) == name
         }
-        members = [self._member(place, body) for place, body in bodies.items() if not _over(body)]
+        members = [self._member(place, body, now) for place, body in bodies.items() if not _over(body)]
         own = {member.key for member in members}
         resource = queue.spec.resource if queue is not None else None
         shares = share(
@@ -113,23 +119,43 @@ class Allocator:
                 self._wake(place)
         for place in [place for place, grant in self._grants.items() if grant.queue == name and place not in own]:
             del self._grants[place]
+            self._ceilings.pop(place, None)
         if queue is not None and shares.status is not None:
             await self._write_status(queue, shares.status)
         if not members:
             return None
         wakes = [self._settings.sharing.review]
+        wakes += [max(until - now, 0.0) for place, (_, until) in self._ceilings.items() if place in own]
+        wakes += [max(at - now, self._settings.sharing.debounce) for at in map(self._stuck_at, own) if at is not None]
         if shares.wake_at is not None:
             wakes.append(max(shares.wake_at - time.time(), self._settings.sharing.debounce))
         return min(wakes)
 
-    def _member(self, key: Key, body: Object) -> Member:
+    def _stuck_at(self, key: Key) -> float | None:
+        """When a worker that has no node yet counts as one that finds none."""
+        since = [pod.unschedulable_since for pod in self._workers(key) if pod.live and pod.unschedulable_since]
+        return min(since) + self._settings.unschedulable_patience if since else None
+
+    def _ceiling(self, key: Key, pods: list[Pod], now: float) -> int | None:
+        """Note that workers find no node: what they were given is of more use to others for a while."""
+        stuck_at = self._stuck_at(key)
+        if stuck_at is not None and now >= stuck_at:
+            found = sum(1 for pod in pods if pod.node and pod.live)
+            self._ceilings[key] = found, now + self._settings.sharing.homeless_retry
+        ceiling, until = self._ceilings.get(key, (0, 0.0))
+        if until > now:
+            return ceiling
+        self._ceilings.pop(key, None)
+        return None
+
+    def _member(self, key: Key, body: Object, now: float) -> Member:
         job = read_job(body)
         created = parse_time(body["metadata"].get("creationTimestamp")) or 0.0
         grant = self.grant(key, job) or known_grant(job, created)
         if grant.queue != (job.spec.queue or ""):
             grant = Grant(**{**grant.__dict__, "queue": job.spec.queue or ""})
         pods = [pod for pod in self._workers(key) if pod.owner == job.uid]
-        return Member(job, grant, created, tuple(pod.node for pod in pods))
+        return Member(job, grant, created, tuple(pod.node for pod in pods), self._ceiling(key, pods, now))
 
     def _workers(self, key: Key) -> list[Pod]:
         return [pod for pod in self._store.pods_of(key) if pod.role == WORKER and not pod.finished]

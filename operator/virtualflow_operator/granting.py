@@ -36,15 +36,24 @@ class Grant:
     waited: float = 0.0
     """Seconds of the wait that ended when it began to run."""
 
-    def changed(self, workers: int, reason: str, code: str, now: float) -> Grant:
-        """The next grant of the same job."""
+    def changed(self, workers: int, reason: str, code: str, now: float, *, partly: bool = False) -> Grant:
+        """The next grant of the same job.
+
+        Args:
+            workers: how many it has from now on.
+            reason: why.
+            code: the reason of the condition.
+            now: Unix seconds.
+            partly: more are to follow as soon as those of others have left; the change is over when they have.
+        """
         moment = float(int(now))
         after = replace(self, workers=workers, reason=reason, code=code)
         if workers == self.workers:
             return after
+        resized = self.resized if partly else moment
         if bool(workers) == bool(self.workers):
-            return replace(after, resized=moment)
-        return replace(after, since=moment, resized=moment, waited=max(moment - self.since, 0.0) if workers else 0.0)
+            return replace(after, resized=resized)
+        return replace(after, since=moment, resized=resized, waited=max(moment - self.since, 0.0) if workers else 0.0)
 
 
 def known_grant(job: Job, created: float) -> Grant:

@@ -193,6 +193,7 @@ class Operator:
             self.wake(key)
         after = self.store.nodes.entries.get(("", metadata["name"]))
         if (before.value if before else None) != (after.value if after else None):
+            self.controller.allocator.try_again()
             self.wake_queues()
 
     def see_queue(self, kind: str | None, body: Object) -> None:

@@ -149,6 +149,8 @@ class SharingSettings:
     review: float = 30.0
     """A queue with jobs is looked at this often without a cause: measured speeds and the steps that are left change
     all the time."""
+    homeless_retry: float = 300.0
+    """A job of which workers found no node is given no more for so long, unless nodes change: others can use it."""
     relist: float = 300.0
     """Pods of others are listed anew this often, to heal what their watch has missed."""
 

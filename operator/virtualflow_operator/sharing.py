@@ -47,6 +47,8 @@ class Member:
     """When it was created, Unix seconds."""
     pods: Sequence[str] = ()
     """The node of each of its worker pods that has not ended; empty for one without a node."""
+    ceiling: int | None = None
+    """Workers that found a node the last time, where others found none; ``None``: all did."""
 
     @property
     def key(self) -> Key:
@@ -98,6 +100,7 @@ def share(
         return Shares({m.key: _keep(m, reasons.QUEUE_MISSING, _missing(m), now) for m in members}, None)
     resource = queue.spec.resource
     faults = {m.key: _fault(m, resource) for m in members}
+    faults |= {m.key: _homeless(m) for m in members if not faults[m.key]}
     open_members = [m for m in members if not faults[m.key]]
     units = {m.name: worker_units(m.job.spec, resource) for m in members}
     grain = gcd(*(units[m.name] for m in open_members)) or 1
@@ -134,7 +137,8 @@ def share(
         lacks = Room(capacity).lacks(demand, demand.minimum) if not allocation.workers else ""
         code = reasons.ALLOCATED if allocation.workers else reasons.NEVER_FITS if lacks else reasons.QUEUED
         reason = _in_quantities(allocation.reason, resource)
-        grants[member.key] = member.grant.changed(allocation.workers, reason, code, now)
+        partly = demand.allocated < allocation.workers < wanted[demand.name].workers
+        grants[member.key] = member.grant.changed(allocation.workers, reason, code, now, partly=partly)
         after.append(demand.given(allocation.workers, now))
     return Shares(
         grants,
@@ -159,10 +163,11 @@ def release(
     free = total - sum(d.units * max(given[d.name], held.get(d.name, 0)) for d in demands)
     growing = [d for d in demands if wanted[d.name].workers > d.allocated]
     for demand in sorted(growing, key=lambda d: (not d.allocated, d.began, d.name)):
-        more = wanted[demand.name].workers - max(demand.allocated, held.get(demand.name, 0))
-        if demand.units * more <= free:
-            free -= demand.units * max(more, 0)
-            given[demand.name] = wanted[demand.name].workers
+        there = max(demand.allocated, held.get(demand.name, 0))  # its own that are leaving make room for it
+        workers = min(wanted[demand.name].workers, there + max(free, 0) // demand.units)
+        if workers >= demand.minimum:
+            free -= demand.units * max(workers - there, 0)
+            given[demand.name] = workers
     return {
         d.name: wanted[d.name] if given[d.name] == wanted[d.name].workers else _held_back(wanted[d.name], given[d.name])
         for d in demands
@@ -179,7 +184,8 @@ def _demand(member: Member, units: int, queue: QueueSpec) -> Demand:
     """A job as the policy sees it."""
     spec, status, grant = member.job.spec, member.job.status, member.grant
     least = min(spec.min_replicas, spec.most)
-    most = max(least, efficient_limit(status.scaling, spec.elasticity.min_efficiency, spec.most))
+    limit = spec.most if member.ceiling is None else min(spec.most, member.ceiling)
+    most = max(least, efficient_limit(status.scaling, spec.elasticity.min_efficiency, limit))
     left = None
     if status.total_steps is not None:
         left = max(status.total_steps - (status.step or 0), 0)
@@ -228,8 +234,19 @@ def _fault(member: Member, resource: str | None) -> str:
     return ""
 
 
+def _homeless(member: Member) -> str:
+    """Why a job is to wait although there are units for it: no node has enough of them for a worker."""
+    least = min(member.job.spec.min_replicas, member.job.spec.most)
+    if member.ceiling is None or member.ceiling >= least:
+        return ""
+    return (
+        f"only {member.ceiling} of its minimum of {least} workers found a node; it is tried again when nodes change, "
+        "and now and then"
+    )
+
+
 def _faulty(member: Member, fault: str, now: float) -> Grant:
-    if member.job.spec.suspend:
+    if member.job.spec.suspend or fault == _homeless(member):
         return member.grant.changed(0, fault, reasons.QUEUED, now)
     return _keep(member, reasons.NEVER_FITS if "request no" in fault else reasons.INVALID_SPEC, fault, now)
 

@@ -6,6 +6,7 @@ What is counted is a resource of the test's own, so that it does not matter what
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -18,7 +19,7 @@ SLOT = "example.com/slot"
 SLOTS = 2
 """On each node."""
 QUEUE = "e2e-shared"
-STEPS = {"light": 1500, "middle": 1400, "heavy": 1300}
+STEPS = {"light": 1000, "middle": 950, "heavy": 900}
 WEIGHTS = {"light": 1, "middle": 2, "heavy": 3}
 PAUSE = 0.4
 """Seconds that each step takes longer: the jobs last until all has happened, and leave the processors alone."""
@@ -78,17 +79,36 @@ class Sharing:
             for name, job in self.jobs.items()
         }
 
+    def leaving(self) -> int:
+        """Workers' pods that are going away, and that kubelets have not taken away yet."""
+        return sum(
+            "deletionTimestamp" in pod["metadata"] and not over(pod)
+            for job in self.jobs.values()
+            for pod in job.pods("worker")
+        )
+
     def follow(self, what: str, seconds: float, **wanted: int) -> None:
-        """Wait until the pods are as the policy wants them."""
+        """Wait until the pods are as the policy wants them; how long kubelets take to end pods does not count."""
+        wanted = {**dict.fromkeys(self.jobs, 0), **wanted}
         begun = time.monotonic()
+
+        def shrunk() -> bool:
+            return all(len(job.workers()) <= wanted[name] for name, job in self.jobs.items())
+
         try:
-            until(
-                f"{what}: pods are {wanted}", lambda: self.pods() == {**dict.fromkeys(self.jobs, 0), **wanted}, seconds
-            )
+            until(f"{what}: those who have too much are told to leave", shrunk, seconds)
+            told = time.monotonic()
+            until(f"{what}: they have left", lambda: not self.leaving() or self.pods() == wanted, 90)
+            left = time.monotonic()
+            until(f"{what}: pods are {wanted}", lambda: self.pods() == wanted, seconds - (told - begun))
         except AssertionError as error:
             given = {name: job.status().get("allocation") for name, job in self.jobs.items()}
             raise AssertionError(f"{error}; they are {self.pods()}, and given is {json.dumps(given)}") from None
-        print(f"{what}: {wanted} after {time.monotonic() - begun:.1f} s")
+        now = time.monotonic()
+        print(
+            f"{what}: {wanted} after {now - begun:.1f} s, of which kubelets took {left - told:.1f} s to end pods; "
+            f"load {os.getloadavg()[0]:.1f}"
+        )
 
     def settle(self, **workers: int) -> None:
         """Wait until so many workers train and have made steps together."""

@@ -342,6 +342,48 @@ def test_the_minimum_is_made_for_on_demand_nodes_and_the_rest_for_spot_ones(tmp_
     play(tmp_path, story)
 
 
+def test_workers_that_find_no_node_are_withdrawn_and_others_get_their_share(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        add_queue(stage)
+        pods = stage.server.all
+
+        def large(pod: Object) -> bool:
+            """Of the job ``large`` only one worker finds a node with enough of everything."""
+            own = pods(PODS, NAMESPACE, "virtualflow.dev/job=large,virtualflow.dev/role=worker")
+            name = pod["metadata"]["name"]
+            return name.startswith("large-w") and any(p["spec"].get("nodeName") for p in own)
+
+        stage.kubelet.unschedulable = large
+        stage.start("--unschedulable-seconds=1", scheduling=QUICK_POLICY)
+        stage.server.add(queued("large"))
+        stage.server.add(queued("small"))
+        await stage.until(lambda: given(stage, "large") == 3 and len(stage.workers("large")) == 3)
+        await stage.until(lambda: stage.status("large").get("readyReplicas") == 1)
+        for pod in stage.pods("large", WORKER):
+            if not pod["spec"].get("nodeName"):
+                stage.server.set_pod(
+                    NAMESPACE,
+                    pod["metadata"]["name"],
+                    conditions=[
+                        {
+                            "type": "PodScheduled",
+                            "status": "False",
+                            "reason": "Unschedulable",
+                            "message": "too small",
+                            "lastTransitionTime": stage.server.store.now().strftime("%Y-%m-%dT%H:%M:%SZ"),
+                        }
+                    ],
+                )
+        await stage.until(lambda: given(stage, "large") == 1 and stage.trains("small", 5))
+        assert shares(stage, "large", "small") == [1, 5]
+        stage.kubelet.unschedulable = lambda _: False
+        stage.server.set_node("node-a", taints=[{"key": "new", "effect": "NoSchedule"}])
+        stage.server.set_node("node-a", taints=[])
+        await stage.until(lambda: stage.trains("large", 3) and stage.trains("small", 3))
+
+    play(tmp_path, story)
+
+
 def test_a_fixed_capacity_counts_workers_and_needs_no_nodes(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage, resource=None, capacity=3, limits=[{"namespace": NAMESPACE, "capacity": 2}])

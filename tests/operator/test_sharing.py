@@ -88,8 +88,20 @@ def test_workers_are_taken_away_at_once_and_given_when_they_have_left() -> None:
     assert "as soon as those of others have left" in shares.grants["ml", "late"].reason
     leaving = dataclasses.replace(first, grant=shares.grants["ml", "first"])  # six pods are still there
     assert workers(decide(leaving, late)) == {"first": 3, "late": 0}
+    one_gone = decide(dataclasses.replace(leaving, pods=leaving.pods[:5]), late)
+    assert workers(one_gone) == {"first": 3, "late": 1}
+    (begun,) = applied(one_gone, late)
+    assert begun.grant.since == NOW
+    assert begun.grant.resized < NOW, "the change is not over, so nothing holds back the rest"
     gone = dataclasses.replace(leaving, pods=leaving.pods[:3])
-    assert workers(decide(gone, late)) == {"first": 3, "late": 3}
+    assert workers(decide(gone, begun)) == {"first": 3, "late": 3}
+
+
+def test_a_job_starts_when_there_is_room_for_its_minimum() -> None:
+    first, late = member("first", 6), member("late", minReplicas=2)
+    leaving = dataclasses.replace(first, grant=decide(first, late).grants["ml", "first"])
+    assert workers(decide(dataclasses.replace(leaving, pods=leaving.pods[:5]), late))["late"] == 0
+    assert workers(decide(dataclasses.replace(leaving, pods=leaving.pods[:4]), late))["late"] == 2
 
 
 def test_what_is_decided_stays_so() -> None:
@@ -112,7 +124,7 @@ def test_a_job_that_no_longer_has_pods_on_a_lost_node_makes_room_there() -> None
     lost = member("a", 4, pods=["node-0", "node-1", "node-9", "node-9"])
     assert workers(decide(lost, member("b"))) == {"a": 3, "b": 3}
     there = member("a", 4, pods=["node-0", "node-1", "node-2", "node-2"])
-    assert workers(decide(there, member("b"))) == {"a": 3, "b": 0}
+    assert workers(decide(there, member("b"))) == {"a": 3, "b": 2}
 
 
 OBSTACLES: dict[str, tuple[Spec, Spec, str]] = {
