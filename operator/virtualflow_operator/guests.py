@@ -76,6 +76,7 @@ class GuestWatch:
                         changed = before != after
                     if changed:
                         self._wake()
+                await asyncio.sleep(delay)  # a server that ends each watch at once is not asked all the time
             except (Forbidden, NotFound) as error:
                 logger.warning("pods of others may not be looked at, so queues do not count them: %s", error)
                 delay = self._settings.queue.backoff_most

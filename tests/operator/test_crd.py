@@ -11,7 +11,18 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import yaml
-from resource_rules import CRD_FILE, ROOT, Schema, broken_rules, crd, defaulted, job, schema, structural_errors
+from resource_rules import (
+    CRD_FILE,
+    QUEUE_CRD_FILE,
+    ROOT,
+    Schema,
+    broken_rules,
+    crd,
+    defaulted,
+    job,
+    schema,
+    structural_errors,
+)
 
 from virtualflow import messages
 from virtualflow.settings import MAX_VIRTUAL_NODES, MAX_WORKERS
@@ -452,7 +463,9 @@ def test_the_page_about_the_resource_is_what_the_schema_says() -> None:
     module = importlib.util.module_from_spec(location)
     location.loader.exec_module(module)
     page = (ROOT / "docs" / "resource.md").read_text(encoding="utf-8")
-    assert page == module.generate(crd()), "run: python docs/generate_resource.py > docs/resource.md"
+    assert page == module.generate(crd()) + module.generate_queue(crd(QUEUE_CRD_FILE)), (
+        "run: python docs/generate_resource.py > docs/resource.md"
+    )
     for path, node in NODES.items():
         if path.count(".") == 1 and path.startswith("spec."):
             assert node["description"] in page or "[]" in path
