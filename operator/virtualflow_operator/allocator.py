@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from virtualflow_operator.constants import MANAGER, WORKER
 from virtualflow_operator.granting import Grant, known_grant
@@ -153,7 +154,7 @@ class Allocator:
         created = parse_time(body["metadata"].get("creationTimestamp")) or 0.0
         grant = self.grant(key, job) or known_grant(job, created)
         if grant.queue != (job.spec.queue or ""):
-            grant = Grant(**{**grant.__dict__, "queue": job.spec.queue or ""})
+            grant = replace(grant, queue=job.spec.queue or "")
         pods = [pod for pod in self._workers(key) if pod.owner == job.uid]
         return Member(job, grant, created, tuple(pod.node for pod in pods), self._ceiling(key, pods, now))
 

@@ -13,7 +13,7 @@ import msgspec
 
 from virtualflow.messages import Status
 from virtualflow_operator import outlook, reasons, resources
-from virtualflow_operator.granting import Grant, settle_grant
+from virtualflow_operator.granting import Grant, settle_grant, with_allocation
 from virtualflow_operator.job_status import JobStatus
 from virtualflow_operator.notices import notices_of
 from virtualflow_operator.plan import Action, Call, DeletePod, Notice, Plan, TellDrain, TellGone
@@ -89,7 +89,7 @@ class Decision:
     def plan(self, status: JobStatus) -> Plan:
         """All that was collected, with the job's next status."""
         changes = outlook.fresh_changes(self.job.status, self.remote) if not self.job.status.finished else []
-        status = outlook.with_allocation(status, self.job, self.granted, self.now)
+        status = with_allocation(status, self.job, self.granted, self.now)
         self.notices += notices_of(self.job.status, status, changes)
         return Plan(
             msgspec.structs.replace(status, observed_generation=self.job.generation),

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from virtualflow_operator import reasons
-from virtualflow_operator.job_status import Allocation, JobStatus
+from virtualflow_operator.job_status import Allocation, Condition, JobStatus, Truth
 from virtualflow_operator.measuring import efficient_limit
 from virtualflow_operator.spec import JobSpec
 from virtualflow_operator.view import Job, format_time, parse_time
+
+MAX_MESSAGE = 4_096
+"""Characters of a condition's message; the API takes 32,768, people less."""
 
 
 @dataclass(frozen=True)
@@ -141,3 +144,26 @@ def _waiting(job: Job) -> Job:
 
 def _with_spec(job: Job, spec: JobSpec) -> Job:
     return replace(job, spec=spec)
+
+
+def with_allocation(status: JobStatus, job: Job, granted: Granted, now: float) -> JobStatus:
+    """The status with the condition ``Allocated``, or without it for a job that has no queue."""
+    if not job.spec.queue:
+        kept = tuple(condition for condition in status.conditions if condition.type != "Allocated")
+        return msgspec.structs.replace(status, conditions=kept, allocation=None)
+    allocation = None if status.finished else status.allocation
+    truth: Truth = "True" if allocation is not None and allocation.workers else "False"
+    code, message = granted.code or reasons.QUEUED, granted.waits or "Its queue has not decided yet."
+    if status.finished:
+        code, message = reasons.FINISHED, "The job is over."
+    elif allocation is not None:
+        message = f"{_counted(allocation.workers)} of the queue {allocation.queue}: {allocation.reason}"
+    before = job.status.condition("Allocated")
+    since = before.last_transition_time if before is not None and before.status == truth else format_time(now)
+    own = Condition("Allocated", truth, code, message[:MAX_MESSAGE], since, job.generation)
+    others = tuple(condition for condition in status.conditions if condition.type != "Allocated")
+    return msgspec.structs.replace(status, conditions=(*others, own), allocation=allocation)
+
+
+def _counted(workers: int) -> str:
+    return "No workers" if not workers else "1 worker" if workers == 1 else f"{workers} workers"

@@ -13,7 +13,7 @@ import msgspec
 from virtualflow.messages import Change, Status
 from virtualflow_operator import reasons
 from virtualflow_operator.capacity import never_fits
-from virtualflow_operator.granting import Granted
+from virtualflow_operator.granting import MAX_MESSAGE
 from virtualflow_operator.job_status import (
     Condition,
     ConditionType,
@@ -27,9 +27,6 @@ from virtualflow_operator.measuring import remember
 from virtualflow_operator.survey import Survey
 from virtualflow_operator.view import Job, Link, Node, Pod, format_time, parse_time
 from virtualflow_operator.workforce import Workforce
-
-_MESSAGE = 4_096
-"""Characters of a condition's message; the API takes 32,768, people less."""
 
 
 def portray(
@@ -87,29 +84,6 @@ def portray(
         ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
         ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
     )
-
-
-def with_allocation(status: JobStatus, job: Job, granted: Granted, now: float) -> JobStatus:
-    """The status with the condition ``Allocated``, or without it for a job that has no queue."""
-    if not job.spec.queue:
-        kept = tuple(condition for condition in status.conditions if condition.type != "Allocated")
-        return msgspec.structs.replace(status, conditions=kept, allocation=None)
-    allocation = None if status.finished else status.allocation
-    truth: Truth = "True" if allocation is not None and allocation.workers else "False"
-    code, message = granted.code or reasons.QUEUED, granted.waits or "Its queue has not decided yet."
-    if status.finished:
-        code, message = reasons.FINISHED, "The job is over."
-    elif allocation is not None:
-        message = f"{_counted(allocation.workers)} of the queue {allocation.queue}: {allocation.reason}"
-    before = job.status.condition("Allocated")
-    since = before.last_transition_time if before is not None and before.status == truth else format_time(now)
-    own = Condition("Allocated", truth, code, message[:_MESSAGE], since, job.generation)
-    others = tuple(condition for condition in status.conditions if condition.type != "Allocated")
-    return msgspec.structs.replace(status, conditions=(*others, own), allocation=allocation)
-
-
-def _counted(workers: int) -> str:
-    return "No workers" if not workers else "1 worker" if workers == 1 else f"{workers} workers"
 
 
 _Aspect = tuple[ConditionType, Truth, str, str]
@@ -298,7 +272,7 @@ def _with_conditions(status: JobStatus, generation: int, now: float, *aspects: _
         before = status.condition(kind)
         same = before is not None and before.status == truth
         since = before.last_transition_time if before is not None and same else format_time(now)
-        shown = message if len(message) <= _MESSAGE else message[: _MESSAGE - 2] + " …"
+        shown = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 2] + " …"
         conditions.append(Condition(kind, truth, reason, shown, since, generation))
     return msgspec.structs.replace(status, conditions=tuple(conditions))
 
@@ -390,7 +364,7 @@ def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
         status,
         job,
         now,
-        *_at_rest(reasons.QUEUED, message[:_MESSAGE]),
+        *_at_rest(reasons.QUEUED, message[:MAX_MESSAGE]),
         (
             "Suspended",
             "True" if ran else "False",
