@@ -127,7 +127,7 @@ class Allocator:
             return None
         wakes = [self._settings.sharing.review]
         wakes += [max(until - now, 0.0) for place, (_, until) in self._ceilings.items() if place in own]
-        wakes += [max(at - now, self._settings.sharing.debounce) for at in map(self._stuck_at, own) if at is not None]
+        wakes += [at - now for at in map(self._stuck_at, own) if at is not None and at > now]
         if shares.wake_at is not None:
             wakes.append(max(shares.wake_at - time.time(), self._settings.sharing.debounce))
         return min(wakes)
