@@ -19,9 +19,9 @@ SLOT = "example.com/slot"
 SLOTS = 2
 """On each node."""
 QUEUE = "e2e-shared"
-STEPS = {"light": 1000, "middle": 950, "heavy": 900}
+STEPS = {"light": 400, "middle": 380, "heavy": 360}
 WEIGHTS = {"light": 1, "middle": 2, "heavy": 3}
-PAUSE = 0.4
+PAUSE = 1.5
 """Seconds that each step takes longer: the jobs last until all has happened, and leave the processors alone."""
 SECONDS = 15.0
 """Within which the shares follow."""
