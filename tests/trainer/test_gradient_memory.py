@@ -29,7 +29,7 @@ def living() -> int:
     """Bytes of the memory behind all tensors that Python can reach."""
     found = {}
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter):
+        if type(thing) in (torch.Tensor, nn.Parameter) and thing.layout is torch.strided:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
