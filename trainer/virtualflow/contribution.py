@@ -26,7 +26,7 @@ from virtualflow import messages as m
 from virtualflow.errors import ConfigurationError
 from virtualflow.summation import add_up
 
-_FIXED = struct.Struct("<9q")
+_FIXED = struct.Struct("<10q")
 _NODE = struct.Struct("<q")
 _PAIR = struct.Struct("<dd")
 
@@ -93,6 +93,8 @@ class Head:
     """Whether the worker has samples for a further step of this epoch."""
     steady: bool
     """Whether its gradients stayed as autograd left them (``overlap``)."""
+    saves: bool
+    """Whether it will write a checkpoint after this step, for which it needs the whole state."""
     samples: tuple[int, ...]
     """Of each of its records: in a ``bitwise`` job, of each virtual node."""
     present: tuple[bool, ...]
@@ -131,10 +133,11 @@ class HeadFormat:
         steady: bool,
         present: Sequence[bool],
         records: Sequence[NodeRecord],
+        saves: bool = False,
     ) -> Tensor:
         """The head as a uint8 tensor ``[size]``."""
         block = bytearray(self.size)
-        numbers = (kind, exchange, layout, offer.incarnation, offer.counter, wishes, len(records), more, steady)
+        numbers = (kind, exchange, layout, offer.incarnation, offer.counter, wishes, len(records), more, steady, saves)
         _FIXED.pack_into(block, 0, *numbers)
         at = _FIXED.size
         bits = sum(1 << place for place, there in enumerate(present) if there)
@@ -157,7 +160,7 @@ class HeadFormat:
     def read(self, block: Tensor) -> Head:
         """The inverse of :meth:`write`."""
         raw = block.numpy().tobytes()
-        kind, exchange, layout, incarnation, counter, wishes, nodes, more, steady = _FIXED.unpack_from(raw, 0)
+        kind, exchange, layout, incarnation, counter, wishes, nodes, more, steady, saves = _FIXED.unpack_from(raw, 0)
         at = _FIXED.size
         bits = int.from_bytes(raw[at : at + (self.places + 7) // 8], "little")
         at += (self.places + 7) // 8
@@ -179,6 +182,7 @@ class HeadFormat:
             bool(wishes),
             bool(more),
             bool(steady),
+            bool(saves),
             tuple(samples),
             tuple(bool(bits >> place & 1) for place in range(self.places)),
             tuple(metrics),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 
+from msgspec import structs
+
 from virtualflow import messages as m
 from virtualflow.admission import fault_in_plan, is_member, refuse
 from virtualflow.cluster import Worker
@@ -356,6 +358,10 @@ class Record:
         self.history.step = done.step
         if result is None or done.timed_steps > result.timed_steps:
             self.history.result = done
+        if result is not None and not (result.optimizer_digest and done.optimizer_digest):
+            # Of a sharded optimizer, one worker has seen the whole.
+            whole = result.optimizer_digest or done.optimizer_digest
+            self.history.result = structs.replace(self.history.result or done, optimizer_digest=whole)
 
     def _publish(self, incarnation: str, message: m.Publish) -> None:
         plan = next((p for p in (self.proposed, self.running) if p and p.generation == message.generation), None)

@@ -34,6 +34,7 @@ from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.overlap import Overlap
 from virtualflow.reduction import Reducer
 from virtualflow.settings import CommunicatorSettings
+from virtualflow.shards import Shards
 from virtualflow.stepping import StepInPortions, is_separable
 
 SchedulerInterval = Literal["step", "epoch", "manual"]
@@ -67,6 +68,7 @@ class Update:
         micro_batch: int,
         alignment: int,
         canonical: bool = True,
+        shard: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -97,6 +99,11 @@ class Update:
         large = sum(p.numel() * p.itemsize for p in self._all_parameters) > settings.small_exchange // 2
         self._overlap = Overlap(self._all_parameters, self._reducer, large)
         self._stepping = StepInPortions(optimizer)
+        self.shards = Shards(self._all_parameters, optimizer, clip_grad_norm, clip_grad_value) if shard else None
+        """This worker's share of a sharded optimizer."""
+        self.pending: Outcome | None = None
+        """A complete exchange whose step may count already, though it has not been applied here (``shards``)."""
+        self._pending_schema = Schema()
         self._steady = True
         self._names = [name for name, _ in model.named_parameters()]
         self._trained: tuple[bool, ...] = ()
@@ -194,7 +201,13 @@ class Update:
     # --- the exchange -------------------------------------------------------------------------------------------------
 
     def exchange(
-        self, communicator: Collectives, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
+        self,
+        communicator: Collectives,
+        ranges: Sequence[range],
+        number: int,
+        offer: m.Generation,
+        more: bool,
+        saves: bool = False,
     ) -> Outcome:
         """Exchange everything with the other workers.
 
@@ -203,6 +216,7 @@ class Update:
             number: of this exchange, counted the same by all workers.
             offer: the generation that this worker could enter next, (0, 0) for none.
             more: whether this worker has samples for a further step of the epoch.
+            saves: whether it needs the whole state after this step.
 
         Raises:
             CommunicatorBroken: the attempt is void.
@@ -211,7 +225,7 @@ class Update:
         """
         self.contributed = True
         self.buffers.refuse_strangers()
-        heads, form = self._agree_on_heads(communicator, ranges, number, offer, more)
+        heads, form = self._agree_on_heads(communicator, ranges, number, offer, more, saves)
         samples = sum(sum(head.samples) for head in heads)
         if samples == 0:
             raise ConfigurationError("the dataset gave no samples at all; check its shards")
@@ -225,10 +239,11 @@ class Update:
             raise ConfigurationError(
                 "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step"
             )
+        begun = self._overlap.places
         early = self._arrive(scale, steady, present)
         sums = [tensor.to(summed_as(tensor.dtype)) for tensor in self.buffers.templates(self.schema.averaged)]
         templates = [*self._all_parameters, *sums]
-        late = [there and place not in early for place, there in enumerate(present)]
+        late = [there and place not in begun for place, there in enumerate(present)]
         reduced = self._reducer.reduce(communicator, ranges, self._parts(), templates, late, scale)
         for place, tensor in early.items():
             reduced[place] = tensor
@@ -236,12 +251,20 @@ class Update:
         if form.copied_bytes:
             first = next(head for head in heads if sum(head.samples))
             buffers |= self.buffers.read_copied(self.schema, first.copied)
-        return Outcome(heads, samples, metrics, reduced[:count], buffers)
+        outcome = Outcome(heads, samples, metrics, reduced[:count], buffers)
+        if self.shards is not None and communicator.size > 1:
+            self.pending, self._pending_schema = outcome, self.schema
+            self.shards.prepare(reduced[:count], present[:count])
+            self.shards.decide(communicator)
+            self.shards.step()
+            self.shards.spread(communicator)
+        return outcome
 
     def _arrive(self, scale: float, steady: bool, present: Sequence[bool]) -> dict[int, Tensor]:
         """Wait for the gradients that are under way, and step the first while others are still to come."""
         arrived: dict[int, Tensor] = {}
-        separable = self.scaler is None and self._clip_norm is None and self._clip_value is None
+        clipped = self._clip_norm is not None or self._clip_value is not None
+        separable = self.scaler is None and not clipped and self.shards is None
         for found, complete in self._overlap.results(scale, steady):
             there = {place: tensor for place, tensor in found.items() if present[place]}
             arrived |= there
@@ -250,7 +273,13 @@ class Update:
         return arrived
 
     def _agree_on_heads(
-        self, communicator: Collectives, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
+        self,
+        communicator: Collectives,
+        ranges: Sequence[range],
+        number: int,
+        offer: m.Generation,
+        more: bool,
+        saves: bool,
     ) -> tuple[tuple[Head, ...], HeadFormat]:
         begun = self._overlap.under_way
         while True:
@@ -258,9 +287,8 @@ class Update:
             mine = self._wanted_schema()
             wishes = mine.merge(self.schema) != self.schema
             layout = self._layout_hash()
-            block = form.write(
-                Kind.TRAIN, number, layout, offer, wishes, more, self._steady, self._present(), self._complete_records()
-            )
+            numbers = (Kind.TRAIN, number, layout, offer, wishes, more, self._steady)
+            block = form.write(*numbers, self._present(), self._complete_records(), saves)
             gathered = self._overlap.heads(block) if begun else communicator.all_gather(block)
             begun = False
             heads = read_heads(form, gathered, Kind.TRAIN, number)
@@ -341,6 +369,22 @@ class Update:
 
     def apply(self, outcome: Outcome, epoch_ends: bool) -> None:
         """Apply a complete exchange: clip, optimizer, scaler, buffers, scheduler."""
+        if outcome is self.pending:
+            self.forget_pending()
+        else:
+            self._step(outcome)
+        for parameter, gradient in zip(self._all_parameters, outcome.gradients, strict=True):
+            parameter.grad = gradient
+        self._stepping = StepInPortions(self.optimizer)
+        self._reducer.release_unused()
+        self.buffers.commit(outcome.buffers)
+        self._accumulator.clear()
+        self._records = []
+        self.settled = self.schema
+        if self.scheduler is not None and (self._interval == "step" or (self._interval == "epoch" and epoch_ends)):
+            self.scheduler.step()
+
+    def _step(self, outcome: Outcome) -> None:
         stepped = set(self._stepping.stepped)
         for parameter, gradient in zip(self._all_parameters, outcome.gradients, strict=True):
             parameter.grad = None if parameter in stepped else gradient
@@ -356,16 +400,24 @@ class Update:
             self.scaler.update()
         else:
             self.optimizer.step()
-        for parameter, gradient in zip(self._all_parameters, outcome.gradients, strict=True):
-            parameter.grad = gradient
-        self._stepping = StepInPortions(self.optimizer)
-        self._reducer.release_unused()
-        self.buffers.commit(outcome.buffers)
-        self._accumulator.clear()
-        self._records = []
-        self.settled = self.schema
-        if self.scheduler is not None and (self._interval == "step" or (self._interval == "epoch" and epoch_ends)):
-            self.scheduler.step()
+
+    def complete_pending(self, norm: float | None) -> Outcome:
+        """The step that is pending counts, as others know: step this worker's share; it is to be committed.
+
+        Args:
+            norm: of the whole gradient, if it is clipped by that.
+        """
+        assert self.pending is not None
+        assert self.shards is not None
+        self.shards.step(norm)
+        self.schema = self._pending_schema
+        return self.pending
+
+    def forget_pending(self) -> None:
+        """It is committed, or void."""
+        self.pending = None
+        if self.shards is not None:
+            self.shards.settle()
 
     def settle(self, schema: Schema) -> None:
         """Take over the names of a state that was restored."""
@@ -380,6 +432,8 @@ class Update:
         """A generation begins: another number of workers needs other buffers."""
         self._overlap.enter()
         self._reducer.forget_buffers()
+        if self.shards is not None:
+            self._reducer.share(self.shards.keepers)
 
     def close(self) -> None:
         """Leave the model as it was."""
