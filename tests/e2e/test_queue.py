@@ -93,7 +93,8 @@ class Sharing:
         begun = time.monotonic()
 
         def shrunk() -> bool:
-            return all(len(job.workers()) <= wanted[name] for name, job in self.jobs.items())
+            here = {name: [pod for pod in job.workers() if not over(pod)] for name, job in self.jobs.items()}
+            return all(len(pods) <= wanted[name] for name, pods in here.items())
 
         try:
             until(f"{what}: those who have too much are told to leave", shrunk, seconds)
