@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded_samples import (
@@ -22,7 +23,8 @@ from loaded_samples import (
     reference,
     wait_until,
 )
-from torch.utils.data import get_worker_info
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.loading import MapSource, MicroBatch
@@ -95,8 +97,8 @@ def test_loading_ahead_happens_and_survives_a_resize(tmp_path: Path) -> None:
                 source.fetch(0, step, node)
     counts = {index: loaded().count(index) for index in loaded()}
     assert set(counts.values()) == {1}, "something wanted was loaded twice"
-    needed = {i for node in range(NODES) for i in plan.indices(0, 0, node, NODES)}
-    needed |= {i for step in range(1, 6) for node in range(2) for i in plan.indices(0, step, node, NODES)}
+    needed = {i for node in range(NODES) for i in plan.indices(0, 0, node, NODES).tolist()}
+    needed |= {i for step in range(1, 6) for node in range(2) for i in plan.indices(0, step, node, NODES).tolist()}
     assert needed <= set(counts)
     assert len(counts) - len(needed) <= 2 * 4, "more was loaded in vain than was in flight"
 
@@ -205,13 +207,39 @@ def test_getitems_is_left_unused(processes: int) -> None:
         assert source.fetch(0, 0, 0).size == 2
 
 
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.arange(float(SIZE * 4)).reshape(SIZE, 4),
+        torch.arange(float(SIZE * 4)).reshape(4, SIZE).t(),
+        torch.arange(float(SIZE * 12)).reshape(SIZE, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.arange(SIZE).to(torch.uint16),
+        torch.arange(float(SIZE)).expand(3, SIZE).t(),
+    ],
+    ids=["contiguous", "transposed", "channels last", "unsigned scalars", "expanded"],
+)
+def test_a_tensor_dataset_gives_what_a_data_loader_gives(processes: int, rows: Tensor) -> None:
+    dataset = TensorDataset(rows, torch.arange(SIZE))
+    with opened(dataset, num_workers=processes) as source:
+        source.assign(range(NODES), 0, 0)
+        for node in range(NODES):
+            got = source.fetch(0, 0, node)
+            (wanted,) = DataLoader(dataset, batch_size=len(got.samples), sampler=got.samples)
+            assert type(got.data) is type(wanted)
+            for ours, theirs in zip(got.data, wanted, strict=True):
+                assert ours.equal(theirs)
+                assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+            assert got.samples == tuple(got.data[1].tolist())
+
+
 @PROCESSES
 def test_a_virtual_node_without_samples_gets_an_empty_micro_batch(processes: int) -> None:
     with opened(Augmented(size=14), num_workers=processes) as source:
         source.assign(range(NODES), 0, 1)
         sizes = [source.fetch(0, 1, node).size for node in range(NODES)]
         assert sizes == [1, 1, 0, 0, 0, 0]
-        assert source.fetch(0, 1, 5) == MicroBatch(5, None, ())
+        assert source.fetch(0, 1, 5) == MicroBatch(5, None, (), (0,))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Micro-batches of a map-style dataset, loaded ahead by a real ``DataLoader`` that no resize restarts.
 
+Where there are neither loader processes nor a thread that pins memory, nothing can be loaded ahead, and a micro-batch
+is put together when it is asked for, without a ``DataLoader`` in between. Otherwise:
+
 The ``DataLoader`` gets a sampler that never ends and that we steer: it names the next wanted batch of the
 virtual nodes that this worker carries now. So one set of loader processes serves the whole job, over epochs
 and resizes; what is in flight at a resize is kept where it is still wanted, and every batch carries the name
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
@@ -89,6 +93,10 @@ def open_source(
     )
 
 
+_NOT_SELECTED = (torch.uint16, torch.uint32, torch.uint64)
+"""Types for which ``index_select`` is not implemented."""
+
+
 class _Key(NamedTuple):
     """The name of a micro-batch; keys are ordered as they are needed."""
 
@@ -144,14 +152,13 @@ class MapSource:
         self._arrived: dict[_Key, tuple[_Task, Any]] = {}
         self._closed = False
         self._failed = False
-        self._batches: Iterator[Any] = open_loader(
-            _Loading(dataset, collate_of(options), plan.seed),
-            dataset,
-            options,
-            collate=_as_it_is,
-            sampler=_Tasks(self),
-            batch_size=None,
-        )
+        self._loading = _Loading(dataset, collate_of(options), plan.seed)
+        self._ahead_of_need = processes > 0 or options.get("pin_memory", False)
+        self._batches: Iterator[Any] = iter(())
+        if self._ahead_of_need:
+            self._batches = open_loader(
+                self._loading, dataset, options, collate=_as_it_is, sampler=_Tasks(self), batch_size=None
+            )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -179,12 +186,14 @@ class MapSource:
         """See `Source.fetch`."""
         if self._closed:
             raise RuntimeError("the source of samples is closed")
+        nodes = range(virtual_node, virtual_node + count)
+        sizes = tuple([self._plan.size(epoch_step, node, self._virtual_nodes) for node in nodes])
+        if not self._ahead_of_need and any(sizes):
+            indices = self._plan.indices(epoch, epoch_step, virtual_node, self._virtual_nodes, count)
+            return MicroBatch(virtual_node, self._loading.load(epoch, indices), indices, sizes)
         key = _Key(epoch, epoch_step, virtual_node, count)
         self._passed = max(self._passed, key)
-        nodes = range(virtual_node, virtual_node + count)
-        counts = tuple(self._plan.size(epoch_step, node, self._virtual_nodes) for node in nodes)
-        sizes = counts if count > 1 else ()
-        if not any(counts):
+        if not any(sizes):
             return MicroBatch(virtual_node, None, (), sizes)
         task, outcome = self._arrived.pop(key) if key in self._arrived else self._await(key)
         self._drop_unwanted()
@@ -269,7 +278,7 @@ class MapSource:
 
     def _task(self, key: _Key) -> _Task:
         epoch, step, virtual_node, count = key
-        return _Task(key, tuple(self._plan.indices(epoch, step, virtual_node, self._virtual_nodes, count)))
+        return _Task(key, tuple(self._plan.indices(epoch, step, virtual_node, self._virtual_nodes, count).tolist()))
 
 
 class _Tasks:
@@ -293,33 +302,42 @@ class _Loading(Dataset[tuple[_Task | None, Any]]):
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
+        self._gathers = type(dataset) is TensorDataset and collate is default_collate
+        """It draws nothing at random, so it needs no seeds, and its samples can be gathered at once."""
 
     def __getitem__(self, task: _Task | None) -> tuple[_Task | None, Any]:
         if task is None:
             return None, None
         if get_worker_info() is None:
-            return task, self._load(task)
+            return task, self.load(task.key.epoch, torch.tensor(task.indices))
         try:
-            return task, self._load(task)
+            return task, self.load(task.key.epoch, torch.tensor(task.indices))
         except Exception:  # noqa: BLE001
             # Whatever the user's code raises travels as data, so that it surfaces with the batch it belongs
             # to, if that is still wanted, and is told from the failure of a loader process.
             return task, ExceptionWrapper(where="in a loader process")  # type: ignore[no-untyped-call]
 
-    def _load(self, task: _Task) -> Any:
-        if type(self._dataset) is TensorDataset and self._collate is default_collate:
-            # It draws nothing at random, so it needs no seeds, and its samples can be gathered at once.
-            indices = torch.tensor(task.indices)
-            return [tensor[indices] for tensor in self._dataset.tensors]
+    def load(self, epoch: int, indices: Tensor) -> Any:
+        """What ``collate_fn`` makes of these samples."""
+        if self._gathers:
+            return [_gather(tensor, indices) for tensor in self._dataset.tensors]
+        named: list[int] = indices.tolist()
         samples = []
         try:
-            for index in task.indices:
-                seed_sample(self._seed, task.key.epoch, index)
+            for index in named:
+                seed_sample(self._seed, epoch, index)
                 samples.append(self._dataset[index])
             return self._collate(samples)
         except StopIteration as stop:
             # Let through, it would silently end some loop between here and the user.
-            raise RuntimeError(f"the dataset raised StopIteration while loading {task.indices}") from stop
+            raise RuntimeError(f"the dataset raised StopIteration while loading {tuple(named)}") from stop
+
+
+def _gather(tensor: Tensor, indices: Tensor) -> Tensor:
+    """The rows at ``indices``; also those of a channels-last tensor are laid out as ``default_collate`` would."""
+    if tensor.is_cpu and tensor.dim() < 5 and tensor.dtype not in _NOT_SELECTED:
+        return tensor.index_select(0, indices)  # in half the time of the other
+    return tensor[indices]
 
 
 def _as_it_is(batch: Any) -> Any:
