@@ -57,7 +57,7 @@ class MicroBatch:
     loaded: tuple[int, ...] | torch.Tensor
     """What was really loaded, as `samples` says it, or as a tensor."""
     sizes: tuple[int, ...] = ()
-    """Samples of each of its neighbouring virtual nodes, of which ``virtual_node`` is the first; empty: it is of one."""
+    """Samples of each of its virtual nodes, of which ``virtual_node`` is the first; empty where it is of that one."""
 
     @property
     def samples(self) -> tuple[int, ...]:

@@ -264,7 +264,7 @@ class Run:
         part, number = self.participation, self.training.exchanges + 1
         while self.training.exchanges < number:
             form = self.update.head_format(part.ranges)
-            head = form.write(Kind.FINISH, number, 0, NOTHING, False, False, True, [], [])
+            head = form.write(form.tell(Kind.FINISH, number, 0, NOTHING, False, False, True, [], []))
             try:
                 read_heads(form, part.communicator.all_gather(head), Kind.FINISH, number)
             except CommunicatorBroken as error:
