@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.loading import MapSource, MicroBatch
+from virtualflow.tuning import chunks
 
 PROCESSES = pytest.mark.parametrize("processes", [0, 1, 2])
 
@@ -205,6 +206,42 @@ def test_getitems_is_left_unused(processes: int) -> None:
     with opened(Bulk(), num_workers=processes) as source:
         source.assign(range(NODES), 0, 0)
         assert source.fetch(0, 0, 0).size == 2
+
+
+@settings(deadline=None)
+@given(data=st.data(), width=st.sampled_from([0, 1, 7, 16, 32]), size=st.integers(13, 40), fused=st.integers(1, NODES))
+def test_rows_gathered_at_once_are_those_of_a_micro_batch(
+    data: st.DataObject, width: int, size: int, fused: int
+) -> None:
+    dataset = TensorDataset(torch.rand(size, width), torch.arange(8 * size).reshape(size, 8))
+    plan = plan_of(size)
+    with opened(dataset) as source:
+        for _ in range(4):
+            first = data.draw(st.integers(0, NODES - 1))
+            carried = range(first, data.draw(st.integers(first + 1, NODES)))
+            step = data.draw(st.integers(0, plan.steps_per_epoch - 1))
+            source.assign(carried, 1, step, fused)
+            for at in range(step, data.draw(st.integers(step, plan.steps_per_epoch))):
+                for chunk in chunks(carried, fused)[: data.draw(st.integers(1, NODES))]:
+                    got = source.fetch(1, at, chunk.start, len(chunk))
+                    wanted = plan.indices(1, at, chunk.start, NODES, len(chunk))
+                    assert got.samples == tuple(wanted.tolist())
+                    if len(wanted) == 0:
+                        assert got.data is None
+                        continue
+                    for ours, tensor in zip(got.data, dataset.tensors, strict=True):
+                        assert ours.equal(tensor[wanted])
+                        assert ours.data_ptr() % 64 == 0
+                        ours.zero_()  # it is the user's
+
+
+@pytest.mark.parametrize(("width", "once"), [(16, True), (15, False)], ids=["aligned", "not aligned"])
+def test_rows_are_gathered_at_once_where_each_micro_batch_is_aligned(width: int, once: bool) -> None:
+    with opened(TensorDataset(torch.rand(SIZE, width))) as source:
+        source.assign(range(2, NODES), 0, 0)
+        rows = [source.fetch(0, 0, node).data[0] for node in (2, 3)]
+        places = {row.untyped_storage().data_ptr() for row in rows}
+        assert (len(places) == 1) == once
 
 
 @pytest.mark.parametrize("processes", [0, 1])

@@ -34,6 +34,7 @@ from virtualflow.loaders import (
 )
 from virtualflow.randomness import seed_sample
 from virtualflow.sampling import Plan, micro_batch
+from virtualflow.settings import LoadingSettings
 from virtualflow.streams import Shardable, StreamSource
 from virtualflow.tuning import chunks
 
@@ -142,6 +143,10 @@ class MapSource:
         processes = options.get("num_workers", 0)
         self._slots = processes * (options.get("prefetch_factor") or 2)
         """Tasks that the ``DataLoader`` keeps in flight (torch's default: two a process)."""
+        self._chunks: list[range] = []
+        """Virtual nodes that this worker carries, as they are loaded together."""
+        self._gathered: dict[tuple[int, int, range], list[Tensor]] = {}
+        """Micro-batches of the present step that need only be handed out, without a ``DataLoader``."""
         self._counts: dict[int, int] = {}
         """Of each chunk: its first virtual node, and how many it has."""
         self._wanted: Iterator[_Task] = iter(())
@@ -177,6 +182,8 @@ class MapSource:
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
         """See `Source.assign`. What is in flight or waiting and still wanted is kept."""
         wanted = chunks(virtual_nodes, width)
+        self._chunks = wanted
+        self._gathered = {}
         self._counts = {chunk.start: len(chunk) for chunk in wanted}
         self._passed = _Key(epoch, epoch_step, -1, 0)
         self._wanted = self._sequence(wanted, epoch, epoch_step)
@@ -190,7 +197,7 @@ class MapSource:
         sizes = tuple([self._plan.size(epoch_step, node, self._virtual_nodes) for node in nodes])
         if not self._ahead_of_need and any(sizes):
             indices = self._plan.indices(epoch, epoch_step, virtual_node, self._virtual_nodes, count)
-            return MicroBatch(virtual_node, self._loading.load(epoch, indices), indices, sizes)
+            return MicroBatch(virtual_node, self._load_here(epoch, epoch_step, nodes, indices), indices, sizes)
         key = _Key(epoch, epoch_step, virtual_node, count)
         self._passed = max(self._passed, key)
         if not any(sizes):
@@ -206,9 +213,28 @@ class MapSource:
         """See `Source.close`."""
         if not self._closed:
             self._closed = True
+            self._gathered = {}
             self._arrived.clear()
             close_loader(self._batches, self._close_grace)
             self._batches = iter(())
+
+    def _load_here(self, epoch: int, epoch_step: int, nodes: range, indices: Tensor) -> Any:
+        """Load without a ``DataLoader``; small tensors are gathered for the rest of the step at once."""
+        if not self._loading.gathers:
+            return self._loading.load(epoch, indices)
+        data = self._gathered.pop((epoch, epoch_step, nodes), None)
+        if data is not None:
+            return data
+        rest = [chunk for chunk in self._chunks if chunk.start >= nodes.start]
+        if len(rest) > 1 and rest[0] == nodes:
+            together = rest[-1].stop - nodes.start
+            all_indices = self._plan.indices(epoch, epoch_step, nodes.start, self._virtual_nodes, together)
+            size, rows = len(indices), len(all_indices)
+            if rows == size * len(rest) and self._loading.gathers_at_once(rows, size):
+                batches = self._loading.gather(all_indices, size)
+                self._gathered = {(epoch, epoch_step, at): batch for at, batch in zip(rest, batches, strict=True)}
+                return self._gathered.pop((epoch, epoch_step, nodes))
+        return self._loading.load(epoch, indices)
 
     def _await(self, key: _Key) -> tuple[_Task, Any]:
         if key not in self._in_flight:
@@ -302,7 +328,7 @@ class _Loading(Dataset[tuple[_Task | None, Any]]):
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
-        self._gathers = type(dataset) is TensorDataset and collate is default_collate
+        self.gathers = type(dataset) is TensorDataset and collate is default_collate
         """It draws nothing at random, so it needs no seeds, and its samples can be gathered at once."""
 
     def __getitem__(self, task: _Task | None) -> tuple[_Task | None, Any]:
@@ -319,7 +345,7 @@ class _Loading(Dataset[tuple[_Task | None, Any]]):
 
     def load(self, epoch: int, indices: Tensor) -> Any:
         """What ``collate_fn`` makes of these samples."""
-        if self._gathers:
+        if self.gathers:
             return [_gather(tensor, indices) for tensor in self._dataset.tensors]
         named: list[int] = indices.tolist()
         samples = []
@@ -331,6 +357,25 @@ class _Loading(Dataset[tuple[_Task | None, Any]]):
         except StopIteration as stop:
             # Let through, it would silently end some loop between here and the user.
             raise RuntimeError(f"the dataset raised StopIteration while loading {tuple(named)}") from stop
+
+    def gathers_at_once(self, rows: int, size: int) -> bool:
+        """Whether ``rows`` samples may be gathered at once, to be handed out as micro-batches of ``size``.
+
+        They must take little memory, and each tensor must begin where one of its own would: kernels may compute other
+        bits from other alignments.
+        """
+        widths = [tensor[0].nbytes for tensor in self._dataset.tensors]
+        return (
+            rows * sum(widths) <= LoadingSettings.gathered
+            and all(size * width % LoadingSettings.alignment == 0 for width in widths)
+            and all(tensor.is_cpu and not tensor.requires_grad for tensor in self._dataset.tensors)
+        )
+
+    def gather(self, indices: Tensor, size: int) -> Iterator[list[Tensor]]:
+        """The rows at ``indices`` as micro-batches of ``size``."""
+        # They share memory and nothing else; pieces of an ordinary split would share a version counter, too.
+        pieces = [torch.unsafe_split(_gather(tensor, indices), size) for tensor in self._dataset.tensors]
+        return (list(batch) for batch in zip(*pieces, strict=True))
 
 
 def _gather(tensor: Tensor, indices: Tensor) -> Tensor:

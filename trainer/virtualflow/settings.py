@@ -251,6 +251,17 @@ class FusingSettings:
     """The share of the memory left on a machine that a worker may grow into: other workers grow, too."""
 
 
+@dataclass(frozen=True)
+class LoadingSettings:
+    """Loading without loader processes."""
+
+    gathered: int = 1 << 20
+    """Samples of a step that are rows of tensors are gathered at once up to so many bytes. Beyond, the calls that this
+    saves no longer count beside the copying, and the memory does."""
+    alignment: int = 64
+    """Bytes at whose multiples PyTorch's allocator for the CPU begins a tensor."""
+
+
 LOADER_GRACE = 5.0
 """How long a loader process may take to finish the batch in hand before it is killed."""
 

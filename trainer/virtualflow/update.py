@@ -194,7 +194,8 @@ class Update:
             value = averaged.pop(name) if name in averaged else self.buffers.baseline(name)
             if name not in self._changed and self.buffers.changed(name, value):
                 self._changed.add(name)
-            values.append(value.to(summed_as(value.dtype)))
+            dtype = summed_as(value.dtype)
+            values.append(value if value.dtype is dtype else value.to(dtype))
         return values
 
     def abandon(self) -> None:
