@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from virtualflow import messages as m
 from virtualflow import self_test
+from virtualflow.allocation import keep_freed_memory
 from virtualflow.audit import Audit
 from virtualflow.checkpoint_files import JobIdentity
 from virtualflow.contribution import Head, Kind
@@ -44,6 +45,7 @@ from virtualflow.session import NOTHING, Facts, Session
 from virtualflow.settings import (
     LOADER_GRACE,
     STOP_GRACE,
+    AllocationSettings,
     CommunicatorSettings,
     LinkSettings,
     MembershipSettings,
@@ -113,6 +115,7 @@ class Run:
             device=describe_device(device),
         )
         self._pinned = pin(environment.threads, self.reproducibility)
+        self._cleanup.callback(keep_freed_memory(AllocationSettings()))
         if environment.coordinator is not None and environment.profile_out is None:
             self._session = Session(environment, facts, LinkSettings(), CommunicatorSettings())
         try:

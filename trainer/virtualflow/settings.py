@@ -252,6 +252,16 @@ class FusingSettings:
 
 
 @dataclass(frozen=True)
+class AllocationSettings:
+    """Freed memory that a worker keeps while it trains (on the CPU, with the GNU C library)."""
+
+    kept: int = 256 << 20
+    """So many bytes: the gradients of a model of 10 M parameters on their way up a tree of 64 virtual nodes."""
+    largest: int = 32 << 20
+    """Blocks from so many bytes on are the kernel's at once; it is the most that the C library allows."""
+
+
+@dataclass(frozen=True)
 class LoadingSettings:
     """Loading without loader processes."""
 
