@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from virtualflow import messages as m
 from virtualflow import self_test
+from virtualflow.allocation import keep_freed_memory
 from virtualflow.audit import Audit
 from virtualflow.checkpoint_files import JobIdentity
 from virtualflow.contribution import Head, Kind
@@ -51,6 +52,7 @@ from virtualflow.session import NOTHING, Facts, Session
 from virtualflow.settings import (
     LOADER_GRACE,
     STOP_GRACE,
+    AllocationSettings,
     CommunicatorSettings,
     LinkSettings,
     MembershipSettings,
@@ -120,6 +122,7 @@ class Run:
             device=describe_device(device),
         )
         self._pinned = pin(environment.threads, self.reproducibility)
+        self._cleanup.callback(keep_freed_memory(AllocationSettings()))
         if environment.coordinator is not None and environment.profile_out is None:
             self._session = Session(environment, facts, LinkSettings(), CommunicatorSettings())
         try:
@@ -291,7 +294,7 @@ class Run:
         part, number = self.participation, self.training.exchanges + 1
         while self.training.exchanges < number:
             form = self.update.head_format(part.ranges)
-            head = form.write(Kind.FINISH, number, 0, NOTHING, False, False, True, [], [])
+            head = form.write(form.tell(Kind.FINISH, number, 0, NOTHING, False, False, True, [], []))
             try:
                 read_heads(form, part.communicator.all_gather(head), Kind.FINISH, number)
             except CommunicatorBroken as error:
