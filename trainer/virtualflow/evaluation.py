@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow import trees
-from virtualflow.contribution import Kind
+from virtualflow.collectives import gather_bytes
+from virtualflow.contribution import Kind, read_heads
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError
 from virtualflow.loading import LoaderOptions, Source, open_source
 from virtualflow.loop import Run, active_run
 from virtualflow.randomness import seed_virtual_node
 from virtualflow.settings import LOADER_GRACE, CommunicatorSettings
-from virtualflow.update import gather_bytes, read_heads
 
 Rows = Any
 """A tensor with one row a sample, or a tuple, list or dict of such."""

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from virtualflow import messages as m
 from virtualflow.accumulation import Accumulator, Parts, Tensors
-from virtualflow.collectives import Collectives
+from virtualflow.collectives import Collectives, as_bytes, gather_bytes
 from virtualflow.contribution import (
-    BufferTracker,
     Head,
     HeadFormat,
     Kind,
@@ -28,9 +27,10 @@ from virtualflow.contribution import (
     Schema,
     combine_metrics,
     layout_hash,
-    summed_as,
+    read_heads,
 )
 from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.model_buffers import BufferTracker, summed_as
 from virtualflow.overlap import Overlap
 from virtualflow.reduction import Reducer
 from virtualflow.settings import CommunicatorSettings
@@ -466,34 +466,3 @@ class Update:
         """Leave the model as it was."""
         self._overlap.close()
         self._stepping.undo()
-
-
-def read_heads(form: HeadFormat, gathered: Tensor, kind: Kind, number: int) -> tuple[Head, ...]:
-    """Read all members' heads and check that they are about the same exchange.
-
-    Raises:
-        VirtualFlowError: the workers are at different places of the user's code.
-    """
-    heads = tuple(form.read(block) for block in gathered)
-    for head in heads:
-        if head.kind != kind or head.exchange != number:
-            raise VirtualFlowError(
-                "workers are at different places of the script: some train, evaluate or are through while others are "
-                "not; every worker must call vf.evaluate at the same step (not only the leader)"
-            )
-    return heads
-
-
-def as_bytes(text: str) -> Tensor:
-    """UTF-8 of ``text`` as uint8 ``[n]``."""
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def gather_bytes(communicator: Collectives, block: Tensor, alignment: int) -> list[Tensor]:
-    """Every member's uint8 ``[n]``, each of its own length, in the order of the ranks."""
-    length = torch.tensor([block.numel()], dtype=torch.int64).view(torch.uint8)
-    lengths = communicator.all_gather(length).contiguous().view(-1).view(torch.int64).tolist()
-    room = max(1, -(-max(lengths) // alignment) * alignment)
-    padded = torch.zeros(room, dtype=torch.uint8)
-    padded[: block.numel()] = block
-    return [row[:length] for row, length in zip(communicator.all_gather(padded), lengths, strict=True)]
