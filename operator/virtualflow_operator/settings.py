@@ -104,6 +104,37 @@ class CrashSettings:
 
 
 @dataclass(frozen=True)
+class SchedulingSettings:
+    """How policies share a queue's capacity, beyond what each job says of itself."""
+
+    starvation_bound: float = 600.0
+    """A job that has waited for this long goes before all that have not, whatever the policy's order."""
+    turn: float = 300.0
+    """A job that was let in for having waited that long keeps its minimum for this time: long enough to be worth the
+    suspension of another."""
+    aging: float = 3_600.0
+    """Under fixed sizes, waiting for this long counts as one priority more."""
+    hold: float = 5.0
+    """A running job does not grow within this time after its number of workers has changed: the next arrival of a burst
+    may take the new pods away again. It always shrinks at once."""
+    margin: float = 0.1
+    """By which part another job must be the better choice before a running one is suspended, or a worker moved, for it:
+    measured speeds are noisy."""
+    efficiency: float = 0.5
+    """``ShortestFirst`` gives the shortest job workers that each bring at least this part of what its first one did;
+    those that bring less go to it last."""
+    exact_work: int = 400_000
+    """``MaxThroughput`` solves a queue of unequal workers exactly if that takes at most this many additions (about
+    50 ms), else from the best gain per unit downward."""
+
+    def __post_init__(self) -> None:
+        if self.starvation_bound <= 0 or self.turn <= 0 or self.aging <= 0:
+            raise ConfigurationError("the starvation bound, turn and aging of a queue are seconds above 0")
+        if self.hold < 0 or not 0 <= self.margin < 1 or not 0 <= self.efficiency <= 1:
+            raise ConfigurationError("give a hold of 0 s or more, a margin below 1 and an efficiency from 0 to 1")
+
+
+@dataclass(frozen=True)
 class EventSettings:
     """Events on jobs: enough for a person, never a flood."""
 
