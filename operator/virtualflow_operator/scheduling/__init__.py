@@ -14,10 +14,22 @@ from virtualflow_operator.scheduling.admission import next_change
 from virtualflow_operator.scheduling.curve import ScalingCurve
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Policy
 from virtualflow_operator.scheduling.fifo import fifo
+from virtualflow_operator.scheduling.max_throughput import max_throughput
+from virtualflow_operator.scheduling.priority import priority
+from virtualflow_operator.scheduling.shortest_first import shortest_first
+from virtualflow_operator.scheduling.weighted_fair_share import weighted_fair_share
 
 __all__ = ["POLICIES", "Allocation", "Capacity", "Demand", "Policy", "ScalingCurve", "next_change", "policy"]
 
-POLICIES: Mapping[str, Policy] = MappingProxyType({"FIFO": fifo})
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "FIFO": fifo,
+        "Priority": priority,
+        "WeightedFairShare": weighted_fair_share,
+        "ShortestFirst": shortest_first,
+        "MaxThroughput": max_throughput,
+    }
+)
 """Every policy by the name that a queue's spec gives."""
 
 

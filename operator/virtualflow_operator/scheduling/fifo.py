@@ -12,6 +12,9 @@ from virtualflow_operator.settings import SchedulingSettings
 def fifo(
     now: float, demands: Sequence[Demand], capacity: Capacity, settings: SchedulingSettings
 ) -> dict[str, Allocation]:
-    """Start jobs with their fixed size in the order in which they came; see :data:`.demand.Policy`."""
+    """Start jobs with their fixed size in the order in which they came; a :data:`.demand.Policy`.
+
+    Nobody starves as long as jobs end: a job waits only for those before it.
+    """
     del now, settings
-    return gang.place(demands, capacity, lambda demand: demand.submitted, "older jobs")
+    return gang.place(demands, capacity, lambda demand: demand.submitted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
@@ -57,7 +58,7 @@ class Room:
             self._limits[demand.namespace] -= units
 
 
-def sort_out(demands: list[Demand], capacity: Capacity) -> tuple[list[Demand], dict[str, Allocation]]:
+def sort_out(demands: Iterable[Demand], capacity: Capacity) -> tuple[list[Demand], dict[str, Allocation]]:
     """Tell the jobs that could run on the empty queue, by name, from those that never can, with the reason for these.
 
     Raises:
