@@ -139,6 +139,7 @@ FIGURES: dict[str, Figure] = {
     **_program("uneven", "Workers of unequal speed"),
     **_program("heterogeneous", "The paper's heterogeneous case"),
     **_program("coordinator", "A thousand workers"),
+    **_program("scheduling", "A decision about a thousand queued jobs"),
     "joiner": Figure(
         "A joiner's start",
         joiner.measure,

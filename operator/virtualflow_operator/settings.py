@@ -107,11 +107,14 @@ class CrashSettings:
 class SchedulingSettings:
     """How policies share a queue's capacity, beyond what each job says of itself."""
 
-    starvation_bound: float = 600.0
-    """A job that has waited for this long goes before all that have not, whatever the policy's order."""
-    turn: float = 300.0
+    starvation_bound: float = 3_600.0
+    """A job that has waited for this long goes before all that have not, whatever the policy's order. Shorter ones turn
+    every policy of a queue that is always full into turns."""
+    turn: float = 600.0
     """A job that was let in for having waited that long keeps its minimum for this time: long enough to be worth the
     suspension of another."""
+    turn_share: float = 0.5
+    """The part of the capacity that such turns may have together; one job may always have a turn."""
     aging: float = 3_600.0
     """Under fixed sizes, waiting for this long counts as one priority more."""
     hold: float = 5.0
@@ -130,6 +133,8 @@ class SchedulingSettings:
     def __post_init__(self) -> None:
         if self.starvation_bound <= 0 or self.turn <= 0 or self.aging <= 0:
             raise ConfigurationError("the starvation bound, turn and aging of a queue are seconds above 0")
+        if not 0 <= self.turn_share <= 1:
+            raise ConfigurationError("the share of a queue that turns may have is a part of it, from 0 to 1")
         if self.hold < 0 or not 0 <= self.margin < 1 or not 0 <= self.efficiency <= 1:
             raise ConfigurationError("give a hold of 0 s or more, a margin below 1 and an efficiency from 0 to 1")
 

@@ -20,6 +20,7 @@ settings = st.builds(
     SchedulingSettings,
     starvation_bound=st.sampled_from([60.0, 600.0]),
     turn=st.sampled_from([30.0, 300.0]),
+    turn_share=st.sampled_from([0.0, 0.5, 1.0]),
     hold=st.sampled_from([0.0, 5.0]),
     margin=st.sampled_from([0.0, 0.1, 0.5]),
     efficiency=st.sampled_from([0.0, 0.5, 1.0]),

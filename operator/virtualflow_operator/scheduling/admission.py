@@ -2,10 +2,14 @@
 
 Elastic jobs share by shrinking, so each of them runs as long as the minimums of all fit. Where they do not, some must
 wait, in the policy's order of entitlement. But whoever has waited for ``starvation_bound`` seconds goes before all who
-have not, the longest wait first, and then keeps its minimum for a ``turn``. The one at the head of those cannot be
-overtaken: while its minimum does not fit beside the turns that others have, no other turn begins. So with n jobs in
-the queue, a job that could run waits at most ``starvation_bound + 2 n turn`` seconds, whatever the others do. (The
-factor 2: a namespace's limit may hold it up for one turn and the capacity for another.)
+have not, the longest wait first, and then keeps its minimum for a ``turn``. Turns take at most ``turn_share`` of the
+capacity (one of them is always possible), or an overfull queue would have no order but theirs; beyond that they take
+what all others leave.
+
+The one at the head of those who wait for a turn cannot be overtaken: while its minimum does not fit beside the turns
+that others have, no other turn begins. So with n jobs in the queue, one that could run waits at most
+``starvation_bound + 2 n turn`` seconds, whatever the others do. (The factor 2: a namespace's limit may hold it up for
+one turn and the capacity for another.)
 
 A job loses its minimum only here: when a more entitled one's does not fit otherwise. All that is above the minimums is
 shared anew by each policy; that is how a preemption is a shrink first.
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
 from virtualflow_operator.scheduling.room import Bottleneck, Room, allocation, sort_out
@@ -35,14 +40,17 @@ class Admission:
     """Admitted for their long wait: they have a turn, or begin one."""
     waiting: dict[str, Allocation] = field(default_factory=dict)
     """The others, with the reason."""
+    left_out: list[Demand] = field(default_factory=list)
+    """Those whose minimum had no room."""
     suspends: bool = False
     """Whether one that runs was left out."""
 
-    def _try(self, demand: Demand) -> Bottleneck:
+    def try_(self, demand: Demand) -> Bottleneck:
+        """Admit the job if its minimum has room; else what is in the way."""
         lack = self.room.lacks(demand, demand.minimum)
         if lack:
             self.suspends |= demand.allocated > 0
-            self.waiting[demand.name] = Allocation(0, _why(demand, lack))
+            self.left_out.append(demand)
         else:
             self.room.start(demand, demand.minimum)
             self.admitted.append(demand)
@@ -68,34 +76,57 @@ def admit(
     able, never = sort_out(demands, capacity)
     found = Admission(Room(capacity), waiting=never)
     turns = [demand for demand in able if _has_turn(demand, now, settings)]
-    overdue = [demand for demand in able if demand.waiting(now) >= settings.starvation_bound]
+    overdue = [demand for demand in able if not demand.allocated and now >= demand.began + settings.starvation_bound]
     for demand in sorted(turns, key=_by_time):
-        if not found._try(demand):
+        if not found.try_(demand):
             found.due.add(demand.name)
 
-    blocker: str | None = None
-    blockers: dict[str, str] = {}
-    for demand in sorted(overdue, key=_by_time):
-        ahead = blocker or blockers.get(demand.namespace)
-        if ahead is not None:
-            found.waiting[demand.name] = Allocation(0, f"waits behind {ahead}, which has waited for longer")
-            continue
-        lack = found._try(demand)
-        if not lack:
-            found.due.add(demand.name)
-        elif lack == "namespace":
-            blockers[demand.namespace] = demand.name
-        else:
-            blocker = demand.name
-
+    ahead = _Ahead()
+    rest = _begin_turns(found, sorted(overdue, key=_by_time), ahead, capacity.total * settings.turn_share)
     done = {demand.name for demand in (*turns, *overdue)}
     others = [demand for demand in able if demand.name not in done]
     for demand in sorted(others, key=lambda demand: (rank(demand), demand.submitted, demand.name)):
-        found._try(demand)
+        found.try_(demand)
+    _begin_turns(found, rest, ahead, inf)
+    # Only now, when it no longer matters who was before whom.
+    found.waiting |= {
+        demand.name: Allocation(0, _why(demand, found.room.lacks(demand, demand.minimum))) for demand in found.left_out
+    }
     return found
 
 
-def settle(now: float, admission: Admission, wanted: dict[str, Allocation], settings: SchedulingSettings) -> None:
+@dataclass
+class _Ahead:
+    """Who must have a turn before others may: in its namespace, or in the whole queue."""
+
+    everywhere: str | None = None
+    within: dict[str, str] = field(default_factory=dict)
+
+
+def _begin_turns(found: Admission, overdue: Sequence[Demand], ahead: _Ahead, most: float) -> Sequence[Demand]:
+    """Give turns in this order until they have ``most`` units together; those who are left when that is reached."""
+    taken = sum(demand.minimum * demand.units for demand in found.admitted if demand.name in found.due)
+    for at, demand in enumerate(overdue):
+        first = ahead.everywhere or ahead.within.get(demand.namespace)
+        if first is not None:
+            found.waiting[demand.name] = Allocation(0, f"waits behind {first}, which has waited for longer")
+            continue
+        units = demand.minimum * demand.units
+        lack = found.room.lacks(demand, demand.minimum)
+        if lack != "namespace" and taken and taken + units > most:
+            return overdue[at:]
+        found.try_(demand)
+        if not lack:
+            found.due.add(demand.name)
+            taken += units
+        elif lack == "namespace":
+            ahead.within[demand.namespace] = demand.name
+        else:
+            ahead.everywhere = demand.name
+    return ()
+
+
+def hold_back(now: float, admission: Admission, wanted: dict[str, Allocation], settings: SchedulingSettings) -> None:
     """Hold back growth that comes too soon after the last change: the pods may have to go again at once.
 
     What is held back stays free for those seconds; nobody else gets it, or it would have to be taken back.
@@ -104,7 +135,7 @@ def settle(now: float, admission: Admission, wanted: dict[str, Allocation], sett
         found = wanted.get(demand.name)
         if found is None or demand.allocated < demand.minimum:
             continue
-        if found.workers > demand.allocated and now - demand.changed < settings.hold:
+        if found.workers > demand.allocated and now < demand.changed + settings.hold:
             wanted[demand.name] = allocation(
                 demand, demand.allocated, f"grows {settings.hold:g} s after its last change at the earliest"
             )
@@ -120,7 +151,7 @@ def next_change(now: float, demands: Iterable[Demand], settings: SchedulingSetti
         time
         for demand in demands
         for time in (
-            (demand.changed + settings.hold, demand.began + settings.turn)
+            (demand.changed + settings.hold, demand.began + settings.turn * _was_overdue(demand, settings))
             if demand.allocated
             else (demand.began + settings.starvation_bound,)
         )
@@ -130,7 +161,11 @@ def next_change(now: float, demands: Iterable[Demand], settings: SchedulingSetti
 
 
 def _has_turn(demand: Demand, now: float, settings: SchedulingSettings) -> bool:
-    return bool(demand.allocated and demand.waited >= settings.starvation_bound and now - demand.began < settings.turn)
+    return demand.allocated > 0 and _was_overdue(demand, settings) and now < demand.began + settings.turn
+
+
+def _was_overdue(demand: Demand, settings: SchedulingSettings) -> bool:
+    return demand.waited >= settings.starvation_bound
 
 
 def _by_time(demand: Demand) -> tuple[float, str]:

@@ -13,6 +13,9 @@ from functools import cached_property
 from itertools import pairwise
 from math import isfinite
 
+_EXACT = 1e-9
+"""Differences below this part of a speed are rounding."""
+
 
 @dataclass(frozen=True)
 class ScalingCurve:
@@ -69,6 +72,23 @@ class ScalingCurve:
     def speedup(self, workers: int) -> float:
         """The speed relative to one worker: at most ``workers``."""
         return self.speed(workers) / self.speed(1)
+
+    def worthwhile(self, minimum: int, maximum: int, efficiency: float) -> int:
+        """Up to how many workers each further one brings more than ``efficiency`` of what one brings at the minimum.
+
+        Args:
+            efficiency: from 0 (whatever makes the job faster) to 1 (nothing but linear scaling).
+        """
+        least = efficiency * self.speed(minimum) / minimum * (1 - _EXACT)
+        low, high = minimum, maximum
+        while low < high:  # gains only fall, so the last good one can be found by halving
+            middle = (low + high + 1) // 2
+            speed = self.speed(middle)
+            if speed - self.speed(middle - 1) > max(least, _EXACT * speed):
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
 
 def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:

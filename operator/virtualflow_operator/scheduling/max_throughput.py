@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from virtualflow_operator.scheduling.admission import Rank, admit, settle
+from virtualflow_operator.scheduling.admission import Rank, admit, hold_back
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
 from virtualflow_operator.scheduling.room import Room, allocation
 from virtualflow_operator.settings import SchedulingSettings
@@ -53,7 +53,7 @@ def max_throughput(
     for demand in admission.admitted:
         workers = demand.minimum + more[demand.name]
         result[demand.name] = allocation(demand, workers, _why(demand, workers))
-    settle(now, admission, result, settings)
+    hold_back(now, admission, result, settings)
     return admission.waiting | result
 
 

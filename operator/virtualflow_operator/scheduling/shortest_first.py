@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from virtualflow_operator.scheduling.admission import Rank, admit, settle
+from virtualflow_operator.scheduling.admission import Rank, admit, hold_back
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
 from virtualflow_operator.scheduling.room import Room, allocation
 from virtualflow_operator.settings import SchedulingSettings
@@ -57,14 +57,14 @@ def shortest_first(
                 continue
             room.start(demand, demand.minimum)
         workers[demand.name] = demand.minimum + _grow(
-            demand, demand.minimum, _useful(demand, settings.efficiency), room
+            demand, demand.minimum, demand.curve.worthwhile(demand.minimum, demand.maximum, settings.efficiency), room
         )
     for demand in ordered:
         if demand.name in workers:
             had = workers[demand.name]
-            got = had + _grow(demand, had, _useful(demand, 0.0), room)
+            got = had + _grow(demand, had, demand.curve.worthwhile(demand.minimum, demand.maximum, 0.0), room)
             result[demand.name] = allocation(demand, got, _why(demand, got, settings.efficiency))
-    settle(now, admission, result, settings)
+    hold_back(now, admission, result, settings)
     return admission.waiting | result
 
 
@@ -81,27 +81,13 @@ def _grow(demand: Demand, workers: int, most: int, room: Room) -> int:
     return more
 
 
-def _useful(demand: Demand, efficiency: float) -> int:
-    """Up to which number each worker brings more than this part of what one brings at the minimum."""
-    curve = demand.curve
-    least = efficiency * curve.speed(demand.minimum) / demand.minimum * (1 - 1e-9)
-    low, high = demand.minimum, demand.maximum
-    while low < high:  # gains only fall, so the last good one can be found by halving
-        middle = (low + high + 1) // 2
-        if curve.speed(middle) - curve.speed(middle - 1) > max(least, 1e-9 * curve.speed(middle)):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def _why(demand: Demand, workers: int, efficiency: float) -> str:
     if workers == demand.maximum:
         return "has its maximum"
-    if workers == _useful(demand, 0.0):
+    if workers == demand.curve.worthwhile(demand.minimum, demand.maximum, 0.0):
         return "has as many workers as make it faster"
     if workers == demand.minimum:
         return "has its minimum: shorter jobs grow first"
-    if workers == _useful(demand, efficiency):
+    if workers == demand.curve.worthwhile(demand.minimum, demand.maximum, efficiency):
         return f"has the workers that bring at least {efficiency:.0%} of what the first ones do"
     return "has what jobs that are shorter have left"

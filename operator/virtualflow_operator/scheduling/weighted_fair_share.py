@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, gcd, inf
 
-from virtualflow_operator.scheduling.admission import Rank, admit, settle
+from virtualflow_operator.scheduling.admission import Rank, admit, hold_back
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
 from virtualflow_operator.scheduling.room import Room, allocation
 from virtualflow_operator.settings import SchedulingSettings
@@ -44,7 +44,7 @@ def weighted_fair_share(
         demand.name: allocation(demand, workers[demand.name], _why(demand, workers[demand.name], shares[demand.name]))
         for demand in admission.admitted
     }
-    settle(now, admission, result, settings)
+    hold_back(now, admission, result, settings)
     return admission.waiting | result
 
 
