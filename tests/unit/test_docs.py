@@ -130,10 +130,15 @@ def test_every_environment_variable_is_explained() -> None:
     assert {name for name in known if f"`{name}`" not in design} == set()
 
 
+def rooms(package: Path) -> set[str]:
+    """Return the names of a package's modules and packages, but for private ones."""
+    found = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    return {room for room in found if not room.startswith("_")}
+
+
 def test_every_room_is_in_the_design() -> None:
     table = "\n".join(row[0] for row in rows("docs/design.md"))
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert {room for room in rooms if not room.startswith("_") and f"`{room}`" not in table} == set()
+    assert {room for room in rooms(PACKAGE) if f"`{room}`" not in table} == set()
 
 
 # --- the operator -----------------------------------------------------------------------------------------------------
@@ -155,9 +160,8 @@ def named(text: str, column: int = 0) -> set[str]:
 
 
 def test_every_room_of_the_operator_is_in_the_design() -> None:
-    rooms = {path.stem for path in OPERATOR.glob("*.py") if not path.stem.startswith("_")}
     described = {name for name in named(part("docs/design.md", "## Operator")) if re.fullmatch(r"[a-z_]+", name)}
-    assert described == rooms
+    assert described == rooms(OPERATOR)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)

@@ -219,7 +219,7 @@ SHARED: dict[str, tuple[str, Case]] = {
         ([job("a", curve=ScalingCurve(((1, 1.0), (2, 2.0), (4, 2.0))))], 16, {"a": 2}),
     ),
     "a knapsack of unequal workers": (
-        # Gains per unit say: the third of b first (0.9), which leaves two units for nobody.
+        # Gains per unit say: the second of b first (0.9), and then one unit is left for nobody.
         "MaxThroughput",
         (
             [
