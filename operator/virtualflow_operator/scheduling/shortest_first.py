@@ -25,22 +25,27 @@ def shortest_first(
     """Give the jobs with the least remaining service what they can use; a :data:`.demand.Policy`.
 
     Those that run keep their minimum, except for the minimum of one that is shorter by ``margin``. A job that waits
-    begins when shorter ones leave room for it. A job whose speed nobody knows is not stopped before it is measured, and
-    grows after those that are; one that does not know its end counts as the longest.
+    begins when shorter ones leave room for it. A job whose speed nobody knows yet begins with its minimum beside them, is
+    not stopped before it is measured, and grows after those that are; one that does not know its end counts as the
+    longest.
     """
 
     def rank(demand: Demand) -> Rank:
         runs = demand.allocated > 0
         if demand.steps_left is None:
             return (2, not runs)
-        if not demand.curve.measured:
+        if _to_be_measured(demand):
             return (0, 0) if runs else (1, 0)
         return (0, service(demand) * (1 - settings.margin if runs else 1))
 
     admission = admit(now, demands, capacity, settings, rank)
-    # Who runs or begins a turn is sure of its minimum. So is everyone if someone lost its minimum to them; else that
-    # would have been for somebody's growth.
-    sure = {d.name for d in admission.admitted if d.allocated or d.name in admission.due or admission.suspends}
+    # Who runs or begins a turn is sure of its minimum, and who has yet to be measured, or it would never be. So is
+    # everyone if someone lost its minimum to them; else that would have been for somebody's growth.
+    sure = {
+        demand.name
+        for demand in admission.admitted
+        if demand.allocated or demand.name in admission.due or admission.suspends or _to_be_measured(demand)
+    }
     room = Room(capacity)
     for demand in admission.admitted:
         if demand.name in sure:
@@ -73,6 +78,10 @@ def service(demand: Demand) -> float:
     if demand.steps_left is None or not demand.curve.measured:
         return inf
     return demand.steps_left / demand.curve.speed(demand.minimum) * demand.minimum * demand.units
+
+
+def _to_be_measured(demand: Demand) -> bool:
+    return demand.steps_left is not None and not demand.curve.measured
 
 
 def _grow(demand: Demand, workers: int, most: int, room: Room) -> int:
