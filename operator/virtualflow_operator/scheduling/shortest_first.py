@@ -25,8 +25,8 @@ def shortest_first(
     """Give the jobs with the least remaining service what they can use; a :data:`.demand.Policy`.
 
     Those that run keep their minimum, except for the minimum of one that is shorter by ``margin``. A job that waits
-    begins when shorter ones leave room for it. A job whose speed nobody knows yet begins with its minimum beside them, is
-    not stopped before it is measured, and grows after those that are; one that does not know its end counts as the
+    begins when shorter ones leave room for it. A job whose speed nobody knows yet begins with its minimum beside them,
+    is not stopped before it is measured, and grows after those that are; one that does not know its end counts as the
     longest.
     """
 
