@@ -1,4 +1,4 @@
-"""Write the traces of this directory again: ``python -m benchmarks.traces.generate``. The same seeds, the same bytes."""
+"""Write the traces of this directory again: ``python -m benchmarks.traces.generate``. Same seeds, same bytes."""
 
 from __future__ import annotations
 

@@ -358,5 +358,3 @@ def _check(decision: dict[str, Allocation], demands: list[Demand], capacity: Cap
         on_demand += given.on_demand * demand.units
     if used > capacity.total or on_demand > capacity.on_demand:
         raise PolicyError(f"{used} units were given out ({on_demand} on demand) of {capacity}")
-
-

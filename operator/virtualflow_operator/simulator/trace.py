@@ -181,9 +181,11 @@ def _wrong(event: Event) -> str | None:
     if event.steps < 1:
         return f"steps={event.steps}: give 1 or more"
     speeds = event.throughput
-    if not speeds or any(w < 1 or not math.isfinite(s) or s <= 0 for w, s in speeds.items()) or sorted(
-        speeds
-    ) != list(speeds):
+    if (
+        not speeds
+        or any(w < 1 or not math.isfinite(s) or s <= 0 for w, s in speeds.items())
+        or sorted(speeds) != list(speeds)
+    ):
         return "throughput: give ascending numbers of workers with steps per second above 0, such as 1:2.0 4:6.5"
     if not 1 <= event.min <= event.maximum:
         return f"min={event.min}, max={event.maximum}: give 1 <= min <= max"
