@@ -143,8 +143,8 @@ def thousand() -> dict[str, float]:
 
 TEXT = """\
 Simulated: the published 20-job trace on 8 V100s. How much shorter the median completion and the queueing are than
-under `Priority` with the same price of a change; in brackets the least, the median and the most on {seeds} traces of the
-same kind. [simulator.md](simulator.md) says where the trace is from and what bounds the figures."""
+under `Priority` with the same price of a change; in brackets the least, the median and the most on {seeds} traces of
+the same kind. [simulator.md](simulator.md) says where the trace is from and what bounds the figures."""
 
 
 def _cells(row: Row) -> dict[str, str]:

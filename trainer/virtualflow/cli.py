@@ -88,8 +88,8 @@ def _elsewhere(name: str) -> Callable[[Sequence[str]], int]:
         else:
             return command
     raise ConfigurationError(
-        f"virtualflow {name} comes with the operator's part, which is not installed here; install the whole project "
-        "with pip install (again, after an update of a checkout)"
+        f"virtualflow {name} comes with the operator's part, which this installation does not have or not know of; "
+        "install the whole project with pip, and a checkout again after an update"
     )
 
 

@@ -52,7 +52,7 @@ def _allocation(results: Mapping[str, Result], figure: Figure) -> Figure:
     last = max((outcome.finished or 0.0 for result in results.values() for outcome in result.outcomes), default=0.0)
     from matplotlib import colormaps
 
-    colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
+    colours = colormaps["tab20"](range(20))
     axes_of_all = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, result) in zip(axes_of_all, results.items(), strict=True):
         first = min(outcome.job.time for outcome in result.outcomes)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -224,8 +225,32 @@ def _csv(path: Path, text: str) -> Iterator[tuple[str, Event]]:
         row = {column: cell.strip() for column, cell in zip(columns, cells, strict=True) if cell.strip()}
         try:
             yield where, msgspec.convert(_typed(row), type=Event, strict=False)
-        except (msgspec.ValidationError, ValueError) as error:
-            raise ConfigurationError(f"{where}: {error}; see docs/simulator.md for the columns") from None
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"{where}: {_say(str(error), row)}") from None
+        except ValueError as error:
+            raise ConfigurationError(f"{where}: {error}") from None
+
+
+_KINDS = {"time": "a number", "weight": "a number", "on_demand": "true or false", "spot": "true or false"}
+"""What belongs into a cell; a whole number into the others that are not text."""
+
+
+def _say(problem: str, row: Mapping[str, str]) -> str:
+    """What is wrong with a row, in the words of the file."""
+    event = row.get("event")
+    if "Invalid value" in problem or event is None:
+        return f"event={event or ''}: give job, node or gone"
+    named = re.search(r"field `(\w+)`", problem)
+    if named is not None and "missing" in problem:
+        return f"{named[1]} is empty; a {event} needs it"
+    if named is not None:
+        return f"{named[1]}={row[named[1]]}: a {event} has no {named[1]}; leave the cell empty"
+    cell = re.search(r"`\$\.(\w+)", problem)
+    if cell is not None and cell[1] == "throughput":
+        return f"throughput={row['throughput']}: write workers:steps per second, such as 1:2.0 4:6.5"
+    if cell is not None and cell[1] in row:
+        return f"{cell[1]}={row[cell[1]]}: give {_KINDS.get(cell[1], 'a whole number')}"
+    return problem
 
 
 def _typed(row: Mapping[str, str]) -> dict[str, Any]:
