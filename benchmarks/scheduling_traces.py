@@ -20,11 +20,13 @@ from benchmarks.traces.generate import DIRECTORY, like_paper
 from benchmarks.traces.workloads import RECORDED_FAIR_SHARE, RECORDED_PRIORITY, START_UP, TWENTY, Recorded
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SimulationSettings
-from virtualflow_operator.simulator.measures import Measures, measure
+from virtualflow_operator.simulator.measures import Measures, measure, percentile
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
 from virtualflow_operator.simulator.trace import Trace, read
 
 BASELINE = "Priority"
+PAPER = 0.48
+"""By which part completion is lower with elasticity: "up to 48 %", says the abstract; 47.4 % of the median, the logs."""
 SEEDS = 20
 _DEFAULTS = SimulationSettings()
 COSTS = {
@@ -51,6 +53,12 @@ class Row:
     """``less_completion`` on the traces of all seeds: the least, the median, the most."""
     spread_mean_queueing: tuple[float, float, float]
     """``less_mean_queueing`` likewise."""
+    bound: float
+    """What ``less_completion`` would be if every job had the cluster for itself from its arrival on."""
+    seeds_at_48: int
+    """Traces on which ``less_completion`` is at least what the paper reports."""
+    seeds_bound_48: int
+    """Traces on which the bound is."""
 
 
 def play(trace: Trace, policy: str, cost: ResizeCost, knowledge: Knowledge = "all") -> Measures:
@@ -61,6 +69,17 @@ def play(trace: Trace, policy: str, cost: ResizeCost, knowledge: Knowledge = "al
 def less(value: float, baseline: float) -> float:
     """By which part the value is below the baseline; 0 where there is nothing to be less than."""
     return 1 - value / baseline if baseline else 0.0
+
+
+def alone(trace: Trace, cost: ResizeCost) -> float:
+    """The median completion if every job had its best number of workers from its arrival on."""
+    return percentile(
+        [
+            cost.join + job.steps / max(job.speed(workers) for workers in range(1, job.maximum + 1))
+            for job in trace.jobs
+        ],
+        50,
+    )
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -82,6 +101,7 @@ def compare(seeds: int, gpus: int | None = None, knowledge: Knowledge = "all") -
     for name, cost in COSTS.items():
         base = play(published, BASELINE, cost, knowledge)
         bases = [play(trace, BASELINE, cost, knowledge) for trace in others]
+        bounds = [less(alone(trace, cost), of.median_completion) for trace, of in zip(others, bases, strict=True)]
         for policy in POLICIES:
             found = play(published, policy, cost, knowledge)
             founds = [play(trace, policy, cost, knowledge) for trace in others]
@@ -89,6 +109,7 @@ def compare(seeds: int, gpus: int | None = None, knowledge: Knowledge = "all") -
             def gains(figure: Callable[[Measures], float]) -> list[float]:
                 return [less(figure(of), figure(to)) for of, to in zip(founds, bases, strict=True)]  # noqa: B023
 
+            completion = gains(lambda of: of.median_completion)
             rows.append(
                 Row(
                     policy,
@@ -99,8 +120,11 @@ def compare(seeds: int, gpus: int | None = None, knowledge: Knowledge = "all") -
                     less(found.mean_queueing, base.mean_queueing),
                     found.makespan,
                     found.resizes,
-                    spread(gains(lambda of: of.median_completion)),
+                    spread(completion),
                     spread(gains(lambda of: of.mean_queueing)),
+                    less(alone(published, cost), base.median_completion),
+                    sum(gain >= PAPER for gain in completion),
+                    sum(bound >= PAPER for bound in bounds),
                 )
             )
     return rows
@@ -144,7 +168,9 @@ def thousand() -> dict[str, float]:
 TEXT = """\
 Simulated: the published 20-job trace on 8 V100s. How much shorter the median completion and the queueing are than
 under `Priority` with the same price of a change; in brackets the least, the median and the most on {seeds} traces of
-the same kind. [simulator.md](simulator.md) says where the trace is from and what bounds the figures."""
+the same kind. Had every job its best number of workers from its arrival on, the median would be {bound:.0%} shorter;
+on {possible} of the {seeds} traces 48 % or more are possible at all. [simulator.md](simulator.md) says where the trace
+is from and what bounds the figures."""
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -153,6 +179,7 @@ def _cells(row: Row) -> dict[str, str]:
         "policy": row.policy,
         "median completion": f"{row.median_completion:,.0f} s",
         "shorter": f"{row.less_completion:.0%} ({_range(row.spread_completion)})",
+        "seeds with 48 % or more": str(row.seeds_at_48),
         "median queueing": f"{row.less_median_queueing:.0%} less",
         "mean queueing": f"{row.less_mean_queueing:.0%} less ({_range(row.spread_mean_queueing)})",
         "makespan": f"{row.makespan:,.0f} s",
@@ -161,11 +188,11 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _range(values: tuple[float, float, float]) -> str:
-    return ", ".join(f"{100 * value:.0f}" for value in values) + " %"
+    return ", ".join(str(round(100 * value)) for value in values) + " %"
 
 
 def _print(title: str, rows: Sequence[Row]) -> None:
-    print(title)
+    print(f"{title} (at most {rows[0].bound:.0%} shorter; 48 % are possible with {rows[0].seeds_bound_48} seeds)")
     cells = [_cells(row) for row in rows]
     heading = list(cells[0])
     widths = [max(len(name), *(len(cell[name]) for cell in cells)) for name in heading]
@@ -198,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     content: dict[str, Any] = {
         "simulated": True,
         "seeds": seeds,
-        "text": TEXT.format(seeds=seeds),
+        "text": TEXT.format(seeds=seeds, bound=rows[0].bound, possible=rows[0].seeds_bound_48),
         "rows": [_cells(row) for row in rows],
         "figures": [asdict(row) for row in rows],
         "sixteen_gpus": [asdict(row) for row in double],

@@ -1,7 +1,11 @@
-"""Write the traces of this directory again: ``python -m benchmarks.traces.generate``. Same seeds, same bytes."""
+"""Write the traces of this directory again: ``python -m benchmarks.traces.generate``. Same seeds, same bytes.
+
+``--like-paper SEED FILE`` writes another trace of the kind of the paper's 20 jobs instead.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -64,13 +68,13 @@ def _made_up(random_: random.Random, index: int, demand: int, hours: float) -> W
 
 
 def thousand(seed: int = 1_000) -> Trace:
-    """1,000 jobs on 128 GPUs: sizes from 1 to 16, durations from two minutes to two days (Pareto, shape 1.1)."""
+    """1,000 jobs on 128 GPUs: sizes from 1 to 16, durations from two minutes to eight hours (Pareto, shape 1.1)."""
     random_ = random.Random(seed)
     events: list[Event] = [NodeEvent(0.0, f"node-{number}", 8) for number in range(16)]
     arrival = 0.0
     for index in range(1_000):
         demand = random_.choices((1, 2, 4, 8, 16), (50, 20, 15, 10, 5))[0]
-        hours = min(48.0, (1 / 30) * random_.paretovariate(1.1))
+        hours = min(8.0, (1 / 30) * random_.paretovariate(1.1))
         workload = _made_up(random_, index, demand, hours)
         powers = [2**power for power in range(int(math.log2(demand)) + 1)]
         throughput = workload.throughput()
@@ -117,12 +121,20 @@ def spot(seed: int = 40) -> Trace:
             on_demand=random_.random() < 0.5,
         )
         events.append(job)
-        arrival += random_.expovariate(1 / 300)
+        arrival += random_.expovariate(1 / 120)
     return _trace(events, "the spot trace")
 
 
-def main() -> None:
-    """Write them all."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write them all, or another one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--like-paper", nargs=2, metavar=("SEED", "FILE"), help="write only this one")
+    given = parser.parse_args(arguments)
+    if given.like_paper is not None:
+        seed, file = given.like_paper
+        comment = f"Like the paper's 20 jobs: python -m benchmarks.traces.generate --like-paper {seed} FILE"
+        write(like_paper(int(seed)), Path(file), (comment,))
+        return
     log = "durations at the demand and arrivals are published, speeds at other sizes are fitted to the same logs"
     write(paper(TWENTY, 8), DIRECTORY / "paper-20.csv", ("The paper's 20 jobs on 8 V100s: " + log + ".", _COMMENT))
     write(paper(THREE, 4), DIRECTORY / "paper-3.csv", ("The paper's 3 jobs on 4 V100s: " + log + ".", _COMMENT))
