@@ -16,17 +16,19 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import msgspec
+
 from benchmarks.traces.generate import DIRECTORY, like_paper
 from benchmarks.traces.workloads import RECORDED_FAIR_SHARE, RECORDED_PRIORITY, START_UP, TWENTY, Recorded
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SimulationSettings
 from virtualflow_operator.simulator.measures import Measures, measure, percentile
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
-from virtualflow_operator.simulator.trace import Trace, read
+from virtualflow_operator.simulator.trace import JobEvent, Trace, read
 
 BASELINE = "Priority"
 PAPER = 0.48
-"""By which part completion is lower with elasticity: "up to 48 %", says the abstract; 47.4 % of the median, the logs."""
+"""By which part completion is lower with elasticity: "up to 48 %" in its abstract; 47.4 % of the median in its logs."""
 SEEDS = 20
 _DEFAULTS = SimulationSettings()
 COSTS = {
@@ -87,16 +89,27 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return min(values), median(values), max(values)
 
 
-def compare(seeds: int, gpus: int | None = None, knowledge: Knowledge = "all") -> list[Row]:
+def linear(trace: Trace) -> Trace:
+    """The same jobs, as long as they were at their maximum, if every worker brought as much as the next."""
+
+    def straight(job: JobEvent) -> JobEvent:
+        each = job.speed(job.maximum) / job.maximum
+        return msgspec.structs.replace(job, throughput={n: each * n for n in range(1, job.maximum + 1)})
+
+    return Trace(tuple(straight(event) if isinstance(event, JobEvent) else event for event in trace.events))
+
+
+def compare(
+    seeds: int, change: Callable[[Trace], Trace] = lambda trace: trace, knowledge: Knowledge = "all"
+) -> list[Row]:
     """All policies with both costs.
 
     Args:
         seeds: how many traces of the paper's kind.
-        gpus: in place of the eight that the published run had.
+        change: what to make of each trace first.
     """
-    published = read(DIRECTORY / "paper-20.csv")
-    published = published if gpus is None else published.on(gpus)
-    others = [like_paper(seed, gpus=gpus or 8) for seed in range(seeds)]
+    published = change(read(DIRECTORY / "paper-20.csv"))
+    others = [change(like_paper(seed)) for seed in range(seeds)]
     rows = []
     for name, cost in COSTS.items():
         base = play(published, BASELINE, cost, knowledge)
@@ -218,10 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}: " + ", ".join(f"{key.replace('_', ' ')} {value:,.0f} s" for key, value in figures.items()))
     rows = compare(seeds)
     _print("8 GPUs, as recorded", rows)
-    double = compare(seeds, gpus=16)
+    double = compare(seeds, lambda trace: trace.on(16))
     _print("16 GPUs", double)
     learning = compare(seeds, knowledge="seen")
     _print("8 GPUs, policies know only the speeds that a job has run at", learning)
+    straight = compare(seeds, linear)
+    _print("8 GPUs, if all jobs scaled linearly", straight)
     content: dict[str, Any] = {
         "simulated": True,
         "seeds": seeds,
@@ -229,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rows": [_cells(row) for row in rows],
         "figures": [asdict(row) for row in rows],
         "sixteen_gpus": [asdict(row) for row in double],
+        "linear": [asdict(row) for row in straight],
         "learning": [asdict(row) for row in learning],
         "logs": logs,
     }
