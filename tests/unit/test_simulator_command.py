@@ -207,6 +207,24 @@ def test_without_matplotlib_the_table_is_there_and_a_sentence_says_what_is_missi
     assert "the plots need matplotlib, which is not installed; run pip install matplotlib" in captured.err
 
 
+def test_the_traces_of_the_document_are_read(tmp_path: Path) -> None:
+    document = (ROOT / "docs" / "simulator.md").read_text()
+    (example,) = re.findall(r"^```csv\n(.*?)^```$", document, flags=re.MULTILINE | re.DOTALL)
+    assert [job.name for job in read(given(tmp_path, example)).jobs] == ["bert", "resnet"]
+    (shape,) = re.findall(r"`(\{\"events\".*?)`", document, flags=re.DOTALL)
+    text = shape.replace(", ...", "")
+    assert [job.name for job in read(given(tmp_path, text, "trace.json")).jobs] == ["bert"]
+
+
+def test_every_option_is_in_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    options = set(re.findall(r"^  (--[a-z]+)", capsys.readouterr().out, flags=re.MULTILINE))
+    document = (ROOT / "docs" / "simulator.md").read_text()
+    assert "--policy" in options
+    assert {option for option in options if f"`{option}" not in document} == set()
+
+
 # --- how the command line finds it ------------------------------------------------------------------------------------
 
 
