@@ -16,7 +16,7 @@ from virtualflow_operator.simulator.trace import GoneEvent, NodeEvent, read
 def test_the_files_are_what_the_generator_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed = generate.DIRECTORY
     monkeypatch.setattr(generate, "DIRECTORY", tmp_path)
-    generate.main()
+    generate.main([])
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == sorted(path.name for path in committed.glob("*.csv"))
     for name in written:
@@ -51,6 +51,12 @@ def test_elastic_policies_beat_priorities_on_the_papers_trace_by_what_is_promise
     assert share.less_median_queueing >= 0.95
     assert share.less_mean_queueing >= 0.95
     assert max(row.less_completion for (_, cost), row in rows.items() if cost == "resize") >= 0.55
+
+
+def test_a_trace_of_another_seed_can_be_written(tmp_path: Path) -> None:
+    generate.main(["--like-paper", "7", str(tmp_path / "seven.csv")])
+    jobs = read(tmp_path / "seven.csv").jobs
+    assert [job.name for job in jobs] == [job.name for job in generate.like_paper(7).jobs]
 
 
 def test_seeds_give_different_traces_and_the_same_seed_the_same() -> None:
