@@ -168,7 +168,7 @@ def test_other_capacity_replaces_the_nodes(tmp_path: Path, capsys: pytest.Captur
     [
         (["--policy", "Lottery"], "there is no policy 'Lottery'; give one of FIFO, Priority"),
         (["--join", "-1"], "a resize takes 0 seconds or more"),
-        (["--every", "0"], "decide every 0 seconds: give a number above 0"),
+        (["--every", "0"], "decide every 0 seconds: give 1 or more"),
         (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: No such file or directory"),
     ],
 )

@@ -139,11 +139,11 @@ def simulate(
         every: seconds between decisions that nothing else causes; ``None``: none of these.
 
     Raises:
-        ConfigurationError: there is no capacity in the trace at all, or ``every`` is not above 0.
+        ConfigurationError: there is no capacity in the trace at all, or ``every`` is below 1.
         PolicyError: the policy gave out more than there was, or broke a job's limits.
     """
-    if every is not None and not (math.isfinite(every) and every > 0):
-        raise ConfigurationError(f"decide every {every:g} seconds: give a number above 0, or leave it out")
+    if every is not None and not (math.isfinite(every) and every >= 1):
+        raise ConfigurationError(f"decide every {every:g} seconds: give 1 or more, or leave it out")
     if not any(isinstance(event, NodeEvent) for event in trace.events):
         raise ConfigurationError("there is no capacity in the trace; add rows with event=node, or give --capacity")
     return _Simulation(trace, policy, cost, settings or SchedulingSettings(), knowledge, every).run()
@@ -309,9 +309,10 @@ class _Simulation:
         fewer = job.running + sum(count for _, count in job.joining) - workers
         while fewer > 0 and job.joining:  # the last to come are called off first, which costs nobody anything
             due, count = job.joining.pop()
-            if count > fewer:
-                job.joining.append((due, count - fewer))
-            fewer -= count
+            off = min(count, fewer)
+            if count > off:
+                job.joining.append((due, count - off))
+            fewer -= off
         if fewer > 0:
             job.running -= fewer
             job.resumes = max(job.resumes, now + cost.pause)
