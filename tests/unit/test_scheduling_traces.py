@@ -12,6 +12,8 @@ from benchmarks.traces.workloads import THREE, TWENTY, Submission
 
 from virtualflow_operator.simulator.trace import GoneEvent, NodeEvent, read
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_the_files_are_what_the_generator_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed = generate.DIRECTORY
@@ -57,6 +59,19 @@ def test_a_trace_of_another_seed_can_be_written(tmp_path: Path) -> None:
     generate.main(["--like-paper", "7", str(tmp_path / "seven.csv")])
     jobs = read(tmp_path / "seven.csv").jobs
     assert [job.name for job in jobs] == [job.name for job in generate.like_paper(7).jobs]
+
+
+def test_the_table_of_the_document_is_what_comes_out() -> None:
+    found = {(row.policy, row.cost): row for row in benchmark.compare(seeds=1)}
+    lines = (ROOT / "docs" / "simulator.md").read_text().splitlines()
+    told = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    rows = {cells[0]: cells[1:] for cells in told if cells[0] in benchmark.POLICIES}
+    assert set(rows) == set(benchmark.POLICIES) - {"FIFO"}
+    for policy, cells in rows.items():
+        for cost, (median, shorter, _) in zip(("resize", "restart"), (cells[:3], cells[3:]), strict=True):
+            row = found[policy, cost]
+            assert median == f"{row.median_completion:,.0f} s", (policy, cost)
+            assert shorter == (f"{100 * row.less_completion:.0f} %" if policy != benchmark.BASELINE else "")
 
 
 def test_seeds_give_different_traces_and_the_same_seed_the_same() -> None:
