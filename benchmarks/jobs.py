@@ -23,7 +23,7 @@ GRACE = 15
 def environment(**variables: str | int) -> dict[str, str]:
     """One thread a worker, this tree's library and examples; nothing of a job around this one."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIRTUALFLOW_")}
-    path = os.pathsep.join(str(ROOT / part) for part in ("trainer", ".", "examples"))
+    path = os.pathsep.join(str(ROOT / part) for part in ("trainer", "operator", ".", "examples"))
     return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in variables.items()}
 
 

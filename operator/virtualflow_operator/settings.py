@@ -104,6 +104,57 @@ class CrashSettings:
 
 
 @dataclass(frozen=True)
+class SchedulingSettings:
+    """How policies share a queue's capacity, beyond what each job says of itself."""
+
+    starvation_bound: float = 3_600.0
+    """A job that has waited for this long goes before all that have not, whatever the policy's order. Shorter ones turn
+    every policy of a queue that is always full into turns."""
+    turn: float = 600.0
+    """A job that was let in for having waited that long keeps its minimum for this time: long enough to be worth the
+    suspension of another."""
+    turn_share: float = 0.5
+    """The part of the capacity that such turns may have together; one job may always have a turn."""
+    aging: float = 3_600.0
+    """Under fixed sizes, waiting for this long counts as one priority more."""
+    hold: float = 5.0
+    """A running job does not grow within this time after its number of workers has changed: the next arrival of a burst
+    may take the new pods away again. It always shrinks at once."""
+    margin: float = 0.1
+    """By which part another job must be the better choice before a running one is suspended, or a worker moved, for it:
+    measured speeds are noisy."""
+    efficiency: float = 0.5
+    """``ShortestFirst`` gives the shortest job workers that each bring at least this part of what its first one did;
+    those that bring less go to it last."""
+    exact_work: int = 400_000
+    """``MaxThroughput`` solves a queue of unequal workers exactly if that takes at most this many additions (about
+    50 ms), else from the best gain per unit downward."""
+
+    def __post_init__(self) -> None:
+        if self.starvation_bound <= 0 or self.turn <= 0 or self.aging <= 0:
+            raise ConfigurationError("the starvation bound, turn and aging of a queue are seconds above 0")
+        if not 0 <= self.turn_share <= 1:
+            raise ConfigurationError("the share of a queue that turns may have is a part of it, from 0 to 1")
+        if self.hold < 0 or not 0 <= self.margin < 1 or not 0 <= self.efficiency <= 1:
+            raise ConfigurationError("give a hold of 0 s or more, a margin below 1 and an efficiency from 0 to 1")
+
+
+@dataclass(frozen=True)
+class SimulationSettings:
+    """What a change of a job's workers costs in the simulator."""
+
+    join: float = 6.0
+    """Seconds until a new worker counts: ``kubectl scale`` to its first step took 5.7 s on a cluster, most of it the
+    container's own start (docs/performance.md). The others train meanwhile."""
+    pause: float = 0.5
+    """Seconds that everyone loses at a change: 0.15 to 0.32 s measured for a small state (docs/benchmarks.md), 0.42 s
+    where a joiner is sent 604 MB (docs/performance.md)."""
+    restart: float = 30.0
+    """Seconds that a restart takes the whole job, for comparison: ``torchrun`` took 25 to 39 s for the same changes
+    (docs/benchmarks.md)."""
+
+
+@dataclass(frozen=True)
 class EventSettings:
     """Events on jobs: enough for a person, never a flood."""
 

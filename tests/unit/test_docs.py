@@ -21,6 +21,7 @@ from virtualflow_operator import settings as operator_settings
 from virtualflow_operator.disruptions import TERMINATION_TAINTS
 from virtualflow_operator.metrics import metric_names
 from virtualflow_operator.settings import OPTIONS, OperatorSettings, Option
+from virtualflow_operator.simulator import command as simulator
 from virtualflow_operator.spec import read_spec
 from virtualflow_operator.validation import validate
 
@@ -75,6 +76,9 @@ def test_at_most_six_lines_are_written_to_make_a_script_elastic() -> None:
 def test_a_documented_command_is_understood(command: str) -> None:
     words = shlex.split(re.sub(r"\[[^\]]*\]", "", command))
     words = ["2" if word in ("N", "P") else word for word in words]
+    if words[1] == "simulate":
+        assert simulator._parser().parse_args(words[2:]).trace
+        return
     parsed = cli._parser().parse_args(words[1:])
     assert callable(parsed.action)
     if getattr(parsed, "schedule", None):
@@ -130,10 +134,15 @@ def test_every_environment_variable_is_explained() -> None:
     assert {name for name in known if f"`{name}`" not in design} == set()
 
 
+def rooms(package: Path) -> set[str]:
+    """Return the names of a package's modules and packages, but for private ones."""
+    found = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    return {room for room in found if not room.startswith("_")}
+
+
 def test_every_room_is_in_the_design() -> None:
     table = "\n".join(row[0] for row in rows("docs/design.md"))
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert {room for room in rooms if not room.startswith("_") and f"`{room}`" not in table} == set()
+    assert {room for room in rooms(PACKAGE) if f"`{room}`" not in table} == set()
 
 
 # --- the operator -----------------------------------------------------------------------------------------------------
@@ -155,9 +164,8 @@ def named(text: str, column: int = 0) -> set[str]:
 
 
 def test_every_room_of_the_operator_is_in_the_design() -> None:
-    rooms = {path.stem for path in OPERATOR.glob("*.py") if not path.stem.startswith("_")}
     described = {name for name in named(part("docs/design.md", "## Operator")) if re.fullmatch(r"[a-z_]+", name)}
-    assert described == rooms
+    assert described == rooms(OPERATOR)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)

@@ -1,0 +1,44 @@
+"""Who gets how many workers of a queue: pure policies, one a file, by name.
+
+The operator applies what they say to a cluster; the simulator runs the same functions over a trace. ``demand`` has the
+types that they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from virtualflow.errors import ConfigurationError
+from virtualflow_operator.scheduling.admission import next_change
+from virtualflow_operator.scheduling.curve import ScalingCurve
+from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Policy
+from virtualflow_operator.scheduling.fifo import fifo
+from virtualflow_operator.scheduling.max_throughput import max_throughput
+from virtualflow_operator.scheduling.priority import priority
+from virtualflow_operator.scheduling.shortest_first import shortest_first
+from virtualflow_operator.scheduling.weighted_fair_share import weighted_fair_share
+
+__all__ = ["POLICIES", "Allocation", "Capacity", "Demand", "Policy", "ScalingCurve", "next_change", "policy"]
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "FIFO": fifo,
+        "Priority": priority,
+        "WeightedFairShare": weighted_fair_share,
+        "ShortestFirst": shortest_first,
+        "MaxThroughput": max_throughput,
+    }
+)
+"""Every policy by the name that a queue's spec gives."""
+
+
+def policy(name: str) -> Policy:
+    """The policy of that name.
+
+    Raises:
+        ConfigurationError: there is none; the sentence lists those that there are.
+    """
+    if name not in POLICIES:
+        raise ConfigurationError(f"there is no policy {name!r}; give one of {', '.join(POLICIES)}")
+    return POLICIES[name]

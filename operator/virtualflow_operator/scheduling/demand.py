@@ -1,0 +1,131 @@
+"""What a policy sees and says: the jobs of a queue, the capacity they share, and what each of them gets.
+
+All of it are values. A policy has no clock and no memory: what it must know of the past (who runs, since when) comes
+with each job, so the operator and the simulator can run the very same functions. Times are seconds on one clock, which
+may begin anywhere. Capacity is counted in whole *units* of one resource: GPUs, or thousandths of a CPU. Nodes are not
+modelled: units may be free on several nodes where a worker of several units fits on none. Such a worker stays pending,
+and whoever applies the allocation sees it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+
+from virtualflow_operator.scheduling.curve import ScalingCurve
+from virtualflow_operator.settings import SchedulingSettings
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One job as a policy sees it."""
+
+    name: str
+    """Unique: ``namespace/name``."""
+    namespace: str
+    submitted: float
+    """When the job came."""
+    maximum: int
+    """Workers, at most; where the job's efficiency limits it, the caller gives the lower number."""
+    minimum: int = 1
+    """Workers, at least, whenever it runs."""
+    requested: int = 0
+    """Workers that policies with fixed sizes give; 0: the maximum."""
+    units: int = 1
+    """Of the counted resource, for one worker."""
+    priority: int = 0
+    """Higher goes first."""
+    weight: float = 1.0
+    """Of its share, above 0."""
+    allocated: int = 0
+    """Workers that it has been given; 0: it waits, or is suspended."""
+    since: float | None = None
+    """When it began to run, or to wait, as it does now; ``None``: when it was submitted."""
+    resized: float | None = None
+    """When ``allocated`` last changed; ``None``: when it was submitted."""
+    waited: float = 0.0
+    """Seconds of the wait that ended when it began to run; counts only while it runs."""
+    steps_left: int | None = None
+    """Steps to its end, if that is known."""
+    curve: ScalingCurve = field(default_factory=ScalingCurve)
+    """Its measured speeds."""
+    minimum_on_demand: bool = False
+    """Whether its minimum must be on on-demand capacity."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.maximum:
+            raise ValueError(f"{self.name}: give 1 <= minimum <= maximum, not {self.minimum} and {self.maximum}")
+        if self.requested and not self.minimum <= self.requested <= self.maximum:
+            raise ValueError(f"{self.name}: ask for {self.minimum} to {self.maximum} workers, not {self.requested}")
+        if self.units < 1 or self.allocated < 0:
+            raise ValueError(f"{self.name}: units are 1 or more and allocated is 0 or more")
+        if not (isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"{self.name}: give a weight above 0, not {self.weight}")
+
+    @property
+    def fixed(self) -> int:
+        """Workers under a policy with fixed sizes."""
+        return self.requested or self.maximum
+
+    @property
+    def began(self) -> float:
+        """When it began to run, or to wait, as it does now."""
+        return self.submitted if self.since is None else self.since
+
+    @property
+    def changed(self) -> float:
+        """When its number of workers last changed."""
+        return self.began if self.resized is None else self.resized
+
+    def waiting(self, now: float) -> float:
+        """Seconds that it has waited; 0 while it runs."""
+        return 0.0 if self.allocated else max(0.0, now - self.began)
+
+    def given(self, workers: int, now: float) -> Demand:
+        """The job after an allocation was applied: what the next decision is to see."""
+        if workers == self.allocated:
+            return self
+        if bool(workers) == bool(self.allocated):
+            return replace(self, allocated=workers, resized=now)
+        waited = self.waiting(now) if workers else 0.0
+        return replace(self, allocated=workers, since=now, resized=now, waited=waited)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Units that the jobs share."""
+
+    on_demand: int
+    spot: int = 0
+    """Units that may be withdrawn at any time."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Units that the jobs of a namespace may have together; a namespace without an entry has no limit."""
+
+    @property
+    def total(self) -> int:
+        """Of both kinds."""
+        return self.on_demand + self.spot
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a job gets."""
+
+    workers: int
+    """0: it waits, or is to be suspended."""
+    reason: str
+    """Why this number, in one sentence for the job's status."""
+    on_demand: int = 0
+    """How many of the workers must be on on-demand nodes; the others go on spot nodes first."""
+
+
+Policy = Callable[[float, Sequence[Demand], Capacity, SchedulingSettings], dict[str, Allocation]]
+"""``(now, jobs, capacity, settings) -> {name: allocation}``, with an entry for every job.
+
+The order of the jobs does not matter. When every job is ``given`` what it was allocated, the same moment's decision is
+the same.
+
+Raises:
+    ValueError: two jobs bear the same name.
+"""
