@@ -112,6 +112,18 @@ SHARED: dict[str, tuple[str, Case]] = {
         "WeightedFairShare",
         ([running("a", 8, minimum=6), running("c", 2), job("b", minimum=4, priority=1)], 10, {"a": 6, "b": 4, "c": 0}),
     ),
+    "who runs goes before who has come before it": (
+        "WeightedFairShare",
+        (
+            [job("a", minimum=3, submitted=NOW - 9_000.0, since=NOW - 9.0), running("b", 4, minimum=3)],
+            4,
+            {"a": 0, "b": 4},
+        ),
+    ),
+    "of those that wait, the oldest begins": (
+        "WeightedFairShare",
+        ([job("a", minimum=3, submitted=NOW - 1.0), job("b", minimum=3, submitted=NOW - 9.0)], 4, {"a": 0, "b": 4}),
+    ),
     "growth waits a little after a change": ("WeightedFairShare", ([running("a", 4, resized=NOW - 1.0)], 16, {"a": 4})),
     "but not for ever": ("WeightedFairShare", ([running("a", 4, resized=NOW - TOLD.hold)], 16, {"a": 16})),
     "and a shrink never waits": ("WeightedFairShare", ([running("a", 4, resized=NOW), job("b")], 4, {"a": 2, "b": 2})),
@@ -153,6 +165,33 @@ SHARED: dict[str, tuple[str, Case]] = {
             8,
             {"a": 0, "b": 8},
         ),
+    ),
+    "and nobody is stopped for the growth of another": (
+        "ShortestFirst",
+        (
+            [
+                running("a", 1, curve=LINEAR, steps_left=10),
+                job("b", minimum=4, curve=LINEAR, steps_left=100),
+                running("c", 7, minimum=5, curve=LINEAR, steps_left=9_000),
+            ],
+            8,
+            {"a": 4, "b": 4, "c": 0},
+        ),
+    ),
+    "who has waited for too long has its turn beside shorter ones": (
+        "ShortestFirst",
+        (
+            [
+                running("a", 4, curve=LINEAR, steps_left=10),
+                job("b", curve=LINEAR, steps_left=9_000, submitted=NOW - TOLD.starvation_bound),
+            ],
+            4,
+            {"a": 3, "b": 1},
+        ),
+    ),
+    "who is not yet measured begins with its minimum": (
+        "ShortestFirst",
+        ([running("a", 4, curve=LINEAR, steps_left=10), job("b", steps_left=9_000)], 4, {"a": 3, "b": 1}),
     ),
     "a little shorter is not short enough": (
         "ShortestFirst",
@@ -213,6 +252,14 @@ SHARED: dict[str, tuple[str, Case]] = {
             16,
             {"a": 10, "b": 6},
         ),
+    ),
+    "nor does it stop anybody": (
+        "MaxThroughput",
+        ([running("a", 4, 4, minimum=4), job("b", 4, minimum=4, weight=1.05)], 4, {"a": 4, "b": 0}),
+    ),
+    "one that is clearly larger does": (
+        "MaxThroughput",
+        ([running("a", 4, 4, minimum=4), job("b", 4, minimum=4, weight=1.2)], 4, {"a": 0, "b": 4}),
     ),
     "no worker that brings nothing": (
         "MaxThroughput",
