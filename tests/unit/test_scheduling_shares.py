@@ -50,6 +50,11 @@ def test_every_share_is_within_one_worker_of_the_weights(queue: Queue, told: Sch
     assert all(abs(found[job.name].workers - shares[job.name]) < 1 + 1e-6 for job in running)
 
 
+def test_units_that_are_too_few_for_a_worker_are_nobodys_share() -> None:
+    jobs = [Demand("red/a", "red", 0.0, 9, units=2), Demand("blue/b", "blue", 0.0, 9, units=2)]
+    assert fair_shares(jobs, Capacity(9, limits={"red": 3})) == {"red/a": 1.0, "blue/b": 3.0}
+
+
 @given(queue=queues(), told=settings)
 def test_with_workers_of_unequal_units_nobody_is_a_whole_worker_short(queue: Queue, told: SchedulingSettings) -> None:
     jobs, capacity = queue
