@@ -67,7 +67,9 @@ def test_a_head_is_read_as_it_was_written(
     schema = Schema(tuple(sorted(schema_names)), (), ("seen",) if copies else ())
     form = HeadFormat(schema, len(present), len(records) + spare, 16 if copies else 0, alignment)
     exchange, layout, incarnation, counter = numbers
-    block = form.write(Kind.EVALUATE, exchange, layout, Generation(incarnation, counter), *flags, present, records)
+    block = form.write(
+        form.tell(Kind.EVALUATE, exchange, layout, Generation(incarnation, counter), *flags, present, records)
+    )
     assert block.dtype == torch.uint8
     assert block.numel() == form.size
     assert form.size % alignment == 0
@@ -92,7 +94,7 @@ def test_heads_of_one_generation_have_one_size_however_much_a_worker_carries() -
     form = HeadFormat(Schema(("loss",)), 9, 5, 0, 16)
     sizes = {
         form.write(
-            Kind.TRAIN, 1, 2, Generation(0, 0), False, True, True, [True] * places, [NodeRecord()] * nodes
+            form.tell(Kind.TRAIN, 1, 2, Generation(0, 0), False, True, True, [True] * places, [NodeRecord()] * nodes)
         ).numel()
         for nodes in range(6)
         for places in range(10)
@@ -372,10 +374,9 @@ def test_other_buffers_are_copied_through_a_head() -> None:
     schema = Schema((), (), tuple(sorted(copied)))
     form = HeadFormat(schema, 0, 2, tracker.copied_bytes(schema), 16)
     # The first virtual node with samples counts.
-    block = form.write(
-        Kind.TRAIN, 1, 0, Generation(0, 0), False, False, True, [], [NodeRecord(0), NodeRecord(4, copied=copied)]
-    )
-    arrived = other.read_copied(schema, form.read(block).copied)
+    records = [NodeRecord(0), NodeRecord(4, copied=copied)]
+    told = form.tell(Kind.TRAIN, 1, 0, Generation(0, 0), False, False, True, [], records)
+    arrived = other.read_copied(schema, form.read(form.write(told)).copied)
     other.commit(arrived)
     assert receiver.count.item() == 5
     assert receiver.flags.tolist() == [False, True]

@@ -21,15 +21,15 @@ from virtualflow.settings import CommunicatorSettings
 
 WIDTH = 192
 GRADIENT = 4 * WIDTH * WIDTH
-SLACK = 6_000
-"""Bytes of everything else: samples, losses, heads, the ends of messages."""
+SLACK = 12_000
+"""Bytes of everything else: the samples of a step, losses, heads, the ends of messages."""
 
 
 def living() -> int:
     """Bytes of the memory behind all tensors that Python can reach."""
     found = {}
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter):
+        if type(thing) in (torch.Tensor, nn.Parameter) and thing.layout is torch.strided:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import virtualflow as vf
 from virtualflow import messages as m
 from virtualflow.record import Record
-from virtualflow.settings import LinkSettings
+from virtualflow.settings import LinkSettings, PaceSettings
 
 Traffic = Counter[tuple[str, str]]
 
@@ -59,5 +59,8 @@ def test_no_message_of_a_step_goes_through_the_coordinator(
         assert len(told) == 1, "only the leader tells of progress"
         # At the beginning and the end of it, and otherwise by the clock.
         assert traffic[told.pop(), "Progress"] <= 3 + seconds / LinkSettings.progress
-        rare.append({key: count for key, count in traffic.items() if key[1] not in ("Progress", "Heartbeat")})
+        assert max(count for (_, kind), count in [*traffic.items(), (("", "Pace"), 0)] if kind == "Pace") <= (
+            1 + seconds / PaceSettings.interval
+        )
+        rare.append({key: count for key, count in traffic.items() if key[1] not in ("Progress", "Pace", "Heartbeat")})
     assert rare[0] == rare[1]

@@ -267,6 +267,29 @@ def test_a_joiner_is_not_kept_waiting_by_a_rebalance_that_nobody_can_enter() -> 
     assert len(counts(world)) == 3
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["before the others", "after them"])
+def test_who_was_given_up_and_wakes_up_under_a_new_coordinator_never_meets_another_training(first: bool) -> None:
+    world = running_world(2)
+    asleep, other = world.workers.values()
+    asleep.hung = True
+    world.settle(SETTINGS.heartbeat_limit + 2.0)
+    world.kill(other)  # nobody is left, so others begin anew
+    others = [world.start_worker(f"new-{number}") for number in range(2)]
+    for worker in others:
+        worker.ready = True
+    world.settle(8.0)
+    assert [worker.lineage for worker in others] == [2, 2]
+    world.start_coordinator()  # the word that it was given up is lost with its connection
+    asleep.hung = False
+    for worker in [asleep, *others] if first else [*others, asleep]:
+        worker.reconnect_at = world.now
+        world.connect(worker)
+    world.settle(5.0)
+    assert asleep.over is not None
+    assert "went on in generation" in asleep.over
+    together(world, others)
+
+
 def test_a_lone_worker_that_drains_hands_its_state_to_its_replacement() -> None:
     world = running_world(1)
     [old] = world.workers.values()

@@ -74,6 +74,46 @@ def plan_buckets(
     return buckets
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """How a worker's piece of a bucket's sums comes to those who need them, and what comes to it; in elements."""
+
+    outward: tuple[tuple[tuple[int, int], ...], ...]
+    """For each member, the stretches of the piece that it gets."""
+    inward: tuple[int, ...]
+    """For each member, how much comes from it. One behind the other, that makes the tensors that this worker needs."""
+
+
+def plan_delivery(
+    bucket: Bucket, templates: Sequence[Tensor], needed_by: Sequence[Sequence[int]], size: int, rank: int
+) -> Delivery:
+    """What member ``rank`` of ``size`` sends and gets, where not everybody needs all sums.
+
+    Args:
+        bucket: of which pieces are summed.
+        templates: one tensor per place.
+        needed_by: for each place the ranks that need its sum.
+        size: of the group.
+        rank: of this worker.
+    """
+    outward: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    inward = [0] * size
+    low, high = rank * bucket.piece, (rank + 1) * bucket.piece
+    for begin, place in zip(bucket.offsets, bucket.places, strict=True):
+        end = begin + templates[place].numel()
+        if max(begin, low) < min(end, high):
+            for receiver in needed_by[place]:
+                outward[receiver].append((max(begin, low) - low, min(end, high) - low))
+        if rank in needed_by[place]:
+            at = begin
+            while at < end:
+                source = at // bucket.piece
+                stop = min(end, (source + 1) * bucket.piece)
+                inward[source] += stop - at
+                at = stop
+    return Delivery(tuple(map(tuple, outward)), tuple(inward))
+
+
 def _bucket(dtype: torch.dtype, run: list[int], templates: Sequence[Tensor], size: int, unit: int) -> Bucket:
     offsets, total = [], 0
     for place in run:

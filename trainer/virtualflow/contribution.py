@@ -26,9 +26,13 @@ from virtualflow import messages as m
 from virtualflow.errors import ConfigurationError
 from virtualflow.summation import add_up
 
-_FIXED = struct.Struct("<9q")
+_FIXED = struct.Struct("<10q")
 _NODE = struct.Struct("<q")
 _PAIR = struct.Struct("<dd")
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size, types as which the bits of others can be compared."""
 
 
 class Kind(IntEnum):
@@ -93,6 +97,8 @@ class Head:
     """Whether the worker has samples for a further step of this epoch."""
     steady: bool
     """Whether its gradients stayed as autograd left them (``overlap``)."""
+    saves: bool
+    """Whether it will write a checkpoint after this step, for which it needs the whole state."""
     samples: tuple[int, ...]
     """Of each of its records: in a ``bitwise`` job, of each virtual node."""
     present: tuple[bool, ...]
@@ -120,7 +126,7 @@ class HeadFormat:
         size = _FIXED.size + (self.places + 7) // 8 + self.most_nodes * per_node + self.copied_bytes
         return -(-size // self.alignment) * self.alignment
 
-    def write(
+    def tell(
         self,
         kind: Kind,
         exchange: int,
@@ -131,33 +137,46 @@ class HeadFormat:
         steady: bool,
         present: Sequence[bool],
         records: Sequence[NodeRecord],
-    ) -> Tensor:
-        """The head as a uint8 tensor ``[size]``."""
-        block = bytearray(self.size)
-        numbers = (kind, exchange, layout, offer.incarnation, offer.counter, wishes, len(records), more, steady)
-        _FIXED.pack_into(block, 0, *numbers)
-        at = _FIXED.size
-        bits = sum(1 << place for place, there in enumerate(present) if there)
-        block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
-        at += (self.places + 7) // 8
-        for record in records:
-            _NODE.pack_into(block, at, record.samples)
-            at += _NODE.size
-            for name in self.schema.metrics:
-                value = record.metrics.get(name)
-                _PAIR.pack_into(block, at, 0.0 if value is None else float(value), 0.0 if value is None else 1.0)
-                at += _PAIR.size
+        saves: bool = False,
+    ) -> Head:
+        """What this worker has to say."""
+        copied = b""
         if self.copied_bytes:
             first = next((record for record in records if record.samples), None)
             if first is not None:
-                raw = b"".join(_raw(first.copied[name]) for name in self.schema.copied)
-                block[self.size - self.copied_bytes :] = raw
+                copied = b"".join(_raw(first.copied[name]) for name in self.schema.copied)
+        metrics = []
+        for record in records:
+            values = [record.metrics.get(name) for name in self.schema.metrics]
+            metrics.append(tuple((0.0, False) if value is None else (float(value), True) for value in values))
+        samples = tuple(record.samples for record in records)
+        flags = (wishes, more, steady, saves)
+        return Head(kind, exchange, layout, offer, *flags, samples, tuple(present), tuple(metrics), copied)
+
+    def write(self, head: Head) -> Tensor:
+        """The head as a uint8 tensor ``[size]``."""
+        block = bytearray(self.size)
+        offer, nodes = head.offer, len(head.samples)
+        numbers = (head.kind, head.exchange, head.layout, offer.incarnation, offer.counter, head.wishes, nodes)
+        _FIXED.pack_into(block, 0, *numbers, head.more, head.steady, head.saves)
+        at = _FIXED.size
+        bits = sum(1 << place for place, there in enumerate(head.present) if there)
+        block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
+        at += (self.places + 7) // 8
+        for samples, metrics in zip(head.samples, head.metrics, strict=True):
+            _NODE.pack_into(block, at, samples)
+            at += _NODE.size
+            for value, there in metrics:
+                _PAIR.pack_into(block, at, value, there)
+                at += _PAIR.size
+        if head.copied:
+            block[self.size - self.copied_bytes :] = head.copied
         return torch.frombuffer(block, dtype=torch.uint8)
 
     def read(self, block: Tensor) -> Head:
         """The inverse of :meth:`write`."""
         raw = block.numpy().tobytes()
-        kind, exchange, layout, incarnation, counter, wishes, nodes, more, steady = _FIXED.unpack_from(raw, 0)
+        kind, exchange, layout, incarnation, counter, wishes, nodes, more, steady, saves = _FIXED.unpack_from(raw, 0)
         at = _FIXED.size
         bits = int.from_bytes(raw[at : at + (self.places + 7) // 8], "little")
         at += (self.places + 7) // 8
@@ -179,6 +198,7 @@ class HeadFormat:
             bool(wishes),
             bool(more),
             bool(steady),
+            bool(saves),
             tuple(samples),
             tuple(bool(bits >> place & 1) for place in range(self.places)),
             tuple(metrics),
@@ -244,10 +264,42 @@ class _Buffer:
         self.module._buffers[self.attribute] = self.tensor
 
 
+@dataclass(frozen=True)
+class _Routine:
+    """What :meth:`BufferTracker.collect` does as long as every buffer of a schema is changed in its place."""
+
+    schema: Schema
+    buffers: list[_Buffer]
+    """Of the schema: the averaged ones, then the copied ones."""
+    others: list[_Buffer]
+    tensors: list[Tensor]
+    baselines: list[Tensor]
+
+    def applies(self) -> bool:
+        """Whether nothing else has happened."""
+        for buffer in self.buffers:
+            if buffer.module._buffers[buffer.attribute] is not buffer.tensor:
+                return False
+        return not any(buffer.differs() for buffer in self.others)
+
+    def collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Copies of the averaged and the copied buffers, and the baseline put back."""
+        with torch.no_grad():
+            values = [tensor.clone(memory_format=torch.contiguous_format) for tensor in self.tensors]
+            if values:
+                torch._foreach_copy_(self.tensors, self.baselines)
+        schema, middle = self.schema, len(self.schema.averaged)
+        return (
+            dict(zip(schema.averaged, values[:middle], strict=True)),
+            dict(zip(schema.copied, values[middle:], strict=True)),
+        )
+
+
 class BufferTracker:
     """Lets every virtual node start from the same buffers, and collects what it changed."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._routine: _Routine | None = None
         self._buffers: dict[str, _Buffer] = {}
         self._modules = list(model.named_modules())
         self._ties: list[tuple[str, nn.Module, str, str]] = []
@@ -273,12 +325,19 @@ class BufferTracker:
                 present = buffer.module._buffers[buffer.attribute]
                 buffer.tensor = buffer.tensor if present is None else present
                 buffer.baseline = buffer.tensor.detach().clone()
+                self._routine = None
 
     def collect(self, schema: Schema) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """New values of (averaged, copied) buffers after a virtual node, and the baseline put back.
 
         Buffers of the schema are always among them; the values are copies.
         """
+        routine = self._routine
+        if routine is None or routine.schema is not schema:
+            routine = self._routine = self._prepare(schema)
+        if routine.applies():
+            return routine.collect()
+        self._routine = None
         averaged: dict[str, Tensor] = {}
         copied: dict[str, Tensor] = {}
         in_place: list[_Buffer] = []
@@ -312,6 +371,12 @@ class BufferTracker:
                 torch._foreach_copy_(values, [buffer.tensor for buffer in in_place])
                 torch._foreach_copy_([buffer.tensor for buffer in in_place], [buffer.baseline for buffer in in_place])
         return averaged, copied
+
+    def _prepare(self, schema: Schema) -> _Routine:
+        known = (*schema.averaged, *schema.copied)
+        buffers = [self._buffers[name] for name in known]
+        others = [buffer for name, buffer in self._buffers.items() if name not in known]
+        return _Routine(schema, buffers, others, [b.tensor for b in buffers], [b.baseline for b in buffers])
 
     def refuse_strangers(self) -> None:
         """Refuse what no virtual node could start anew from: buffers that came, and tied ones that were replaced.
@@ -394,4 +459,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and type hold the same bits (a NaN equals itself here)."""
     if a.data_ptr() == b.data_ptr():
         return True
+    bits = _BITS.get(a.dtype.itemsize)
+    if bits is not None:
+        return torch.equal(a.detach().view(bits), b.detach().view(bits))
     return torch.equal(a.detach().contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

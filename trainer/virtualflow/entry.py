@@ -38,6 +38,7 @@ def elastic(
     reproducibility: Reproducibility = "bitwise",
     max_fused: int | None = None,
     batch_norm: BatchNorm = "virtual-node",
+    shard_optimizer: bool = False,
     **loader: Unpack[LoaderOptions],
 ) -> Run:
     """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
@@ -66,6 +67,9 @@ def elastic(
             memory allows and make it faster, which is measured.
         batch_norm: whether batch norm goes on normalising over each ``"virtual-node"`` of such a micro-batch, or over
             the whole ``"micro-batch"``.
+        shard_optimizer: each worker keeps the optimizer's state of its share of the parameters only, and that of one
+            other's in case it is lost. For optimizers that treat each element for itself (SGD, Adam and their kin);
+            after a step a worker has the gradients of its share only.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -92,6 +96,7 @@ def elastic(
             reproducibility,
             max_fused,
             batch_norm,
+            shard_optimizer,
             loader,
         ),
     )

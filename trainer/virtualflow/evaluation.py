@@ -118,7 +118,7 @@ def _exchange(run: Run, source: Source, fn: Callable[[Any], Rows], step: int, nu
             seed_virtual_node(run.seed, -number, node)
             mine[node] = _to_cpu(_checked(fn(batch.data), batch.size))
     form = run.update.head_format(part.ranges)
-    head = form.write(Kind.EVALUATE, number, 0, part.offer(evaluating=True), False, False, True, [], [])
+    head = form.write(form.tell(Kind.EVALUATE, number, 0, part.offer(evaluating=True), False, False, True, [], []))
     heads = read_heads(form, part.communicator.all_gather(head), Kind.EVALUATE, number)
     blocks = gather_bytes(part.communicator, trees.pack(mine), CommunicatorSettings.alignment)
     run.commit_evaluation(blocks, heads)

@@ -77,6 +77,10 @@ class Keeper:
         training.restore(load(self._found))
         self._saved_step = self._found.step
 
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written when ``step`` is complete."""
+        return self._writer is not None and self._writer.due(step)
+
     def save_if_due(self, training: Training) -> None:
         """Write a checkpoint behind the training's back when it is time."""
         writer, step = self._writer, training.completed_steps

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from virtualflow import messages as m
 from virtualflow import self_test
+from virtualflow.allocation import keep_freed_memory
 from virtualflow.audit import Audit
 from virtualflow.checkpoint_files import JobIdentity
 from virtualflow.contribution import Head, Kind
@@ -32,7 +33,14 @@ from virtualflow.fusing import Fusing
 from virtualflow.keeper import Keeper, choose_policy
 from virtualflow.last_word import LastWordWriter
 from virtualflow.loading import MicroBatch, Source, open_source
-from virtualflow.options import Options, check_optimizer, check_reproducibility, check_scheduler, check_sizes
+from virtualflow.options import (
+    Options,
+    check_optimizer,
+    check_reproducibility,
+    check_scheduler,
+    check_sharding,
+    check_sizes,
+)
 from virtualflow.overlap import AttemptSpoiled
 from virtualflow.pace import Pace
 from virtualflow.participation import Participation
@@ -44,6 +52,7 @@ from virtualflow.session import NOTHING, Facts, Session
 from virtualflow.settings import (
     LOADER_GRACE,
     STOP_GRACE,
+    AllocationSettings,
     CommunicatorSettings,
     LinkSettings,
     MembershipSettings,
@@ -113,6 +122,7 @@ class Run:
             device=describe_device(device),
         )
         self._pinned = pin(environment.threads, self.reproducibility)
+        self._cleanup.callback(keep_freed_memory(AllocationSettings()))
         if environment.coordinator is not None and environment.profile_out is None:
             self._session = Session(environment, facts, LinkSettings(), CommunicatorSettings())
         try:
@@ -144,6 +154,8 @@ class Run:
         check_reproducibility(self.reproducibility, options.max_fused, options.batch_norm)
         check_optimizer(self._model, self._optimizer)
         check_scheduler(options.scheduler, options.scheduler_interval)
+        if options.shard_optimizer:
+            check_sharding(self._optimizer, options.scaler)
         self._source = open_source(
             self._dataset,
             batch_size=options.batch_size,
@@ -168,6 +180,7 @@ class Run:
             self._micro_batch,
             CommunicatorSettings.alignment,
             self.reproducibility == "bitwise",
+            options.shard_optimizer,
         )
         self._cleanup.callback(self.update.close)
         self._fusing = self._open_fusing(self._source)
@@ -181,6 +194,8 @@ class Run:
             self._profiling = open_profiling(
                 self._model, self._dataset, options, self._environment, self.virtual_nodes, self._source, situation
             )
+        if options.shard_optimizer:  # which checkpoints need not know
+            signature = {**signature, "optimizer": f"{signature['optimizer']}, sharded"}
         policy = None if self._profiling is not None else choose_policy(options.checkpoint, self._environment)
         self._keeper = Keeper(policy, identity, None if self._session is None else self._tell_checkpoint)
         self.participation = Participation(
@@ -246,6 +261,7 @@ class Run:
         if not self._trained:
             logger.warning("the with block ended after %d steps, before the last one", self.training.completed_steps)
         if self.participation.has_state:
+            self._complete_leader()
             self._agree_on_end()
             if self._session is None and not self._last_word.wanted:
                 return
@@ -254,6 +270,20 @@ class Run:
             if self._session is not None:
                 broken = CommunicatorBroken("a peer needs help to finish")
                 self._session.report_done(result, lambda: self.participation.recover(broken))
+
+    def _complete_leader(self) -> None:
+        """At the end, let whoever is the leader have the whole state of a sharded optimizer, from now on."""
+        shards, part = self.update.shards, self.participation
+        if shards is None or shards.finishing:
+            return
+        shards.finishing, number = True, self.training.exchanges + 1
+        while self.training.exchanges < number:
+            try:
+                part.complete_leader()
+            except CommunicatorBroken as error:
+                part.recover(error)
+            else:
+                self.training.exchanges, self.training.evaluated = number, None
 
     def _agree_on_end(self) -> None:
         """See that all workers are at the end.
@@ -264,7 +294,7 @@ class Run:
         part, number = self.participation, self.training.exchanges + 1
         while self.training.exchanges < number:
             form = self.update.head_format(part.ranges)
-            head = form.write(Kind.FINISH, number, 0, NOTHING, False, False, True, [], [])
+            head = form.write(form.tell(Kind.FINISH, number, 0, NOTHING, False, False, True, [], []))
             try:
                 read_heads(form, part.communicator.all_gather(head), Kind.FINISH, number)
             except CommunicatorBroken as error:
@@ -338,6 +368,7 @@ class Run:
                     "a step was left before its end; iterate over all its micro-batches: for batch in step: ..."
                 )
         self._trained = True
+        self._complete_leader()
         if self.leader and self._keeper is not None:
             self._keeper.save_final(self.training)
         self.reporter.progress(now=True)
@@ -383,15 +414,29 @@ class Run:
                 yield from self._attempt(number)
                 offer = NOTHING if number == self.total_steps else part.offer(evaluating=False)
                 exchange = self.training.exchanges + 1
-                outcome = self.update.exchange(part.communicator, part.ranges, exchange, offer, self._peek())
+                outcome = self.update.exchange(
+                    part.communicator, part.ranges, exchange, offer, self._peek(), self._saves_after(number)
+                )
             except CommunicatorBroken as error:
                 self._stopwatch.fail()
-                part.recover(error)
+                generation = self._generation
+                if part.recover(error) and self._audit is not None:
+                    self._audit.committed(generation, number)
             except AttemptSpoiled:
                 self.update.abandon()
                 self._on_entry()
             else:
                 self._commit(number, outcome)
+
+    @property
+    def _generation(self) -> m.Generation:
+        return NOTHING if self._session is None else self._session.generation
+
+    def _saves_after(self, number: int) -> bool:
+        """Whether this worker writes a checkpoint after the step ``number`` and needs others' help with it."""
+        return (
+            self.update.shards is not None and self.leader and self._keeper is not None and self._keeper.is_due(number)
+        )
 
     def _attempt(self, number: int) -> Iterator[Any]:
         part = self.participation
@@ -494,7 +539,7 @@ class Run:
         seed_virtual_node(self._options.seed, number, self.virtual_nodes)
         training.commit(outcome, len(self.participation.ranges))
         self._load_as_needed()
-        generation = NOTHING if session is None else session.generation
+        generation = self._generation
         now = time.monotonic()
         change = self._stopwatch.commit(now, number, before, generation)
         self._pace.commit(now)
@@ -508,8 +553,24 @@ class Run:
             self.reporter.progress(now=self._is_over())
             self.reporter.pace(self._pace.estimate)
             session.tidy()
-        if self.leader and self._keeper is not None:
+        if self.update.shards is not None and self._session is not None:
+            self._save_together(any(head.saves for head in outcome.heads))
+        elif self.leader and self._keeper is not None:
             self._keeper.save_if_due(training)
+
+    def _save_together(self, due: bool) -> None:
+        """The state of a sharded optimizer is brought together for a checkpoint, if one is ``due``."""
+        if not due:
+            return
+        part = self.participation
+        try:
+            part.complete_leader()
+        except CommunicatorBroken as error:
+            part.recover(error)  # and the next step's checkpoint is due
+            return
+        if self.leader and self._keeper is not None:
+            self._keeper.save_if_due(self.training)
+        part.keep_share()
 
     # --- callbacks ----------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from virtualflow.fusing import BatchNorm
 from virtualflow.loading import LoaderOptions
 from virtualflow.sampling import micro_batch
 from virtualflow.settings import Reproducibility
+from virtualflow.stepping import is_separable
 from virtualflow.update import SchedulerInterval
 
 
@@ -39,6 +40,7 @@ class Options:
     reproducibility: Reproducibility
     max_fused: int | None
     batch_norm: BatchNorm
+    shard_optimizer: bool
     loader: LoaderOptions
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
@@ -107,6 +109,24 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 f"{name} holds a parameter that is not the model's, so joiners would not get it; make it part of the "
                 "model"
             )
+
+
+def check_sharding(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    """Check that this optimizer can be sharded.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if not is_separable(optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} cannot be sharded, because it does not treat each element for itself or has "
+            "been changed or hooked; use one of torch's own, such as AdamW, or leave out shard_optimizer"
+        )
+    if scaler is not None:
+        raise ConfigurationError(
+            "a GradScaler looks at the whole gradient, which no worker has when the optimizer is sharded; train in "
+            "bfloat16 without a scaler, or leave out shard_optimizer"
+        )
 
 
 def check_scheduler(scheduler: Any, interval: str) -> None:

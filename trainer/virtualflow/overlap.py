@@ -132,6 +132,11 @@ class Overlap:
         """Whether this attempt's exchange has begun already."""
         return self._early is not None
 
+    @property
+    def places(self) -> frozenset[int]:
+        """What is under way."""
+        return frozenset() if self._early is None else self._early.places
+
     def heads(self, block: Tensor) -> Tensor:
         """Exchange the heads behind what is under way."""
         assert self._early is not None

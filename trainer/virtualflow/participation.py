@@ -20,6 +20,7 @@ from virtualflow.collectives import ALONE
 from virtualflow.communicator import Communicator
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.keeper import Keeper
+from virtualflow.resharding import Resharding
 from virtualflow.session import NOTHING, Session
 from virtualflow.settings import CommunicatorSettings
 from virtualflow.stopwatch import Stopwatch
@@ -58,6 +59,7 @@ class Participation:
         self._stopwatch = stopwatch
         self._on_entry = on_entry
         self._agreed: m.Plan | None = None
+        self._resharding = None if training.update.shards is None else Resharding(training, training.update.shards)
         self._spoiled = False
         """A state was, at least in part, written over the fresh model."""
         self._room_of: m.Generation | None = None
@@ -121,24 +123,35 @@ class Participation:
         plan, self._agreed = self._agreed, None
         if plan is None or self.session is None:
             return
+        try:
+            if self._resharding is not None and self.session.plan is not None:
+                self._resharding.hand_over(self.communicator, self.session.plan, plan)
+        except CommunicatorBroken as error:
+            self.recover(error)
+            return
         if not self.session.is_member(plan):
             if not plan.members and self.session.rank == 0:
                 self._keeper.save_final(self._training)
             self.session.leave(plan.generation, plan.reason if plan.cause == "stop" else "")
         self._enter(plan)
 
-    def recover(self, error: CommunicatorBroken) -> None:
+    def recover(self, error: CommunicatorBroken) -> bool:
         """The attempt is void: wait for the generation that takes over, and enter it.
+
+        Returns:
+            Whether the attempt turned out to count all the same, and this worker has committed it.
 
         Raises:
             Leave: this process is not to take part any more.
         """
-        session = self._require_session()
+        session, exchanges = self._require_session(), self._training.exchanges
+        pending = self._training.update.pending is not None
         self._training.update.abandon()
         if session.interruption(session.plan) is None:
             logger.info("%s: generation %s broke: %s", session.worker, session.generation, error)
             session.say_broken(session.generation, str(error))
         self._enter(session.await_entry())
+        return pending and self._training.exchanges > exchanges
 
     def _require_session(self) -> Session:
         if self.session is None:
@@ -182,12 +195,16 @@ class Participation:
         standings = [Standing.from_bytes(block) for block in communicator.all_gather(standing.to_bytes())]
         if len({other.signature for other in standings}) > 1:
             self._explain_difference(communicator)
+        if self._resharding is not None:
+            standings = self._resharding.complete_step(communicator, standings, len(self.ranges))
         origins: list[Origin] = []
         if not someone_has_state(standings):
             origin = Origin(self._keeper.find(), SPOILED if self._spoiled else training.model_hash())
             origins = [Origin.from_bytes(block) for block in communicator.all_gather(origin.to_bytes())]
         transfer = plan_transfer(standings, origins, equal_start=session.facts.reproducibility == "bitwise")
         self._bring_state(communicator, transfer)
+        if self._resharding is not None:
+            self._resharding.share_out(communicator, standings, transfer)
         session.facts.step = training.completed_steps
         if not self.has_state:
             self.has_state = session.has_state = True
@@ -201,7 +218,8 @@ class Participation:
             self._keeper.restore(training)
         if not transfer.receivers:
             return
-        parcel = wrap(training.capture()) if communicator.rank in transfer.donors else None
+        whole = self._resharding is None
+        parcel = wrap(training.capture(states=whole)) if communicator.rank in transfer.donors else None
         in_place = not self.has_state
 
         def land(tree: dict[str, Any], stripes: dict[Path, Tensor]) -> dict[Path, Tensor]:
@@ -211,10 +229,27 @@ class Participation:
 
         moved = carry(communicator, transfer.donors, transfer.receivers, parcel, land)
         if moved.tree is not None:
-            training.restore(moved.tree, given=True)
+            if whole:
+                training.restore(moved.tree, given=True)
+            else:
+                training.restore_but_states(moved.tree)
         session.reserve.release()
         if moved.bytes:
             self._stopwatch.moved = moved.bytes, moved.seconds, moved.donors
+
+    def complete_leader(self) -> None:
+        """Bring the leader the whole state of a sharded optimizer, in host memory.
+
+        Raises:
+            CommunicatorBroken: a member was lost meanwhile.
+        """
+        if self._resharding is not None:
+            self._resharding.complete_leader(self.communicator)
+
+    def keep_share(self) -> None:
+        """Forget what :meth:`complete_leader` has brought."""
+        if self._resharding is not None:
+            self._resharding.keep_share()
 
     def _explain_difference(self, communicator: Communicator) -> None:
         raw = torch.frombuffer(bytearray(msgspec.json.encode(self._signature)), dtype=torch.uint8)

@@ -1,7 +1,8 @@
 """A reduction under way between workers, bucket by bucket, and its beginning before the last backward pass has ended.
 
 Each bucket takes two collectives: an all-to-all brings every worker its piece of everybody's rows, and when that is
-summed in the shape of the tree, an all-gather returns it. While one bucket is summed, the next one travels.
+summed in the shape of the tree, an all-gather returns it (or, where not everybody needs all sums, a second all-to-all
+brings them to those who do). While one bucket is summed, the next one travels.
 Collectives of one communicator must be started in the same order by all its members, so the order is fixed: bucket k+1
 sets out before bucket k returns, and the workers' heads set out behind the last bucket. :class:`Early` lets a thread of
 its own do this beside the backward pass, which only says which buckets are full.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from virtualflow.accumulation import Parts, Tensors, add_one
-from virtualflow.buckets import Bucket
+from virtualflow.buckets import Bucket, plan_delivery
 from virtualflow.collectives import Collectives, Pending
 
 Keys = list[list[tuple[int, int]]]
@@ -64,6 +65,7 @@ class Pipeline:
         buffers: where messages are kept.
         name: of its own ones among them.
         scale: the factor of the sums.
+        needed_by: for each place the ranks that need its sum; without it all do.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Pipeline:
         buffers: Buffers,
         name: str,
         scale: float,
+        needed_by: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._collectives = collectives
         self._add_up = add_up
@@ -97,6 +100,20 @@ class Pipeline:
             buffers.get((name, "incoming", index), (every, bucket.piece), bucket.dtype)
             for index, bucket in enumerate(buckets)
         ]
+        self._wanted = [
+            [place for place in bucket.places if needed_by is None or collectives.rank in needed_by[place]]
+            for bucket in buckets
+        ]
+        self._deliveries = (
+            [plan_delivery(bucket, templates, needed_by, size, collectives.rank) for bucket in buckets]
+            if needed_by is not None
+            else []
+        )
+        self._delivered = [
+            buffers.get((name, "delivered", index), (sum(delivery.inward),), buckets[index].dtype)
+            for index, delivery in enumerate(self._deliveries)
+        ]
+        """Where some sums are brought to this worker: the tensors that it needs, one behind the other."""
         self._submitted: SimpleQueue[int | None] = SimpleQueue()
         self._head: Tensor | None = None
         self.heads: Future[Tensor] = Future()
@@ -144,18 +161,24 @@ class Pipeline:
         self._head = head
         self._submitted.put(None)
 
-    def result(self, index: int) -> list[Tensor]:
-        """Wait for a bucket's sums: contiguous tensors, views of a buffer that the next reduction overwrites.
+    def result(self, index: int) -> dict[int, Tensor]:
+        """Wait for a bucket's sums, by place: contiguous tensors, views of a buffer that the next reduction overwrites.
 
         Raises:
             CommunicatorBroken: they will not come.
         """
         self._arrived[index].result()
         bucket, flat = self._buckets[index], self._flat[index]
-        tensors = []
-        for place, offset in zip(bucket.places, bucket.offsets, strict=True):
-            template = self._templates[place]
-            tensors.append(flat[offset : offset + template.numel()].view(template.shape).to(template.device))
+        offsets = dict(zip(bucket.places, bucket.offsets, strict=True))
+        if self._deliveries:
+            flat, at = self._delivered[index], 0
+            for place in self._wanted[index]:
+                offsets[place] = at
+                at += self._templates[place].numel()
+        tensors = {}
+        for place in self._wanted[index]:
+            template, offset = self._templates[place], offsets[place]
+            tensors[place] = flat[offset : offset + template.numel()].view(template.shape).to(template.device)
         return tensors
 
     @property
@@ -211,8 +234,18 @@ class Pipeline:
         reduced = self._add_up(arrived)
         if self._scale != 1.0:
             reduced.mul_(self._scale)
+        if self._deliveries:
+            return index, self._deliver(index, reduced)
         whole = self._flat[index][: self._collectives.size * self._buckets[index].piece]
         return index, self._collectives.start_all_gather(as_raw(whole), as_raw(reduced))
+
+    def _deliver(self, index: int, reduced: Tensor) -> Pending:
+        delivery, width = self._deliveries[index], reduced.itemsize
+        stretches = [reduced[begin:end] for every in delivery.outward for begin, end in every]
+        message = torch.cat(stretches) if stretches else reduced[:0]
+        out_sizes = [count * width for count in delivery.inward]
+        in_sizes = [sum(end - begin for begin, end in every) * width for every in delivery.outward]
+        return self._collectives.start_all_to_all(as_raw(self._delivered[index]), as_raw(message), out_sizes, in_sizes)
 
 
 class Early:
@@ -295,13 +328,13 @@ class Early:
         return self._pipeline.heads.result()
 
     def results(self) -> Iterator[dict[int, Tensor]]:
-        """Wait for the sums, by place, bucket by bucket.
+        """Wait for the sums that this worker needs, by place, bucket by bucket.
 
         Raises:
             CommunicatorBroken: they will not come.
         """
-        for index, bucket in enumerate(self._buckets):
-            yield dict(zip(bucket.places, self._pipeline.result(index), strict=True))
+        for index in range(len(self._buckets)):
+            yield self._pipeline.result(index)
 
     @property
     def complete(self) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 
+from msgspec import structs
+
 from virtualflow import messages as m
 from virtualflow.admission import fault_in_plan, is_member, refuse
 from virtualflow.cluster import Worker
@@ -267,7 +269,22 @@ class Record:
         if plan.mode == "planned" and any(self.roster.workers[member.incarnation].stranded for member in plan.members):
             # It could not complete the step after which the others entered: only a recovery calls it away.
             self._broken.setdefault(plan.generation, self.now)
+        if plan.members:
+            self._give_up_left_behind()
         self._changed()
+
+    def _give_up_left_behind(self) -> None:
+        """What is said to whoever comes later holds for those who came before: the job went on without them.
+
+        An earlier coordinator gave them up and they have not heard of it; their state may be of another training.
+        """
+        newest = [plan for plan in (self.running, self.proposed) if plan is not None]
+        for incarnation, worker in list(self.roster.workers.items()):
+            behind = worker.entered is not None and worker.entered < self.running_generation
+            if behind and not (worker.draining or worker.through or any(is_member(p, incarnation) for p in newest)):
+                self._give_up(
+                    incarnation, f"the job went on in generation {self.running_generation} without this process"
+                )
 
     def _withdraw(self) -> None:
         """Nobody has entered the proposed generation, and nobody is to."""
@@ -341,6 +358,10 @@ class Record:
         self.history.step = done.step
         if result is None or done.timed_steps > result.timed_steps:
             self.history.result = done
+        if result is not None and not (result.optimizer_digest and done.optimizer_digest):
+            # Of a sharded optimizer, one worker has seen the whole.
+            whole = result.optimizer_digest or done.optimizer_digest
+            self.history.result = structs.replace(self.history.result or done, optimizer_digest=whole)
 
     def _publish(self, incarnation: str, message: m.Publish) -> None:
         plan = next((p for p in (self.proposed, self.running) if p and p.generation == message.generation), None)

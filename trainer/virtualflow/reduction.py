@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from virtualflow.accumulation import Accumulator, Parts, Tensors, add_tensors
-from virtualflow.buckets import plan_buckets
+from virtualflow.buckets import Bucket, plan_buckets
 from virtualflow.collectives import Collectives
 from virtualflow.pipeline import Buffers, Early, Keys, Pipeline, as_raw, flatten
+from virtualflow.sharding import Keepers
 from virtualflow.summation import add_up, parts_of
 
 
@@ -44,11 +45,21 @@ class Reducer:
         self._small = small
         self._bucket = bucket
         self._buffers = Buffers()
+        self._keepers: Keepers | None = None
         self._pool = ThreadPoolExecutor(1, "virtualflow-exchange")
 
     def close(self) -> None:
         """End the thread that exchanges."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def share(self, keepers: Keepers | None) -> None:
+        """Bring the sums of the first places to their ``keepers`` only; those of further places to all."""
+        self._keepers = keepers
+
+    def _needed_by(self, templates: Sequence[Tensor], size: int) -> list[Sequence[int]] | None:
+        if self._keepers is None:
+            return None
+        return [*self._keepers, *([range(size)] * (len(templates) - len(self._keepers)))]
 
     def release_unused(self) -> None:
         """An exchange is complete: free buffers that it did without."""
@@ -67,13 +78,14 @@ class Reducer:
         present: Sequence[bool],
         scale: float,
     ) -> Tensors:
-        """Sum over all virtual nodes, times ``scale``, on every worker.
+        """Sum over all virtual nodes, times ``scale``, on every worker that needs it (see :meth:`share`).
 
         Args:
             collectives: the communicator; its members carry ``ranges`` in the order of their ranks.
             parts: what an :class:`Accumulator` holds for this worker's range; used up.
             templates: one tensor per place, with its shape, dtype and device.
-            present: which places any virtual node of the job contributed to; the others come back as ``None``.
+            present: which places any virtual node of the job contributed to; the others come back as ``None``,
+                as do those whose sums this worker does not need.
             scale: the factor of the sum, the same on every worker.
 
         Returns:
@@ -97,21 +109,23 @@ class Reducer:
             return result
         keys = self._keys(ranges)
         small = self._small_places(keys, templates, places)
+        needed_by = self._needed_by(templates, collectives.size)
         for group in small:
             for place, tensor in self._gather(collectives, keys, parts, templates, group, scale):
-                result[place] = tensor
+                if needed_by is None or collectives.rank in needed_by[place]:
+                    result[place] = tensor
         large = [place for place in places if not any(place in group for group in small)]
         if large:
             buckets = plan_buckets(templates, large[::-1], collectives.size, self._alignment, self._bucket)
-            pipeline = Pipeline(collectives, self._add_up, keys, buckets, templates, self._buffers, "late", scale)
+            pipeline = self._pipeline(collectives, keys, buckets, templates, "late", scale)
             for index, bucket in enumerate(buckets):
                 for row, (_, tensors) in enumerate(parts):
                     pipeline.write_row(index, row, [tensors[place] for place in bucket.places])
                 pipeline.submit(index)
             pipeline.close(None)
             pipeline.run()
-            for index, bucket in enumerate(buckets):
-                for place, tensor in zip(bucket.places, pipeline.result(index), strict=True):
+            for index in range(len(buckets)):
+                for place, tensor in pipeline.result(index).items():
                     result[place] = tensor
         return result
 
@@ -146,10 +160,22 @@ class Reducer:
         if not large:
             return None
         buckets = plan_buckets(templates, large, collectives.size, self._alignment, self._bucket)
-        pipeline = Pipeline(collectives, self._add_up, keys, buckets, templates, self._buffers, "early", scale)
+        pipeline = self._pipeline(collectives, keys, buckets, templates, "early", scale)
         early = Early(pipeline, buckets, accumulator.parts, accumulator.merges(last))
         early.start(self._pool)
         return early
+
+    def _pipeline(
+        self,
+        collectives: Collectives,
+        keys: Keys,
+        buckets: Sequence[Bucket],
+        templates: Sequence[Tensor],
+        name: str,
+        scale: float,
+    ) -> Pipeline:
+        needed_by = self._needed_by(templates, collectives.size)
+        return Pipeline(collectives, self._add_up, keys, buckets, templates, self._buffers, name, scale, needed_by)
 
     def _add_up(self, arrived: dict[tuple[int, int], Tensor]) -> Tensor:
         return add_up(self._virtual_nodes, arrived, Tensor.add_, self._canonical)

@@ -71,11 +71,13 @@ class Reporter:
 
     def result(self) -> m.Done:
         """What the training came to."""
-        training = self._training
+        training, shards = self._training, self._training.update.shards
+        whole = shards is None or shards.states == shards.all
         return m.Done(
             step=training.completed_steps,
             digest=digests.digest(training.model.state_dict()),
-            optimizer_digest=digests.optimizer_digest(training.optimizer),
+            # Of a sharded optimizer, only the leader has the whole by then.
+            optimizer_digest=digests.optimizer_digest(training.optimizer) if whole else "",
             metrics=training.numbers,
             step_ms=self._stopwatch.median_ms,
             timed_steps=self._stopwatch.timed_steps,

@@ -290,7 +290,7 @@ class Session:
         drain = self.link.drain.reason if self.link.drain else self._drain_reason
         raise Drained(reason or drain or "left")
 
-    def report_done(self, done: m.Done, take_part: Callable[[], None]) -> None:
+    def report_done(self, done: m.Done, take_part: Callable[[], object]) -> None:
         """Report the result and wait until nobody needs this worker any more.
 
         Args:

@@ -64,8 +64,12 @@ class Training:
         self.position = (epoch + 1, 0) if epoch_ends else (epoch, epoch_step + 1)
         self.metrics, self.evaluated, self.members = outcome.metrics, None, members
 
-    def capture(self) -> dict[str, Any]:
-        """Everything, by reference: to be packed or copied before the next step."""
+    def capture(self, *, states: bool = True) -> dict[str, Any]:
+        """Everything, by reference: to be packed or copied before the next step.
+
+        Args:
+            states: without them, the optimizer's state of parameters is left out.
+        """
         extra = {
             "step": self.completed_steps,
             "position": self.position,
@@ -77,10 +81,15 @@ class Training:
             "members": self.members,
             "changes": msgspec.to_builtins(list(self.changes.values())),
         }
-        return state.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
+        tree = state.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
+        if not states:
+            tree |= {"optimizer": {**tree["optimizer"], "state": {}}, "hosted": []}
+        return tree
 
     def room(self) -> tuple[int, ...]:
         """Sizes in bytes of the large tensors of a state that a joiner will have to make memory for."""
+        if self.update.shards is not None:
+            return ()
         _, stripes = split(self.capture(), CommunicatorSettings.stripe)
         return tuple(size_of(tensor) for path, tensor in stripes.items() if path[0] == "optimizer")
 
@@ -127,6 +136,19 @@ class Training:
         self.evaluated = None if extra["evaluated"] is None else [block.clone() for block in extra["evaluated"]]
         for change in msgspec.convert(extra["changes"], list[m.Change]):
             self.changes.setdefault(change.generation, change)
+
+    def restore_but_states(self, tree: dict[str, Any]) -> None:
+        """Become what ``capture(states=False)`` gave, which is given away; the optimizer keeps its states."""
+        shards = self.update.shards
+        assert shards is not None
+        kept = shards.detach_states()
+        self.restore(tree, given=True)
+        shards.attach_states(kept)
+        shards.values = shards.all
+
+    def complete_pending(self, norm: float | None, members: int) -> None:
+        """Commit the step that is pending, because it counts for others (``shards``)."""
+        self.commit(self.update.complete_pending(norm), members)
 
     def model_hash(self) -> int:
         """A number that differs when two freshly built models do."""

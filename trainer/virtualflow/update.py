@@ -34,6 +34,7 @@ from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.overlap import Overlap
 from virtualflow.reduction import Reducer
 from virtualflow.settings import CommunicatorSettings
+from virtualflow.shards import Shards
 from virtualflow.stepping import StepInPortions, is_separable
 
 SchedulerInterval = Literal["step", "epoch", "manual"]
@@ -67,6 +68,7 @@ class Update:
         micro_batch: int,
         alignment: int,
         canonical: bool = True,
+        shard: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -90,6 +92,10 @@ class Update:
         self._canonical = canonical
         self._accumulator = Accumulator(virtual_nodes, canonical)
         self._records: list[NodeRecord] = []
+        self._summed: tuple[str, ...] = ()
+        """Averaged buffers that are added up with the gradients: those known when the attempt began."""
+        self._changed: set[str] = set()
+        """Which of them a virtual node of this worker has changed."""
         self._first_node = self._next_node = 0
         self._all_parameters = list(model.parameters())
         settings = CommunicatorSettings
@@ -97,6 +103,11 @@ class Update:
         large = sum(p.numel() * p.itemsize for p in self._all_parameters) > settings.small_exchange // 2
         self._overlap = Overlap(self._all_parameters, self._reducer, large)
         self._stepping = StepInPortions(optimizer)
+        self.shards = Shards(self._all_parameters, optimizer, clip_grad_norm, clip_grad_value) if shard else None
+        """This worker's share of a sharded optimizer."""
+        self.pending: Outcome | None = None
+        """A complete exchange whose step may count already, though it has not been applied here (``shards``)."""
+        self._pending_schema = Schema()
         self._steady = True
         self._names = [name for name, _ in model.named_parameters()]
         self._trained: tuple[bool, ...] = ()
@@ -114,6 +125,7 @@ class Update:
         self._overlap.abandon()
         self._accumulator.clear()
         self._records = []
+        self._summed, self._changed = self.schema.averaged, set()
         self._first_node = self._next_node = carried.start
         self._steady = True
         # Where one micro-batch is all that a worker carries, its gradients need no factor.
@@ -152,6 +164,7 @@ class Update:
         """
         node, self._next_node = self._next_node, self._next_node + virtual_nodes
         averaged, copied = self.buffers.collect(self.schema) if samples else ({}, {})
+        sums = self._take_buffers(averaged) if samples else [None] * len(self._summed)
         self._records.append(NodeRecord(samples, metrics, averaged, copied, virtual_nodes))
         under_way: frozenset[int] = frozenset()
         if self._overlap.watching:
@@ -174,11 +187,23 @@ class Update:
             elif gradient.requires_grad:  # after backward(create_graph=True)
                 gradients[index] = gradient.detach()
             self._given[index] = True
+        gradients += sums
         if samples != self._unit:
             for gradient in gradients:
                 if gradient is not None:  # torch._foreach_mul_ would round the factor to the type of the gradient
                     gradient.mul_(samples / self._unit)
         self._accumulator.add(node, gradients, virtual_nodes)
+
+    def _take_buffers(self, averaged: dict[str, Tensor]) -> Tensors:
+        """Move the values that are added up with the gradients out of what a virtual node has changed."""
+        values: Tensors = []
+        for name in self._summed:
+            value = averaged.pop(name) if name in averaged else self.buffers.baseline(name)
+            if name not in self._changed and self.buffers.changed(name, value):
+                self._changed.add(name)
+            dtype = summed_as(value.dtype)
+            values.append(value if value.dtype is dtype else value.to(dtype))
+        return values
 
     def abandon(self) -> None:
         """The attempt is void: leave no trace of it."""
@@ -194,7 +219,13 @@ class Update:
     # --- the exchange -------------------------------------------------------------------------------------------------
 
     def exchange(
-        self, communicator: Collectives, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
+        self,
+        communicator: Collectives,
+        ranges: Sequence[range],
+        number: int,
+        offer: m.Generation,
+        more: bool,
+        saves: bool = False,
     ) -> Outcome:
         """Exchange everything with the other workers.
 
@@ -203,6 +234,7 @@ class Update:
             number: of this exchange, counted the same by all workers.
             offer: the generation that this worker could enter next, (0, 0) for none.
             more: whether this worker has samples for a further step of the epoch.
+            saves: whether it needs the whole state after this step.
 
         Raises:
             CommunicatorBroken: the attempt is void.
@@ -211,7 +243,7 @@ class Update:
         """
         self.contributed = True
         self.buffers.refuse_strangers()
-        heads, form = self._agree_on_heads(communicator, ranges, number, offer, more)
+        heads, form = self._agree_on_heads(communicator, ranges, number, offer, more, saves)
         samples = sum(sum(head.samples) for head in heads)
         if samples == 0:
             raise ConfigurationError("the dataset gave no samples at all; check its shards")
@@ -225,10 +257,11 @@ class Update:
             raise ConfigurationError(
                 "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step"
             )
+        begun = self._overlap.places
         early = self._arrive(scale, steady, present)
         sums = [tensor.to(summed_as(tensor.dtype)) for tensor in self.buffers.templates(self.schema.averaged)]
         templates = [*self._all_parameters, *sums]
-        late = [there and place not in early for place, there in enumerate(present)]
+        late = [there and place not in begun for place, there in enumerate(present)]
         reduced = self._reducer.reduce(communicator, ranges, self._parts(), templates, late, scale)
         for place, tensor in early.items():
             reduced[place] = tensor
@@ -236,12 +269,20 @@ class Update:
         if form.copied_bytes:
             first = next(head for head in heads if sum(head.samples))
             buffers |= self.buffers.read_copied(self.schema, first.copied)
-        return Outcome(heads, samples, metrics, reduced[:count], buffers)
+        outcome = Outcome(heads, samples, metrics, reduced[:count], buffers)
+        if self.shards is not None and communicator.size > 1:
+            self.pending, self._pending_schema = outcome, self.schema
+            self.shards.prepare(reduced[:count], present[:count])
+            self.shards.decide(communicator)
+            self.shards.step()
+            self.shards.spread(communicator)
+        return outcome
 
     def _arrive(self, scale: float, steady: bool, present: Sequence[bool]) -> dict[int, Tensor]:
         """Wait for the gradients that are under way, and step the first while others are still to come."""
         arrived: dict[int, Tensor] = {}
-        separable = self.scaler is None and self._clip_norm is None and self._clip_value is None
+        clipped = self._clip_norm is not None or self._clip_value is not None
+        separable = self.scaler is None and not clipped and self.shards is None
         for found, complete in self._overlap.results(scale, steady):
             there = {place: tensor for place, tensor in found.items() if present[place]}
             arrived |= there
@@ -250,7 +291,13 @@ class Update:
         return arrived
 
     def _agree_on_heads(
-        self, communicator: Collectives, ranges: Sequence[range], number: int, offer: m.Generation, more: bool
+        self,
+        communicator: Collectives,
+        ranges: Sequence[range],
+        number: int,
+        offer: m.Generation,
+        more: bool,
+        saves: bool,
     ) -> tuple[tuple[Head, ...], HeadFormat]:
         begun = self._overlap.under_way
         while True:
@@ -258,12 +305,14 @@ class Update:
             mine = self._wanted_schema()
             wishes = mine.merge(self.schema) != self.schema
             layout = self._layout_hash()
-            block = form.write(
-                Kind.TRAIN, number, layout, offer, wishes, more, self._steady, self._present(), self._complete_records()
-            )
-            gathered = self._overlap.heads(block) if begun else communicator.all_gather(block)
+            numbers = (Kind.TRAIN, number, layout, offer, wishes, more, self._steady)
+            told = form.tell(*numbers, self._present(), self._complete_records(), saves)
+            heads: tuple[Head, ...] = (told,)
+            if communicator.size > 1:
+                block = form.write(told)
+                gathered = self._overlap.heads(block) if begun else communicator.all_gather(block)
+                heads = read_heads(form, gathered, Kind.TRAIN, number)
             begun = False
-            heads = read_heads(form, gathered, Kind.TRAIN, number)
             for head in heads:
                 if head.layout != layout:
                     raise VirtualFlowError(
@@ -303,7 +352,8 @@ class Update:
 
     def _present(self) -> list[bool]:
         changed = [
-            any(
+            name in self._changed
+            or any(
                 name in record.averaged and self.buffers.changed(name, record.averaged[name])
                 for record in self._records
             )
@@ -321,12 +371,13 @@ class Update:
 
     def _parts(self) -> Parts:
         """Sums of gradients, each followed by the sums of the averaged buffers over the same virtual nodes."""
-        if not self.schema.averaged:
+        new = [name for name in self.schema.averaged if name not in self._summed]
+        if not new:
             return self._accumulator.parts
         sums, node = Accumulator(self._virtual_nodes, self._canonical), self._first_node
         for record in self._records:
             values: Tensors = []
-            for name in self.schema.averaged:
+            for name in new:
                 if record.samples == 0:
                     values.append(None)
                     continue
@@ -335,12 +386,32 @@ class Update:
                 values.append(value if record.samples == self._unit else value * (record.samples / self._unit))
             sums.add(node, values, record.virtual_nodes)
             node += record.virtual_nodes
-        return [(node, [*a, *b]) for (node, a), (_, b) in zip(self._accumulator.parts, sums.parts, strict=True)]
+        count, parts = len(self._all_parameters), []
+        for (nodes, tensors), (_, added) in zip(self._accumulator.parts, sums.parts, strict=True):
+            by_name = {**dict(zip(self._summed, tensors[count:], strict=True)), **dict(zip(new, added, strict=True))}
+            parts.append((nodes, [*tensors[:count], *(by_name[name] for name in self.schema.averaged)]))
+        return parts
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
     def apply(self, outcome: Outcome, epoch_ends: bool) -> None:
         """Apply a complete exchange: clip, optimizer, scaler, buffers, scheduler."""
+        if outcome is self.pending:
+            self.forget_pending()
+        else:
+            self._step(outcome)
+        for parameter, gradient in zip(self._all_parameters, outcome.gradients, strict=True):
+            parameter.grad = gradient
+        self._stepping = StepInPortions(self.optimizer)
+        self._reducer.release_unused()
+        self.buffers.commit(outcome.buffers)
+        self._accumulator.clear()
+        self._records = []
+        self.settled = self.schema
+        if self.scheduler is not None and (self._interval == "step" or (self._interval == "epoch" and epoch_ends)):
+            self.scheduler.step()
+
+    def _step(self, outcome: Outcome) -> None:
         stepped = set(self._stepping.stepped)
         for parameter, gradient in zip(self._all_parameters, outcome.gradients, strict=True):
             parameter.grad = None if parameter in stepped else gradient
@@ -356,16 +427,24 @@ class Update:
             self.scaler.update()
         else:
             self.optimizer.step()
-        for parameter, gradient in zip(self._all_parameters, outcome.gradients, strict=True):
-            parameter.grad = gradient
-        self._stepping = StepInPortions(self.optimizer)
-        self._reducer.release_unused()
-        self.buffers.commit(outcome.buffers)
-        self._accumulator.clear()
-        self._records = []
-        self.settled = self.schema
-        if self.scheduler is not None and (self._interval == "step" or (self._interval == "epoch" and epoch_ends)):
-            self.scheduler.step()
+
+    def complete_pending(self, norm: float | None) -> Outcome:
+        """The step that is pending counts, as others know: step this worker's share; it is to be committed.
+
+        Args:
+            norm: of the whole gradient, if it is clipped by that.
+        """
+        assert self.pending is not None
+        assert self.shards is not None
+        self.shards.step(norm)
+        self.schema = self._pending_schema
+        return self.pending
+
+    def forget_pending(self) -> None:
+        """It is committed, or void."""
+        self.pending = None
+        if self.shards is not None:
+            self.shards.settle()
 
     def settle(self, schema: Schema) -> None:
         """Take over the names of a state that was restored."""
@@ -380,6 +459,8 @@ class Update:
         """A generation begins: another number of workers needs other buffers."""
         self._overlap.enter()
         self._reducer.forget_buffers()
+        if self.shards is not None:
+            self._reducer.share(self.shards.keepers)
 
     def close(self) -> None:
         """Leave the model as it was."""

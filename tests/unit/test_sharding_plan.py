@@ -1,0 +1,95 @@
+"""Who keeps which share of an optimizer, what goes where when members change, and how sums come to their keepers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from virtualflow.buckets import plan_buckets, plan_delivery
+from virtualflow.sharding import Move, kept_by, lost, plan_hand_over, plan_keepers, plan_moves
+
+SIZES = st.lists(st.integers(0, 1_000), min_size=1, max_size=30)
+MEMBERS = st.integers(1, 9)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "members", "wanted"),
+    [
+        pytest.param([4, 8], 1, ((0,), (0,)), id="alone"),
+        pytest.param([4, 8], 2, ((1, 0), (0, 1)), id="two keep everything"),
+        pytest.param([9, 3, 3, 3], 3, ((0, 1), (1, 2), (2, 0), (1, 2)), id="the largest first"),
+        pytest.param([5], 3, ((0, 1),), id="fewer parameters than members"),
+    ],
+)
+def test_parameters_are_shared_out(sizes: list[int], members: int, wanted: Any) -> None:
+    assert plan_keepers(sizes, members) == wanted
+
+
+@given(SIZES, MEMBERS)
+def test_everything_has_two_keepers_and_shares_are_equal_but_for_one_parameter(sizes: list[int], members: int) -> None:
+    keepers = plan_keepers(sizes, members)
+    assert all(len(set(ranks)) == min(2, members) for ranks in keepers)
+    loads = [
+        sum(size for size, ranks in zip(sizes, keepers, strict=True) if ranks[0] == rank) for rank in range(members)
+    ]
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+@given(SIZES, MEMBERS, MEMBERS, st.data())
+def test_after_the_moves_everybody_has_what_it_wants(sizes: list[int], before: int, after: int, data: Any) -> None:
+    old, new = plan_keepers(sizes, before), plan_keepers(sizes, after)
+    # Of the old members one may be lost; the others are in the new generation, at any rank that there is room for.
+    survivors = data.draw(st.permutations(range(before)).map(lambda ranks: ranks[: max(1, before - 1)]))[:after]
+    have = [kept_by(survivors[rank], old) if rank < len(survivors) else frozenset() for rank in range(after)]
+    want = [kept_by(rank, new) for rank in range(after)]
+    missing = set(lost(have, len(sizes)))
+    got = [set(places) for places in have]
+    for move in plan_moves(have, want, sizes):
+        assert move.place in have[move.donor]
+        assert move.place not in got[move.receiver]
+        got[move.receiver].add(move.place)
+    assert all(got[rank] == have[rank] | (want[rank] - missing) for rank in range(after))
+    if len(survivors) >= before - 1 and before > 1:
+        assert not missing, "one may be lost"
+
+
+def test_donors_send_about_as_much_as_one_another() -> None:
+    have, want = [{0, 1, 2, 3}, {0, 1, 2, 3}, set()], [set(), set(), {0, 1, 2, 3}]
+    assert plan_moves(have, want, [4, 4, 1, 1]) == [Move(0, 2, 0), Move(1, 2, 1), Move(0, 2, 2), Move(1, 2, 3)]
+
+
+@given(SIZES, MEMBERS, st.data())
+def test_whoever_stays_is_handed_what_only_those_have_who_leave(sizes: list[int], members: int, data: Any) -> None:
+    keepers = plan_keepers(sizes, members)
+    stay = data.draw(st.sets(st.integers(0, members - 1), min_size=1).map(sorted))
+    want = plan_hand_over(keepers, members, stay)
+    kept = {place for rank in stay for place in kept_by(rank, keepers)}
+    handed = [place for places in want for place in places]
+    assert all(rank in stay for rank, places in enumerate(want) if places)
+    assert sorted(handed) == sorted(set(range(len(sizes))) - kept)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 5), st.integers(1, 200))
+def test_each_keeper_gets_all_of_its_tensors_in_their_order(numels: list[int], size: int, limit: int) -> None:
+    templates = [torch.empty(numel) for numel in numels]
+    keepers = plan_keepers(numels, size)
+    for bucket in plan_buckets(templates, range(len(numels)), size, 4, limit):
+        row = torch.arange(size * bucket.piece)
+        plans = [plan_delivery(bucket, templates, keepers, size, rank) for rank in range(size)]
+        for rank, plan in enumerate(plans):
+            came = [
+                row[source * bucket.piece + begin : source * bucket.piece + end]
+                for source in range(size)
+                for begin, end in plans[source].outward[rank]
+            ]
+            wanted = [
+                row[offset : offset + numels[place]]
+                for place, offset in zip(bucket.places, bucket.offsets, strict=True)
+                if rank in keepers[place]
+            ]
+            assert torch.equal(torch.cat([*came, row[:0]]), torch.cat([*wanted, row[:0]]))
+            assert plan.inward == tuple(sum(e - b for b, e in plans[source].outward[rank]) for source in range(size))
