@@ -73,6 +73,18 @@ class ScalingCurve:
         """The speed relative to one worker: at most ``workers``."""
         return self.speed(workers) / self.speed(1)
 
+    @cached_property
+    def gains(self) -> tuple[tuple[int, float], ...]:
+        """What a worker more brings, in steps per second: (up to which number of workers, each of them so much).
+
+        It falls from one to the next; the last holds beyond its number, too.
+        """
+        return tuple((right[0], _slope(left, right)) for left, right in pairwise(self._corners))
+
+    def gain(self, workers: int) -> float:
+        """Steps per second that the last of so many workers brings."""
+        return next((gain for upto, gain in self.gains if workers <= upto), self.gains[-1][1])
+
     def worthwhile(self, minimum: int, maximum: int, efficiency: float) -> int:
         """Up to how many workers each further one brings more than ``efficiency`` of what one brings at the minimum.
 
@@ -83,8 +95,7 @@ class ScalingCurve:
         low, high = minimum, maximum
         while low < high:  # gains only fall, so the last good one can be found by halving
             middle = (low + high + 1) // 2
-            speed = self.speed(middle)
-            if speed - self.speed(middle - 1) > max(least, _EXACT * speed):
+            if self.gain(middle) > least:
                 low = middle
             else:
                 high = middle - 1

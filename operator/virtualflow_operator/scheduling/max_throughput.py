@@ -66,19 +66,21 @@ class _Growth:
 
 
 def _gains(demand: Demand, most: int, margin: float) -> tuple[int, ...]:
+    """The gains of the workers above the minimum, up to ``most`` of them, as long as they bring anything."""
     gains: list[int] = []
-    kept, new = _SCALE + round(margin * _SCALE), _SCALE
+    highest = min(demand.maximum, demand.minimum + most)
     worth = demand.weight * demand.units * _FINE / demand.curve.speed(1)
-    last = demand.curve.speed(demand.minimum)
-    least: int | None = None
-    for workers in range(demand.minimum + 1, min(demand.maximum, demand.minimum + most) + 1):
-        speed = demand.curve.speed(workers)
-        gain = round(worth * (speed - last))
-        least = gain if least is None else min(least, gain)
-        if least <= 0:
+    kept = _SCALE + round(margin * _SCALE)
+    workers = demand.minimum
+    steps = demand.curve.gains
+    for corner, gain in (*steps[:-1], (highest, steps[-1][1])):
+        upto = min(corner, highest)
+        whole = round(worth * gain)
+        if whole <= 0:
             break
-        gains.append(least * (kept if workers <= demand.allocated else new))
-        last = speed
+        has = max(workers, min(demand.allocated, upto))
+        gains += [whole * kept] * (has - workers) + [whole * _SCALE] * (max(has, upto) - has)
+        workers = max(workers, upto)
     return tuple(gains)
 
 
@@ -177,7 +179,7 @@ def _within(group: Sequence[_Growth], limit: int, step: int) -> tuple[list[int],
 def _why(demand: Demand, workers: int) -> str:
     if workers == demand.maximum:
         return "has its maximum"
-    if demand.curve.speed(workers + 1) <= demand.curve.speed(workers) * (1 + 1e-9):
+    if demand.curve.gain(workers + 1) <= 0:
         return "has as many workers as make it faster"
     if workers == demand.minimum:
         return "has its minimum: other jobs gain more from what is free"
