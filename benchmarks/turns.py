@@ -156,9 +156,13 @@ def compare(sides: Sequence[Side], rounds: int, seconds: float) -> tuple[int, di
                 address = f"127.0.0.1:{server.getsockname()[1]}"
                 started = [process for side in sides for process in side.start(address, log)]
                 with running(*started):
-                    with _places(server, sides):
-                        found = _rounds(sides, rounds, seconds)
-                    _end(started)
+                    try:
+                        with _places(server, sides):
+                            found = _rounds(sides, rounds, seconds)
+                        _end(started)
+                    except ConnectionError:
+                        _await_an_end(started)
+                        raise
                     return found
         except (ConnectionError, TimeoutError) as error:
             sys.exit(f"{error}\n{path.read_text()[-8_000:]}")
@@ -177,6 +181,13 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
             code = None
         if code != 0:
             raise ConnectionError(f"{process.args!r}: {'does not end' if code is None else f'exit code {code}'}")
+
+
+def _await_an_end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """A connection is lost before its process has said why: wait until that has ended."""
+    limit = time.monotonic() + END_LIMIT
+    while all(process.poll() is None for process in processes) and time.monotonic() < limit:
+        time.sleep(0.02)
 
 
 @contextmanager

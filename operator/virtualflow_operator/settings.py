@@ -156,6 +156,21 @@ class SharingSettings:
 
 
 @dataclass(frozen=True)
+class SimulationSettings:
+    """What a change of a job's workers costs in the simulator."""
+
+    join: float = 6.0
+    """Seconds until a new worker counts: ``kubectl scale`` to its first step took 5.7 s on a cluster, most of it the
+    container's own start (docs/performance.md). The others train meanwhile."""
+    pause: float = 0.5
+    """Seconds that everyone loses at a change: 0.15 to 0.32 s measured for a small state (docs/benchmarks.md), 0.42 s
+    where a joiner is sent 604 MB (docs/performance.md)."""
+    restart: float = 30.0
+    """Seconds that a restart takes the whole job, for comparison: ``torchrun`` took 25 to 39 s for the same changes
+    (docs/benchmarks.md)."""
+
+
+@dataclass(frozen=True)
 class EventSettings:
     """Events on jobs: enough for a person, never a flood."""
 

@@ -86,7 +86,7 @@ def opened(dataset: Any, *, epochs: int | None = None, **options: Any) -> Iterat
 def reference(epoch: int, step: int, node: int) -> MicroBatch:
     """Load straight away what a `MapSource` over `Augmented` must give."""
     samples = []
-    indices = plan_of().indices(epoch, step, node, NODES)
+    indices = plan_of().indices(epoch, step, node, NODES).tolist()
     for index in indices:
         seed_sample(SEED, epoch, index)
         samples.append(Augmented()[index])

@@ -16,7 +16,8 @@ from jobs import check_audit, check_changes, run_job
 RUNS = int(os.environ.get("VIRTUALFLOW_CHAOS_RUNS") or 3)
 SEED = int(os.environ.get("VIRTUALFLOW_CHAOS_SEED") or 20_261_120)
 STEPS = 100
-ACTIONS = ["=1", "=2", "=3", "=4", "kill", "kill:2", "term", "hang", "coordinator", "all"]
+ACTIONS = ["=1", "=2", "=3", "=4", "kill", "kill:2", "term", "hang", "slow:3", "fast", "coordinator", "all"]
+SCRIPTS = ["examples/digits.py", "tests/trainer/digits_sharded.py"]
 
 
 def draw_schedule(randomness: random.Random) -> str:
@@ -32,22 +33,22 @@ def draw_schedule(randomness: random.Random) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    finished = run_job(tmp_path_factory.mktemp("undisturbed"), "--workers", "1", *script())
+    finished = run_job(tmp_path_factory.mktemp("undisturbed"), "--workers", "1", *arguments(SCRIPTS[0]))
     return finished.bits
 
 
-def script() -> list[str]:
-    return ["examples/digits.py", "--steps", str(STEPS)]
+def arguments(script: str) -> list[str]:
+    return [script, "--steps", str(STEPS)]
 
 
 @pytest.mark.parametrize("number", range(RUNS))
 def test_a_random_schedule_gives_the_same_bits(number: int, undisturbed: tuple[str, str], tmp_path: Path) -> None:
     randomness = random.Random(f"{SEED}/{number}")
-    schedule, workers = draw_schedule(randomness), randomness.randint(1, 4)
-    print(f"seed {SEED}, run {number}: --workers {workers} --schedule {schedule}")
+    schedule, workers, script = draw_schedule(randomness), randomness.randint(1, 4), SCRIPTS[number % 2]
+    print(f"seed {SEED}, run {number}: --workers {workers} --schedule {schedule} {script}")
     finished = run_job(
         tmp_path, "--workers", workers, "--schedule", schedule, "--heartbeat-limit", "3",
-        "--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-steps", "7", *script(),
+        "--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-steps", "7", *arguments(script),
     )  # fmt: skip
     assert finished.bits == undisturbed
     check_audit(finished, 1_437, 8)

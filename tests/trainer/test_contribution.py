@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from virtualflow.contribution import (
-    BufferTracker,
     Head,
     HeadFormat,
     Kind,
@@ -23,6 +22,7 @@ from virtualflow.contribution import (
 )
 from virtualflow.errors import ConfigurationError
 from virtualflow.messages import Generation
+from virtualflow.model_buffers import BufferTracker
 
 # --- heads ------------------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ def records(draw: st.DrawFn) -> list[NodeRecord]:
     schema_names=st.sets(st.sampled_from(NAMES)),
     present=st.lists(st.booleans(), max_size=20),
     numbers=st.tuples(*[st.integers(0, 2**53)] * 4),
-    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    flags=st.tuples(*[st.booleans()] * 4),
     spare=st.integers(0, 3),
     copies=st.booleans(),
     alignment=st.sampled_from([1, 8, 16, 64]),
@@ -59,7 +59,7 @@ def test_a_head_is_read_as_it_was_written(
     schema_names: set[str],
     present: list[bool],
     numbers: tuple[int, int, int, int],
-    flags: tuple[bool, bool, bool],
+    flags: tuple[bool, bool, bool, bool],
     spare: int,
     copies: bool,
     alignment: int,
@@ -67,14 +67,16 @@ def test_a_head_is_read_as_it_was_written(
     schema = Schema(tuple(sorted(schema_names)), (), ("seen",) if copies else ())
     form = HeadFormat(schema, len(present), len(records) + spare, 16 if copies else 0, alignment)
     exchange, layout, incarnation, counter = numbers
-    block = form.write(Kind.EVALUATE, exchange, layout, Generation(incarnation, counter), *flags, present, records)
+    *first, saves = flags
+    offer = Generation(incarnation, counter)
+    block = form.write(form.tell(Kind.EVALUATE, exchange, layout, offer, *first, present, records, saves))
     assert block.dtype == torch.uint8
     assert block.numel() == form.size
     assert form.size % alignment == 0
     head = form.read(block)
     assert (head.kind, head.exchange, head.layout) == (Kind.EVALUATE, exchange, layout)
     assert head.offer == Generation(incarnation, counter)
-    assert (head.wishes, head.more, head.steady) == flags
+    assert (head.wishes, head.more, head.steady, head.saves) == flags
     assert head.samples == tuple(record.samples for record in records)
     assert head.present == tuple(present)
     for record, row in zip(records, head.metrics, strict=True):
@@ -92,7 +94,7 @@ def test_heads_of_one_generation_have_one_size_however_much_a_worker_carries() -
     form = HeadFormat(Schema(("loss",)), 9, 5, 0, 16)
     sizes = {
         form.write(
-            Kind.TRAIN, 1, 2, Generation(0, 0), False, True, True, [True] * places, [NodeRecord()] * nodes
+            form.tell(Kind.TRAIN, 1, 2, Generation(0, 0), False, True, True, [True] * places, [NodeRecord()] * nodes)
         ).numel()
         for nodes in range(6)
         for places in range(10)
@@ -102,7 +104,7 @@ def test_heads_of_one_generation_have_one_size_however_much_a_worker_carries() -
 
 def head(samples: list[int], rows: list[list[float | None]]) -> Head:
     metrics = tuple(tuple((0.0 if v is None else v, v is not None) for v in row) for row in rows)
-    return Head(Kind.TRAIN, 1, 0, Generation(0, 0), False, True, True, tuple(samples), (), metrics, b"")
+    return Head(Kind.TRAIN, 1, 0, Generation(0, 0), False, True, True, False, tuple(samples), (), metrics, b"")
 
 
 def hand_mean(samples: list[int], values: list[float | None]) -> float | None:
@@ -372,10 +374,9 @@ def test_other_buffers_are_copied_through_a_head() -> None:
     schema = Schema((), (), tuple(sorted(copied)))
     form = HeadFormat(schema, 0, 2, tracker.copied_bytes(schema), 16)
     # The first virtual node with samples counts.
-    block = form.write(
-        Kind.TRAIN, 1, 0, Generation(0, 0), False, False, True, [], [NodeRecord(0), NodeRecord(4, copied=copied)]
-    )
-    arrived = other.read_copied(schema, form.read(block).copied)
+    records = [NodeRecord(0), NodeRecord(4, copied=copied)]
+    told = form.tell(Kind.TRAIN, 1, 0, Generation(0, 0), False, False, True, [], records)
+    arrived = other.read_copied(schema, form.read(form.write(told)).copied)
     other.commit(arrived)
     assert receiver.count.item() == 5
     assert receiver.flags.tolist() == [False, True]

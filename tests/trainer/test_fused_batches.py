@@ -79,7 +79,7 @@ def test_tensors_are_gathered_for_a_chunk_as_for_a_virtual_node() -> None:
         source.assign(range(NODES), 0, 0, 3)
         for step in range(STEPS):
             x, y = source.fetch(0, step, 3, 3).data
-            indices = [index for node in (3, 4, 5) for index in plan_of().indices(0, step, node, NODES)]
+            indices = [index for node in (3, 4, 5) for index in plan_of().indices(0, step, node, NODES).tolist()]
             assert x.tolist() == indices
             assert torch.equal(y, dataset.tensors[1][indices])
 

@@ -21,8 +21,8 @@ from virtualflow.settings import CommunicatorSettings
 
 WIDTH = 192
 GRADIENT = 4 * WIDTH * WIDTH
-SLACK = 6_000
-"""Bytes of everything else: samples, losses, heads, the ends of messages."""
+SLACK = 12_000
+"""Bytes of everything else: the samples of a step, losses, heads, the ends of messages."""
 
 
 def living() -> int:

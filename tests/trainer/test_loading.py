@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded_samples import (
@@ -22,10 +23,12 @@ from loaded_samples import (
     reference,
     wait_until,
 )
-from torch.utils.data import get_worker_info
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.loading import MapSource, MicroBatch
+from virtualflow.tuning import chunks
 
 PROCESSES = pytest.mark.parametrize("processes", [0, 1, 2])
 
@@ -95,8 +98,8 @@ def test_loading_ahead_happens_and_survives_a_resize(tmp_path: Path) -> None:
                 source.fetch(0, step, node)
     counts = {index: loaded().count(index) for index in loaded()}
     assert set(counts.values()) == {1}, "something wanted was loaded twice"
-    needed = {i for node in range(NODES) for i in plan.indices(0, 0, node, NODES)}
-    needed |= {i for step in range(1, 6) for node in range(2) for i in plan.indices(0, step, node, NODES)}
+    needed = {i for node in range(NODES) for i in plan.indices(0, 0, node, NODES).tolist()}
+    needed |= {i for step in range(1, 6) for node in range(2) for i in plan.indices(0, step, node, NODES).tolist()}
     assert needed <= set(counts)
     assert len(counts) - len(needed) <= 2 * 4, "more was loaded in vain than was in flight"
 
@@ -205,13 +208,75 @@ def test_getitems_is_left_unused(processes: int) -> None:
         assert source.fetch(0, 0, 0).size == 2
 
 
+@settings(deadline=None)
+@given(data=st.data(), width=st.sampled_from([0, 1, 7, 16, 32]), size=st.integers(13, 40), fused=st.integers(1, NODES))
+def test_rows_gathered_at_once_are_those_of_a_micro_batch(
+    data: st.DataObject, width: int, size: int, fused: int
+) -> None:
+    dataset = TensorDataset(torch.rand(size, width), torch.arange(8 * size).reshape(size, 8))
+    plan = plan_of(size)
+    with opened(dataset) as source:
+        for _ in range(4):
+            first = data.draw(st.integers(0, NODES - 1))
+            carried = range(first, data.draw(st.integers(first + 1, NODES)))
+            step = data.draw(st.integers(0, plan.steps_per_epoch - 1))
+            source.assign(carried, 1, step, fused)
+            for at in range(step, data.draw(st.integers(step, plan.steps_per_epoch))):
+                for chunk in chunks(carried, fused)[: data.draw(st.integers(1, NODES))]:
+                    got = source.fetch(1, at, chunk.start, len(chunk))
+                    wanted = plan.indices(1, at, chunk.start, NODES, len(chunk))
+                    assert got.samples == tuple(wanted.tolist())
+                    if len(wanted) == 0:
+                        assert got.data is None
+                        continue
+                    for ours, tensor in zip(got.data, dataset.tensors, strict=True):
+                        assert ours.equal(tensor[wanted])
+                        assert ours.data_ptr() % 64 == 0
+                        ours.zero_()  # it is the user's
+
+
+@pytest.mark.parametrize(("width", "once"), [(16, True), (15, False)], ids=["aligned", "not aligned"])
+def test_rows_are_gathered_at_once_where_each_micro_batch_is_aligned(width: int, once: bool) -> None:
+    with opened(TensorDataset(torch.rand(SIZE, width))) as source:
+        source.assign(range(2, NODES), 0, 0)
+        rows = [source.fetch(0, 0, node).data[0] for node in (2, 3)]
+        places = {row.untyped_storage().data_ptr() for row in rows}
+        assert (len(places) == 1) == once
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.arange(float(SIZE * 4)).reshape(SIZE, 4),
+        torch.arange(float(SIZE * 4)).reshape(4, SIZE).t(),
+        torch.arange(float(SIZE * 12)).reshape(SIZE, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.arange(SIZE).to(torch.uint16),
+        torch.arange(float(SIZE)).expand(3, SIZE).t(),
+    ],
+    ids=["contiguous", "transposed", "channels last", "unsigned scalars", "expanded"],
+)
+def test_a_tensor_dataset_gives_what_a_data_loader_gives(processes: int, rows: Tensor) -> None:
+    dataset = TensorDataset(rows, torch.arange(SIZE))
+    with opened(dataset, num_workers=processes) as source:
+        source.assign(range(NODES), 0, 0)
+        for node in range(NODES):
+            got = source.fetch(0, 0, node)
+            (wanted,) = DataLoader(dataset, batch_size=len(got.samples), sampler=got.samples)
+            assert type(got.data) is type(wanted)
+            for ours, theirs in zip(got.data, wanted, strict=True):
+                assert ours.equal(theirs)
+                assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+            assert got.samples == tuple(got.data[1].tolist())
+
+
 @PROCESSES
 def test_a_virtual_node_without_samples_gets_an_empty_micro_batch(processes: int) -> None:
     with opened(Augmented(size=14), num_workers=processes) as source:
         source.assign(range(NODES), 0, 1)
         sizes = [source.fetch(0, 1, node).size for node in range(NODES)]
         assert sizes == [1, 1, 0, 0, 0, 0]
-        assert source.fetch(0, 1, 5) == MicroBatch(5, None, ())
+        assert source.fetch(0, 1, 5) == MicroBatch(5, None, (), (0,))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,9 @@ def batches(size: int, shuffle: bool) -> Iterator[list[int]]:
     for epoch in range(EPOCHS):
         for epoch_step in range(plan.steps_per_epoch):
             yield [
-                index for node in range(VIRTUAL_NODES) for index in plan.indices(epoch, epoch_step, node, VIRTUAL_NODES)
+                index
+                for node in range(VIRTUAL_NODES)
+                for index in plan.indices(epoch, epoch_step, node, VIRTUAL_NODES).tolist()
             ]
 
 

@@ -21,6 +21,7 @@ from virtualflow_operator import settings as operator_settings
 from virtualflow_operator.disruptions import TERMINATION_TAINTS
 from virtualflow_operator.metrics import metric_names
 from virtualflow_operator.settings import OPTIONS, OperatorSettings, Option
+from virtualflow_operator.simulator import command as simulator
 from virtualflow_operator.spec import read_spec
 from virtualflow_operator.validation import validate, validate_queue
 
@@ -75,6 +76,9 @@ def test_at_most_six_lines_are_written_to_make_a_script_elastic() -> None:
 def test_a_documented_command_is_understood(command: str) -> None:
     words = shlex.split(re.sub(r"\[[^\]]*\]", "", command))
     words = ["2" if word in ("N", "P") else word for word in words]
+    if words[1] == "simulate":
+        assert simulator._parser().parse_args(words[2:]).trace
+        return
     parsed = cli._parser().parse_args(words[1:])
     assert callable(parsed.action)
     if getattr(parsed, "schedule", None):

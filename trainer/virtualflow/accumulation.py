@@ -64,8 +64,13 @@ class Accumulator:
 
 def add_tensors(left: Tensors, right: Tensors) -> Tensors:
     """``left + right`` element by element, in place in ``left`` where both are there."""
-    lefts: list[Tensor] = []
-    rights: list[Tensor] = []
+    lefts = [a for a in left if a is not None]
+    rights = [b for b in right if b is not None]
+    if len(lefts) == len(left) == len(rights) == len(right):
+        if lefts:
+            torch._foreach_add_(lefts, rights)
+        return left
+    lefts, rights = [], []
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         if a is not None and b is not None:
             lefts.append(a)

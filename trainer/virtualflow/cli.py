@@ -1,5 +1,8 @@
 """The command line: ``virtualflow run``, ``profile``, ``status``, ``scale``, ``drain`` and ``coordinator``.
 
+Commands of other parts of the project (``virtualflow simulate``) are found by the entry points of the group
+:data:`COMMANDS`: the library knows their names, and nothing of what they do.
+
 What is wrong with a request is said in one line on standard error. Exit codes: 0 success; 1 the job failed or
 the coordinator said no; 2 the request makes no sense and nothing was started; 130 and 143 stopped by SIGINT
 and SIGTERM. Modules are imported when a command needs them, so that the command line starts fast; none of
@@ -38,6 +41,12 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
+COMMANDS = "virtualflow.commands"
+"""The group of entry points: each is a function from the arguments behind the command's name to the exit code."""
+
+_ELSEWHERE = {"simulate": "play a trace of jobs against scheduling policies"}
+"""Commands of other parts, with their line of help."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code.
@@ -45,40 +54,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; ``None``: those of this process.
     """
-    parsed = _parser().parse_args(arguments)
-    action: Callable[[argparse.Namespace], int] = parsed.action
+    given = sys.argv[1:] if arguments is None else arguments
     try:
+        if given and given[0] in _ELSEWHERE:
+            return _elsewhere(given[0])(given[1:])
+        parsed = _parser().parse_args(given)
+        action: Callable[[argparse.Namespace], int] = parsed.action
         return action(parsed)
     except ConfigurationError as error:
-        _complain(str(error))
+        complain(str(error))
         return EXIT_USAGE
     except VirtualFlowError as error:
-        _complain(str(error))
+        complain(str(error))
         return EXIT_FAILED
     except KeyboardInterrupt:
         return 130
 
 
-def _complain(sentence: str) -> None:
+def complain(sentence: str) -> None:
+    """Say in one line on standard error what is wrong."""
     print(f"virtualflow: {' '.join(sentence.split())}", file=sys.stderr)
 
 
-class _Parser(argparse.ArgumentParser):
+def _elsewhere(name: str) -> Callable[[Sequence[str]], int]:
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=COMMANDS, name=name):
+        try:
+            command: Callable[[Sequence[str]], int] = entry.load()
+        except ModuleNotFoundError as error:
+            if not entry.module.startswith(f"{error.name}."):
+                raise
+        else:
+            return command
+    raise ConfigurationError(
+        f"virtualflow {name} comes with the operator's part, which this installation does not have or not know of; "
+        "install the whole project with pip, and a checkout again after an update"
+    )
+
+
+class Parser(argparse.ArgumentParser):
     """Complains in one line instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
-        _complain(f"{message} (see {self.prog} --help)")
+        """End the process, as argparse has it."""
+        complain(f"{message} (see {self.prog} --help)")
         sys.exit(EXIT_USAGE)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="virtualflow",
         description="Elastic training over a fixed number of virtual nodes.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     _add_run(
         commands.add_parser("run", help="run a script or a manifest as processes of this machine", allow_abbrev=False)
     )
@@ -86,6 +117,8 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("profile", help="measure a script on this device, for jobs to come", allow_abbrev=False)
     )
     _add_signals(commands)
+    for name, text in _ELSEWHERE.items():
+        commands.add_parser(name, help=text, add_help=False)
     _add_coordinator(commands.add_parser("coordinator", help="serve the coordinator of one job", allow_abbrev=False))
     return parser
 
@@ -229,7 +262,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 # --- virtualflow status, scale, drain ---------------------------------------------------------------------------------
 
 
-def _add_signals(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_signals(commands: argparse._SubParsersAction[Parser]) -> None:
     status = commands.add_parser("status", help="show what a running job is doing", allow_abbrev=False)
     status.add_argument("job", nargs="?", metavar="NAME", help="of the job; not needed when only one is running")
     status.add_argument("--json", action="store_true", help="all of it, as JSON")

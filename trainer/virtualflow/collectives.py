@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -64,3 +65,18 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+def as_bytes(text: str) -> Tensor:
+    """UTF-8 of ``text`` as uint8 ``[n]``."""
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def gather_bytes(communicator: Collectives, block: Tensor, alignment: int) -> list[Tensor]:
+    """Every member's uint8 ``[n]``, each of its own length, in the order of the ranks."""
+    length = torch.tensor([block.numel()], dtype=torch.int64).view(torch.uint8)
+    lengths = communicator.all_gather(length).contiguous().view(-1).view(torch.int64).tolist()
+    room = max(1, -(-max(lengths) // alignment) * alignment)
+    padded = torch.zeros(room, dtype=torch.uint8)
+    padded[: block.numel()] = block
+    return [row[:length] for row, length in zip(communicator.all_gather(padded), lengths, strict=True)]

@@ -1,4 +1,4 @@
-"""What travels with each step beside the gradients: the head of the exchange, metrics and buffers.
+"""What travels with each step beside the gradients: the head of the exchange, and metrics.
 
 Each worker's *head* is one block of fixed size, gathered from all before anything large moves. It says which exchange
 this is, which generation the worker would like to enter next, how many samples each of its virtual nodes had, which
@@ -15,15 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from virtualflow import messages as m
-from virtualflow.errors import ConfigurationError
+from virtualflow.errors import VirtualFlowError
 from virtualflow.summation import add_up
 
 _FIXED = struct.Struct("<10q")
@@ -122,7 +122,7 @@ class HeadFormat:
         size = _FIXED.size + (self.places + 7) // 8 + self.most_nodes * per_node + self.copied_bytes
         return -(-size // self.alignment) * self.alignment
 
-    def write(
+    def tell(
         self,
         kind: Kind,
         exchange: int,
@@ -134,27 +134,39 @@ class HeadFormat:
         present: Sequence[bool],
         records: Sequence[NodeRecord],
         saves: bool = False,
-    ) -> Tensor:
-        """The head as a uint8 tensor ``[size]``."""
-        block = bytearray(self.size)
-        numbers = (kind, exchange, layout, offer.incarnation, offer.counter, wishes, len(records), more, steady, saves)
-        _FIXED.pack_into(block, 0, *numbers)
-        at = _FIXED.size
-        bits = sum(1 << place for place, there in enumerate(present) if there)
-        block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
-        at += (self.places + 7) // 8
-        for record in records:
-            _NODE.pack_into(block, at, record.samples)
-            at += _NODE.size
-            for name in self.schema.metrics:
-                value = record.metrics.get(name)
-                _PAIR.pack_into(block, at, 0.0 if value is None else float(value), 0.0 if value is None else 1.0)
-                at += _PAIR.size
+    ) -> Head:
+        """What this worker has to say."""
+        copied = b""
         if self.copied_bytes:
             first = next((record for record in records if record.samples), None)
             if first is not None:
-                raw = b"".join(_raw(first.copied[name]) for name in self.schema.copied)
-                block[self.size - self.copied_bytes :] = raw
+                copied = b"".join(_raw(first.copied[name]) for name in self.schema.copied)
+        metrics = []
+        for record in records:
+            values = [record.metrics.get(name) for name in self.schema.metrics]
+            metrics.append(tuple((0.0, False) if value is None else (float(value), True) for value in values))
+        samples = tuple(record.samples for record in records)
+        flags = (wishes, more, steady, saves)
+        return Head(kind, exchange, layout, offer, *flags, samples, tuple(present), tuple(metrics), copied)
+
+    def write(self, head: Head) -> Tensor:
+        """The head as a uint8 tensor ``[size]``."""
+        block = bytearray(self.size)
+        offer, nodes = head.offer, len(head.samples)
+        numbers = (head.kind, head.exchange, head.layout, offer.incarnation, offer.counter, head.wishes, nodes)
+        _FIXED.pack_into(block, 0, *numbers, head.more, head.steady, head.saves)
+        at = _FIXED.size
+        bits = sum(1 << place for place, there in enumerate(head.present) if there)
+        block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
+        at += (self.places + 7) // 8
+        for samples, metrics in zip(head.samples, head.metrics, strict=True):
+            _NODE.pack_into(block, at, samples)
+            at += _NODE.size
+            for value, there in metrics:
+                _PAIR.pack_into(block, at, value, there)
+                at += _PAIR.size
+        if head.copied:
+            block[self.size - self.copied_bytes :] = head.copied
         return torch.frombuffer(block, dtype=torch.uint8)
 
     def read(self, block: Tensor) -> Head:
@@ -188,6 +200,22 @@ class HeadFormat:
             tuple(metrics),
             raw[len(raw) - self.copied_bytes :] if self.copied_bytes else b"",
         )
+
+
+def read_heads(form: HeadFormat, gathered: Tensor, kind: Kind, number: int) -> tuple[Head, ...]:
+    """Read all members' heads and check that they are about the same exchange.
+
+    Raises:
+        VirtualFlowError: the workers are at different places of the user's code.
+    """
+    heads = tuple(form.read(block) for block in gathered)
+    for head in heads:
+        if head.kind != kind or head.exchange != number:
+            raise VirtualFlowError(
+                "workers are at different places of the script: some train, evaluate or are through while others are "
+                "not; every worker must call vf.evaluate at the same step (not only the leader)"
+            )
+    return heads
 
 
 def combine_metrics(
@@ -224,178 +252,3 @@ def layout_hash(parameters: Iterable[tuple[str, Tensor]], schema: Schema) -> int
 def _raw(tensor: Tensor) -> bytes:
     raw: bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return raw
-
-
-@dataclass
-class _Buffer:
-    module: nn.Module
-    attribute: str
-    tensor: Tensor
-    baseline: Tensor
-
-    def differs(self) -> bool:
-        """Whether the module's present value is another one than the baseline.
-
-        By content: batch norm's kernels write to its statistics without raising the tensor's version counter.
-        """
-        present = self.module._buffers[self.attribute]
-        return present is not self.tensor or not _same_bytes(self.tensor, self.baseline)
-
-    def put(self, value: Tensor) -> None:
-        """Set the module's value, in the tensor that it had at first."""
-        with torch.no_grad():
-            self.tensor.copy_(value)
-        self.module._buffers[self.attribute] = self.tensor
-
-
-class BufferTracker:
-    """Lets every virtual node start from the same buffers, and collects what it changed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers: dict[str, _Buffer] = {}
-        self._modules = list(model.named_modules())
-        self._ties: list[tuple[str, nn.Module, str, str]] = []
-        """Further places of a tensor: the name, the module and its attribute, and the name of the first place."""
-        self._tied_names: set[str] = set()
-        seen: dict[int, str] = {}
-        for prefix, module in self._modules:
-            for attribute, tensor in module._buffers.items():
-                if tensor is None:
-                    continue
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                if id(tensor) in seen:
-                    self._ties.append((name, module, attribute, seen[id(tensor)]))
-                    self._tied_names.add(name)
-                    continue
-                seen[id(tensor)] = name
-                self._buffers[name] = _Buffer(module, attribute, tensor, tensor.detach().clone())
-
-    def begin(self) -> None:
-        """Take the present values as those that every virtual node of the coming step starts from."""
-        for buffer in self._buffers.values():
-            if buffer.differs():
-                present = buffer.module._buffers[buffer.attribute]
-                buffer.tensor = buffer.tensor if present is None else present
-                buffer.baseline = buffer.tensor.detach().clone()
-
-    def collect(self, schema: Schema) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """New values of (averaged, copied) buffers after a virtual node, and the baseline put back.
-
-        Buffers of the schema are always among them; the values are copies.
-        """
-        averaged: dict[str, Tensor] = {}
-        copied: dict[str, Tensor] = {}
-        in_place: list[_Buffer] = []
-        values: list[Tensor] = []
-        known = {*schema.averaged, *schema.copied}
-        for name, buffer in self._buffers.items():
-            if name not in known and not buffer.differs():
-                continue
-            present = buffer.module._buffers[buffer.attribute]
-            target = averaged if _averages(buffer.tensor) else copied
-            if present is buffer.tensor:
-                target[name] = torch.empty_like(present, memory_format=torch.contiguous_format)
-                in_place.append(buffer)
-                values.append(target[name])
-                continue
-            value = buffer.baseline if present is None else present.detach()
-            if value.shape != buffer.tensor.shape:
-                if buffer.attribute not in buffer.module._non_persistent_buffers_set or name in known:
-                    raise ConfigurationError(
-                        f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} "
-                        "in a forward pass, so virtual nodes cannot be averaged; give it its shape from the start"
-                    )
-                # A cache that has grown. It stays, because its module remembers elsewhere how far it reaches.
-                buffer.tensor = buffer.tensor if present is None else present
-                buffer.baseline = value.clone()
-                continue
-            target[name] = value.to(buffer.tensor.dtype, copy=True).reshape(buffer.tensor.shape)
-            buffer.put(buffer.baseline)
-        if in_place:
-            with torch.no_grad():
-                torch._foreach_copy_(values, [buffer.tensor for buffer in in_place])
-                torch._foreach_copy_([buffer.tensor for buffer in in_place], [buffer.baseline for buffer in in_place])
-        return averaged, copied
-
-    def refuse_strangers(self) -> None:
-        """Refuse what no virtual node could start anew from: buffers that came, and tied ones that were replaced.
-
-        Raises:
-            ConfigurationError: there is one of them. One that is not persistent is a cache and may come.
-        """
-        for prefix, module in self._modules:
-            for attribute, tensor in module._buffers.items():
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                if tensor is None or name in self._buffers or name in self._tied_names:
-                    continue
-                if attribute not in module._non_persistent_buffers_set:
-                    raise ConfigurationError(
-                        f"buffer {name} came into being in a forward pass, so virtual nodes cannot start from the same "
-                        "value; register it with a tensor from the start, or with persistent=False if it is a cache"
-                    )
-        for name, module, attribute, first in self._ties:
-            if module._buffers.get(attribute) is not self._buffers[first].tensor:
-                raise ConfigurationError(
-                    f"buffer {name} shares its tensor with {first} and was replaced; change it in place"
-                )
-
-    def changed(self, name: str, value: Tensor) -> bool:
-        """Whether ``value`` differs from what the step began with."""
-        return not _same_bytes(value, self._buffers[name].baseline)
-
-    def baseline(self, name: str) -> Tensor:
-        """A copy of what a buffer began the step with."""
-        return self._buffers[name].baseline.clone()
-
-    def restore(self) -> None:
-        """Put the baseline back: the attempt is void."""
-        for buffer in self._buffers.values():
-            if buffer.differs():
-                buffer.put(buffer.baseline)
-
-    def commit(self, values: Mapping[str, Tensor]) -> None:
-        """Set the combined values; every other buffer keeps its baseline."""
-        if not values:
-            return
-        buffers = [self._buffers[name] for name in values]
-        shaped = [value.reshape(buffer.tensor.shape) for buffer, value in zip(buffers, values.values(), strict=True)]
-        with torch.no_grad():
-            torch._foreach_copy_([buffer.baseline for buffer in buffers], shaped)
-            torch._foreach_copy_([buffer.tensor for buffer in buffers], [buffer.baseline for buffer in buffers])
-        for buffer in buffers:
-            buffer.module._buffers[buffer.attribute] = buffer.tensor
-
-    def templates(self, names: Sequence[str]) -> list[Tensor]:
-        """One tensor per name, with its shape, dtype and device."""
-        return [self._buffers[name].tensor for name in names]
-
-    def copied_bytes(self, schema: Schema) -> int:
-        """Bytes of the copied buffers of the schema."""
-        return sum(tensor.nbytes for tensor in self.templates(schema.copied))
-
-    def read_copied(self, schema: Schema, raw: bytes) -> dict[str, Tensor]:
-        """The copied buffers from a head."""
-        values, at = {}, 0
-        for name, tensor in zip(schema.copied, self.templates(schema.copied), strict=True):
-            part = bytearray(raw[at : at + tensor.nbytes])
-            at += tensor.nbytes
-            if part:
-                values[name] = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
-        return values
-
-
-def summed_as(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a buffer is averaged: half precision would overflow and lose most of what is added."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _averages(tensor: Tensor) -> bool:
-    """Whether virtual nodes' values of that type are averaged (float8 has no addition)."""
-    return (tensor.is_floating_point() and tensor.dtype.itemsize > 1) or tensor.is_complex()
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and type hold the same bits (a NaN equals itself here)."""
-    if a.data_ptr() == b.data_ptr():
-        return True
-    return torch.equal(a.detach().contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow import trees
-from virtualflow.contribution import Kind
+from virtualflow.collectives import gather_bytes
+from virtualflow.contribution import Kind, read_heads
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError
 from virtualflow.loading import LoaderOptions, Source, open_source
 from virtualflow.loop import Run, active_run
 from virtualflow.randomness import seed_virtual_node
 from virtualflow.settings import LOADER_GRACE, CommunicatorSettings
-from virtualflow.update import gather_bytes, read_heads
 
 Rows = Any
 """A tensor with one row a sample, or a tuple, list or dict of such."""
@@ -118,7 +118,7 @@ def _exchange(run: Run, source: Source, fn: Callable[[Any], Rows], step: int, nu
             seed_virtual_node(run.seed, -number, node)
             mine[node] = _to_cpu(_checked(fn(batch.data), batch.size))
     form = run.update.head_format(part.ranges)
-    head = form.write(Kind.EVALUATE, number, 0, part.offer(evaluating=True), False, False, True, [], [])
+    head = form.write(form.tell(Kind.EVALUATE, number, 0, part.offer(evaluating=True), False, False, True, [], []))
     heads = read_heads(form, part.communicator.all_gather(head), Kind.EVALUATE, number)
     blocks = gather_bytes(part.communicator, trees.pack(mine), CommunicatorSettings.alignment)
     run.commit_evaluation(blocks, heads)

@@ -54,15 +54,20 @@ class MicroBatch:
     virtual_node: int
     data: Any
     """What ``collate_fn`` returned; ``None`` when there is no sample for this virtual node."""
-    samples: tuple[int, ...]
-    """What was really loaded, in order: indices into the dataset; for a stream, positions in its shard."""
+    loaded: tuple[int, ...] | torch.Tensor
+    """What was really loaded, as `samples` says it, or as a tensor."""
     sizes: tuple[int, ...] = ()
-    """Where it holds several neighbouring virtual nodes, of which ``virtual_node`` is the first: samples of each."""
+    """Samples of each of its virtual nodes, of which ``virtual_node`` is the first; empty where it is of that one."""
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """What was really loaded, in order: indices into the dataset; for a stream, positions in its shard."""
+        return self.loaded if isinstance(self.loaded, tuple) else tuple(self.loaded.tolist())
 
     @property
     def size(self) -> int:
         """How many samples it holds; the short last batch of an epoch weighs by this."""
-        return len(self.samples)
+        return sum(self.sizes) if self.sizes else len(self.loaded)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -71,9 +76,9 @@ class MicroBatch:
 
     def apart(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Each of its virtual nodes with its samples."""
-        passed = 0
+        passed, samples = 0, self.samples
         for offset, size in enumerate(self.counts):
-            yield self.virtual_node + offset, self.samples[passed : passed + size]
+            yield self.virtual_node + offset, samples[passed : passed + size]
             passed += size
 
 

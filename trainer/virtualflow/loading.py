@@ -1,5 +1,8 @@
 """Micro-batches of a map-style dataset, loaded ahead by a real ``DataLoader`` that no resize restarts.
 
+Where there are neither loader processes nor a thread that pins memory, nothing can be loaded ahead, and a micro-batch
+is put together when it is asked for, without a ``DataLoader`` in between. Otherwise:
+
 The ``DataLoader`` gets a sampler that never ends and that we steer: it names the next wanted batch of the
 virtual nodes that this worker carries now. So one set of loader processes serves the whole job, over epochs
 and resizes; what is in flight at a resize is kept where it is still wanted, and every batch carries the name
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
@@ -30,6 +34,7 @@ from virtualflow.loaders import (
 )
 from virtualflow.randomness import seed_sample
 from virtualflow.sampling import Plan, micro_batch
+from virtualflow.settings import LoadingSettings
 from virtualflow.streams import Shardable, StreamSource
 from virtualflow.tuning import chunks
 
@@ -89,6 +94,10 @@ def open_source(
     )
 
 
+_NOT_SELECTED = (torch.uint16, torch.uint32, torch.uint64)
+"""Types for which ``index_select`` is not implemented."""
+
+
 class _Key(NamedTuple):
     """The name of a micro-batch; keys are ordered as they are needed."""
 
@@ -134,6 +143,10 @@ class MapSource:
         processes = options.get("num_workers", 0)
         self._slots = processes * (options.get("prefetch_factor") or 2)
         """Tasks that the ``DataLoader`` keeps in flight (torch's default: two a process)."""
+        self._chunks: list[range] = []
+        """Virtual nodes that this worker carries, as they are loaded together."""
+        self._gathered: dict[tuple[int, int, range], list[Tensor]] = {}
+        """Micro-batches of the present step that need only be handed out, without a ``DataLoader``."""
         self._counts: dict[int, int] = {}
         """Of each chunk: its first virtual node, and how many it has."""
         self._wanted: Iterator[_Task] = iter(())
@@ -144,14 +157,13 @@ class MapSource:
         self._arrived: dict[_Key, tuple[_Task, Any]] = {}
         self._closed = False
         self._failed = False
-        self._batches: Iterator[Any] = open_loader(
-            _Loading(dataset, collate_of(options), plan.seed),
-            dataset,
-            options,
-            collate=_as_it_is,
-            sampler=_Tasks(self),
-            batch_size=None,
-        )
+        self._loading = _Loading(dataset, collate_of(options), plan.seed)
+        self._ahead_of_need = processes > 0 or options.get("pin_memory", False)
+        self._batches: Iterator[Any] = iter(())
+        if self._ahead_of_need:
+            self._batches = open_loader(
+                self._loading, dataset, options, collate=_as_it_is, sampler=_Tasks(self), batch_size=None
+            )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -170,6 +182,8 @@ class MapSource:
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
         """See `Source.assign`. What is in flight or waiting and still wanted is kept."""
         wanted = chunks(virtual_nodes, width)
+        self._chunks = wanted
+        self._gathered = {}
         self._counts = {chunk.start: len(chunk) for chunk in wanted}
         self._passed = _Key(epoch, epoch_step, -1, 0)
         self._wanted = self._sequence(wanted, epoch, epoch_step)
@@ -179,12 +193,14 @@ class MapSource:
         """See `Source.fetch`."""
         if self._closed:
             raise RuntimeError("the source of samples is closed")
+        nodes = range(virtual_node, virtual_node + count)
+        sizes = tuple([self._plan.size(epoch_step, node, self._virtual_nodes) for node in nodes])
+        if not self._ahead_of_need and any(sizes):
+            indices = self._plan.indices(epoch, epoch_step, virtual_node, self._virtual_nodes, count)
+            return MicroBatch(virtual_node, self._load_here(epoch, epoch_step, nodes, indices), indices, sizes)
         key = _Key(epoch, epoch_step, virtual_node, count)
         self._passed = max(self._passed, key)
-        nodes = range(virtual_node, virtual_node + count)
-        counts = tuple(self._plan.size(epoch_step, node, self._virtual_nodes) for node in nodes)
-        sizes = counts if count > 1 else ()
-        if not any(counts):
+        if not any(sizes):
             return MicroBatch(virtual_node, None, (), sizes)
         task, outcome = self._arrived.pop(key) if key in self._arrived else self._await(key)
         self._drop_unwanted()
@@ -197,9 +213,28 @@ class MapSource:
         """See `Source.close`."""
         if not self._closed:
             self._closed = True
+            self._gathered = {}
             self._arrived.clear()
             close_loader(self._batches, self._close_grace)
             self._batches = iter(())
+
+    def _load_here(self, epoch: int, epoch_step: int, nodes: range, indices: Tensor) -> Any:
+        """Load without a ``DataLoader``; small tensors are gathered for the rest of the step at once."""
+        if not self._loading.gathers:
+            return self._loading.load(epoch, indices)
+        data = self._gathered.pop((epoch, epoch_step, nodes), None)
+        if data is not None:
+            return data
+        rest = [chunk for chunk in self._chunks if chunk.start >= nodes.start]
+        if len(rest) > 1 and rest[0] == nodes:
+            together = rest[-1].stop - nodes.start
+            all_indices = self._plan.indices(epoch, epoch_step, nodes.start, self._virtual_nodes, together)
+            size, rows = len(indices), len(all_indices)
+            if rows == size * len(rest) and self._loading.gathers_at_once(rows, size):
+                batches = self._loading.gather(all_indices, size)
+                self._gathered = {(epoch, epoch_step, at): batch for at, batch in zip(rest, batches, strict=True)}
+                return self._gathered.pop((epoch, epoch_step, nodes))
+        return self._loading.load(epoch, indices)
 
     def _await(self, key: _Key) -> tuple[_Task, Any]:
         if key not in self._in_flight:
@@ -269,7 +304,7 @@ class MapSource:
 
     def _task(self, key: _Key) -> _Task:
         epoch, step, virtual_node, count = key
-        return _Task(key, tuple(self._plan.indices(epoch, step, virtual_node, self._virtual_nodes, count)))
+        return _Task(key, tuple(self._plan.indices(epoch, step, virtual_node, self._virtual_nodes, count).tolist()))
 
 
 class _Tasks:
@@ -293,33 +328,61 @@ class _Loading(Dataset[tuple[_Task | None, Any]]):
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
+        self.gathers = type(dataset) is TensorDataset and collate is default_collate
+        """It draws nothing at random, so it needs no seeds, and its samples can be gathered at once."""
 
     def __getitem__(self, task: _Task | None) -> tuple[_Task | None, Any]:
         if task is None:
             return None, None
         if get_worker_info() is None:
-            return task, self._load(task)
+            return task, self.load(task.key.epoch, torch.tensor(task.indices))
         try:
-            return task, self._load(task)
+            return task, self.load(task.key.epoch, torch.tensor(task.indices))
         except Exception:  # noqa: BLE001
             # Whatever the user's code raises travels as data, so that it surfaces with the batch it belongs
             # to, if that is still wanted, and is told from the failure of a loader process.
             return task, ExceptionWrapper(where="in a loader process")  # type: ignore[no-untyped-call]
 
-    def _load(self, task: _Task) -> Any:
-        if type(self._dataset) is TensorDataset and self._collate is default_collate:
-            # It draws nothing at random, so it needs no seeds, and its samples can be gathered at once.
-            indices = torch.tensor(task.indices)
-            return [tensor[indices] for tensor in self._dataset.tensors]
+    def load(self, epoch: int, indices: Tensor) -> Any:
+        """What ``collate_fn`` makes of these samples."""
+        if self.gathers:
+            return [_gather(tensor, indices) for tensor in self._dataset.tensors]
+        named: list[int] = indices.tolist()
         samples = []
         try:
-            for index in task.indices:
-                seed_sample(self._seed, task.key.epoch, index)
+            for index in named:
+                seed_sample(self._seed, epoch, index)
                 samples.append(self._dataset[index])
             return self._collate(samples)
         except StopIteration as stop:
             # Let through, it would silently end some loop between here and the user.
-            raise RuntimeError(f"the dataset raised StopIteration while loading {task.indices}") from stop
+            raise RuntimeError(f"the dataset raised StopIteration while loading {tuple(named)}") from stop
+
+    def gathers_at_once(self, rows: int, size: int) -> bool:
+        """Whether ``rows`` samples may be gathered at once, to be handed out as micro-batches of ``size``.
+
+        They must take little memory, and each tensor must begin where one of its own would: kernels may compute other
+        bits from other alignments.
+        """
+        widths = [tensor[0].nbytes for tensor in self._dataset.tensors]
+        return (
+            rows * sum(widths) <= LoadingSettings.gathered
+            and all(size * width % LoadingSettings.alignment == 0 for width in widths)
+            and all(tensor.is_cpu and not tensor.requires_grad for tensor in self._dataset.tensors)
+        )
+
+    def gather(self, indices: Tensor, size: int) -> Iterator[list[Tensor]]:
+        """The rows at ``indices`` as micro-batches of ``size``."""
+        # They share memory and nothing else; pieces of an ordinary split would share a version counter, too.
+        pieces = [torch.unsafe_split(_gather(tensor, indices), size) for tensor in self._dataset.tensors]
+        return (list(batch) for batch in zip(*pieces, strict=True))
+
+
+def _gather(tensor: Tensor, indices: Tensor) -> Tensor:
+    """The rows at ``indices``; also those of a channels-last tensor are laid out as ``default_collate`` would."""
+    if tensor.is_cpu and tensor.dim() < 5 and tensor.dtype not in _NOT_SELECTED:
+        return tensor.index_select(0, indices)  # in half the time of the other
+    return tensor[indices]
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 from virtualflow import messages as m
 from virtualflow import self_test
+from virtualflow.allocation import keep_freed_memory
 from virtualflow.audit import Audit
 from virtualflow.checkpoint_files import JobIdentity
-from virtualflow.contribution import Head, Kind
+from virtualflow.contribution import Head
 from virtualflow.determinism import Pinned, describe_device, device_of, fingerprint, pin
 from virtualflow.digests import signature as signature_of
+from virtualflow.ending import agree_on_end, complete_leader
 from virtualflow.errors import CommunicatorBroken, Drained, VirtualFlowError, show_errors_plainly
 from virtualflow.fusing import Fusing
 from virtualflow.keeper import Keeper, choose_policy
@@ -51,6 +53,7 @@ from virtualflow.session import NOTHING, Facts, Session
 from virtualflow.settings import (
     LOADER_GRACE,
     STOP_GRACE,
+    AllocationSettings,
     CommunicatorSettings,
     LinkSettings,
     MembershipSettings,
@@ -60,7 +63,7 @@ from virtualflow.step import Step
 from virtualflow.stopwatch import Stopwatch
 from virtualflow.streams import fuse
 from virtualflow.training import Training
-from virtualflow.update import Outcome, Update, read_heads
+from virtualflow.update import Outcome, Update
 
 logger = logging.getLogger("virtualflow.worker")
 
@@ -120,6 +123,7 @@ class Run:
             device=describe_device(device),
         )
         self._pinned = pin(environment.threads, self.reproducibility)
+        self._cleanup.callback(keep_freed_memory(AllocationSettings()))
         if environment.coordinator is not None and environment.profile_out is None:
             self._session = Session(environment, facts, LinkSettings(), CommunicatorSettings())
         try:
@@ -258,8 +262,8 @@ class Run:
         if not self._trained:
             logger.warning("the with block ended after %d steps, before the last one", self.training.completed_steps)
         if self.participation.has_state:
-            self._complete_leader()
-            self._agree_on_end()
+            complete_leader(self.participation, self.training)
+            agree_on_end(self._session, self.participation, self.training)
             if self._session is None and not self._last_word.wanted:
                 return
             result = self.reporter.result()
@@ -267,40 +271,6 @@ class Run:
             if self._session is not None:
                 broken = CommunicatorBroken("a peer needs help to finish")
                 self._session.report_done(result, lambda: self.participation.recover(broken))
-
-    def _complete_leader(self) -> None:
-        """At the end, let whoever is the leader have the whole state of a sharded optimizer, from now on."""
-        shards, part = self.update.shards, self.participation
-        if shards is None or shards.finishing:
-            return
-        shards.finishing, number = True, self.training.exchanges + 1
-        while self.training.exchanges < number:
-            try:
-                part.complete_leader()
-            except CommunicatorBroken as error:
-                part.recover(error)
-            else:
-                self.training.exchanges, self.training.evaluated = number, None
-
-    def _agree_on_end(self) -> None:
-        """See that all workers are at the end.
-
-        Raises:
-            VirtualFlowError: one still trains or evaluates, which only the leader was told to do.
-        """
-        part, number = self.participation, self.training.exchanges + 1
-        while self.training.exchanges < number:
-            form = self.update.head_format(part.ranges)
-            head = form.write(Kind.FINISH, number, 0, NOTHING, False, False, True, [], [])
-            try:
-                read_heads(form, part.communicator.all_gather(head), Kind.FINISH, number)
-            except CommunicatorBroken as error:
-                part.recover(error)
-            except VirtualFlowError as error:
-                report_failure(self._session, error)
-                raise
-            else:
-                self.training.exchanges, self.training.evaluated = number, None
 
     def _close(self) -> None:
         for number, handler in self._handlers.items():
@@ -365,7 +335,7 @@ class Run:
                     "a step was left before its end; iterate over all its micro-batches: for batch in step: ..."
                 )
         self._trained = True
-        self._complete_leader()
+        complete_leader(self.participation, self.training)
         if self.leader and self._keeper is not None:
             self._keeper.save_final(self.training)
         self.reporter.progress(now=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from virtualflow import digests
 from virtualflow import messages as m
-from virtualflow.collectives import ALONE
+from virtualflow.collectives import ALONE, gather_bytes
 from virtualflow.communicator import Communicator
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.keeper import Keeper
@@ -28,7 +28,6 @@ from virtualflow.stripes import Path
 from virtualflow.synchronization import SPOILED, Origin, Standing, Transfer, plan_transfer, someone_has_state
 from virtualflow.training import Training, signature_hash
 from virtualflow.transfer import carry, wrap
-from virtualflow.update import gather_bytes
 
 logger = logging.getLogger("virtualflow.worker")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from virtualflow import messages as m
+from virtualflow.collectives import gather_bytes
 from virtualflow.communicator import Communicator
 from virtualflow.errors import Evicted
 from virtualflow.settings import CommunicatorSettings
@@ -24,7 +25,6 @@ from virtualflow.sharding import kept_by, lost, plan_hand_over, plan_moves
 from virtualflow.shards import Holding, Shards
 from virtualflow.synchronization import Standing, Transfer
 from virtualflow.training import Training
-from virtualflow.update import gather_bytes
 
 
 class Resharding:

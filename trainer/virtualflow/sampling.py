@@ -76,10 +76,12 @@ class Plan:
         begin, end = self._bounds(epoch_step, virtual_node, virtual_nodes)
         return end - begin
 
-    def indices(self, epoch: int, epoch_step: int, virtual_node: int, virtual_nodes: int, count: int = 1) -> list[int]:
-        """Return the indices of the samples that ``virtual_node`` gets, in order; there may be none.
+    def indices(
+        self, epoch: int, epoch_step: int, virtual_node: int, virtual_nodes: int, count: int = 1
+    ) -> torch.Tensor:
+        """Return the indices of the samples that ``virtual_node`` gets, in order, as int64 ``[n]``; there may be none.
 
-        With a ``count``, those of as many virtual nodes from this one on.
+        With a ``count``, those of as many virtual nodes from this one on. The tensor must not be written to.
 
         Raises:
             ConfigurationError: the batch does not divide evenly over ``virtual_nodes``.
@@ -89,9 +91,8 @@ class Plan:
         if count > 1:
             end = self._bounds(epoch_step, virtual_node + count - 1, virtual_nodes)[1]
         if not self.shuffle:
-            return list(range(begin, end))
-        order: list[int] = self._order(epoch)[begin:end].tolist()
-        return order
+            return torch.arange(begin, end)
+        return self._order(epoch)[begin:end]
 
     def _bounds(self, epoch_step: int, virtual_node: int, virtual_nodes: int) -> tuple[int, int]:
         micro_batch(self.batch_size, virtual_nodes)

@@ -251,6 +251,27 @@ class FusingSettings:
     """The share of the memory left on a machine that a worker may grow into: other workers grow, too."""
 
 
+@dataclass(frozen=True)
+class AllocationSettings:
+    """Freed memory that a worker keeps while it trains (on the CPU, with the GNU C library)."""
+
+    kept: int = 256 << 20
+    """So many bytes: the gradients of a model of 10 M parameters on their way up a tree of 64 virtual nodes."""
+    largest: int = 32 << 20
+    """Blocks from so many bytes on are the kernel's at once; it is the most that the C library allows."""
+
+
+@dataclass(frozen=True)
+class LoadingSettings:
+    """Loading without loader processes."""
+
+    gathered: int = 1 << 20
+    """Samples of a step that are rows of tensors are gathered at once up to so many bytes. Beyond, the calls that this
+    saves no longer count beside the copying, and the memory does."""
+    alignment: int = 64
+    """Bytes at whose multiples PyTorch's allocator for the CPU begins a tensor."""
+
+
 LOADER_GRACE = 5.0
 """How long a loader process may take to finish the batch in hand before it is killed."""
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from virtualflow import messages as m
 from virtualflow.accumulation import Accumulator, Parts, Tensors
-from virtualflow.collectives import Collectives
+from virtualflow.collectives import Collectives, as_bytes, gather_bytes
 from virtualflow.contribution import (
-    BufferTracker,
     Head,
     HeadFormat,
     Kind,
@@ -28,9 +27,10 @@ from virtualflow.contribution import (
     Schema,
     combine_metrics,
     layout_hash,
-    summed_as,
+    read_heads,
 )
 from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.model_buffers import BufferTracker, summed_as
 from virtualflow.overlap import Overlap
 from virtualflow.reduction import Reducer
 from virtualflow.settings import CommunicatorSettings
@@ -92,6 +92,10 @@ class Update:
         self._canonical = canonical
         self._accumulator = Accumulator(virtual_nodes, canonical)
         self._records: list[NodeRecord] = []
+        self._summed: tuple[str, ...] = ()
+        """Averaged buffers that are added up with the gradients: those known when the attempt began."""
+        self._changed: set[str] = set()
+        """Which of them a virtual node of this worker has changed."""
         self._first_node = self._next_node = 0
         self._all_parameters = list(model.parameters())
         settings = CommunicatorSettings
@@ -121,6 +125,7 @@ class Update:
         self._overlap.abandon()
         self._accumulator.clear()
         self._records = []
+        self._summed, self._changed = self.schema.averaged, set()
         self._first_node = self._next_node = carried.start
         self._steady = True
         # Where one micro-batch is all that a worker carries, its gradients need no factor.
@@ -159,6 +164,7 @@ class Update:
         """
         node, self._next_node = self._next_node, self._next_node + virtual_nodes
         averaged, copied = self.buffers.collect(self.schema) if samples else ({}, {})
+        sums = self._take_buffers(averaged) if samples else [None] * len(self._summed)
         self._records.append(NodeRecord(samples, metrics, averaged, copied, virtual_nodes))
         under_way: frozenset[int] = frozenset()
         if self._overlap.watching:
@@ -181,11 +187,23 @@ class Update:
             elif gradient.requires_grad:  # after backward(create_graph=True)
                 gradients[index] = gradient.detach()
             self._given[index] = True
+        gradients += sums
         if samples != self._unit:
             for gradient in gradients:
                 if gradient is not None:  # torch._foreach_mul_ would round the factor to the type of the gradient
                     gradient.mul_(samples / self._unit)
         self._accumulator.add(node, gradients, virtual_nodes)
+
+    def _take_buffers(self, averaged: dict[str, Tensor]) -> Tensors:
+        """Move the values that are added up with the gradients out of what a virtual node has changed."""
+        values: Tensors = []
+        for name in self._summed:
+            value = averaged.pop(name) if name in averaged else self.buffers.baseline(name)
+            if name not in self._changed and self.buffers.changed(name, value):
+                self._changed.add(name)
+            dtype = summed_as(value.dtype)
+            values.append(value if value.dtype is dtype else value.to(dtype))
+        return values
 
     def abandon(self) -> None:
         """The attempt is void: leave no trace of it."""
@@ -288,10 +306,13 @@ class Update:
             wishes = mine.merge(self.schema) != self.schema
             layout = self._layout_hash()
             numbers = (Kind.TRAIN, number, layout, offer, wishes, more, self._steady)
-            block = form.write(*numbers, self._present(), self._complete_records(), saves)
-            gathered = self._overlap.heads(block) if begun else communicator.all_gather(block)
+            told = form.tell(*numbers, self._present(), self._complete_records(), saves)
+            heads: tuple[Head, ...] = (told,)
+            if communicator.size > 1:
+                block = form.write(told)
+                gathered = self._overlap.heads(block) if begun else communicator.all_gather(block)
+                heads = read_heads(form, gathered, Kind.TRAIN, number)
             begun = False
-            heads = read_heads(form, gathered, Kind.TRAIN, number)
             for head in heads:
                 if head.layout != layout:
                     raise VirtualFlowError(
@@ -331,7 +352,8 @@ class Update:
 
     def _present(self) -> list[bool]:
         changed = [
-            any(
+            name in self._changed
+            or any(
                 name in record.averaged and self.buffers.changed(name, record.averaged[name])
                 for record in self._records
             )
@@ -349,12 +371,13 @@ class Update:
 
     def _parts(self) -> Parts:
         """Sums of gradients, each followed by the sums of the averaged buffers over the same virtual nodes."""
-        if not self.schema.averaged:
+        new = [name for name in self.schema.averaged if name not in self._summed]
+        if not new:
             return self._accumulator.parts
         sums, node = Accumulator(self._virtual_nodes, self._canonical), self._first_node
         for record in self._records:
             values: Tensors = []
-            for name in self.schema.averaged:
+            for name in new:
                 if record.samples == 0:
                     values.append(None)
                     continue
@@ -363,7 +386,11 @@ class Update:
                 values.append(value if record.samples == self._unit else value * (record.samples / self._unit))
             sums.add(node, values, record.virtual_nodes)
             node += record.virtual_nodes
-        return [(node, [*a, *b]) for (node, a), (_, b) in zip(self._accumulator.parts, sums.parts, strict=True)]
+        count, parts = len(self._all_parameters), []
+        for (nodes, tensors), (_, added) in zip(self._accumulator.parts, sums.parts, strict=True):
+            by_name = {**dict(zip(self._summed, tensors[count:], strict=True)), **dict(zip(new, added, strict=True))}
+            parts.append((nodes, [*tensors[:count], *(by_name[name] for name in self.schema.averaged)]))
+        return parts
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
@@ -439,34 +466,3 @@ class Update:
         """Leave the model as it was."""
         self._overlap.close()
         self._stepping.undo()
-
-
-def read_heads(form: HeadFormat, gathered: Tensor, kind: Kind, number: int) -> tuple[Head, ...]:
-    """Read all members' heads and check that they are about the same exchange.
-
-    Raises:
-        VirtualFlowError: the workers are at different places of the user's code.
-    """
-    heads = tuple(form.read(block) for block in gathered)
-    for head in heads:
-        if head.kind != kind or head.exchange != number:
-            raise VirtualFlowError(
-                "workers are at different places of the script: some train, evaluate or are through while others are "
-                "not; every worker must call vf.evaluate at the same step (not only the leader)"
-            )
-    return heads
-
-
-def as_bytes(text: str) -> Tensor:
-    """UTF-8 of ``text`` as uint8 ``[n]``."""
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def gather_bytes(communicator: Collectives, block: Tensor, alignment: int) -> list[Tensor]:
-    """Every member's uint8 ``[n]``, each of its own length, in the order of the ranks."""
-    length = torch.tensor([block.numel()], dtype=torch.int64).view(torch.uint8)
-    lengths = communicator.all_gather(length).contiguous().view(-1).view(torch.int64).tolist()
-    room = max(1, -(-max(lengths) // alignment) * alignment)
-    padded = torch.zeros(room, dtype=torch.uint8)
-    padded[: block.numel()] = block
-    return [row[:length] for row, length in zip(communicator.all_gather(padded), lengths, strict=True)]

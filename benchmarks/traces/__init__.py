@@ -1,0 +1,1 @@
+"""Traces for ``virtualflow simulate``; README.md says where each figure comes from."""

@@ -1,0 +1,170 @@
+"""``virtualflow simulate``: a trace, some policies, a table and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from virtualflow.cli import EXIT_FAILED, EXIT_USAGE, Parser, complain
+from virtualflow.errors import ConfigurationError
+from virtualflow_operator.scheduling import POLICIES, policy
+from virtualflow_operator.settings import SimulationSettings
+from virtualflow_operator.simulator.measures import Measures, measure
+from virtualflow_operator.simulator.plots import draw
+from virtualflow_operator.simulator.simulation import ResizeCost, Result, simulate
+from virtualflow_operator.simulator.trace import read
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """As :func:`main`, as a program of its own: what is wrong is said in one line on standard error."""
+    try:
+        return main(sys.argv[1:] if arguments is None else arguments)
+    except ConfigurationError as error:
+        complain(str(error))
+        return EXIT_USAGE
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Simulate, print the table, and draw; the exit code: 1 if a job never ended.
+
+    Raises:
+        ConfigurationError: the request makes no sense; one sentence says what to do.
+    """
+    given = _parser().parse_args(arguments)
+    cost = _cost(given)
+    trace = read(given.trace)
+    if given.capacity is not None:
+        if given.capacity < 1:
+            raise ConfigurationError(f"--capacity {given.capacity}: give 1 or more units")
+        trace = trace.on(given.capacity)
+    chosen = {name: policy(name) for name in given.policy or POLICIES}
+    results = {
+        name: simulate(trace, decide, cost, knowledge=given.knowledge, every=given.every)
+        for name, decide in chosen.items()
+    }
+    measured = {name: measure(result) for name, result in results.items()}
+    print(f"{given.trace}: {len(trace.jobs)} jobs; {_describe(cost)}")
+    print(table(measured))
+    for name, result in results.items():
+        _tell_unfinished(name, result)
+    if given.json is not None:
+        _write(given.json, measured)
+    if given.plots is not None:
+        for picture in draw(results, given.plots):
+            print(picture)
+    return EXIT_FAILED if any(result.unfinished for result in results.values()) else 0
+
+
+def _parser() -> Parser:
+    defaults = SimulationSettings()
+    parser = Parser(
+        prog="virtualflow simulate",
+        description="Play a trace of jobs against scheduling policies, the ones that the operator runs.",
+        epilog="docs/simulator.md says what a trace looks like and what the columns of the table mean.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="a CSV or JSON file")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        metavar="P",
+        help=f"one of {', '.join(POLICIES)}; repeatable (default: all)",
+    )
+    parser.add_argument("--capacity", type=int, metavar="N", help="units, in place of the nodes of the trace")
+    parser.add_argument(
+        "--join",
+        type=float,
+        metavar="S",
+        help=f"seconds until a new worker counts (default {defaults.join:g}; a restart's {defaults.restart:g})",
+    )
+    parser.add_argument(
+        "--pause", type=float, metavar="S", help=f"seconds that a change stops a job for (default {defaults.pause:g})"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="for comparison: each change stops the whole job for the S of --join"
+    )
+    parser.add_argument(
+        "--knowledge",
+        choices=("all", "seen"),
+        default="all",
+        help="what policies know of a job's speeds: all of the trace, or those it has run at (default all)",
+    )
+    parser.add_argument("--every", type=float, metavar="S", help="decide at least every S seconds (default: at events)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the measures there")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG pictures there")
+    return parser
+
+
+def _cost(given: argparse.Namespace) -> ResizeCost:
+    defaults = SimulationSettings()
+    if given.restart and given.pause is not None:
+        raise ConfigurationError("--restart stops the whole job already; leave out --pause beside it")
+    if given.restart:
+        return ResizeCost(defaults.restart if given.join is None else given.join, stop=True)
+    return ResizeCost(
+        defaults.join if given.join is None else given.join, defaults.pause if given.pause is None else given.pause
+    )
+
+
+def _describe(cost: ResizeCost) -> str:
+    if cost.stop:
+        return f"each change restarts the job, which takes {cost.join:g} s"
+    return f"a change pauses the job for {cost.pause:g} s, a new worker counts after {cost.join:g} s"
+
+
+_HEADING: tuple[str, ...] = (
+    "policy",
+    "makespan",
+    "completion: mean",
+    "median",
+    "p95",
+    "queueing: mean",
+    "median",
+    "p95",
+    "utilisation",
+    "fairness",
+    "resizes",
+    "suspended",
+)
+
+
+def table(measured: Mapping[str, Measures]) -> str:
+    """The measures of some policies as lines of text, a policy each."""
+    rows = [_HEADING]
+    for name, of in measured.items():
+        times = (
+            of.makespan,
+            of.mean_completion,
+            of.median_completion,
+            of.p95_completion,
+            of.mean_queueing,
+            of.median_queueing,
+            of.p95_queueing,
+        )
+        counts = (f"{of.utilisation:.0%}", f"{of.fairness:.2f}", f"{of.resizes:,}", f"{of.suspensions:,}")
+        rows.append((name, *(f"{seconds:,.0f} s" for seconds in times), *counts))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADING))]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return "\n".join(lines)
+
+
+def _tell_unfinished(name: str, result: Result) -> None:
+    left = result.unfinished
+    for outcome in left[:3]:
+        print(f"{name}: {outcome.job.name} never ended: {outcome.reason}")
+    if len(left) > 3:
+        print(f"{name}: {len(left) - 3} more never ended")
+
+
+def _write(path: Path, measured: Mapping[str, Measures]) -> None:
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(dict(measured)), indent=2) + b"\n")
+    except OSError as error:
+        raise ConfigurationError(f"--json {path}: {error.strerror}; give a file to write to") from None

@@ -1,0 +1,361 @@
+"""A trace played in simulated time against one policy: pure, event by event, nothing is polled.
+
+Time jumps from one event to the next: a job comes or ends, capacity comes or goes, a joiner is ready, or the policy's
+decision may change because time passed. After all events of one moment the policy decides once, and what it says is
+applied. What is modelled of a change is its price (:class:`ResizeCost`); which node a worker is on is not, so a node
+that vanishes is paid for by the jobs that the policy shrinks for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from virtualflow.errors import ConfigurationError
+from virtualflow_operator.scheduling import Allocation, Capacity, Demand, Policy, ScalingCurve, next_change
+from virtualflow_operator.settings import SchedulingSettings
+from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent, Trace
+
+Knowledge = Literal["all", "seen"]
+"""What a policy knows of a job's speeds: all that stand in the trace, or those that it has already run at."""
+
+
+@dataclass(frozen=True)
+class ResizeCost:
+    """What a change of a job's workers costs it, in seconds."""
+
+    join: float
+    """From the decision until a new worker counts. It takes its capacity from the start."""
+    pause: float = 0.0
+    """In which nobody of the job makes progress, at each change: when workers leave, and when new ones are ready."""
+    stop: bool = False
+    """Whether the whole job stands still for ``join`` as well, at each change: a restart."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.join) and math.isfinite(self.pause) and self.join >= 0 and self.pause >= 0):
+            raise ConfigurationError(f"a resize takes 0 seconds or more, not join={self.join:g}, pause={self.pause:g}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one job fared."""
+
+    job: JobEvent
+    started: float | None
+    """When it was first given workers; ``None``: never."""
+    finished: float | None
+    """``None``: never; ``reason`` says why."""
+    queued: float
+    """Seconds between arrival and end in which it had no workers: before its start, and while it was suspended."""
+    service: float
+    """Seconds times workers that it was given."""
+    resizes: int
+    """Changes of its workers between start and end, suspensions included."""
+    suspensions: int
+    changes: tuple[tuple[float, int], ...]
+    """When it was given which number of workers; 0 when it ended."""
+    reason: str
+    """What the policy last said of it."""
+
+    @property
+    def completion(self) -> float | None:
+        """Seconds from arrival to end."""
+        return None if self.finished is None else self.finished - self.job.time
+
+
+@dataclass(frozen=True)
+class Result:
+    """How all fared."""
+
+    outcomes: tuple[Outcome, ...]
+    """In the order of arrival."""
+    capacity: tuple[tuple[float, int], ...]
+    """Units from each time on."""
+    decisions: int
+
+    @property
+    def unfinished(self) -> tuple[Outcome, ...]:
+        """Those that the policy never let end."""
+        return tuple(outcome for outcome in self.outcomes if outcome.finished is None)
+
+
+@dataclass
+class _Job:
+    job: JobEvent
+    demand: Demand
+    running: int = 0
+    """Workers that count."""
+    joining: list[tuple[float, int]] = field(default_factory=list)
+    """Those that are on their way: when they will be ready, and how many."""
+    done: float = 0.0
+    """Steps, at ``synced``."""
+    synced: float = 0.0
+    resumes: float = 0.0
+    """No progress before that."""
+    plan: int = 0
+    """Counts the expected ends: an event of an earlier one is void."""
+    started: float | None = None
+    queued: float = 0.0
+    service: float = 0.0
+    resizes: int = 0
+    suspensions: int = 0
+    changes: list[tuple[float, int]] = field(default_factory=list)
+    seen: dict[int, float] = field(default_factory=dict)
+    finished: float | None = None
+    reason: str = ""
+
+    def catch_up(self, now: float) -> None:
+        """Bring the books up to ``now``."""
+        allocated = self.demand.allocated
+        elapsed = now - self.synced
+        self.service += allocated * elapsed
+        self.queued += 0.0 if allocated else elapsed
+        if self.running and now > self.resumes:
+            gained = self.job.speed(self.running) * (now - max(self.synced, self.resumes))
+            self.done = min(float(self.job.steps), self.done + gained)
+        self.synced = now
+
+    def end(self) -> float:
+        """When it will have made its last step if nothing changes; call it when the books are up to date."""
+        if not self.running:
+            return math.inf
+        left = self.job.steps - self.done
+        return max(self.synced, self.resumes) + left / self.job.speed(self.running)
+
+
+def simulate(
+    trace: Trace,
+    policy: Policy,
+    cost: ResizeCost,
+    settings: SchedulingSettings | None = None,
+    knowledge: Knowledge = "all",
+    every: float | None = None,
+) -> Result:
+    """Play ``trace`` against ``policy``.
+
+    Args:
+        every: seconds between decisions that nothing else causes; ``None``: none of these.
+
+    Raises:
+        ConfigurationError: there is no capacity in the trace at all, or ``every`` is below 1.
+        PolicyError: the policy gave out more than there was, or broke a job's limits.
+    """
+    if every is not None and not (math.isfinite(every) and every >= 1):
+        raise ConfigurationError(f"decide every {every:g} seconds: give 1 or more, or leave it out")
+    if not any(isinstance(event, NodeEvent) for event in trace.events):
+        raise ConfigurationError("there is no capacity in the trace; add rows with event=node, or give --capacity")
+    return _Simulation(trace, policy, cost, settings or SchedulingSettings(), knowledge, every).run()
+
+
+class PolicyError(AssertionError):
+    """A policy's decision cannot be applied: a defect of the policy, and no number of it may be trusted."""
+
+
+_TRACE, _END, _JOINED, _WAKE = range(4)
+
+
+class _Simulation:
+    def __init__(
+        self,
+        trace: Trace,
+        policy: Policy,
+        cost: ResizeCost,
+        settings: SchedulingSettings,
+        knowledge: Knowledge,
+        every: float | None,
+    ) -> None:
+        self._policy, self._cost, self._settings = policy, cost, settings
+        self._knowledge, self._every = knowledge, every
+        self._now = trace.events[0].time
+        self._all: list[_Job] = []
+        self._active: dict[str, _Job] = {}
+        self._nodes: dict[str, NodeEvent] = {}
+        self._capacity: list[tuple[float, int]] = []
+        self._decisions = 0
+        self._wake = math.inf
+        # (time, serial number, kind, index of the trace's event or the job's name, plan of the job)
+        self._queue: list[tuple[float, int, int, int | str, int]] = [
+            (event.time, index, _TRACE, index, 0) for index, event in enumerate(trace.events)
+        ]
+        self._events = trace.events
+        self._serial = len(self._queue)
+        self._to_come = len(self._queue)
+
+    def run(self) -> Result:
+        queue = self._queue  # already in order, which makes it a heap
+        while queue:
+            self._now = queue[0][0]
+            stirred = False
+            while queue and queue[0][0] <= self._now:
+                _, _, kind, subject, plan = heapq.heappop(queue)
+                stirred |= self._happen(kind, subject, plan)
+            if stirred:
+                self._decide()
+        outcomes = tuple(self._outcome(job) for job in self._all)
+        return Result(outcomes, tuple(self._capacity), self._decisions)
+
+    def _happen(self, kind: int, subject: int | str, plan: int) -> bool:
+        """Let one event happen; whether a decision is due."""
+        if kind == _TRACE:
+            self._to_come -= 1
+            self._arrive(int(subject))
+            return True
+        if kind == _WAKE:
+            if self._now < self._wake:
+                return False  # a later decision saw no need for it
+            self._wake = math.inf
+            return True
+        job = self._active.get(str(subject))
+        if job is None or (kind == _END and job.plan != plan):
+            return False
+        job.catch_up(self._now)
+        if kind == _JOINED:
+            return self._join(job)
+        job.done = job.job.steps
+        job.finished = self._now
+        job.changes.append((self._now, 0))
+        del self._active[job.job.name]
+        return True
+
+    def _join(self, job: _Job) -> bool:
+        ready = sum(workers for due, workers in job.joining if due <= self._now)
+        if not ready:
+            return False  # they were called off
+        job.joining = [(due, workers) for due, workers in job.joining if due > self._now]
+        if job.running:
+            job.resumes = max(job.resumes, self._now + self._cost.pause)
+        job.running += ready
+        self._learn(job)
+        self._schedule_end(job)
+        return self._knowledge == "seen"
+
+    def _arrive(self, index: int) -> None:
+        event = self._events[index]
+        if isinstance(event, JobEvent):
+            curve = ScalingCurve.of(event.throughput.items()) if self._knowledge == "all" else ScalingCurve()
+            demand = Demand(
+                event.name,
+                event.namespace,
+                submitted=event.time,
+                maximum=event.maximum,
+                minimum=event.min,
+                requested=event.requested,
+                units=event.units,
+                priority=event.priority,
+                weight=event.weight,
+                steps_left=event.steps,
+                curve=curve,
+                minimum_on_demand=event.on_demand,
+            )
+            job = _Job(event, demand, synced=self._now)
+            self._all.append(job)
+            self._active[event.name] = job
+            return
+        if isinstance(event, GoneEvent):
+            del self._nodes[event.name]
+        else:
+            self._nodes[event.name] = event
+        self._capacity.append((self._now, sum(node.units for node in self._nodes.values())))
+
+    def _learn(self, job: _Job) -> None:
+        if self._knowledge == "seen" and job.running not in job.seen:
+            job.seen[job.running] = job.job.speed(job.running)
+            job.demand = replace(job.demand, curve=ScalingCurve.of(job.seen.items()))
+
+    def _decide(self) -> None:
+        spot = sum(node.units for node in self._nodes.values() if node.spot)
+        capacity = Capacity(sum(node.units for node in self._nodes.values()) - spot, spot)
+        for job in self._active.values():
+            if job.running:
+                job.catch_up(self._now)
+                job.demand = replace(job.demand, steps_left=max(1, math.ceil(job.job.steps - job.done)))
+        demands = [job.demand for job in self._active.values()]
+        decision = self._policy(self._now, demands, capacity, self._settings)
+        self._decisions += 1
+        _check(decision, demands, capacity)
+        for name, job in self._active.items():
+            job.reason = decision[name].reason
+            if decision[name].workers != job.demand.allocated:
+                self._give(job, decision[name].workers)
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        due = next_change(self._now, (job.demand for job in self._active.values()), self._settings)
+        wake = math.inf if due is None else due
+        if self._every is not None and (self._to_come or any(job.demand.allocated for job in self._active.values())):
+            wake = min(wake, self._now + self._every)
+        if wake != self._wake:
+            self._wake = wake
+            if wake < math.inf:
+                self._push(wake, _WAKE, "", 0)
+
+    def _give(self, job: _Job, workers: int) -> None:
+        """Apply a decision to a job whose number of workers it changes."""
+        now, cost = self._now, self._cost
+        job.catch_up(now)
+        job.demand = job.demand.given(workers, now)
+        job.changes.append((now, workers))
+        if job.started is None:
+            job.started = now
+        else:
+            job.resizes += 1
+            job.suspensions += not workers
+        before = job.running
+        if cost.stop or not workers:
+            job.running = 0
+            job.joining = []
+        fewer = job.running + sum(count for _, count in job.joining) - workers
+        while fewer > 0 and job.joining:  # the last to come are called off first, which costs nobody anything
+            due, count = job.joining.pop()
+            off = min(count, fewer)
+            if count > off:
+                job.joining.append((due, count - off))
+            fewer -= off
+        if fewer > 0:
+            job.running -= fewer
+            job.resumes = max(job.resumes, now + cost.pause)
+            self._learn(job)
+        elif fewer < 0:
+            job.joining.append((now + cost.join, -fewer))
+            self._push(now + cost.join, _JOINED, job.job.name, 0)
+        if job.running != before:
+            self._schedule_end(job)
+
+    def _schedule_end(self, job: _Job) -> None:
+        job.plan += 1
+        end = job.end()
+        if end < math.inf:
+            self._push(end, _END, job.job.name, job.plan)
+
+    def _push(self, time: float, kind: int, subject: str, plan: int) -> None:
+        self._serial += 1
+        heapq.heappush(self._queue, (time, self._serial, kind, subject, plan))
+
+    def _outcome(self, job: _Job) -> Outcome:
+        return Outcome(
+            job.job,
+            job.started,
+            job.finished,
+            job.queued,
+            job.service,
+            job.resizes,
+            job.suspensions,
+            tuple(job.changes),
+            job.reason,
+        )
+
+
+def _check(decision: dict[str, Allocation], demands: list[Demand], capacity: Capacity) -> None:
+    used = on_demand = 0
+    for demand in demands:
+        given = decision[demand.name]
+        if given.workers and not demand.minimum <= given.workers <= demand.maximum:
+            raise PolicyError(
+                f"{demand.name} was given {given.workers} workers, not {demand.minimum} to {demand.maximum}"
+            )
+        used += given.workers * demand.units
+        on_demand += given.on_demand * demand.units
+    if used > capacity.total or on_demand > capacity.on_demand:
+        raise PolicyError(f"{used} units were given out ({on_demand} on demand) of {capacity}")

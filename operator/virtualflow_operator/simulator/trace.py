@@ -1,0 +1,298 @@
+"""Traces: which jobs come when, how fast each is, and which capacity comes and goes. Files are CSV or JSON.
+
+One row, or one object of the list ``events``, is one event. ``event`` says which columns count:
+
+- ``job``: ``name`` comes at ``time`` and needs ``steps`` steps. ``throughput`` is its speed, ``workers:steps per
+  second`` pairs (``1:2.0 4:6.5``); in between it is interpolated, beyond the last pair it stays. ``min`` (1), ``max``
+  (the last pair's), ``requested`` (the maximum; what policies with fixed sizes give), ``weight`` (1), ``priority`` (0),
+  ``units`` of capacity for each worker (1), ``namespace`` (``default``), ``on_demand`` (``true``: the minimum must not
+  be on spot capacity).
+- ``node``: ``units`` of capacity join; ``spot`` (``true``) if they may be withdrawn.
+- ``gone``: the node ``name`` leaves.
+
+Empty cells mean the default; lines that begin with ``#`` are comments. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from virtualflow.errors import ConfigurationError
+
+COLUMNS = (
+    "event",
+    "time",
+    "name",
+    "steps",
+    "throughput",
+    "min",
+    "max",
+    "requested",
+    "weight",
+    "priority",
+    "units",
+    "namespace",
+    "on_demand",
+    "spot",
+)
+"""Of a CSV file, in the order in which they are written; a file may leave out those that it does not need."""
+
+
+class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event", tag="job"):
+    """A job comes."""
+
+    time: float
+    name: str
+    steps: int
+    throughput: dict[int, float]
+    """Steps per second by number of workers, ascending."""
+    min: int = 1
+    max: int = 0
+    """0: the largest number of workers with a known speed."""
+    requested: int = 0
+    """0: the maximum."""
+    weight: float = 1.0
+    priority: int = 0
+    units: int = 1
+    namespace: str = "default"
+    on_demand: bool = False
+
+    @property
+    def maximum(self) -> int:
+        """Workers, at most."""
+        return self.max or max(self.throughput)
+
+    def speed(self, workers: int) -> float:
+        """Steps per second: as given, in between on the line from one given number to the next, from (0, 0) on."""
+        known = self.throughput
+        if workers in known or workers <= 0:
+            return known.get(workers, 0.0)
+        numbers = list(known)
+        index = bisect_left(numbers, workers)
+        if index == len(numbers):
+            return known[numbers[-1]]
+        left, right = numbers[index - 1] if index else 0, numbers[index]
+        low = known.get(left, 0.0)
+        return low + (known[right] - low) * (workers - left) / (right - left)
+
+
+class NodeEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event", tag="node"):
+    """Capacity joins."""
+
+    time: float
+    name: str
+    units: int
+    spot: bool = False
+
+
+class GoneEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event", tag="gone"):
+    """Capacity leaves."""
+
+    time: float
+    name: str
+
+
+Event = JobEvent | NodeEvent | GoneEvent
+
+
+class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file says, by time; events of one time are in the order of the file."""
+
+    events: tuple[Event, ...]
+    comment: str | list[str] = ""
+    """Where it comes from. Nothing reads it."""
+
+    @property
+    def jobs(self) -> tuple[JobEvent, ...]:
+        """The jobs, by arrival."""
+        return tuple(event for event in self.events if isinstance(event, JobEvent))
+
+    def on(self, units: int) -> Trace:
+        """The same jobs on ``units`` of steady on-demand capacity, in place of the nodes of the trace."""
+        first = min((job.time for job in self.jobs), default=0.0)
+        return Trace((NodeEvent(first, "all", units), *self.jobs), self.comment)
+
+
+def read(path: Path) -> Trace:
+    """Read a trace from a CSV file, or from JSON if the file's name ends like that.
+
+    Raises:
+        ConfigurationError: the file is not there or makes no sense; the sentence names the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise ConfigurationError(f"{path}: cannot be read ({reason}); give a trace in CSV or JSON") from None
+    events = _json(path, text) if path.suffix == ".json" else _csv(path, text)
+    return check(events, str(path))
+
+
+def check(events: Iterable[tuple[str, Event]], origin: str) -> Trace:
+    """A trace of these events, if it makes sense.
+
+    Args:
+        events: each with where it stands, for the sentence that complains of it.
+        origin: of them all.
+
+    Raises:
+        ConfigurationError: it makes none.
+    """
+    names: set[str] = set()
+    nodes: set[str] = set()
+    kept: list[Event] = []
+    for where, event in sorted(events, key=lambda located: located[1].time):
+        wrong = _wrong(event)
+        if wrong is None and isinstance(event, JobEvent):
+            wrong = f"there are two jobs {event.name}; give each its own name" if event.name in names else None
+            names.add(event.name)
+        elif wrong is None and isinstance(event, NodeEvent):
+            wrong = f"node {event.name} is already there; let it be gone first" if event.name in nodes else None
+            nodes.add(event.name)
+        elif wrong is None:
+            wrong = f"there is no node {event.name} then; name one that has joined" if event.name not in nodes else None
+            nodes.discard(event.name)
+        if wrong is not None:
+            raise ConfigurationError(f"{where}: {wrong}")
+        kept.append(event)
+    if not names:
+        raise ConfigurationError(f"{origin}: there are no jobs in it; add rows with event=job")
+    return Trace(tuple(kept))
+
+
+def _wrong(event: Event) -> str | None:
+    if not (math.isfinite(event.time) and event.time >= 0):
+        return f"time={event.time:g}: give seconds from 0"
+    if not event.name:
+        return "name: give one"
+    if isinstance(event, GoneEvent):
+        return None
+    if event.units < 1:
+        return f"units={event.units}: give 1 or more"
+    if isinstance(event, NodeEvent):
+        return None
+    if event.steps < 1:
+        return f"steps={event.steps}: give 1 or more"
+    speeds = event.throughput
+    if (
+        not speeds
+        or any(w < 1 or not math.isfinite(s) or s <= 0 for w, s in speeds.items())
+        or sorted(speeds) != list(speeds)
+    ):
+        return "throughput: give ascending numbers of workers with steps per second above 0, such as 1:2.0 4:6.5"
+    if not 1 <= event.min <= event.maximum:
+        return f"min={event.min}, max={event.maximum}: give 1 <= min <= max"
+    if event.requested and not event.min <= event.requested <= event.maximum:
+        return f"requested={event.requested}: give a number from min={event.min} to max={event.maximum}"
+    if not (math.isfinite(event.weight) and event.weight > 0):
+        return f"weight={event.weight:g}: give a number above 0"
+    return None
+
+
+def _json(path: Path, text: str) -> Iterator[tuple[str, Event]]:
+    try:
+        trace = msgspec.json.decode(text, type=Trace)
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"{path}: {error}; see docs/simulator.md for the format") from None
+    for index, event in enumerate(trace.events):
+        yield f"{path}, events[{index}]", event
+
+
+def _csv(path: Path, text: str) -> Iterator[tuple[str, Event]]:
+    lines = ((number, line) for number, line in enumerate(text.splitlines(), 1))
+    rows = [(number, line) for number, line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not rows:
+        raise ConfigurationError(f"{path}: it is empty; begin with a line of column names: {','.join(COLUMNS)}")
+    (first, heading), *rest = rows
+    columns = [column.strip() for column in next(csv.reader([heading]))]
+    strange = [column for column in columns if column not in COLUMNS]
+    if strange or len(set(columns)) < len(columns) or not {"event", "time", "name"} <= set(columns):
+        problem = f"there is no column {strange[0]!r}" if strange else "event, time and name must be there, once"
+        raise ConfigurationError(f"{path}, line {first}: {problem}; choose column names from {','.join(COLUMNS)}")
+    for number, line in rest:
+        where = f"{path}, line {number}"
+        cells = next(csv.reader([line]))
+        if len(cells) != len(columns):
+            raise ConfigurationError(f"{where}: {len(cells)} cells; give {len(columns)}, as in the first line")
+        row = {column: cell.strip() for column, cell in zip(columns, cells, strict=True) if cell.strip()}
+        try:
+            yield where, msgspec.convert(_typed(row), type=Event, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"{where}: {_say(str(error), row)}") from None
+        except ValueError as error:
+            raise ConfigurationError(f"{where}: {error}") from None
+
+
+_KINDS = {"time": "a number", "weight": "a number", "on_demand": "true or false", "spot": "true or false"}
+"""What belongs into a cell; a whole number into the others that are not text."""
+
+
+def _say(problem: str, row: Mapping[str, str]) -> str:
+    """What is wrong with a row, in the words of the file."""
+    event = row.get("event")
+    if "Invalid value" in problem or event is None:
+        return f"event={event or ''}: give job, node or gone"
+    named = re.search(r"field `(\w+)`", problem)
+    if named is not None and "missing" in problem:
+        return f"{named[1]} is empty; a {event} needs it"
+    if named is not None:
+        return f"{named[1]}={row[named[1]]}: a {event} has no {named[1]}; leave the cell empty"
+    cell = re.search(r"`\$\.(\w+)", problem)
+    if cell is not None and cell[1] == "throughput":
+        return f"throughput={row['throughput']}: write workers:steps per second, such as 1:2.0 4:6.5"
+    if cell is not None and cell[1] in row:
+        return f"{cell[1]}={row[cell[1]]}: give {_KINDS.get(cell[1], 'a whole number')}"
+    return problem
+
+
+def _typed(row: Mapping[str, str]) -> dict[str, Any]:
+    typed: dict[str, Any] = dict(row)
+    if "throughput" in row:
+        pairs = [pair.partition(":") for pair in row["throughput"].split()]
+        if not all(colon for _, colon, _ in pairs):
+            raise ValueError(f"throughput={row['throughput']}: write workers:steps per second, such as 1:2.0 4:6.5")
+        typed["throughput"] = {workers: speed for workers, _, speed in pairs}
+        if len(typed["throughput"]) < len(pairs):
+            raise ValueError(f"throughput={row['throughput']}: give each number of workers once")
+    return typed
+
+
+def write(trace: Trace, path: Path, comment: Iterable[str] = ()) -> None:
+    """Write a trace as CSV, leaving out what has its default.
+
+    Args:
+        comment: lines for the top of the file: where it comes from.
+    """
+    rows = [_row(event) for event in trace.events]
+    used = [column for column in COLUMNS if any(row.get(column) for row in rows)]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.writelines(f"# {line}".rstrip() + "\n" for line in comment)
+        writer = csv.DictWriter(file, used, lineterminator="\n", extrasaction="ignore", restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _row(event: Event) -> dict[str, str]:
+    defaults = {f.name: f.default for f in msgspec.structs.fields(event)}
+    given = msgspec.structs.asdict(event)
+    row = {name: _cell(value) for name, value in given.items() if value != defaults[name]}
+    row.setdefault("time", _cell(event.time))
+    return {"event": str(event.__struct_config__.tag), **row}
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    if isinstance(value, dict):
+        return " ".join(f"{workers}:{speed:.6g}" for workers, speed in value.items())
+    return str(value)
