@@ -1,4 +1,4 @@
-"""Writes resource.md from the CustomResourceDefinition, so that what a user reads is what the API server enforces.
+"""Writes resource.md from the CustomResourceDefinitions, so that what a user reads is what the API server enforces.
 
 python docs/generate_resource.py > docs/resource.md
 """
@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 CRD = Path(__file__).parents[1] / "crds" / "virtualflowjobs.yaml"
+QUEUE_CRD = CRD.with_name("virtualflowqueues.yaml")
 LARGEST_NUMBER = 2**53 - 1
 """The bound of counters: as large as JSON holds without rounding, so not worth a user's attention."""
 
@@ -88,6 +89,40 @@ def generate(crd: Mapping[str, Any]) -> str:
         f"## status\n\n{status['description']}\n\n" + "".join(_tables(status, STATUS_TABLE, _status_row)),
         _conditions(status["properties"]["conditions"]),
         COLUMNS + "".join(_columns(version["additionalPrinterColumns"], status)),
+    ]
+    return "\n".join(parts)
+
+
+QUEUE = """\
+
+# The queue
+
+<!-- Made from crds/virtualflowqueues.yaml. -->
+
+{description}
+
+- API version `{group}/{version}`, kind `{kind}`, short name `{short}`; it has no namespace.
+- [operations.md](operations.md#queues) says how to use it; [examples/queue.yaml](../examples/queue.yaml) is one.
+"""
+
+
+def generate_queue(crd: Mapping[str, Any]) -> str:
+    """What the page says of the queues' ``crd``, as Markdown."""
+    names, version = crd["spec"]["names"], crd["spec"]["versions"][0]
+    schema = version["schema"]["openAPIV3Schema"]
+    spec, status = schema["properties"]["spec"], schema["properties"]["status"]
+    parts = [
+        QUEUE.format(
+            description=schema["description"],
+            group=crd["spec"]["group"],
+            version=version["name"],
+            kind=names["kind"],
+            short=names["shortNames"][0],
+        ),
+        f"## spec of a queue\n\n{spec['description']}\n\n" + "".join(_tables(spec, TABLE, _spec_row)),
+        "## Rules of a queue\n\n" + "".join(f"- {rule}\n" for rule in _rules(spec, "")),
+        f"## status of a queue\n\n{status['description']} Its condition `Ready` has the reasons of\n"
+        "[operations.md](operations.md#reasons).\n\n" + "".join(_tables(status, STATUS_TABLE, _status_row)),
     ]
     return "\n".join(parts)
 
@@ -223,3 +258,4 @@ def _row(*cells: str) -> str:
 
 if __name__ == "__main__":
     sys.stdout.write(generate(yaml.safe_load(CRD.read_text(encoding="utf-8"))))
+    sys.stdout.write(generate_queue(yaml.safe_load(QUEUE_CRD.read_text(encoding="utf-8"))))

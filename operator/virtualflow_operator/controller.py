@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from virtualflow_operator import resources
+from virtualflow_operator.allocator import Allocator, queue_key, queue_of
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY, MANAGER, WORKER
 from virtualflow_operator.decision import Scene, Verdict
 from virtualflow_operator.events import EventRecorder
@@ -20,6 +21,7 @@ from virtualflow_operator.kube import (
     JOBS,
     NODES,
     PODS,
+    QUEUES,
     SERVICES,
     ApiError,
     Conflict,
@@ -90,6 +92,8 @@ class Controller:
         metrics: what is counted.
         key: the operator's, from which the jobs' tokens are derived.
         settings: the operator's.
+        wake: has a job reconciled.
+        wake_queue: has a queue decided about.
     """
 
     def __init__(
@@ -101,8 +105,11 @@ class Controller:
         metrics: Metrics,
         key: bytes,
         settings: OperatorSettings,
+        wake: Callable[[Key], None],
+        wake_queue: Callable[[str | None], None],
     ) -> None:
         self._api, self._store, self._links = api, store, links
+        self.allocator = Allocator(api, store, links, wake, wake_queue, settings)
         self._events, self._metrics, self._key, self._settings = events, metrics, key, settings
         self._provision = Provision(api, store, metrics, key, settings)
         self._memories: dict[Key, _Memory] = {}
@@ -116,6 +123,8 @@ class Controller:
             ApiError: the API server could not be asked; the queue tries again.
             RetryLater: something had changed meanwhile.
         """
+        if not key[0]:
+            return await self.allocator.decide(key)
         with job_context(*key):
             touched = self.touched.pop(key, None)
             body = self._store.job(key)
@@ -136,6 +145,7 @@ class Controller:
             memory = self._memories[key] = _Memory(job.uid)
         await self._clear_predecessor(key, job)
         self._follow(key, job)
+        queue = self._store.queue(job.spec.queue) if job.spec.queue else None
         scene = Scene(
             job,
             self._store.pods_of(key),
@@ -144,6 +154,8 @@ class Controller:
             self._links.view(key),
             memory.verdict,
             memory.trouble,
+            self.allocator.grant(key, job),
+            queue.spec if queue is not None else None,
         )
         now = time.time()
         plan = reconcile(scene, now, self._settings)
@@ -155,6 +167,8 @@ class Controller:
         except ApiError as error:
             failure = error  # what is known is written down all the same
         written = await self._write_status(key, job, plan)
+        if written:
+            self.allocator.note_status(job, plan.status)
         for notice in plan.notices:
             await self._events.record(job.raw, "Warning" if notice.warning else "Normal", notice.reason, notice.message)
         self._measure(key, plan, memory)
@@ -356,6 +370,7 @@ class Controller:
                 await self._resync_namespace(namespace, wake, visit)
             except (Forbidden, NotFound) as error:
                 logger.warning("the namespace %s is left out: %s", namespace or "*", error)
+        await self._resync_queues(visit)
         begun = time.monotonic()
         try:
             concerned = self._store.replace_nodes(await self._api.list(NODES), begun)
@@ -366,6 +381,18 @@ class Controller:
         else:
             for key in concerned:
                 wake(key)
+
+    async def _resync_queues(self, visit: Callable[[Key], None]) -> None:
+        begun = time.monotonic()
+        try:
+            self._store.queues.replace(await self._api.list(QUEUES), begun, lambda _: True)
+        except (Forbidden, NotFound) as error:
+            logger.warning("there are no queues here; install their definition and rights to have some: %s", error)
+        for _, name in self._store.queues.entries:
+            visit(queue_key(name))
+        named = {queue_of(entry.value) for entry in self._store.jobs.entries.values()}
+        for queue in named - {None}:
+            visit(queue_key(queue or ""))
 
     async def _resync_namespace(
         self, namespace: str | None, wake: Callable[[Key], None], visit: Callable[[Key], None]

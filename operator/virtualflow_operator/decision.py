@@ -13,10 +13,12 @@ import msgspec
 
 from virtualflow.messages import Status
 from virtualflow_operator import outlook, reasons, resources
+from virtualflow_operator.granting import Grant, settle_grant, with_allocation
 from virtualflow_operator.job_status import JobStatus
 from virtualflow_operator.notices import notices_of
 from virtualflow_operator.plan import Action, Call, DeletePod, Notice, Plan, TellDrain, TellGone
 from virtualflow_operator.pod_security import violations
+from virtualflow_operator.queue_view import QueueSpec
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.survey import Placed, Survey, take_survey
 from virtualflow_operator.validation import immutable_changes, validate
@@ -54,6 +56,10 @@ class Scene:
     verdict: Verdict | None = None
     trouble: str = ""
     """What the API server refused the last time, in words."""
+    grant: Grant | None = None
+    """What the job's queue has decided, if it has one."""
+    queue: QueueSpec | None = None
+    """The job's queue, if there is one of that name."""
 
 
 class Decision:
@@ -61,7 +67,9 @@ class Decision:
 
     def __init__(self, scene: Scene, now: float, settings: OperatorSettings) -> None:
         self.scene, self.now, self.settings = scene, now, settings
-        self.job, self.spec, self.status = scene.job, scene.job.spec, scene.job.status
+        self.granted = settle_grant(scene.job, scene.grant)
+        self.job, self.status = self.granted.job, self.granted.status
+        self.spec = self.job.spec
         self.faults = self.find_faults()
         attempts = {pod.uid: pod.attempt for pod in scene.pods}
         earlier = scene.link is not None and attempts.get(scene.link.pod, self.status.attempt) != self.status.attempt
@@ -81,6 +89,7 @@ class Decision:
     def plan(self, status: JobStatus) -> Plan:
         """All that was collected, with the job's next status."""
         changes = outlook.fresh_changes(self.job.status, self.remote) if not self.job.status.finished else []
+        status = with_allocation(status, self.job, self.granted, self.now)
         self.notices += notices_of(self.job.status, status, changes)
         return Plan(
             msgspec.structs.replace(status, observed_generation=self.job.generation),
@@ -176,6 +185,11 @@ class Decision:
             faults += [f"worker group {group.name}: {text}" for text in found]
         found = violations(resources.coordinator_pod(self.job, 0, self.settings), self.settings.pod_security)
         return faults + [f"coordinator: {text}" for text in found]
+
+    @property
+    def rest(self) -> str:
+        """Why the job is to have no workers, in words."""
+        return f"the queue {self.spec.queue} gives it none" if self.granted.waits else "the job is suspended"
 
     def settled_job(self) -> Job:
         """The job with the status as it is about to be written."""

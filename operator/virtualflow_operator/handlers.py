@@ -12,7 +12,7 @@ from typing import Any
 import kopf
 
 from virtualflow.errors import ConfigurationError
-from virtualflow_operator.constants import GROUP, PLURAL, VERSION
+from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
 from virtualflow_operator.controller import OURS
 from virtualflow_operator.operator import Operator
 from virtualflow_operator.settings import OperatorSettings
@@ -59,6 +59,12 @@ async def on_service(event: Any, memo: kopf.Memo, **_: Any) -> None:
 async def on_node(event: Any, memo: kopf.Memo, **_: Any) -> None:
     """A node was cordoned, tainted, lost or found."""
     memo["operator"].see_node(event["type"], event["object"])
+
+
+@kopf.on.event(GROUP, VERSION, QUEUE_PLURAL)
+async def on_queue(event: Any, memo: kopf.Memo, **_: Any) -> None:
+    """A queue was made, changed or deleted."""
+    memo["operator"].see_queue(event["type"], event["object"])
 
 
 def configure(settings: kopf.OperatorSettings) -> None:

@@ -11,7 +11,7 @@ from virtualflow_operator.spec import Base, Reproducibility
 
 Phase = Literal["Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed"]
 PHASES: tuple[Phase, ...] = ("Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed")
-ConditionType = Literal["Ready", "Progressing", "Degraded", "Suspended", "Complete", "Failed"]
+ConditionType = Literal["Ready", "Progressing", "Degraded", "Suspended", "Allocated", "Complete", "Failed"]
 Truth = Literal["True", "False", "Unknown"]
 
 
@@ -33,6 +33,26 @@ class Share(Base, frozen=True):
     virtual_nodes: str
     """A range, such as ``0-3``."""
     node: str = ""
+
+
+class Allocation(Base, frozen=True):
+    """What its queue has given the job."""
+
+    queue: str
+    workers: int
+    reason: str
+    since: str
+    """When it began to run, or to wait."""
+    resized_time: str
+    waited_seconds: int = 0
+    """How long the wait was that ended when it began to run."""
+
+
+class Measured(Base, frozen=True):
+    """How fast the job was with so many workers."""
+
+    workers: int
+    steps_per_second: str
 
 
 class LastChange(Base, frozen=True):
@@ -81,6 +101,9 @@ class JobStatus(Base, frozen=True):
     generation: int = 0
     virtual_nodes: int | None = None
     reproducibility: Reproducibility | None = None
+    allocation: Allocation | None = None
+    scaling: tuple[Measured, ...] = ()
+    """The latest first."""
     assignment: tuple[Share, ...] = ()
     step: int | None = None
     total_steps: int | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import quote
@@ -20,7 +20,7 @@ import aiohttp
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
-from virtualflow_operator.constants import GROUP, MANAGED_BY, PLURAL, VERSION
+from virtualflow_operator.constants import GROUP, MANAGED_BY, PLURAL, QUEUE_PLURAL, VERSION
 
 Object = dict[str, Any]
 """An object of the API as JSON has it."""
@@ -32,6 +32,8 @@ REQUEST_TIMEOUT = 10.0
 """Seconds for one request, waiting for a free connection included."""
 MAX_CONNECTIONS = 32
 """Requests under way at once; more wait for a free connection."""
+WATCH_SLACK = 30.0
+"""Seconds after which a watch that should have ended is given up."""
 LIST_ATTEMPTS = 3
 """How often a list is begun when its ``continue`` token expires on the way."""
 _MESSAGE_LIMIT = 2000
@@ -77,6 +79,7 @@ class Resource:
 
 
 JOBS = Resource(GROUP, VERSION, PLURAL, namespaced=True)
+QUEUES = Resource(GROUP, VERSION, QUEUE_PLURAL, namespaced=False)
 PODS = Resource("", "v1", "pods", namespaced=True)
 SERVICES = Resource("", "v1", "services", namespaced=True)
 SECRETS = Resource("", "v1", "secrets", namespaced=True)
@@ -211,7 +214,12 @@ class KubeApi:
         return await self._request("GET", resource, resource.path(namespace, name))
 
     async def list(
-        self, resource: Resource, namespace: str | None = None, label_selector: str | None = None, page: int = 500
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        label_selector: str | None = None,
+        page: int = 500,
+        field_selector: str | None = None,
     ) -> list[Object]:
         """Return all objects of a namespace (None: of all), ``page`` at a time; they bear no apiVersion and kind.
 
@@ -221,6 +229,8 @@ class KubeApi:
         query = [("limit", str(page))]
         if label_selector is not None:
             query.append(("labelSelector", label_selector))
+        if field_selector is not None:
+            query.append(("fieldSelector", field_selector))
         attempt = 1
         items: list[Object] = []
         token = ""
@@ -239,6 +249,40 @@ class KubeApi:
             token = (answer.get("metadata") or {}).get("continue") or ""
             if not token:
                 return items
+
+    async def watch(
+        self, resource: Resource, namespace: str | None, label_selector: str, field_selector: str, seconds: float
+    ) -> AsyncIterator[tuple[str, Object]]:
+        """Yield what there is as ``ADDED``, then each change, as (type, object), until ``seconds`` are over.
+
+        What is deleted between two watches is not told: list now and then.
+        """
+        query = [("watch", "true"), ("labelSelector", label_selector), ("fieldSelector", field_selector)]
+        query.append(("timeoutSeconds", str(int(seconds))))
+        headers, path = {"Accept": "application/json"}, resource.path(namespace)
+        limits = aiohttp.ClientTimeout(sock_connect=self._timeout.total, sock_read=seconds + WATCH_SLACK)
+        try:
+            request = await self._client.param_serialize(
+                "GET", path, query_params=query, header_params=headers, auth_settings=["BearerToken"]
+            )
+            answer = await self._client.call_api(*request, _request_timeout=limits)
+            response: aiohttp.ClientResponse = answer.response
+            try:
+                if response.status >= 300:
+                    raise _refusal(response.status, await response.read(), response.headers.get("Retry-After"))
+                rest = b""
+                async for chunk in response.content.iter_any():  # not by lines: aiohttp refuses long ones
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        change = json.loads(line)
+                        if change["type"] == "ERROR":
+                            told = change["object"]
+                            raise _refusal(told.get("code") or 500, json.dumps(told).encode(), None)
+                        yield change["type"], change["object"]
+            finally:
+                response.close()
+        except (aiohttp.ClientError, ConfigException, OSError, TimeoutError, ValueError) as error:
+            raise _unanswered(error, seconds) from error
 
     async def create(self, resource: Resource, namespace: str | None, body: Object, dry_run: bool = False) -> Object:
         """Create an object and return it as it was stored; ``dry_run`` only has it checked and filled with defaults."""

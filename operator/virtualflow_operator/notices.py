@@ -23,6 +23,11 @@ def notices_of(old: JobStatus, new: JobStatus, changes: Sequence[Change]) -> lis
         )
     if old.phase == "Suspended" and new.phase == "Pending":
         found.append(Notice(reasons.RESUMED, f"resuming from step {new.step or 0} or the checkpoint before it"))
+    given, before_given = new.allocation, old.allocation
+    if given is not None and (before_given is None or before_given.workers != given.workers):
+        name = reasons.ALLOCATED if given.workers else reasons.QUEUED
+        count = _workers(given.workers) if given.workers else "no workers"
+        found.append(Notice(name, f"the queue {given.queue} gives it {count}: {given.reason}"))
     if new.phase == "Complete" and old.phase != "Complete":
         digest = f"; digest {new.digest}" if new.digest else ""
         found.append(Notice(reasons.COMPLETE, f"training complete after {new.step} steps{digest}"))

@@ -11,8 +11,10 @@ from collections.abc import Coroutine
 from typing import Any, Self
 
 from virtualflow.errors import ConfigurationError
+from virtualflow_operator.allocator import queue_key, queue_of
 from virtualflow_operator.controller import Controller
 from virtualflow_operator.events import EventRecorder
+from virtualflow_operator.guests import GuestWatch
 from virtualflow_operator.health import HealthServer, queue_moves
 from virtualflow_operator.kube import ApiError, KubeApi
 from virtualflow_operator.lease import Elector, leave_at_once
@@ -41,11 +43,17 @@ class Operator:
         self._api, self._lease_api = api, lease_api
         hooks = QueueHooks(metrics.queue_depth, metrics.queue_wait, metrics.reconciled, metrics.reconcile_error)
         self.queue: WorkQueue[Key] = WorkQueue(
-            settings.queue, expected=(ApiError,), hooks=hooks, describe=lambda key: f"{key[0]}/{key[1]}"
+            settings.queue,
+            expected=(ApiError,),
+            hooks=hooks,
+            describe=lambda key: f"{key[0]}/{key[1]}" if key[0] else f"the queue {key[1]}",
         )
         self.links = Links(key, self.queue.add, settings, metrics)
         events = EventRecorder(api, settings.events, instance=settings.lease.identity)
-        self.controller = Controller(api, self.store, self.links, events, metrics, key, settings)
+        self.controller = Controller(
+            api, self.store, self.links, events, metrics, key, settings, self.wake, self.wake_queue
+        )
+        self.guests = GuestWatch(api, self.store, self.wake_queues, settings)
         self.elector = Elector(lease_api, settings.lease)
         self.health: HealthServer | None = None
         self._stack = contextlib.AsyncExitStack()
@@ -88,6 +96,7 @@ class Operator:
         self.metrics.leads(True)
         self._run("lease", self.elector.hold())
         await self._fill()
+        self._follow_guests()
         self._run("queue", self.queue.run(self.controller.process))
         self._run("resync", self._resync())
         self._started = True
@@ -115,6 +124,7 @@ class Operator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.guests.close()
         await self.links.close()
         await self.elector.release()
         self.metrics.leads(False)
@@ -135,12 +145,15 @@ class Operator:
             self.store.jobs.remove(*key, uid=body["metadata"].get("uid") or "")
             self.queue.forget(key)
             self.wake(key)
+            self.wake_queue(queue_of(body))
             return
         self._note_listing(kind)
         before, after = self.store.jobs.put(body)
         if after is None or (before is not None and _essence(before) == _essence(after)):
             return  # our own status, coming back
         self.wake(key)
+        for name in {queue_of(after), queue_of(before) if before is not None else None}:
+            self.wake_queue(name)
 
     def see_pod(self, kind: str | None, body: Object) -> None:
         """A pod has changed."""
@@ -152,6 +165,7 @@ class Operator:
             key = self.store.put_pod(body)
         if key is not None:
             self.wake(key)
+            self.wake_queues()  # queues may share nodes, so a worker of one is another's guest
 
     def see_service(self, kind: str | None, body: Object) -> None:
         """A coordinator's service has changed."""
@@ -170,15 +184,48 @@ class Operator:
     def see_node(self, kind: str | None, body: Object) -> None:
         """A node has changed."""
         metadata = body["metadata"]
+        before = self.store.nodes.entries.get(("", metadata["name"]))
         if kind == "DELETED":
             keys = self.store.remove_node(metadata["name"], metadata.get("uid") or "")
         else:
             keys = self.store.put_node(body)
         for key in keys:
             self.wake(key)
+        after = self.store.nodes.entries.get(("", metadata["name"]))
+        if (before.value if before else None) != (after.value if after else None):
+            self.controller.allocator.try_again()
+            self.wake_queues()
+
+    def see_queue(self, kind: str | None, body: Object) -> None:
+        """A queue has changed."""
+        name, uid = body["metadata"]["name"], body["metadata"].get("uid") or ""
+        if kind == "DELETED":
+            self.store.queues.remove("", name, uid)
+        else:
+            self._note_listing(kind)
+            before, after = self.store.queues.put(body)
+            if before is not None and after is not None and _essence(before.raw) == _essence(after.raw):
+                return  # our own status, coming back
+        self._follow_guests()
+        self.wake_queue(name)
+
+    def _follow_guests(self) -> None:
+        """Follow the pods of others while a queue counts what they take."""
+        self.guests.want(any(entry.value.spec.resource for entry in self.store.queues.entries.values()))
+
+    def wake_queue(self, name: str | None) -> None:
+        """Have a queue decided about."""
+        if name is not None:
+            self.queue.add(queue_key(name), self.settings.sharing.debounce)
+
+    def wake_queues(self) -> None:
+        """Have all queues decided about."""
+        for _, name in self.store.queues.entries:
+            self.wake_queue(name)
 
     def wake(self, key: Key) -> None:
         """Have a job reconciled."""
+
         self.controller.touched.setdefault(key, time.monotonic())
         self.queue.add(key, self.settings.queue.debounce)
 

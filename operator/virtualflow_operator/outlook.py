@@ -13,6 +13,7 @@ import msgspec
 from virtualflow.messages import Change, Status
 from virtualflow_operator import reasons
 from virtualflow_operator.capacity import never_fits
+from virtualflow_operator.granting import MAX_MESSAGE
 from virtualflow_operator.job_status import (
     Condition,
     ConditionType,
@@ -22,12 +23,10 @@ from virtualflow_operator.job_status import (
     Share,
     Truth,
 )
+from virtualflow_operator.measuring import remember
 from virtualflow_operator.survey import Survey
 from virtualflow_operator.view import Job, Link, Node, Pod, format_time, parse_time
 from virtualflow_operator.workforce import Workforce
-
-_MESSAGE = 4_096
-"""Characters of a condition's message; the API takes 32,768, people less."""
 
 
 def portray(
@@ -69,6 +68,9 @@ def portray(
         workers=f"{ready}/{spec.desired}",
         assignment=_assignment(survey, remote) if remote is not None and remote.workers else status.assignment,
     )
+    if spec.queue or spec.elasticity.min_efficiency:
+        connected = link is not None and link.connected
+        status = msgspec.structs.replace(status, scaling=remember(status.scaling, remote if connected else None))
     if remote is not None:
         status = _with_progress(status, remote)
     return _with_conditions(
@@ -270,7 +272,7 @@ def _with_conditions(status: JobStatus, generation: int, now: float, *aspects: _
         before = status.condition(kind)
         same = before is not None and before.status == truth
         since = before.last_transition_time if before is not None and same else format_time(now)
-        shown = message if len(message) <= _MESSAGE else message[: _MESSAGE - 2] + " …"
+        shown = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 2] + " …"
         conditions.append(Condition(kind, truth, reason, shown, since, generation))
     return msgspec.structs.replace(status, conditions=tuple(conditions))
 
@@ -347,6 +349,28 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         now,
         *_at_rest(reasons.SUSPENDED, "The job is suspended; set spec.suspend to false to resume it."),
         ("Suspended", "True", reasons.SUSPENDED, f"The workers have left. {kept}"),
+    )
+
+
+def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
+    """The job has no workers because its queue gives it none: suspended if it ever ran, else still to begin."""
+    ran = job.status.phase in ("Suspending", "Suspended") or (job.status.step or 0) > 0
+    status = suspended(status, job, now)
+    if not ran:
+        status = msgspec.structs.replace(status, phase="Pending")
+    message = f"The queue {job.spec.queue} has no workers for it: {why}"
+    kept = "It goes on from its newest checkpoint" if job.spec.checkpoint else "It begins from the first step"
+    return _amend(
+        status,
+        job,
+        now,
+        *_at_rest(reasons.QUEUED, message[:MAX_MESSAGE]),
+        (
+            "Suspended",
+            "True" if ran else "False",
+            reasons.QUEUED,
+            f"It waits for workers of its queue. {kept}, by itself.",
+        ),
     )
 
 

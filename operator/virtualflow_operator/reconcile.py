@@ -8,7 +8,7 @@ Read from top to bottom, first match wins:
 3. Training complete, or the job failed too often or took too long: write down how it ended.
 4. The job as a whole failed: begin again, from the newest checkpoint, after a wait.
 5. A specification that makes no sense changes nothing that runs.
-6. Suspended: stop behind the same step, then take the pods away.
+6. Suspended, or without workers by its queue's decision: stop behind the same step, then take the pods away.
 7. Otherwise: a coordinator, its service, and as many workers as the job is to have.
 """
 
@@ -25,6 +25,7 @@ from virtualflow_operator.decision import FAILED_GRACE, Decision, Scene, listed
 from virtualflow_operator.disruptions import TERMINATION_TAINTS
 from virtualflow_operator.failures import count_crash, count_failed_attempt, count_refusal
 from virtualflow_operator.job_status import JobStatus
+from virtualflow_operator.placement import choose_grounds, confine, tells_apart
 from virtualflow_operator.plan import (
     CheckTemplates,
     CreatePod,
@@ -66,7 +67,7 @@ class _Reconciliation(Decision):
         if given_up is not None:
             return self.plan(given_up)
         faults = "; ".join(self.faults)
-        if self.faults and not self.spec.suspend:
+        if self.faults and not self.scene.job.spec.suspend and not (self.granted.waits and not self.survey.workers):
             self.wakes += [at for at in [parse_time(self.status.failures.retry_time)] if at is not None]
             return self.plan(outlook.invalid(self.portray(), self.job, faults, self.now))
         self.settle()
@@ -207,7 +208,7 @@ class _Reconciliation(Decision):
         self.status = msgspec.structs.replace(self.status, scale_down_since=format_time(since))
         in_training = remote is not None and remote.phase in ("training", "evaluating")
         if live and in_training and self.connected and self.now < since + grace:
-            self.calls.append(TellStop("the job is suspended"))
+            self.calls.append(TellStop(self.rest))
             self.wakes.append(since + grace)
             return outlook.suspending(self.portray(), self.job, self.now)
         for placed in live:
@@ -215,7 +216,7 @@ class _Reconciliation(Decision):
                 remote is not None and remote.phase == "stopped" and placed.standing in ("training", "draining")
             )
             if not handed_over or self.now >= since + grace:
-                self.delete(placed.pod, "the job is suspended", "suspend")
+                self.delete(placed.pod, self.rest, "suspend")
             else:
                 self.wakes.append(since + grace)
         running = [p for p in self.survey.workers if not p.pod.finished and p.fate != "lost"]
@@ -223,8 +224,11 @@ class _Reconciliation(Decision):
             return outlook.suspending(self.portray(), self.job, self.now)
         for pod in (*self.survey.coordinators, *self.survey.stale):
             if not pod.terminating:
-                self.delete(pod, "the job is suspended", "suspend")
-        return outlook.suspended(self.portray(), self.job, self.now)
+                self.delete(pod, self.rest, "suspend")
+        status = self.portray()
+        if self.granted.waits:
+            return outlook.queued(status, self.job, self.granted.waits, self.now)
+        return outlook.suspended(status, self.job, self.now)
 
     # --- 7. running --------------------------------------------------------------------------------------------------
 
@@ -260,8 +264,11 @@ class _Reconciliation(Decision):
         address = self.scene.service.address if self.scene.service is not None else ""
         refused = self.link is not None and self.link.refused  # such a coordinator refuses new workers as well
         if address and not waiting and not refused:
-            for group, ordinal in workforce.create:
+            grounds = self.grounds(len(workforce.create))
+            for (group, ordinal), ground in zip(workforce.create, grounds, strict=True):
                 manifest = resources.worker_pod(self.settled_job(), group, ordinal, address, self.settings)
+                if self.scene.queue is not None:
+                    confine(manifest, self.scene.queue, ground)
                 resources.keep_off(manifest, self.leaving_nodes())
                 self.actions.append(CreatePod(WORKER, manifest))
         for placed in workforce.withdraw:
@@ -272,6 +279,12 @@ class _Reconciliation(Decision):
         if made:
             self.notice(reasons.CREATED, f"creating {listed(made)}")
         return workforce
+
+    def grounds(self, count: int) -> list[str]:
+        """Whether each of so many new workers is made for on-demand or for spot nodes; empty where that is all one."""
+        if not tells_apart(self.spec, self.scene.queue):
+            return [""] * count
+        return choose_grounds(count, self.spec, self.survey.workers)
 
     def leaving_nodes(self) -> Mapping[str, Node]:
         """Nodes from which workers are taken away."""

@@ -140,6 +140,22 @@ class SchedulingSettings:
 
 
 @dataclass(frozen=True)
+class SharingSettings:
+    """When a queue is decided about."""
+
+    debounce: float = 0.3
+    """How long an event waits for the others of its burst: a decision about a thousand jobs takes a tenth of a
+    second."""
+    review: float = 30.0
+    """A queue with jobs is looked at this often without a cause: measured speeds and the steps that are left change
+    all the time."""
+    homeless_retry: float = 300.0
+    """A job of which workers found no node is given no more for so long, unless nodes change: others can use it."""
+    relist: float = 300.0
+    """Pods of others are listed anew this often, to heal what their watch has missed."""
+
+
+@dataclass(frozen=True)
 class SimulationSettings:
     """What a change of a job's workers costs in the simulator."""
 
@@ -207,6 +223,8 @@ class OperatorSettings:
     queue: QueueSettings = field(default_factory=QueueSettings)
     crashes: CrashSettings = field(default_factory=CrashSettings)
     events: EventSettings = field(default_factory=EventSettings)
+    scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
+    sharing: SharingSettings = field(default_factory=SharingSettings)
 
     resync: float = 300.0
     """Every job is looked at this often even when nothing happens (``--resync-seconds``)."""

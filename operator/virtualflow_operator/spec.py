@@ -19,6 +19,8 @@ from virtualflow.settings import (
 )
 
 Reproducibility = Literal["Bitwise", "Statistical"]
+Ground = Literal["Any", "OnDemand"]
+"""Where ``minReplicas`` workers are to run."""
 Object = dict[str, Any]
 """An object of the API server, as JSON has it."""
 
@@ -44,12 +46,15 @@ class CoordinatorSpec(Base, frozen=True):
 
 
 class Elasticity(Base, frozen=True):
-    """How long changes of the membership may take; seconds."""
+    """How long changes of the membership may take (seconds), and how far and on what the job grows."""
 
     drain_grace_seconds: int = int(MembershipSettings.drain_grace)
     startup_grace_seconds: int = 30
     scale_down_delay_seconds: int = 0
     heartbeat_limit_seconds: int = int(MembershipSettings.heartbeat_limit)
+    min_efficiency: int = 0
+    """Percent."""
+    min_replicas_on: Ground = "Any"
 
 
 class Checkpoint(Base, frozen=True):
@@ -71,6 +76,9 @@ class JobSpec(Base, frozen=True):
     replicas: int = WORKERS
     min_replicas: int = 1
     max_replicas: int | None = None
+    queue: str | None = None
+    priority: int = 0
+    weight: int = 1
     coordinator: CoordinatorSpec = CoordinatorSpec()
     elasticity: Elasticity = Elasticity()
     checkpoint: Checkpoint | None = None

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from virtualflow_operator.constants import LABEL_JOB
+from virtualflow_operator.queue_view import Queue, read_queue
 from virtualflow_operator.spec import Object
-from virtualflow_operator.view import Node, Pod, Service, read_node, read_pod, read_service
+from virtualflow_operator.view import Guest, Node, Pod, Service, read_guest, read_node, read_pod, read_service
 
 Key = tuple[str, str]
 """Namespace and name of a job."""
@@ -109,6 +110,9 @@ class Store:
         self.pods: Shelf[tuple[Key, Pod]] = Shelf(lambda body: (_must(key_of(body)), read_pod(body)))
         self.services: Shelf[tuple[Key, Service]] = Shelf(lambda body: (_must(key_of(body)), read_service(body)))
         self.nodes: Shelf[Node] = Shelf(read_node)
+        self.queues: Shelf[Queue] = Shelf(read_queue)
+        self.guests: Shelf[Guest] = Shelf(read_guest)
+        """Pods of others; only kept while a queue counts what they take."""
         self.nodes_known = True
         self._pods_of: dict[Key, dict[str, Pod]] = {}
         self._jobs_on: dict[str, set[Key]] = {}
@@ -117,6 +121,11 @@ class Store:
     def job(self, key: Key) -> Object | None:
         """The job as it was last seen."""
         entry = self.jobs.entries.get(key)
+        return entry.value if entry is not None else None
+
+    def queue(self, name: str) -> Queue | None:
+        """The queue as it was last seen."""
+        entry = self.queues.entries.get(("", name))
         return entry.value if entry is not None else None
 
     def pods_of(self, key: Key) -> tuple[Pod, ...]:

@@ -63,6 +63,11 @@ FIXED: Final = {
 _JOB_NAME = re.compile(r"[a-z][a-z0-9]*(-+[a-z0-9]+)*")
 _GROUP_NAME = re.compile(r"[a-z0-9]+(-+[a-z0-9]+)*")
 _MAX_GROUP_NAME = 20
+_QUEUE_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_RESOURCE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_MAX_UNITS = 1_000_000
+"""Of weights, priorities and capacities."""
+_MAX_QUEUE_NAME = 63
 _DIRECTORY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 _MAX_DIRECTORY = 1_024
 
@@ -78,6 +83,7 @@ def validate(spec: object, name: object) -> list[str]:
     if not isinstance(spec, Mapping):
         return [*problems, "spec must be a mapping; describe the job in it."]
     problems += _count_problems(spec)
+    problems += _queue_problems(spec)
     groups = spec.get("workerGroups")
     if not isinstance(groups, list) or not 0 < len(groups) <= MAX_GROUPS:
         problems.append(f"workerGroups must be a list of 1 to {MAX_GROUPS} groups; add a group with a pod template.")
@@ -149,6 +155,66 @@ def _count_problems(spec: Mapping[str, Any]) -> list[str]:
         "The worker groups must allow minReplicas workers together; raise their maxReplicas.",
     )
     return problems
+
+
+def _queue_problems(spec: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a job's place in a queue."""
+    queue, weight, priority = spec.get("queue"), spec.get("weight", 1), spec.get("priority", 0)
+    if queue is not None and (
+        not isinstance(queue, str) or len(queue) > _MAX_QUEUE_NAME or not _QUEUE_NAME.fullmatch(queue)
+    ):
+        yield (
+            f"queue must be the name of a VirtualFlowQueue, at most {_MAX_QUEUE_NAME} lower-case letters, digits and "
+            "-; correct it."
+        )
+    if weight == 0 and not isinstance(weight, bool):
+        yield "weight must be at least 1, as a share of nothing trains nobody; raise it."
+    elif not _whole(weight, 1):
+        yield f"weight must be a whole number from 1 to {_MAX_UNITS}; correct it."
+    if not _whole(priority, -_MAX_UNITS):
+        yield f"priority must be a whole number from {-_MAX_UNITS} to {_MAX_UNITS}; correct it."
+
+
+def _whole(value: object, least: int, most: int = _MAX_UNITS) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def validate_queue(spec: object) -> list[str]:
+    """What is wrong with a queue, a sentence each; empty when nothing is.
+
+    Args:
+        spec: ``spec`` of the queue, with or without the defaults of the schema; anything that JSON can hold.
+    """
+    if not isinstance(spec, Mapping):
+        return ["spec must be a mapping; describe the queue in it."]
+    problems: list[str] = []
+    resource, capacity = spec.get("resource"), spec.get("capacity")
+    if resource is None and capacity is None:
+        problems.append("A queue needs something to count; give it a resource, such as nvidia.com/gpu, or a capacity.")
+    if resource is None and (spec.get("nodeSelector") is not None or spec.get("spotSelector") is not None):
+        problems.append("Nodes are looked at for a resource only; give the queue a resource, or remove its selectors.")
+    if resource is not None and not (isinstance(resource, str) and _RESOURCE.fullmatch(resource)):
+        problems.append("resource must be the name of a resource that pods request; write, for example, cpu.")
+    if capacity is not None and not _whole(capacity, 0):
+        problems.append(f"capacity must be a whole number from 0 to {_MAX_UNITS}; correct it.")
+    for key in ("nodeSelector", "spotSelector"):
+        problems += _selector_problems(spec.get(key), key)
+    return problems
+
+
+def _selector_problems(selector: object, place: str) -> Iterator[str]:
+    if selector is None:
+        return
+    expressions = selector.get("matchExpressions", []) if isinstance(selector, Mapping) else None
+    if not isinstance(expressions, list):
+        yield f"{place} must be a label selector; give it matchLabels or matchExpressions."
+        return
+    for index, expression in enumerate(expressions):
+        operator = expression.get("operator") if isinstance(expression, Mapping) else None
+        if not isinstance(expression, Mapping) or operator not in ("In", "NotIn", "Exists", "DoesNotExist"):
+            yield f"{place}.matchExpressions[{index}] must have an operator; write In, NotIn, Exists or DoesNotExist."
+        elif (operator in ("In", "NotIn")) != bool(expression.get("values")):
+            yield f"{place}.matchExpressions[{index}] has values for In and NotIn, and for them only; correct them."
 
 
 def _allowed_by_groups(groups: object) -> int | None:

@@ -21,6 +21,7 @@ from virtualflow_operator.constants import (
     GROUP,
     KIND,
     LABEL_ATTEMPT,
+    LABEL_CAPACITY,
     LABEL_GROUP,
     LABEL_ORDINAL,
     LABEL_ROLE,
@@ -69,6 +70,8 @@ class Pod:
     role: str
     group: str = ""
     ordinal: int = 0
+    ground: str = ""
+    """``on-demand`` or ``spot``, where its job tells them apart."""
     attempt: int = 0
     template: str = ""
     """Hash of the template that it was made from."""
@@ -120,6 +123,15 @@ class Node:
     taints: tuple[str, ...] = ()
     """Keys of its taints that keep pods away or evict them."""
     allocatable: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A pod that is no job's, as far as it takes something of its node."""
+
+    node: str
+    requests: tuple[Mapping[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -205,6 +217,7 @@ def read_pod(body: Object) -> Pod:
         role=COORDINATOR if labels.get(LABEL_ROLE) == COORDINATOR else WORKER,
         group=labels.get(LABEL_GROUP, ""),
         ordinal=_number(labels.get(LABEL_ORDINAL)),
+        ground=labels.get(LABEL_CAPACITY, ""),
         attempt=_number(labels.get(LABEL_ATTEMPT)),
         template=(metadata.get("annotations") or {}).get(ANNOTATION_TEMPLATE, ""),
         node=(body.get("spec") or {}).get("nodeName") or "",
@@ -252,6 +265,13 @@ def _container_states(body: Object) -> list[Mapping[str, Any]]:
     return states
 
 
+def read_guest(body: Object) -> Guest:
+    """Read a pod of others; one that has ended, or has no node yet, takes nothing."""
+    node = (body.get("spec") or {}).get("nodeName") or ""
+    ended = (body.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    return Guest("", ()) if ended or not node else Guest(node, _requests(body))
+
+
 def _requests(body: Object) -> tuple[Mapping[str, str], ...]:
     containers = (body.get("spec") or {}).get("containers") or []
     found = [(container.get("resources") or {}).get("requests") or {} for container in containers]
@@ -283,6 +303,7 @@ def read_node(body: Object) -> Node:
         cordoned=bool(spec.get("unschedulable")),
         taints=taints,
         allocatable=status.get("allocatable") or {},
+        labels=body["metadata"].get("labels") or {},
     )
 
 

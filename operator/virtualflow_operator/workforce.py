@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from virtualflow_operator.constants import ON_DEMAND
 from virtualflow_operator.spec import WorkerGroup
 from virtualflow_operator.survey import Placed
 
@@ -94,12 +95,15 @@ def _relieve_in_place(here: Sequence[Placed], planned: Sequence[Placed], *, full
     return (planned[0],) if planned and full and all_ready else ()
 
 
-def _dispensable(placed: Placed, rank: Mapping[str, int]) -> tuple[bool, bool, bool, int, int]:
-    """Sort key: who goes first. To be replaced anyway; without a node; not connected; of a less preferred group."""
+def _dispensable(placed: Placed, rank: Mapping[str, int]) -> tuple[bool, bool, bool, bool, int, int]:
+    """Sort key: who goes first. To be replaced anyway; without a node; not connected; on a spot node; of a less
+    preferred group.
+    """
     return (
         placed.fate != "planned",
         bool(placed.pod.node),
         placed.standing not in ("absent", "starting"),
+        placed.pod.ground == ON_DEMAND,
         -rank.get(placed.pod.group, len(rank)),
         -placed.pod.ordinal,
     )

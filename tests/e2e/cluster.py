@@ -32,6 +32,7 @@ OPERATOR = "virtualflow-operator"
 OPERATOR_PODS = "app.kubernetes.io/component=operator"
 COLLECTIONS = {
     "vfj": f"/apis/{GROUP}/{VERSION}",
+    "vfq": f"/apis/{GROUP}/{VERSION}",
     "pods": "/api/v1",
     "services": "/api/v1",
     "secrets": "/api/v1",
@@ -39,7 +40,7 @@ COLLECTIONS = {
     "leases": "/apis/coordination.k8s.io/v1",
     "serviceaccounts": "/api/v1",
 }
-PLURALS = {"vfj": "virtualflowjobs"}
+PLURALS = {"vfj": "virtualflowjobs", "vfq": "virtualflowqueues"}
 
 
 class Refused(Exception):
@@ -184,7 +185,7 @@ class Cluster:
         within = f"/namespaces/{namespace}" if namespace else ""
         return f"{COLLECTIONS[kind]}{within}/{PLURALS.get(kind, kind)}" + (f"/{name}" if name else "")
 
-    def get(self, kind: str, namespace: str, name: str) -> Object | None:
+    def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
         """Return an object, None if there is none."""
         try:
             found: Object = self.request("GET", self.path(kind, namespace, name))

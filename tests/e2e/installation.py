@@ -11,6 +11,7 @@ from cluster_jobs import OPERATOR_IMAGE, Job, digits
 
 KINDS = "namespaces,clusterroles,clusterrolebindings,persistentvolumes,customresourcedefinitions"
 CRD = "virtualflowjobs.virtualflow.dev"
+QUEUE_CRD = "virtualflowqueues.virtualflow.dev"
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,12 @@ def remove_everything(cluster: Cluster, had_crd: bool) -> None:
     cluster.helm("uninstall", RELEASE, "-n", SYSTEM, "--wait", check=False)
     cluster.kubectl("delete", "namespace", SYSTEM, "--timeout=120s", timeout=150, check=False)
     if not had_crd:
-        cluster.kubectl("delete", "crd", CRD, "--ignore-not-found", "--timeout=60s", timeout=90, check=False)
+        crds = (CRD, QUEUE_CRD)
+        cluster.kubectl("delete", "crd", *crds, "--ignore-not-found", "--timeout=60s", timeout=90, check=False)
     left = cluster.kubectl("get", KINDS, "-o", "name", timeout=30).split()
     ours = [
-        name for name in left if ("virtualflow" in name or "/e2e-" in name) and not (had_crd and name.endswith(CRD))
+        name
+        for name in left
+        if ("virtualflow" in name or "/e2e-" in name) and not (had_crd and name.endswith((CRD, QUEUE_CRD)))
     ]
     assert ours == [], "the tests leave these behind"

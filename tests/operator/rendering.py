@@ -17,6 +17,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "virtualflow"
 DEFINITION = ROOT / "crds" / "virtualflowjobs.yaml"
+QUEUE_DEFINITION = ROOT / "crds" / "virtualflowqueues.yaml"
 RELEASE, NAMESPACE = "virtualflow", "virtualflow-system"
 HELM = os.environ.get("HELM") or shutil.which("helm")
 TIME_LIMIT = 60

@@ -15,21 +15,33 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 CRD_FILE = ROOT / "crds" / "virtualflowjobs.yaml"
+QUEUE_CRD_FILE = ROOT / "crds" / "virtualflowqueues.yaml"
 Schema = Mapping[str, Any]
 Object = dict[str, Any]
 
 
 @cache
-def crd() -> Object:
+def crd(file: Path = CRD_FILE) -> Object:
     """The definition."""
-    loaded: Object = yaml.safe_load(CRD_FILE.read_text(encoding="utf-8"))
+    loaded: Object = yaml.safe_load(file.read_text(encoding="utf-8"))
     return loaded
 
 
-def schema() -> Object:
+def schema(file: Path = CRD_FILE) -> Object:
     """The schema of its only version."""
-    found: Object = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    found: Object = crd(file)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return found
+
+
+def queue(name: str = "shared", **spec: Any) -> Object:
+    """A small valid queue with that spec on top; a field of ``None`` is left out."""
+    whole = {"resource": "cpu"} | spec
+    return {
+        "apiVersion": "virtualflow.dev/v1alpha1",
+        "kind": "VirtualFlowQueue",
+        "metadata": {"name": name},
+        "spec": {key: value for key, value in whole.items() if value is not None},
+    }
 
 
 def job(name: str = "digits", **spec: Any) -> Object:
@@ -74,10 +86,11 @@ class Broken:
     message: str
 
 
-def broken_rules(document: Any, old: Any = None) -> list[Broken]:
+def broken_rules(document: Any, old: Any = None, node: Schema | None = None) -> list[Broken]:
     """The CEL rules that do not hold for ``document``, which replaces ``old`` if there is one."""
-    before = None if old is None else defaulted(old)["spec"]
-    return list(_broken(defaulted(document)["spec"], before, schema()["properties"]["spec"], "spec"))
+    node = schema() if node is None else node
+    before = None if old is None else defaulted(old, node)["spec"]
+    return list(_broken(defaulted(document, node)["spec"], before, node["properties"]["spec"], "spec"))
 
 
 def _broken(value: Any, old: Any, node: Schema, path: str) -> Iterator[Broken]:

@@ -21,7 +21,9 @@ from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_ROLE, W
 from virtualflow_operator.kube import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES, Object
 
 T = TypeVar("T")
-DEFINITION = yaml.safe_load((Path(__file__).parents[2] / "crds" / "virtualflowjobs.yaml").read_text())
+CRDS = Path(__file__).parents[2] / "crds"
+DEFINITION = yaml.safe_load((CRDS / "virtualflowjobs.yaml").read_text())
+QUEUE_DEFINITION = yaml.safe_load((CRDS / "virtualflowqueues.yaml").read_text())
 KEY = "k" * 64
 TOKEN = "of-the-operator"
 NAMESPACE = "default"
@@ -214,7 +216,7 @@ def running(pod: Object) -> bool:
 @contextlib.asynccontextmanager
 async def staged(directory: Path) -> AsyncIterator[Stage]:
     """A cluster without an operator; what a test starts in it is killed at the end."""
-    async with FakeApi(DEFINITION, token=TOKEN) as server:
+    async with FakeApi(DEFINITION, QUEUE_DEFINITION, token=TOKEN) as server:
         stage = Stage(server, directory)
         try:
             yield stage

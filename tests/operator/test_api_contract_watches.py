@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from contract import NAMESPACES, Cluster, eventually, job, on_both, owner, pod
 
+from virtualflow_operator.guests import NOT_OURS, TAKING
 from virtualflow_operator.kube import (
     JOBS,
     LEASES,
@@ -156,6 +157,22 @@ async def test_who_watches_by_label_sees_objects_come_and_go(cluster: Cluster) -
     left = events[1]["object"]["metadata"]
     assert left["labels"]["role"] == "worker"
     assert int(left["resourceVersion"]) > int(events[0]["object"]["metadata"]["resourceVersion"])
+
+
+@on_both
+async def test_the_client_follows_pods_that_take_something_of_a_node(cluster: Cluster) -> None:
+    await cluster.pod("there", node="no-such-node")
+    await cluster.pod("homeless")
+    watch = cluster.api.watch(PODS, cluster.namespace, NOT_OURS, TAKING, 30)
+    assert (await anext(watch))[1]["metadata"]["name"] == "there"
+    await cluster.pod("later", node="no-such-node")
+    kind, body = await anext(watch)
+    assert (kind, body["metadata"]["name"]) == ("ADDED", "later")
+    await cluster.api.patch(PODS, cluster.namespace, "there", {"status": {"phase": "Succeeded"}}, "status")
+    assert (await anext(watch))[0] == "DELETED", "what has ended is out of the selection"
+    await watch.aclose()
+    listed = await cluster.api.list(PODS, cluster.namespace, NOT_OURS, field_selector=TAKING)
+    assert [item["metadata"]["name"] for item in listed] == ["later"]
 
 
 @on_both

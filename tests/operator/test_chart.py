@@ -12,6 +12,7 @@ from rendering import (
     DEFAULTS,
     DEFINITION,
     EVERYTHING,
+    QUEUE_DEFINITION,
     RELEASE,
     ROOT,
     SETS,
@@ -145,23 +146,32 @@ def test_chart_and_package_are_of_one_version() -> None:
 # The definition and the key
 
 
+each_definition = pytest.mark.parametrize(
+    ("template", "definition"),
+    [("templates/crd.yaml", DEFINITION), ("templates/crd-queues.yaml", QUEUE_DEFINITION)],
+    ids=["jobs", "queues"],
+)
+
+
 @with_helm
-def test_the_definition_is_the_file_of_the_repository_to_the_letter() -> None:
-    answer = helm("template", RELEASE, str(CHART), "--show-only", "templates/crd.yaml")
+@each_definition
+def test_the_definition_is_the_file_of_the_repository_to_the_letter(template: str, definition: Path) -> None:
+    answer = helm("template", RELEASE, str(CHART), "--show-only", template)
     assert answer.returncode == 0, answer.stderr
     lines = answer.stdout.splitlines()
-    assert lines[:2] == ["---", "# Source: virtualflow/templates/crd.yaml"]
-    assert "\n".join(lines[2:]).strip() == DEFINITION.read_text().strip()
-    assert (CHART / "files" / DEFINITION.name).resolve() == DEFINITION
+    assert lines[:2] == ["---", f"# Source: virtualflow/{template}"]
+    assert "\n".join(lines[2:]).strip() == definition.read_text().strip()
+    assert (CHART / "files" / definition.name).resolve() == definition
 
 
 @with_helm
-def test_a_packed_chart_bears_the_definition_itself(tmp_path: Path) -> None:
+@each_definition
+def test_a_packed_chart_bears_the_definition_itself(tmp_path: Path, template: str, definition: Path) -> None:
     answer = helm("package", str(CHART), "--destination", str(tmp_path))
     assert answer.returncode == 0, answer.stderr
     (archive,) = tmp_path.iterdir()
-    answer = helm("template", RELEASE, str(archive), "--show-only", "templates/crd.yaml")
-    assert yaml.safe_load(answer.stdout) == yaml.safe_load(DEFINITION.read_text())
+    answer = helm("template", RELEASE, str(archive), "--show-only", template)
+    assert yaml.safe_load(answer.stdout) == yaml.safe_load(definition.read_text())
 
 
 @with_helm
@@ -174,6 +184,7 @@ def test_an_uninstall_keeps_what_cannot_be_made_again() -> None:
     }
     assert kept == {
         ("CustomResourceDefinition", "virtualflowjobs.virtualflow.dev"),
+        ("CustomResourceDefinition", "virtualflowqueues.virtualflow.dev"),
         ("Secret", "virtualflow-operator-key"),
     }
 

@@ -33,6 +33,7 @@ VIEWER = rights(
     """
     virtualflow.dev virtualflowjobs                                   get,list,watch
     virtualflow.dev virtualflowjobs/scale,virtualflowjobs/status      get
+    virtualflow.dev virtualflowqueues                                 get,list,watch
     """
 )
 EDITOR = VIEWER | rights(

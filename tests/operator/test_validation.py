@@ -41,6 +41,7 @@ CROSSED = "minReplicas must be at most maxReplicas; lower minReplicas or raise m
 TOO_MANY = "replicas must be at most virtualNodes, as a worker carries at least one; lower replicas."
 LEAST_TOO_MANY = "minReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
 MOST_TOO_MANY = "maxReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
+WEIGHTLESS = "weight must be at least 1, as a share of nothing trains nobody; raise it."
 FEW_IN_GROUPS = "The worker groups must allow minReplicas workers together; raise their maxReplicas."
 NOT_COORDINATOR = "A worker group cannot be called coordinator; choose another name."
 NOT_YOURS = "The operator sets this environment variable; remove it from the template."
@@ -74,6 +75,8 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
         {"replicas": 3, "minReplicas": 3, "workerGroups": [group("a", maxReplicas=1), group("b", maxReplicas=1)]},
         [FEW_IN_GROUPS],
     ),
+    "a weight of nothing": ({"weight": 0}, [WEIGHTLESS]),
+    "a place in a queue": ({"queue": "shared", "weight": 1, "priority": -7}, []),
     "a group switched off": ({"workerGroups": [group(maxReplicas=0)]}, [FEW_IN_GROUPS]),
     "one of the groups has no limit": (
         {"replicas": 3, "minReplicas": 3, "workerGroups": [group("a", maxReplicas=1), group("b")]},

@@ -23,7 +23,7 @@ from virtualflow_operator.metrics import metric_names
 from virtualflow_operator.settings import OPTIONS, OperatorSettings, Option
 from virtualflow_operator.simulator import command as simulator
 from virtualflow_operator.spec import read_spec
-from virtualflow_operator.validation import validate
+from virtualflow_operator.validation import validate, validate_queue
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trainer" / "virtualflow"
@@ -238,6 +238,8 @@ def test_a_manifest_makes_sense(where: str, manifest: dict[str, object]) -> None
         assert (target["apiVersion"], target["kind"]) == (job["apiVersion"], job["kind"])
         limits = read_spec(job["spec"])  # type: ignore[arg-type]
         assert limits.min_replicas <= spec["minReplicas"] <= spec["maxReplicas"] <= limits.most
+    elif manifest["kind"] == "VirtualFlowQueue":
+        assert validate_queue(spec) == []
     else:
         assert manifest["kind"] == "PersistentVolumeClaim", where
         claims = [read_spec(job["spec"]).checkpoint for job in jobs.values()]  # type: ignore[arg-type]

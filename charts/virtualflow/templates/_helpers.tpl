@@ -120,6 +120,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 - apiGroups: [""]
   resources: [nodes]
   verbs: [list, watch]
+- apiGroups: [virtualflow.dev]
+  resources: [virtualflowqueues]
+  verbs: [get, list, watch]
+- apiGroups: [virtualflow.dev]
+  resources: [virtualflowqueues/status]
+  verbs: [patch]
 {{- end -}}
 
 {{- define "virtualflow.subjects" -}}

@@ -201,6 +201,10 @@ def _prepare_pod(body: Object) -> None:
     defaults |= {"securityContext": {}, "schedulerName": "default-scheduler", "enableServiceLinks": True}
     for key, value in defaults.items():
         spec.setdefault(key, value)
+    for container in spec.get("containers") or ():
+        resources = container.get("resources") or {}
+        if resources.get("limits"):
+            resources["requests"] = dict(resources["limits"]) | (resources.get("requests") or {})
 
 
 def _prepare_service(body: Object) -> None:

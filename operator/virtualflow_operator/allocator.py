@@ -1,0 +1,212 @@
+"""Carries out what is decided about queues: reads what there is, writes queues' statuses, wakes the jobs concerned.
+
+A queue's key stands in the same work-queue as the jobs' keys, so one decision about a queue is made at a time, by the
+operator that leads, and again whenever a job, a node or a pod that concerns it has changed. What was decided about a
+job is kept here until the next decision, and in the job's status, which its own reconciliation writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from virtualflow_operator.constants import MANAGER, WORKER
+from virtualflow_operator.granting import Grant, known_grant
+from virtualflow_operator.job_status import JobStatus, merge_patch
+from virtualflow_operator.kube import QUEUES, Conflict, KubeApi, NotFound
+from virtualflow_operator.queue import RetryLater
+from virtualflow_operator.queue_view import Queue, QueueStatus, write_queue_status
+from virtualflow_operator.settings import OperatorSettings
+from virtualflow_operator.sharing import Member, share
+from virtualflow_operator.signals import Links
+from virtualflow_operator.spec import Object
+from virtualflow_operator.store import Key, Store
+from virtualflow_operator.supply import requested, worker_units
+from virtualflow_operator.survey import find_worker
+from virtualflow_operator.view import Job, Pod, parse_time, read_job
+
+logger = logging.getLogger(__name__)
+
+
+def queue_key(name: str) -> Key:
+    """The key of a queue in the work-queue; no job has an empty namespace."""
+    return ("", name)
+
+
+def queue_of(body: Object) -> str | None:
+    """The queue that a job names, if it is this operator's."""
+    spec = body.get("spec")
+    if not isinstance(spec, Mapping) or spec.get("managedBy") not in (None, "", MANAGER):
+        return None
+    name = spec.get("queue")
+    return name if isinstance(name, str) and name else None
+
+
+class Allocator:
+    """The operator's work on queues; ``decide`` is what the work-queue runs for a queue's key.
+
+    Args:
+        api: the API server.
+        store: what the watches have told.
+        links: the connections to the coordinators, which know who is alive on a node that looks lost.
+        wake: called with each job whose grant has changed.
+        wake_queue: has a queue decided about.
+        settings: the operator's.
+    """
+
+    def __init__(
+        self,
+        api: KubeApi,
+        store: Store,
+        links: Links,
+        wake: Callable[[Key], None],
+        wake_queue: Callable[[str | None], None],
+        settings: OperatorSettings,
+    ) -> None:
+        self._api, self._store, self._links, self._wake, self._settings = api, store, links, wake, settings
+        self._wake_queue = wake_queue
+        self._grants: dict[Key, Grant] = {}
+        self._ceilings: dict[Key, tuple[int, float]] = {}
+        """How many workers found a node, of jobs of which others found none; until when (Unix seconds) that counts."""
+
+    def grant(self, key: Key, job: Job) -> Grant | None:
+        """What was decided about a job last; ``None``: nothing, by this operator."""
+        grant = self._grants.get(key)
+        return grant if grant is not None and grant.uid == job.uid else None
+
+    def try_again(self) -> None:
+        """Nodes have changed: workers that found none may find one now."""
+        self._ceilings.clear()
+
+    def note_status(self, job: Job, status: JobStatus) -> None:
+        """A job's status was written: a queue is to know when a job is over, and what was measured."""
+        if job.status.finished != status.finished or job.status.scaling != status.scaling:
+            self._wake_queue(job.spec.queue)
+
+    async def decide(self, key: Key) -> float | None:
+        """Decide about a queue; in how many seconds to do it again, if so.
+
+        Raises:
+            ApiError: the queue's status could not be written; the work-queue tries again.
+            RetryLater: the queue had changed meanwhile.
+        """
+        name, now = key[1], time.time()
+        queue = self._store.queue(name)
+        bodies = {
+            place: entry.value for place, entry in self._store.jobs.entries.items() if queue_of(entry.value) == name
+        }
+        members = [self._member(place, body, now) for place, body in bodies.items() if not _over(body)]
+        own = {member.key for member in members}
+        resource = queue.spec.resource if queue is not None else None
+        shares = share(
+            queue,
+            members,
+            self._store.node_map(),
+            self._others(own, resource) if resource else {},
+            self._alive(members, resource) if resource else {},
+            now,
+            self._settings.scheduling,
+            self._settings.extra_taints,
+        )
+        for place, grant in shares.grants.items():
+            before = self._grants.get(place)
+            if grant != before:
+                if before is None or (before.uid, before.workers) != (grant.uid, grant.workers):
+                    logger.info("%s/%s: %d workers of the queue %s: %s", *place, grant.workers, name, grant.reason)
+                self._grants[place] = grant
+                self._wake(place)
+        for place in [place for place, grant in self._grants.items() if grant.queue == name and place not in own]:
+            del self._grants[place]
+            self._ceilings.pop(place, None)
+        if queue is not None and shares.status is not None:
+            await self._write_status(queue, shares.status)
+        if not members:
+            return None
+        wakes = [self._settings.sharing.review]
+        wakes += [max(until - now, 0.0) for place, (_, until) in self._ceilings.items() if place in own]
+        wakes += [at - now for at in map(self._stuck_at, own) if at is not None and at > now]
+        if shares.wake_at is not None:
+            wakes.append(max(shares.wake_at - time.time(), self._settings.sharing.debounce))
+        return min(wakes)
+
+    def _stuck_at(self, key: Key) -> float | None:
+        """When a worker that has no node yet counts as one that finds none."""
+        since = [pod.unschedulable_since for pod in self._workers(key) if pod.live and pod.unschedulable_since]
+        return min(since) + self._settings.unschedulable_patience if since else None
+
+    def _ceiling(self, key: Key, pods: list[Pod], now: float) -> int | None:
+        """Note that workers find no node: what they were given is of more use to others for a while."""
+        stuck_at = self._stuck_at(key)
+        if stuck_at is not None and now >= stuck_at:
+            found = sum(1 for pod in pods if pod.node and pod.live)
+            self._ceilings[key] = found, now + self._settings.sharing.homeless_retry
+        ceiling, until = self._ceilings.get(key, (0, 0.0))
+        if until > now:
+            return ceiling
+        self._ceilings.pop(key, None)
+        return None
+
+    def _member(self, key: Key, body: Object, now: float) -> Member:
+        job = read_job(body)
+        created = parse_time(body["metadata"].get("creationTimestamp")) or 0.0
+        grant = self.grant(key, job) or known_grant(job, created)
+        if grant.queue != (job.spec.queue or ""):
+            grant = replace(grant, queue=job.spec.queue or "")
+        pods = [pod for pod in self._workers(key) if pod.owner == job.uid]
+        return Member(job, grant, created, tuple(pod.node for pod in pods), self._ceiling(key, pods, now))
+
+    def _workers(self, key: Key) -> list[Pod]:
+        return [pod for pod in self._store.pods_of(key) if pod.role == WORKER and not pod.finished]
+
+    def _others(self, own: Iterable[Key], resource: str) -> dict[str, int]:
+        """Units that are taken on each node by pods that are not workers of these jobs."""
+        taken: Counter[str] = Counter()
+        members = set(own)
+        for guest in (entry.value for entry in self._store.guests.entries.values()):
+            if guest.node:
+                taken[guest.node] += requested(guest.requests, resource)
+        for entry in self._store.pods.entries.values():
+            key, pod = entry.value
+            if pod.node and not pod.finished and not (key in members and pod.role == WORKER):
+                taken[pod.node] += requested(pod.requests, resource)
+        return taken
+
+    def _alive(self, members: Iterable[Member], resource: str) -> dict[str, int]:
+        """Units of workers that their coordinators hear from, on nodes that do not say that they are ready."""
+        nodes = self._store.node_map() or {}
+        lost = {name for name, node in nodes.items() if not node.ready and not node.gone}
+        heard: Counter[str] = Counter()
+        if not lost:
+            return heard
+        for member in members:
+            link = self._links.view(member.key)
+            status = link.status if link is not None and link.connected else None
+            for pod in self._workers(member.key):
+                worker = find_worker(status, pod) if pod.node in lost else None
+                if worker is not None and worker.state in ("starting", "ready", "training"):
+                    heard[pod.node] += worker_units(member.job.spec, resource)
+        return heard
+
+    async def _write_status(self, queue: Queue, status: QueueStatus) -> None:
+        """Write the status if it differs."""
+        patch = merge_patch(queue.raw.get("status") or {}, write_queue_status(status))
+        if not patch:
+            return
+        body = {"metadata": {"resourceVersion": queue.raw["metadata"].get("resourceVersion")}, "status": patch}
+        try:
+            self._store.queues.put(await self._api.patch(QUEUES, None, queue.name, body, "status"))
+        except Conflict:
+            self._store.queues.put(await self._api.get(QUEUES, None, queue.name))
+            raise RetryLater(0.05, "the queue has changed meanwhile") from None
+        except NotFound:
+            self._store.queues.remove("", queue.name, queue.uid)
+            raise RetryLater(0.0, "the queue is deleted") from None
+
+
+def _over(body: Object) -> bool:
+    """Whether a job is over, or about to be deleted."""
+    phase = (body.get("status") or {}).get("phase")
+    return phase in ("Complete", "Failed") or bool(body["metadata"].get("deletionTimestamp"))

@@ -1,0 +1,215 @@
+"""Three jobs share three nodes by their weights: the shares seen in pods, as jobs and nodes come and go.
+
+What is counted is a resource of the test's own, so that it does not matter what else runs on the nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from cluster import Cluster, Object, until
+from cluster_jobs import Job, container, digits
+from installation import Installed
+
+SLOT = "example.com/slot"
+SLOTS = 2
+"""On each node."""
+QUEUE = "e2e-shared"
+STEPS = {"light": 400, "middle": 380, "heavy": 360}
+WEIGHTS = {"light": 1, "middle": 2, "heavy": 3}
+PAUSE = 1.5
+"""Seconds that each step takes longer: the jobs last until all has happened, and leave the processors alone."""
+SECONDS = 15.0
+"""Within which the shares follow."""
+
+
+@pytest.fixture
+def queue(installed: Installed) -> Iterator[Cluster]:
+    """A queue over all nodes, each of which has some slots."""
+    cluster = installed.cluster
+    for node in cluster.nodes():
+        set_slots(cluster, node)
+    manifest = {
+        "apiVersion": "virtualflow.dev/v1alpha1",
+        "kind": "VirtualFlowQueue",
+        "metadata": {"name": QUEUE},
+        "spec": {"resource": SLOT},
+    }
+    cluster.apply(manifest, "default")
+    yield cluster
+    cluster.kubectl("delete", "vfq", QUEUE, "--ignore-not-found", check=False)
+
+
+def set_slots(cluster: Cluster, node: str) -> None:
+    """Let a node offer the resource, as a device plugin would."""
+    capacity = {SLOT: str(SLOTS)}
+    body = {"status": {"capacity": capacity, "allocatable": capacity}}
+    cluster.request("PATCH", f"/api/v1/nodes/{node}/status", body)
+
+
+def manifest(name: str, pause: float | None = PAUSE) -> Object:
+    """A job of the queue; the number of steps tells their digests apart."""
+    job = digits(name, steps=STEPS[name], pause=pause)
+    if pause is not None:
+        container(job)["resources"]["limits"][SLOT] = container(job)["resources"]["requests"][SLOT] = "1"
+        job["spec"] |= {"queue": QUEUE, "weight": WEIGHTS[name], "replicas": 1, "maxReplicas": 8}
+        # A worker whose processors others use starts late, and that is no reason to train without the rest.
+        job["spec"]["elasticity"] = {"startupGraceSeconds": 5, "drainGraceSeconds": 30}
+    return job
+
+
+class Sharing:
+    """The jobs, and how long their shares took to follow."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.cluster, self.namespace = cluster, namespace
+        self.jobs: dict[str, Job] = {}
+
+    def submit(self, name: str) -> None:
+        self.jobs[name] = Job(self.cluster, self.namespace, name).create(manifest(name))
+
+    def pods(self) -> dict[str, int]:
+        """Workers' pods that have a node and are not going away, job by job."""
+        return {
+            name: sum(1 for pod in job.workers() if pod["spec"].get("nodeName") and not over(pod))
+            for name, job in self.jobs.items()
+        }
+
+    def leaving(self) -> int:
+        """Workers' pods that are going away, and that kubelets have not taken away yet."""
+        return sum(
+            "deletionTimestamp" in pod["metadata"] and not over(pod)
+            for job in self.jobs.values()
+            for pod in job.pods("worker")
+        )
+
+    def follow(self, what: str, seconds: float, **wanted: int) -> None:
+        """Wait until the pods are as the policy wants them; how long kubelets take to end pods does not count."""
+        wanted = {**dict.fromkeys(self.jobs, 0), **wanted}
+        begun = time.monotonic()
+
+        def shrunk() -> bool:
+            here = {name: [pod for pod in job.workers() if not over(pod)] for name, job in self.jobs.items()}
+            return all(len(pods) <= wanted[name] for name, pods in here.items())
+
+        try:
+            until(f"{what}: those who have too much are told to leave", shrunk, seconds)
+            told = time.monotonic()
+            until(f"{what}: they have left", lambda: not self.leaving() or self.pods() == wanted, 90)
+            left = time.monotonic()
+            until(f"{what}: pods are {wanted}", lambda: self.pods() == wanted, seconds - (told - begun))
+        except AssertionError as error:
+            given = {name: job.status().get("allocation") for name, job in self.jobs.items()}
+            raise AssertionError(f"{error}; they are {self.pods()}, and given is {json.dumps(given)}") from None
+        now = time.monotonic()
+        print(
+            f"{what}: {wanted} after {now - begun:.1f} s, of which kubelets took {left - told:.1f} s to end pods; "
+            f"load {os.getloadavg()[0]:.1f}"
+        )
+
+    def settle(self, **workers: int) -> None:
+        """Wait until so many workers train and have made steps together."""
+        for name, count in workers.items():
+            self.jobs[name].wait_training(count, 240)
+
+    def finish(self, name: str) -> Object:
+        """Let a job come to its end."""
+        self.jobs[name].go_fast()
+        return self.jobs[name].wait_phase("Complete", 300)
+
+
+def over(pod: Object) -> bool:
+    return pod["status"].get("phase") in ("Succeeded", "Failed")
+
+
+def test_three_jobs_share_three_nodes_by_their_weights_to_the_bits_of_undisturbed_runs(
+    queue: Cluster, namespace: str, reference: Callable[[Object], str]
+) -> None:
+    nodes = queue.nodes()
+    if len(nodes) != 3:
+        pytest.skip(f"it needs three nodes that take pods, not {len(nodes)}")
+    undisturbed = {name: reference(manifest(name, pause=None)) for name in STEPS}
+    sharing = Sharing(queue, namespace)
+
+    sharing.submit("light")
+    sharing.follow("the first job alone", SECONDS, light=6)
+    sharing.settle(light=6)
+    sharing.submit("middle")
+    sharing.follow("a second one of twice its weight", SECONDS, light=2, middle=4)
+    sharing.settle(light=2, middle=4)
+    sharing.submit("heavy")
+    sharing.follow("a third one", SECONDS, light=1, middle=2, heavy=3)
+    sharing.settle(light=1, middle=2, heavy=3)
+    ready = (queue.get("vfq", None, QUEUE) or {})["status"]
+    assert ready["conditions"][0]["reason"] == "Sharing"
+    assert ready["capacity"]["total"] == "6"
+    assert ready["jobs"] == {"running": 3, "waiting": 0}
+
+    lost = nodes[2]
+    queue.faults.kill_node(lost)
+    try:
+        # Kubernetes takes 40 s to say that a node is not ready.
+        until("four slots are left", lambda: capacity(queue) == "4", 120)
+        begun = time.monotonic()
+        until("no more workers than slots", lambda: sum(alive(sharing, lost).values()) == 4, SECONDS)
+        print(f"a dead node: {alive(sharing, lost)} after {time.monotonic() - begun:.1f} s")
+        assert all(alive(sharing, lost).values()), "nobody starves"
+    finally:
+        queue.faults.start_node(lost)
+    until("the node is back", lambda: lost in queue.nodes(), 120)
+    set_slots(queue, lost)
+    sharing.follow("a node comes", 4 * SECONDS, light=1, middle=2, heavy=3)
+    sharing.settle(light=1, middle=2, heavy=3)
+
+    ends = {"heavy": sharing.finish("heavy")}
+    sharing.follow("the end of the third", SECONDS, light=2, middle=4)
+    sharing.settle(light=2, middle=4)
+    ends["middle"] = sharing.finish("middle")
+    sharing.follow("the end of the second", SECONDS, light=6)
+    sharing.settle(light=6)
+    ends["light"] = sharing.finish("light")
+    for name, status in ends.items():
+        assert status["digest"] == undisturbed[name], f"{name} ended in other bits"
+        # The power cut may have cost one; nothing else may.
+        assert status.get("repeatedSteps", 0) <= 1, f"{name} repeated {status['repeatedSteps']} steps"
+    reasons = {event["reason"] for event in sharing.jobs["light"].events()}
+    assert "Allocated" in reasons
+
+
+def capacity(cluster: Cluster) -> str:
+    """What the queue says that it has."""
+    found: str = (cluster.get("vfq", None, QUEUE) or {})["status"]["capacity"]["total"]
+    return found
+
+
+def alive(sharing: Sharing, lost: str) -> dict[str, int]:
+    """Workers' pods on the nodes that run, job by job; those on a dead one stay until it is back."""
+    return {
+        name: sum(1 for pod in job.workers() if pod["spec"].get("nodeName") not in (None, lost) and not over(pod))
+        for name, job in sharing.jobs.items()
+    }
+
+
+def test_a_queue_says_what_is_the_matter(queue: Cluster, namespace: str) -> None:
+    for spec, reason in (
+        ({"policy": "Fairest"}, "UnknownPolicy"),
+        ({"policy": "FIFO", "nodeSelector": {"matchLabels": {"no-node": "has-this"}}}, "NoNodes"),
+        ({"nodeSelector": None}, "Sharing"),
+    ):
+        queue.kubectl("patch", "vfq", QUEUE, "--type=merge", "-p", json.dumps({"spec": spec}))
+        until(
+            f"the queue says {reason}",
+            lambda reason=reason: (queue.get("vfq", None, QUEUE) or {})["status"]["conditions"][0]["reason"] == reason,  # type: ignore[misc]
+            SECONDS,
+        )
+    huge = digits("huge", replicas=8, minReplicas=8)
+    container(huge)["resources"]["limits"][SLOT] = container(huge)["resources"]["requests"][SLOT] = "1"
+    huge["spec"] |= {"queue": QUEUE}
+    job = Job(queue, namespace, "huge").create(huge)
+    job.wait_condition("Allocated", "NeverFits", SECONDS)
+    queue.kubectl("delete", "vfq", QUEUE)
+    job.wait_condition("Allocated", "QueueMissing", SECONDS)
