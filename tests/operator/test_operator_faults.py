@@ -122,7 +122,7 @@ def test_watches_that_are_dropped_miss_nothing(tmp_path: Path) -> None:
         await stage.until(lambda: stage.trains("digits"))
         await stage.watching()
         for replicas in (3, 1, 2):
-            assert stage.server.drop_watches() == 4
+            assert stage.server.drop_watches() == 5
             stage.change("digits", replicas=replicas)
             await stage.until(lambda replicas=replicas: stage.trains("digits", replicas))
             await stage.watching()

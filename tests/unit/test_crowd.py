@@ -137,7 +137,7 @@ def test_what_many_say_at_once_is_decided_on_together() -> None:
     rest = 0.5 / WORKERS
 
     async def story() -> None:
-        async with serving(dataclasses.replace(SETTINGS, rest=rest)) as server:
+        async with serving(dataclasses.replace(SETTINGS, rest=rest, first_message=30.0)) as server:
             server.job.scale(WORKERS)
             streams = await asyncio.gather(
                 *(server.worker(f"worker-{number}", virtual_nodes=WORKERS) for number in range(WORKERS))
