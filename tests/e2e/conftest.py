@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_latency",
         "test_hostile",
         "test_story",
-        "test_queue",
+        "test_sharing_a_cluster",
         "test_scale",
     ]
     here = [item for item in items if Path(item.path).parent == Path(__file__).parent]
