@@ -109,6 +109,8 @@ class BufferTracker:
 
         Buffers of the schema are always among them; the values are copies.
         """
+        if not self._buffers:
+            return {}, {}
         routine = self._routine
         if routine is None or routine.schema is not schema:
             routine = self._routine = self._prepare(schema)
