@@ -100,7 +100,7 @@ def test_shares_make_the_bits_of_a_whole(
 
 COLLECTIVES = pytest.mark.parametrize(
     ("exchange", "numbers"),
-    [pytest.param("late", range(2, 40, 3), id="late"), pytest.param("early", range(3, 60, 4), id="early")],
+    [pytest.param("late", range(2, 36, 5), id="late"), pytest.param("early", range(3, 54, 7), id="early")],
 )
 
 
