@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone
-from test_synchronization import HASTY, Counting, break_collective
+from broken_collectives import HASTY, Counting, break_collective
+from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, die_here
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from virtualflow import digests
-from virtualflow.errors import ConfigurationError
+from virtualflow import messages as m
+from virtualflow.communicator import Communicator
+from virtualflow.errors import CommunicatorBroken, ConfigurationError
+from virtualflow.resharding import Resharding
 from virtualflow.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_WORKER, CommunicatorSettings
 
 
@@ -42,8 +45,7 @@ def train(
     torch.manual_seed(1)
     CommunicatorSettings.stripe = 16
     CommunicatorSettings.piece = 64
-    if os.environ.get(ENV_WORKER) == victim and victim:
-        break_collective(number, how)
+    break_collective(victim, number, how)
     model = Deep()
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     draw = torch.Generator().manual_seed(0)
@@ -149,6 +151,40 @@ def test_shares_move_when_members_change(
     for number, change in enumerate(changes):
         job.reach(2 * number + 1)
         change(job)
+    check(job.results(), reference)
+
+
+def fail_at_the_hand_over(victim: str, when: str) -> Trained:
+    """One worker is ``killed`` before or after it, or is told ``after`` it that the communicator broke."""
+    hand_over = Resharding.hand_over
+    seen: list[m.Plan] = []
+
+    def failing(self: Resharding, communicator: Communicator, running: m.Plan, coming: m.Plan) -> None:
+        first = not seen and len(coming.members) < len(running.members)
+        if first and when == "killed before":
+            die_here(victim)
+        hand_over(self, communicator, running, coming)
+        if first:
+            seen.append(coming)
+            if when == "killed after":
+                die_here(victim)
+            if when == "broke after":
+                raise CommunicatorBroken("injected by the test")
+
+    if os.environ.get(ENV_WORKER) == victim:
+        Resharding.hand_over = failing  # type: ignore[method-assign]
+    return train(steps=6)
+
+
+@pytest.mark.parametrize("when", ["killed before", "killed after", "broke after"])
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
+def test_one_more_may_be_lost_where_others_leave(victim: str, when: str, start_job: Callable[..., ElasticJob]) -> None:
+    """Worker 1 leaves and worker 0 stays; worker 2 leaves too, so that no state is with whoever kept it alone."""
+    reference = alone(train, "", 0, "", None, False, 6)
+    membership = HASTY if when == "broke after" else None
+    job = start_job(fail_at_the_hand_over, victim, when, workers=4, hold=2, membership=membership)
+    job.reach(2)
+    job.drain("worker-1", "worker-2")
     check(job.results(), reference)
 
 

@@ -2,74 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, die_here, trained
-from torch import Tensor, nn
+from broken_collectives import HASTY, Counting, break_collective
+from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, trained
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
-from virtualflow.collectives import Pending
-from virtualflow.communicator import Communicator
-from virtualflow.errors import CommunicatorBroken, ConfigurationError, Evicted
-from virtualflow.settings import ENV_WORKER, CommunicatorSettings, MembershipSettings
+from virtualflow.errors import ConfigurationError, Evicted
+from virtualflow.settings import CommunicatorSettings
 from virtualflow.synchronization import SPOILED, Origin, Standing, Transfer, plan_transfer
-
-HASTY = MembershipSettings(restart_grace=0.0, suspicion_grace=0.02)
-"""Nobody dies of the faults here, so there is no news to wait for."""
-
-
-class Counting(nn.Module):
-    """Has buffers that are averaged and copied, so that a first step takes every kind of exchange."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 5)
-        self.norm = nn.BatchNorm1d(5)
-        self.register_buffer("seen", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen += x.shape[0]
-        return self.norm(self.linear(x)).sum(1)
-
-
-def break_collective(number: int, how: str) -> None:
-    """Let this process fail at a collective: ``killed`` before it, or told that it ``broke`` after it."""
-    calls = 0
-    start = Communicator._start
-
-    @dataclass
-    class Breaking:
-        pending: Pending
-
-        def wait(self) -> None:
-            self.pending.wait()
-            raise CommunicatorBroken("injected by the test")
-
-    def failing(self: Communicator, begin: Any) -> Pending:
-        nonlocal calls
-        calls += 1
-        if calls == number and how == "killed":
-            die_here(os.environ[ENV_WORKER])
-        pending = start(self, begin)
-        return Breaking(pending) if calls == number and how == "broke" else pending
-
-    Communicator._start = failing  # type: ignore[method-assign]
 
 
 def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
     """Four steps with an evaluation between; the learning rate is changed by hand and by factors."""
     torch.manual_seed(1)
     CommunicatorSettings.stripe = 16  # so that these small tensors travel as large ones do
-    if os.environ.get(ENV_WORKER) == victim and victim:
-        break_collective(number, how)
+    break_collective(victim, number, how)
     model = Counting()
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)

@@ -8,29 +8,14 @@ import zlib
 
 import msgspec
 import pytest
+from coordinator_server import hello
 from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow import messages as m
 from virtualflow.settings import MAX_CHANGES, MAX_UNPACKED, MAX_VIRTUAL_NODES
 
-HELLO = m.Hello(
-    protocol=m.PROTOCOL,
-    worker="worker-0",
-    incarnation="a1",
-    address="127.0.0.1",
-    pid=1,
-    virtual_nodes=8,
-    fingerprint="torch cpu",
-    ready=False,
-    draining=False,
-    drain_deadline=None,
-    plan=None,
-    step=0,
-    total_steps=None,
-    done=False,
-    changes=(),
-)
+HELLO = hello("worker-0")
 
 
 def hello_with(**facts: object) -> bytes:

@@ -63,14 +63,23 @@ def test_donors_send_about_as_much_as_one_another() -> None:
 
 
 @given(SIZES, MEMBERS, st.data())
-def test_whoever_stays_is_handed_what_only_those_have_who_leave(sizes: list[int], members: int, data: Any) -> None:
+def test_two_who_stay_have_everything_before_the_others_leave(sizes: list[int], members: int, data: Any) -> None:
     keepers = plan_keepers(sizes, members)
     stay = data.draw(st.sets(st.integers(0, members - 1), min_size=1).map(sorted))
-    want = plan_hand_over(keepers, members, stay)
-    kept = {place for rank in stay for place in kept_by(rank, keepers)}
-    handed = [place for places in want for place in places]
-    assert all(rank in stay for rank, places in enumerate(want) if places)
-    assert sorted(handed) == sorted(set(range(len(sizes))) - kept)
+    places = st.lists(st.sampled_from(stay), max_size=2, unique=True).map(tuple)
+    coming = tuple(data.draw(st.lists(places, min_size=len(sizes), max_size=len(sizes))))
+    have = [set(kept_by(rank, keepers)) for rank in range(members)]
+    for rank, wanted in enumerate(plan_hand_over(keepers, coming, stay, members)):
+        assert rank in stay or not wanted
+        assert not have[rank] & set(wanted), "nobody gets what it has"
+        have[rank] |= set(wanted)
+    for place in range(len(sizes)):
+        assert sum(place in have[rank] for rank in stay) >= min(2, len(stay))
+
+
+def test_what_is_handed_over_goes_to_the_keepers_to_come() -> None:
+    keepers, coming = ((1, 2), (0, 1), (3, 0)), ((3, 0), (3,), ())
+    assert plan_hand_over(keepers, coming, [0, 3], 4) == [[0], [], [], [0, 1]]
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 5), st.integers(1, 200))

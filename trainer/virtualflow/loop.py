@@ -533,7 +533,7 @@ class Run:
         try:
             part.complete_leader()
         except CommunicatorBroken as error:
-            part.recover(error)  # and the next step's checkpoint is due
+            part.recover(error)  # the next checkpoint that is due tries again
             return
         if self.leader and self._keeper is not None:
             self._keeper.save_if_due(self.training)

@@ -21,7 +21,7 @@ from virtualflow.collectives import gather_bytes
 from virtualflow.communicator import Communicator
 from virtualflow.errors import Evicted
 from virtualflow.settings import CommunicatorSettings
-from virtualflow.sharding import kept_by, lost, plan_hand_over, plan_moves
+from virtualflow.sharding import kept_by, lost, plan_hand_over, plan_keepers, plan_moves
 from virtualflow.shards import Holding, Shards
 from virtualflow.synchronization import Standing, Transfer
 from virtualflow.training import Training
@@ -61,6 +61,7 @@ class Resharding:
             Evicted: both keepers of a parameter are.
         """
         training, shards = self._training, self._shards
+        shards.dismiss_guests()
         holdings = self._gather_holdings(communicator)
         newest = completed_exchanges(standings, holdings)
         norm = next((holding.norm for holding in holdings if holding.decided), None)
@@ -108,7 +109,7 @@ class Resharding:
         want = [sorted(kept_by(rank, shards.keepers)) for rank in range(size)]
         if self._finishing:
             want[0] = self._everything
-        shards.pass_states(communicator, plan_moves(self._have, want, shards.sizes))
+        shards.pass_states(communicator, plan_moves(self._have, want, shards.sizes), to_host=self._finishing)
 
     def _gather_holdings(self, communicator: Communicator) -> list[Holding]:
         raw = torch.frombuffer(bytearray(msgspec.json.encode(self._shards.tell())), dtype=torch.uint8)
@@ -118,7 +119,7 @@ class Resharding:
     # --- a generation ends --------------------------------------------------------------------------------------------
 
     def hand_over(self, communicator: Communicator, running: m.Plan, coming: m.Plan) -> None:
-        """Before members leave: what only they keep goes to those who stay.
+        """Before members leave: see that those who stay have every state, and may lose one of them.
 
         Args:
             communicator: of the generation that ends.
@@ -136,8 +137,12 @@ class Resharding:
             self.complete_leader(communicator)
             return
         shards = self._shards
+        ranks = {member.incarnation: rank for rank, member in enumerate(running.members)}
+        old_ranks = [ranks.get(member.incarnation) for member in coming.members]
+        planned = plan_keepers(shards.sizes, len(coming.members))
+        preferred = tuple(tuple(old for rank in keepers if (old := old_ranks[rank]) is not None) for keepers in planned)
         have = [sorted(kept_by(rank, shards.keepers)) for rank in range(communicator.size)]
-        want = plan_hand_over(shards.keepers, communicator.size, stay)
+        want = plan_hand_over(shards.keepers, preferred, stay, communicator.size)
         shards.pass_states(communicator, plan_moves(have, want, shards.sizes))
         _confirm(communicator)
 
@@ -157,7 +162,7 @@ class Resharding:
 
     def keep_share(self) -> None:
         """Forget what :meth:`complete_leader` has brought."""
-        self._shards.keep(self._shards.mine)
+        self._shards.dismiss_guests()
 
 
 def completed_exchanges(standings: Sequence[Standing], holdings: Sequence[Holding]) -> int:

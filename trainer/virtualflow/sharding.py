@@ -71,18 +71,25 @@ def plan_moves(have: Sequence[Collection[int]], want: Sequence[Collection[int]],
     return moves
 
 
-def plan_hand_over(keepers: Keepers, members: int, stay: Sequence[int]) -> list[list[int]]:
-    """What each member has to get before others leave, so that for every parameter somebody who stays has it.
+def plan_hand_over(keepers: Keepers, coming: Keepers, stay: Sequence[int], members: int) -> list[list[int]]:
+    """What each member has to get before others leave, so that two who stay have every state, or the only one who does.
+
+    One who stays may be lost before the coming generation stands, when those who leave are gone already.
 
     Args:
         keepers: of the generation that ends.
-        members: how many it has.
-        stay: ranks of its members that stay; at least one.
+        coming: of the generation to come, by the ranks in the one that ends; only those who stay. They are preferred.
+        stay: ranks of the members that stay; at least one.
+        members: how many the ending generation has.
     """
     want: list[list[int]] = [[] for _ in range(members)]
-    orphans = 0
-    for place, ranks in enumerate(keepers):
-        if not any(rank in stay for rank in ranks):
-            want[stay[orphans % len(stay)]].append(place)
-            orphans += 1
+    for place, (ranks, preferred) in enumerate(zip(keepers, coming, strict=True)):
+        have = [rank for rank in ranks if rank in stay]
+        others = [*preferred, *(stay[(place + turn) % len(stay)] for turn in range(len(stay)))]
+        for rank in others:
+            if len(have) >= min(2, len(stay)):
+                break
+            if rank not in have:
+                have.append(rank)
+                want[rank].append(place)
     return want

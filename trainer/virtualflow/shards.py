@@ -76,6 +76,8 @@ class Shards:
         self.values = self.all
         """Those whose values are."""
         self.finishing = False
+        self._guests: frozenset[int] = frozenset()
+        """Parameters whose states are here, in host memory, only to be written down."""
         self._gradients: Tensors | None = None
         self._present: list[bool] = []
         self._decided = self._stepped = False
@@ -224,6 +226,11 @@ class Shards:
         for place in self.all - self.states:
             self._optimizer.state.pop(self._parameters[place], None)
 
+    def dismiss_guests(self) -> None:
+        """Forget the states that came only to be written down."""
+        self.keep(self.states - self._guests)
+        self._guests = frozenset()
+
     def detach_states(self) -> dict[Tensor, Any]:
         """Take all states out of the optimizer, for :meth:`attach_states`."""
         states = dict(self._optimizer.state)
@@ -271,6 +278,8 @@ class Shards:
                         for key, value in state.items()
                     }
             self.states = self.states | frozenset(tree)
+            if to_host:
+                self._guests = self._guests | frozenset(tree)
 
     def _described(self, place: int) -> list[Any]:
         """A parameter's state, and which of its tensors are on the host though the parameter is not."""
