@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.jobs import run_job
 
 VIRTUAL_NODES = 16
-SLOW_AT, FAST_AT, STEPS, STEADY_STEPS = 60, 180, 260, 500
+SLOW_AT, FAST_AT, STEPS, STEADY_STEPS = 50, 140, 200, 500
 SETTLED = 20
 """Steps after which the new split should be there."""
 

@@ -14,15 +14,15 @@ from torch import nn
 
 import virtualflow as vf
 
-SAMPLES, FEATURES, CLASSES = 8_192, 256, 10
+SAMPLES, FEATURES, CLASSES = 32_768, 256, 10
 
 
 def main() -> None:
     """Train and write ``DIR/NAME.json``: of each step its number, the end, virtual nodes carried, seconds computed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch-size", type=int, default=2_048)
-    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--batch-size", type=int, default=8_192)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--times", type=Path, required=True, metavar="DIR")
     args = parser.parse_args()
     name = os.environ.get("VIRTUALFLOW_WORKER", "worker-0")

@@ -460,7 +460,7 @@ class LocalSettings:
     """A traceback on a worker's standard error is withheld this long: if it ends the job it is shown at the end."""
     replay: float = 1.5
     """When another worker's output is relayed from now on: how far back its lines are caught up on."""
-    slow_period: float = 0.03
+    slow_period: float = 0.01
     """A worker that a schedule slows down is stopped once in this time: seldom enough to be exact, often enough for
     its heartbeats."""
     progress_interval: float = 2.0
