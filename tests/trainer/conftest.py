@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from elastic_jobs import ElasticJob, prepare_forkserver
+
+from virtualflow import checkpoint_files
 
 # Whichever test starts the server process first, it serves all.
 prepare_forkserver()
@@ -33,3 +37,25 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., ElasticJob]]:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+@pytest.fixture
+def events() -> list[str]:
+    """What a writer or a reader of checkpoints has told."""
+    return []
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """A disk that is as slow as the test wants: (it has started to write, let it go on)."""
+    started, go_on = threading.Event(), threading.Event()
+    write = checkpoint_files.save_file
+
+    def slow(*args: Any, **options: Any) -> None:
+        started.set()
+        assert go_on.wait(60)
+        write(*args, **options)
+
+    monkeypatch.setattr(checkpoint_files, "save_file", slow)
+    yield started, go_on
+    go_on.set()
