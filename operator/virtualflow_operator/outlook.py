@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from virtualflow.messages import Change, Status
+from virtualflow.calls import Status
+from virtualflow.messages import Change
 from virtualflow_operator import reasons
 from virtualflow_operator.capacity import never_fits
 from virtualflow_operator.granting import MAX_MESSAGE

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from virtualflow.messages import Status
+from virtualflow.calls import Status
 from virtualflow_operator import outlook, reasons, resources
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.decision import FAILED_GRACE, Decision, Scene, listed

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulated import Worker, World, assert_together
 
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow.roster import UnknownWorker
 
@@ -73,7 +74,7 @@ class Jobs(RuleBasedStateMachine):
         worker = self.pick(data)
         if worker is not None:
             try:
-                self.world.job.drain(m.DrainCall((worker.name,), deadline))
+                self.world.job.drain(calls.DrainCall((worker.name,), deadline))
             except UnknownWorker:
                 return
             self.world.turn()
@@ -84,7 +85,7 @@ class Jobs(RuleBasedStateMachine):
         if worker is not None:
             self.world.kill(worker)
             try:
-                self.world.job.gone(m.GoneCall(worker.name, worker.incarnation))
+                self.world.job.gone(calls.GoneCall(worker.name, worker.incarnation))
             except UnknownWorker:
                 return
             self.world.turn()

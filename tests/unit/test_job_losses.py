@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from simulated import SETTINGS, Worker, assert_together, running_world
 
-from virtualflow import messages as m
+from virtualflow import calls
 from virtualflow.roster import UnknownWorker
 from virtualflow.settings import MAX_LOST
 
@@ -82,13 +82,13 @@ def test_the_status_names_whom_the_job_has_given_up_also_when_they_are_forgotten
     world.drain(leaver)
     world.settle(10.0)
     world.kill(gone)
-    world.job.gone(m.GoneCall("worker-2", gone.incarnation, "its node is lost"))
+    world.job.gone(calls.GoneCall("worker-2", gone.incarnation, "its node is lost"))
     world.settle(10.0)
     assert leaver.over == "left"
     assert list(world.job.roster.workers) == ["worker-0.0"]
     assert world.job.status().lost == (
-        m.LostWorker("worker-1", "worker-1.1", "127.0.0.1", "no sign of life for 5 s"),
-        m.LostWorker("worker-2", "worker-2.2", "127.0.0.1", "its node is lost"),
+        calls.LostWorker("worker-1", "worker-1.1", "127.0.0.1", "no sign of life for 5 s"),
+        calls.LostWorker("worker-2", "worker-2.2", "127.0.0.1", "its node is lost"),
     )
 
 
@@ -98,7 +98,7 @@ def test_the_status_names_the_latest_of_many_who_were_given_up() -> None:
         worker = world.start_worker(f"spot-{number}")
         world.settle(0.5)
         world.kill(worker)
-        world.job.gone(m.GoneCall(worker.name, worker.incarnation))
+        world.job.gone(calls.GoneCall(worker.name, worker.incarnation))
     lost = world.job.status().lost
     assert [worker.worker for worker in lost] == [f"spot-{number}" for number in range(3, MAX_LOST + 3)]
 
@@ -127,14 +127,14 @@ def test_a_process_that_was_never_in_the_job_is_not_among_them() -> None:
 def test_the_loss_of_a_worker_that_never_was_is_no_news(incarnation: str | None) -> None:
     world = running_world(2)
     with pytest.raises(UnknownWorker):
-        world.job.gone(m.GoneCall("nobody", incarnation))
+        world.job.gone(calls.GoneCall("nobody", incarnation))
     with pytest.raises(UnknownWorker):
-        world.job.gone(m.GoneCall("nobody", "worker-0.0"))
+        world.job.gone(calls.GoneCall("nobody", "worker-0.0"))
 
 
 def test_a_loss_may_be_reported_twice() -> None:
     world = running_world(2)
-    call = m.GoneCall("worker-1", "worker-1.1", "killed")
+    call = calls.GoneCall("worker-1", "worker-1.1", "killed")
     world.kill(world.workers["worker-1.1"])
     world.job.gone(call)
     world.settle(2.0)
@@ -147,7 +147,7 @@ def test_a_loss_that_a_new_coordinator_hears_of_too_early_is_kept_in_mind() -> N
     world.kill(world.workers["worker-1.1"])
     world.start_coordinator()
     with pytest.raises(UnknownWorker):
-        world.job.gone(m.GoneCall("worker-1", "worker-1.1", "killed"))
+        world.job.gone(calls.GoneCall("worker-1", "worker-1.1", "killed"))
     world.settle(2.0)
     assert world.workers["worker-0.0"].synced
     assert world.job.running is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulated import SETTINGS, World, running_world
 
-from virtualflow import messages as m
+from virtualflow import calls
 
 
 def test_a_lone_worker_that_drains_hands_its_state_to_its_replacement() -> None:
@@ -48,7 +48,7 @@ def test_a_drain_takes_effect_before_its_deadline_though_a_joiner_hangs() -> Non
     hung = world.start_worker("hung")
     hung.ready, hung.builds = True, False
     world.settle(1.0)
-    world.job.drain(m.DrainCall(("worker-1",), 8.0))
+    world.job.drain(calls.DrainCall(("worker-1",), 8.0))
     world.turn()
     world.settle(8.0 - SETTINGS.drain_margin + 0.5)
     assert world.workers["worker-1.1"].over == "left"

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from simulated import Worker, generation, running_world
 
+from virtualflow import calls
 from virtualflow import messages as m
 
 
@@ -87,7 +88,7 @@ def test_sentences_of_any_length_reach_the_workers() -> None:
     for incarnation in ("worker-1.1", "worker-2.2", "worker-3.3"):
         worker = world.workers[incarnation]
         world.kill(worker)
-        world.job.gone(m.GoneCall(worker.name, incarnation, "x" * 4_096))
+        world.job.gone(calls.GoneCall(worker.name, incarnation, "x" * 4_096))
     world.turn()  # decodes what is sent
     world.settle(2.0)
     assert world.workers["worker-0.0"].synced
