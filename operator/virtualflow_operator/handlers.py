@@ -13,9 +13,9 @@ import kopf
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
-from virtualflow_operator.controller import OURS
 from virtualflow_operator.operator import Operator
 from virtualflow_operator.options import read_settings
+from virtualflow_operator.resync import OURS
 
 
 @kopf.on.startup()
