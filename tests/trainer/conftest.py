@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import tree_of, writer_to
 from elastic_jobs import ElasticJob, prepare_forkserver
 
 from virtualflow import checkpoint_files
+from virtualflow.checkpoint import CheckpointWriter
 
 # Whichever test starts the server process first, it serves all.
 prepare_forkserver()
@@ -59,3 +61,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
     monkeypatch.setattr(checkpoint_files, "save_file", slow)
     yield started, go_on
     go_on.set()
+
+
+@pytest.fixture
+def writing(
+    gate: tuple[threading.Event, threading.Event], tmp_path: Path, events: list[str]
+) -> tuple[CheckpointWriter, threading.Event]:
+    """A writer in the middle of the checkpoint of step 1 in ``tmp_path``, and what lets it go on."""
+    started, go_on = gate
+    writer = writer_to(tmp_path, events)
+    writer.save(1, tree_of(1))
+    assert started.wait(60)
+    return writer, go_on

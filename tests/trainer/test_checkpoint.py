@@ -107,12 +107,9 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
 
 
 def test_the_last_checkpoint_waits_for_the_one_that_is_being_written(
-    gate: tuple[threading.Event, threading.Event], tmp_path: Path, events: list[str]
+    writing: tuple[CheckpointWriter, threading.Event], tmp_path: Path, events: list[str]
 ) -> None:
-    started, go_on = gate
-    writer = writer_to(tmp_path, events)
-    writer.save(1, tree_of(1))
-    assert started.wait(60)
+    writer, go_on = writing
     opener = threading.Timer(0.05, go_on.set)
     opener.start()
     assert writer.save_now(2, tree_of(2))

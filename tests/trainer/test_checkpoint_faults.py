@@ -176,12 +176,9 @@ def test_whenever_the_writer_is_killed_the_newest_checkpoint_loads(tmp_path: Pat
 
 
 def test_the_work_of_a_living_writer_is_not_taken_for_a_leftover(
-    gate: tuple[threading.Event, threading.Event], tmp_path: Path, events: list[str]
+    writing: tuple[CheckpointWriter, threading.Event], tmp_path: Path, events: list[str]
 ) -> None:
-    started, go_on = gate
-    writer = writer_to(tmp_path, events)
-    writer.save(1, tree_of(1))
-    assert started.wait(60)
+    writer, go_on = writing
     abandoned = tmp_path / ".step-00000007.0123abcd"
     abandoned.mkdir()
     (abandoned / "manifest.json").write_text("")

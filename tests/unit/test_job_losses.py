@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulated import SETTINGS, Worker, assert_together, running_world
+from simulated import SETTINGS, Worker, World, assert_together, running_world
 
 from virtualflow import calls
 from virtualflow.roster import UnknownWorker
 from virtualflow.settings import MAX_LOST
 
 
-def test_a_worker_that_was_given_up_is_refused_when_it_comes_back() -> None:
+def given_up(new_coordinator: bool = False) -> tuple[World, Worker]:
+    """A job that has given up one of its three workers, which hangs, and goes on without it."""
     world = running_world(3)
     lost = world.workers["worker-1.1"]
     lost.hung = True
     world.settle(10.0)
+    if new_coordinator:
+        world.start_coordinator()
+        world.settle(5.0)
+    return world, lost
+
+
+def test_a_worker_that_was_given_up_is_refused_when_it_comes_back() -> None:
+    world, lost = given_up()
     lost.hung = False
     world.settle(1.0)
     assert lost.over is not None
@@ -23,12 +32,7 @@ def test_a_worker_that_was_given_up_is_refused_when_it_comes_back() -> None:
 
 
 def test_also_by_a_coordinator_that_has_never_known_it() -> None:
-    world = running_world(3)
-    lost = world.workers["worker-1.1"]
-    lost.hung = True
-    world.settle(10.0)
-    world.start_coordinator()
-    world.settle(5.0)
+    world, lost = given_up(new_coordinator=True)
     replacement = world.start_worker("worker-1")
     replacement.ready = True
     world.settle(5.0)
@@ -104,12 +108,7 @@ def test_the_status_names_the_latest_of_many_who_were_given_up() -> None:
 
 
 def test_a_worker_that_a_new_coordinator_leaves_behind_is_among_them() -> None:
-    world = running_world(3)
-    hung = world.workers["worker-1.1"]
-    hung.hung = True
-    world.settle(10.0)
-    world.start_coordinator()
-    world.settle(5.0)
+    world, hung = given_up(new_coordinator=True)
     assert world.job.status().lost == ()
     hung.hung = False
     world.settle(2.0)
