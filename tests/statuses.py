@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from virtualflow.messages import Status, WorkerStatus
+from virtualflow.calls import Status, WorkerStatus
 
 _NOTHING = Status(
     phase="waiting",

@@ -12,20 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from virtualflow_operator import resources
-from virtualflow_operator.allocator import Allocator, queue_key, queue_of
-from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY, MANAGER, WORKER
+from virtualflow_operator.allocator import Allocator
+from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.decision import Scene, Verdict
 from virtualflow_operator.events import EventRecorder
 from virtualflow_operator.job_status import JobStatus, merge_patch, write_status
 from virtualflow_operator.kube import (
     JOBS,
-    NODES,
     PODS,
-    QUEUES,
     SERVICES,
     ApiError,
     Conflict,
-    Forbidden,
     KubeApi,
     NotFound,
 )
@@ -51,10 +48,6 @@ from virtualflow_operator.store import Key, Store
 from virtualflow_operator.view import Job, Pod, read_job
 
 logger = logging.getLogger(__name__)
-
-OURS = f"{LABEL_MANAGED_BY}={MANAGED_BY},{LABEL_JOB}"
-"""Label selector of pods and services that belong to jobs."""
-
 
 SERVICE = "service"
 _KINDS = (SERVICE, COORDINATOR, WORKER)
@@ -350,68 +343,6 @@ class Controller:
                 await self._api.delete(PODS, key[0], pod.name, uid=pod.uid, grace_seconds=grace)
             except (NotFound, Conflict):
                 self._store.remove_pod(key[0], pod.name, pod.uid)  # no watch has told of its end
-
-    # --- lists -------------------------------------------------------------------------------------------------------
-
-    async def resync(self, wake: Callable[[Key], None], visit: Callable[[Key], None]) -> None:
-        """Replace what the watches have told by lists, and see to it that every job is reconciled.
-
-        Both are called as soon as a list is in, so that nothing is lost should a later one fail.
-
-        Args:
-            wake: called for jobs of which a list tells what no watch has told.
-            visit: called for all jobs: nothing is known to be the matter with them.
-
-        Raises:
-            ApiError: a list could not be had.
-        """
-        for namespace in self._settings.namespaces or (None,):
-            try:
-                await self._resync_namespace(namespace, wake, visit)
-            except (Forbidden, NotFound) as error:
-                logger.warning("the namespace %s is left out: %s", namespace or "*", error)
-        await self._resync_queues(visit)
-        begun = time.monotonic()
-        try:
-            concerned = self._store.replace_nodes(await self._api.list(NODES), begun)
-            self._store.nodes_known = True
-        except Forbidden as error:
-            self._store.nodes_known = False
-            logger.warning("nodes may not be looked at, so their losses are not announced: %s", error)
-        else:
-            for key in concerned:
-                wake(key)
-
-    async def _resync_queues(self, visit: Callable[[Key], None]) -> None:
-        begun = time.monotonic()
-        try:
-            self._store.queues.replace(await self._api.list(QUEUES), begun, lambda _: True)
-        except (Forbidden, NotFound) as error:
-            logger.warning("there are no queues here; install their definition and rights to have some: %s", error)
-        for _, name in self._store.queues.entries:
-            visit(queue_key(name))
-        named = {queue_of(entry.value) for entry in self._store.jobs.entries.values()}
-        for queue in named - {None}:
-            visit(queue_key(queue or ""))
-
-    async def _resync_namespace(
-        self, namespace: str | None, wake: Callable[[Key], None], visit: Callable[[Key], None]
-    ) -> None:
-        def within(place: Key) -> bool:
-            return namespace is None or place[0] == namespace
-
-        begun = time.monotonic()
-        for key in self._store.jobs.replace(await self._api.list(JOBS, namespace), begun, within):
-            wake(key)
-        for key in list(self._store.jobs.entries):
-            if within(key):
-                visit(key)
-        begun = time.monotonic()
-        for key in self._store.replace_services(await self._api.list(SERVICES, namespace, OURS), begun, within):
-            wake(key)
-        begun = time.monotonic()
-        for key in self._store.replace_pods(await self._api.list(PODS, namespace, OURS), begun, within):
-            wake(key)
 
     # --- metrics -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from virtualflow.messages import Status
+from virtualflow.calls import Status
 from virtualflow_operator import outlook, reasons, resources
 from virtualflow_operator.granting import Grant, settle_grant, with_allocation
 from virtualflow_operator.job_status import JobStatus

@@ -13,9 +13,9 @@ import kopf
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
-from virtualflow_operator.controller import OURS
 from virtualflow_operator.operator import Operator
-from virtualflow_operator.settings import OperatorSettings
+from virtualflow_operator.options import read_settings
+from virtualflow_operator.resync import OURS
 
 
 @kopf.on.startup()
@@ -23,7 +23,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     """Wait for the lease, fill the caches, and begin; no watch is opened before this returns."""
     configure(settings)
     try:
-        own = memo.get("operator_settings") or OperatorSettings.read()
+        own = memo.get("operator_settings") or read_settings()
         memo["operator"] = await Operator.start(own)
     except ConfigurationError as error:
         raise kopf.PermanentError(str(error)) from error  # to try again would not help

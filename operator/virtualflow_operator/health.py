@@ -16,8 +16,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.metrics import Metrics
+from virtualflow_operator.options import ENV_PREFIX
 from virtualflow_operator.queue import WorkQueue
-from virtualflow_operator.settings import ENV_PREFIX
 
 Check = Callable[[], str | None]
 """``None``: all is well; else a sentence that says what is not."""

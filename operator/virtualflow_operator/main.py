@@ -18,6 +18,7 @@ from virtualflow_operator import handlers
 from virtualflow_operator.kube import KubeApi
 from virtualflow_operator.logs import configure
 from virtualflow_operator.operator import read_key
+from virtualflow_operator.options import read_settings
 from virtualflow_operator.settings import OperatorSettings
 
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; ``None``: those of this process.
     """
     try:
-        settings = OperatorSettings.read(sys.argv[1:] if arguments is None else arguments)
+        settings = read_settings(sys.argv[1:] if arguments is None else arguments)
         read_key(settings)
     except ConfigurationError as error:
         print(f"virtualflow-operator: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from virtualflow.messages import Status
+from virtualflow.calls import Status
 from virtualflow_operator.job_status import Measured
 from virtualflow_operator.scheduling import ScalingCurve
 

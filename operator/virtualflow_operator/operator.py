@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
 from virtualflow.errors import ConfigurationError
@@ -20,6 +20,7 @@ from virtualflow_operator.kube import ApiError, KubeApi
 from virtualflow_operator.lease import Elector, leave_at_once
 from virtualflow_operator.metrics import Metrics
 from virtualflow_operator.queue import QueueHooks, WorkQueue
+from virtualflow_operator.resync import resync
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.signals import Links
 from virtualflow_operator.spec import Object
@@ -241,12 +242,15 @@ class Operator:
         delay = self.settings.queue.backoff_first
         while True:
             try:
-                await self.controller.resync(self.wake, self.wake)
+                await self._list(self.wake)
                 return
             except ApiError as error:
                 logger.warning("the caches cannot be filled, next try in %.1f s: %s", delay, error)
             await asyncio.sleep(delay)
             delay = min(2 * delay, self.settings.queue.backoff_most)
+
+    async def _list(self, visit: Callable[[Key], None]) -> None:
+        await resync(self._api, self.store, self.settings.namespaces, self.wake, visit)
 
     async def _resync(self) -> None:
         """List everything now and then, and soon after a watch had to begin anew."""
@@ -265,7 +269,7 @@ class Operator:
             except TimeoutError:
                 pass
             try:
-                await self.controller.resync(self.wake, lambda key: self.queue.add(key, random.random() * _SPREAD))
+                await self._list(lambda key: self.queue.add(key, random.random() * _SPREAD))
                 delay = _RELIST_AFTER
             except ApiError as error:
                 delay = min(2 * delay, self.settings.queue.backoff_most)

@@ -1,7 +1,6 @@
-"""How a job looks from outside: its status with phase and conditions, and the events that a change of it is worth.
+"""How a job looks that is to run: its status, made from its pods and from what the coordinator says.
 
-Pure. A condition's time changes only with its status, and nothing here depends on anything that changes by itself, so
-that a job in which nothing happens is never written.
+Pure. Nothing here depends on anything that changes by itself, so that a job in which nothing happens is never written.
 """
 
 from __future__ import annotations
@@ -10,22 +9,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from virtualflow.messages import Change, Status
+from virtualflow.calls import Status
+from virtualflow.messages import Change
 from virtualflow_operator import reasons
 from virtualflow_operator.capacity import never_fits
-from virtualflow_operator.granting import MAX_MESSAGE
-from virtualflow_operator.job_status import (
-    Condition,
-    ConditionType,
-    JobStatus,
-    LastChange,
-    Phase,
-    Share,
-    Truth,
-)
+from virtualflow_operator.conditions import Aspect, with_conditions
+from virtualflow_operator.job_status import JobStatus, LastChange, Phase, Share
 from virtualflow_operator.measuring import remember
 from virtualflow_operator.survey import Survey
-from virtualflow_operator.view import Job, Link, Node, Pod, format_time, parse_time
+from virtualflow_operator.view import Job, Link, Node, Pod, parse_time
 from virtualflow_operator.workforce import Workforce
 
 
@@ -73,7 +65,7 @@ def portray(
         status = msgspec.structs.replace(status, scaling=remember(status.scaling, remote if connected else None))
     if remote is not None:
         status = _with_progress(status, remote)
-    return _with_conditions(
+    return with_conditions(
         status,
         job.generation,
         now,
@@ -84,10 +76,6 @@ def portray(
         ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
         ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
     )
-
-
-_Aspect = tuple[ConditionType, Truth, str, str]
-_OF_WHAT_RUNS: tuple[ConditionType, ...] = ("Ready", "Progressing", "Degraded")
 
 
 def _phase(status: JobStatus, begun: bool, live: bool, now: float) -> Phase:
@@ -163,10 +151,7 @@ def _last_change(change: Change) -> LastChange:
     )
 
 
-# --- conditions -------------------------------------------------------------------------------------------------------
-
-
-def _ready(link: Link | None, begun: bool, ready: int, minimum: int) -> _Aspect:
+def _ready(link: Link | None, begun: bool, ready: int, minimum: int) -> Aspect:
     if link is not None and link.refused:
         message = (
             f"The coordinator does not talk to the operator ({link.refused}): give the operator its former key back, "
@@ -192,7 +177,7 @@ def _progressing(
     trouble: str,
     rejected: bool,
     begun: bool,
-) -> _Aspect:
+) -> Aspect:
     if rejected:
         return ("Progressing", "False", reasons.TEMPLATE_REJECTED, f"The API server refuses the worker pod: {trouble}")
     if trouble and not begun:
@@ -240,7 +225,7 @@ def _degraded(
     desired: int,
     trouble: str,
     now: float,
-) -> _Aspect:
+) -> Aspect:
     if not begun or ready >= desired:
         return ("Degraded", "False", reasons.AS_WANTED, "As many workers train as are wanted, or they are starting.")
     why = next((_why_not(p.pod, nodes) for p in survey.workers if _why_not(p.pod, nodes)), trouble)
@@ -263,160 +248,3 @@ def _why_not(pod: Pod, nodes: Mapping[str, Node] | None) -> str:
     if pod.live and pod.unschedulable:
         return f"no node takes {pod.name}: {never_fits(pod, nodes) or pod.unschedulable}"
     return ""
-
-
-def _with_conditions(status: JobStatus, generation: int, now: float, *aspects: _Aspect) -> JobStatus:
-    """Set these conditions; the time of one changes only with its status."""
-    conditions = []
-    for kind, truth, reason, message in aspects:
-        before = status.condition(kind)
-        same = before is not None and before.status == truth
-        since = before.last_transition_time if before is not None and same else format_time(now)
-        shown = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 2] + " …"
-        conditions.append(Condition(kind, truth, reason, shown, since, generation))
-    return msgspec.structs.replace(status, conditions=tuple(conditions))
-
-
-def _amend(status: JobStatus, job: Job, now: float, *aspects: _Aspect) -> JobStatus:
-    """Replace some of the conditions that ``portray`` made, keeping the times of the job's present ones."""
-    changed = {aspect[0]: aspect for aspect in aspects}
-    merged: list[_Aspect] = []
-    for condition in status.conditions:
-        kind: ConditionType = condition.type  # type: ignore[assignment]  # it was made from one
-        merged.append(changed.get(kind, (kind, condition.status, condition.reason, condition.message)))
-    return _with_conditions(
-        msgspec.structs.replace(status, conditions=job.status.conditions), job.generation, now, *merged
-    )
-
-
-# --- other ways to be -------------------------------------------------------------------------------------------------
-
-
-def invalid(status: JobStatus, job: Job, faults: str, now: float) -> JobStatus:
-    """A specification that makes no sense; what runs goes on."""
-    message = f"The specification makes no sense, and nothing that runs is changed: {faults}"
-    return _amend(status, job, now, ("Progressing", "False", reasons.INVALID_SPEC, message))
-
-
-def back_off(status: JobStatus, job: Job, now: float) -> JobStatus:
-    """All workers start again, after a wait."""
-    message = f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
-    status = msgspec.structs.replace(status, phase="BackOff", ready_replicas=0, workers=f"0/{job.spec.desired}")
-    return _amend(
-        status,
-        job,
-        now,
-        ("Ready", "False", reasons.BACK_OFF, "The workers start again after a wait."),
-        ("Progressing", "False", reasons.BACK_OFF, message),
-    )
-
-
-def suspending(status: JobStatus, job: Job, now: float) -> JobStatus:
-    """The workers are leaving."""
-    status = msgspec.structs.replace(status, phase="Suspending")
-    return _amend(
-        status,
-        job,
-        now,
-        ("Progressing", "True", reasons.SUSPENDING, "The workers leave, after a checkpoint if there is one."),
-    )
-
-
-def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
-    """The workers have left."""
-    status = msgspec.structs.replace(
-        status,
-        phase="Suspended",
-        replicas=0,
-        ready_replicas=0,
-        workers=f"0/{job.spec.desired}",
-        assignment=(),
-        start_time=None,
-        coordinator=None,
-        steps_per_second=None,
-        step_milliseconds=None,
-        predicted_step_milliseconds=None,
-        scale_down_since=None,
-    )
-    kept = (
-        "It resumes from its newest checkpoint."
-        if job.spec.checkpoint
-        else ("It has no spec.checkpoint: it will begin from the first step, to the same bits.")
-    )
-    return _amend(
-        status,
-        job,
-        now,
-        *_at_rest(reasons.SUSPENDED, "The job is suspended; set spec.suspend to false to resume it."),
-        ("Suspended", "True", reasons.SUSPENDED, f"The workers have left. {kept}"),
-    )
-
-
-def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
-    """The job has no workers because its queue gives it none: suspended if it ever ran, else still to begin."""
-    ran = job.status.phase in ("Suspending", "Suspended") or (job.status.step or 0) > 0
-    status = suspended(status, job, now)
-    if not ran:
-        status = msgspec.structs.replace(status, phase="Pending")
-    message = f"The queue {job.spec.queue} has no workers for it: {why}"
-    kept = "It goes on from its newest checkpoint" if job.spec.checkpoint else "It begins from the first step"
-    return _amend(
-        status,
-        job,
-        now,
-        *_at_rest(reasons.QUEUED, message[:MAX_MESSAGE]),
-        (
-            "Suspended",
-            "True" if ran else "False",
-            reasons.QUEUED,
-            f"It waits for workers of its queue. {kept}, by itself.",
-        ),
-    )
-
-
-def complete(
-    status: JobStatus,
-    job: Job,
-    digest: str | None,
-    optimizer_digest: str | None,
-    step: int,
-    metrics: Mapping[str, float],
-    now: float,
-) -> JobStatus:
-    """The training is over, and this came of it."""
-    loss = metrics.get("loss")
-    status = msgspec.structs.replace(
-        status,
-        phase="Complete",
-        ready_replicas=0,
-        digest=digest,
-        optimizer_digest=optimizer_digest,
-        step=step,
-        loss=f"{loss:.6g}" if loss is not None else status.loss,
-        completion_time=format_time(now),
-    )
-    return _over(status, job, now, reasons.COMPLETE, f"The training is complete after {step} steps.", "Complete")
-
-
-def failed(status: JobStatus, job: Job, reason: str, message: str, now: float) -> JobStatus:
-    """The job is given up."""
-    status = msgspec.structs.replace(status, phase="Failed", ready_replicas=0, completion_time=format_time(now))
-    return _over(status, job, now, reason, f"{message[:1].upper()}{message[1:]}", "Failed")
-
-
-def _over(status: JobStatus, job: Job, now: float, reason: str, message: str, which: ConditionType) -> JobStatus:
-    status = msgspec.structs.replace(
-        status, workers=f"0/{job.spec.desired}", steps_per_second=None, predicted_step_milliseconds=None
-    )
-    return _amend(
-        status,
-        job,
-        now,
-        *_at_rest(reasons.FINISHED, "The job is over."),
-        (which, "True", reason, message),
-    )
-
-
-def _at_rest(reason: str, message: str) -> tuple[_Aspect, ...]:
-    """Nothing runs, and nothing is to, for one reason."""
-    return tuple((kind, "False", reason, message) for kind in _OF_WHAT_RUNS)

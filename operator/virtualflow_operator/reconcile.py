@@ -18,8 +18,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from virtualflow.messages import Status
-from virtualflow_operator import outlook, reasons, resources
+from virtualflow.calls import Status
+from virtualflow_operator import phases, reasons, resources
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.decision import FAILED_GRACE, Decision, Scene, listed
 from virtualflow_operator.disruptions import TERMINATION_TAINTS
@@ -69,11 +69,11 @@ class _Reconciliation(Decision):
         faults = "; ".join(self.faults)
         if self.faults and not self.scene.job.spec.suspend and not (self.granted.waits and not self.survey.workers):
             self.wakes += [at for at in [parse_time(self.status.failures.retry_time)] if at is not None]
-            return self.plan(outlook.invalid(self.portray(), self.job, faults, self.now))
+            return self.plan(phases.invalid(self.portray(), self.job, faults, self.now))
         self.settle()
         if self.spec.suspend:
             status = self.suspend()
-            return self.plan(outlook.invalid(status, self.job, faults, self.now) if faults else status)
+            return self.plan(phases.invalid(status, self.job, faults, self.now) if faults else status)
         workforce = self.run()
         return self.plan(self.portray(workforce))
 
@@ -113,7 +113,7 @@ class _Reconciliation(Decision):
         """The status of a training that is complete, by the coordinator's word or else by its workers' last ones."""
         remote = self.remote
         if remote is not None and remote.phase == "done":
-            return outlook.complete(
+            return phases.complete(
                 self.portray(), self.job, remote.digest, remote.optimizer_digest, remote.step, remote.metrics, self.now
             )
         ended = [placed for placed in self.survey.workers if placed.pod.finished and self.ends_job(placed)]
@@ -122,7 +122,7 @@ class _Reconciliation(Decision):
         exit_ = ended[0].pod.exit
         word = exit_.last_word if exit_ is not None else None
         assert word is not None
-        return outlook.complete(
+        return phases.complete(
             self.portray(), self.job, word.digest, word.optimizer_digest, word.step, word.metrics, self.now
         )
 
@@ -134,7 +134,7 @@ class _Reconciliation(Decision):
         if self.now < started + limit:
             return None
         message = f"the job was not done {limit} s after its start (activeDeadlineSeconds)"
-        return outlook.failed(self.portray(), self.job, reasons.DEADLINE, message, self.now)
+        return phases.failed(self.portray(), self.job, reasons.DEADLINE, message, self.now)
 
     def attempt_failed(self) -> JobStatus | None:
         """The next attempt's status, or the last one's, when the coordinator says that the job has failed."""
@@ -155,13 +155,13 @@ class _Reconciliation(Decision):
         self.wakes.append(self.now + 0.01)
         self.link = self.remote = None
         self.connected = False
-        return outlook.back_off(self.portray(), self.job, self.now)
+        return phases.back_off(self.portray(), self.job, self.now)
 
     def give_up(self, count: int, message: str) -> JobStatus:
         text = (
             f"it failed {count} times without progress in between (backoffLimit {self.spec.backoff_limit}): {message}"
         )
-        return outlook.failed(self.portray(), self.job, reasons.BACK_OFF_LIMIT, text, self.now)
+        return phases.failed(self.portray(), self.job, reasons.BACK_OFF_LIMIT, text, self.now)
 
     def count_crashes(self) -> JobStatus | None:
         """Put crashed pods into the books; they are deleted once that is written. The last status if it is too much."""
@@ -210,7 +210,7 @@ class _Reconciliation(Decision):
         if live and in_training and self.connected and self.now < since + grace:
             self.calls.append(TellStop(self.rest))
             self.wakes.append(since + grace)
-            return outlook.suspending(self.portray(), self.job, self.now)
+            return phases.suspending(self.portray(), self.job, self.now)
         for placed in live:
             handed_over = (
                 remote is not None and remote.phase == "stopped" and placed.standing in ("training", "draining")
@@ -221,14 +221,14 @@ class _Reconciliation(Decision):
                 self.wakes.append(since + grace)
         running = [p for p in self.survey.workers if not p.pod.finished and p.fate != "lost"]
         if running:
-            return outlook.suspending(self.portray(), self.job, self.now)
+            return phases.suspending(self.portray(), self.job, self.now)
         for pod in (*self.survey.coordinators, *self.survey.stale):
             if not pod.terminating:
                 self.delete(pod, self.rest, "suspend")
         status = self.portray()
         if self.granted.waits:
-            return outlook.queued(status, self.job, self.granted.waits, self.now)
-        return outlook.suspended(status, self.job, self.now)
+            return phases.queued(status, self.job, self.granted.waits, self.now)
+        return phases.suspended(status, self.job, self.now)
 
     # --- 7. running --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from virtualflow.messages import DrainCall, GoneCall, ScaleCall, StopCall
+from virtualflow.calls import DrainCall, GoneCall, ScaleCall, StopCall
 from virtualflow.settings import SignalSettings
 from virtualflow.signals import CallRefused, CoordinatorClient, CoordinatorUnreachable
 from virtualflow_operator.constants import COORDINATOR_PORT

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from virtualflow.messages import LostWorker, Status, WorkerStatus
+from virtualflow.calls import LostWorker, Status, WorkerStatus
 from virtualflow_operator.constants import COORDINATOR, WORKER
 from virtualflow_operator.disruptions import disrupted_by_cluster, find_disruption, never_began
 from virtualflow_operator.resources import template_hash

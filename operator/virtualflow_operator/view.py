@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from virtualflow.messages import LastWord, Status, decode_last_word
+from virtualflow.calls import Status
+from virtualflow.last_word import LastWord, decode_last_word
 from virtualflow_operator.constants import (
     ANNOTATION_CONTAINER,
     ANNOTATION_TEMPLATE,

@@ -27,6 +27,7 @@ from apiserver import api_server, free_port, running
 from cluster import until
 
 from statuses import coordinator_status
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE, PLURAL, WORKER
 from virtualflow_operator.kube import JOBS, PODS, ApiError, KubeApi, Resource
@@ -64,10 +65,10 @@ def job(number: int) -> dict[str, Any]:
     return body
 
 
-def training(name: str) -> m.Status:
+def training(name: str) -> calls.Status:
     """The status of a job in whose training all three workers take part."""
     workers = tuple(
-        m.WorkerStatus(f"{name}-workers-{n}", f"process-{n}", ADDRESS, 1, "training", 2 * n, 2 * n + 2)
+        calls.WorkerStatus(f"{name}-workers-{n}", f"process-{n}", ADDRESS, 1, "training", 2 * n, 2 * n + 2)
         for n in range(WORKERS)
     )
     facts = {"step": 7, "total_steps": 600, "metrics": {"loss": 0.5}, "steps_per_second": 30.0}
@@ -92,7 +93,7 @@ async def coordinators(names: dict[str, str]) -> AsyncIterator[Counter[str]]:
 
     async def call(request: web.Request) -> web.Response:
         asked[request.path] += 1
-        return web.Response(body=m.encode(m.Answer("noted")), content_type="application/json")
+        return web.Response(body=m.encode(calls.Answer("noted")), content_type="application/json")
 
     app = web.Application()
     app.router.add_get("/v1/watch", watch)

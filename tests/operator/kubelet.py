@@ -18,8 +18,10 @@ from aiohttp import web
 from fake_api import FakeApi
 from trainers import Trainer, Training
 
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow.coordinator import Coordinator
+from virtualflow.last_word import LastWord
 from virtualflow.settings import CoordinatorSettings, MembershipSettings
 from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE
 from virtualflow_operator.kube import PODS, SECRETS, SERVICES, Object
@@ -56,7 +58,7 @@ class CoordinatorPod:
         for name in ("gone", "drain"):
             setattr(job, name, self._noting(getattr(job, name), told))
         stop = job.request_stop
-        job.request_stop = lambda reason: (told(m.StopCall(reason)), stop(reason))[1]  # type: ignore[method-assign]
+        job.request_stop = lambda reason: (told(calls.StopCall(reason)), stop(reason))[1]  # type: ignore[method-assign]
         self._address, self._runner = (
             address,
             web.AppRunner(self.coordinator.application(), access_log=None, shutdown_timeout=0.05),
@@ -135,7 +137,7 @@ class Kubelet:
         """Let the user's code of a worker raise."""
         pod = self.server.find(PODS, namespace, name)
         assert pod is not None
-        word = m.LastWord("failed", 1, error=error, traceback=f"Traceback\n{error}")
+        word = LastWord("failed", 1, error=error, traceback=f"Traceback\n{error}")
         self._kill(pod["metadata"]["uid"])
         self._ended((namespace, name), 1, word)
 
@@ -274,7 +276,7 @@ class Kubelet:
         if coordinator is not None:
             self._spawn(coordinator.stop())
 
-    def _ended(self, key: Key, code: int, word: m.LastWord | None) -> None:
+    def _ended(self, key: Key, code: int, word: LastWord | None) -> None:
         """A worker's process has ended."""
         pod = self.server.find(PODS, *key)
         if pod is None:

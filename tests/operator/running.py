@@ -47,10 +47,10 @@ def _operate(kubeconfig: str, log: str, arguments: list[str], changes: dict[str,
     from kubernetes.config import kube_config
 
     from virtualflow_operator import logs, main
-    from virtualflow_operator.settings import OperatorSettings
+    from virtualflow_operator.options import read_settings
 
     kube_config.KUBE_CONFIG_DEFAULT_LOCATION = kubeconfig  # read when it was imported
-    settings = OperatorSettings.read(arguments, {})
+    settings = read_settings(arguments, {})
     for place, value in changes.items():
         group, _, member = place.rpartition("__")
         inner = dataclasses.replace(getattr(settings, group), **{member: value}) if group else value

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from statuses import coordinator_status
-from virtualflow.messages import Change, Generation, LastWord, LostWorker, Status, WorkerStatus, encode
+from virtualflow.calls import LostWorker, Status, WorkerStatus
+from virtualflow.last_word import LastWord
+from virtualflow.messages import Change, Generation, encode
 from virtualflow_operator import resources
 from virtualflow_operator.decision import Scene, Verdict
 from virtualflow_operator.job_status import merge_patch, write_status

@@ -11,7 +11,9 @@ from typing import Any
 
 from scenes import NOW, body, given_up, remote, seen
 
-from virtualflow.messages import LastWord, LostWorker, Status, encode
+from virtualflow.calls import LostWorker, Status
+from virtualflow.last_word import LastWord
+from virtualflow.messages import encode
 from virtualflow_operator.constants import COORDINATOR, LABEL_ATTEMPT, LABEL_ORDINAL, LABEL_ROLE, WORKER
 from virtualflow_operator.view import Pod, format_time, read_pod
 

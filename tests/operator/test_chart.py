@@ -28,8 +28,8 @@ from rendering import (
     with_helm,
 )
 
+from virtualflow_operator.options import read_settings
 from virtualflow_operator.pod_security import violations
-from virtualflow_operator.settings import OperatorSettings
 
 
 @with_helm
@@ -103,7 +103,7 @@ def test_every_selector_finds_the_operator_and_no_pod_else(values: Object) -> No
     selectors = [
         only(objects, "Deployment")["spec"]["selector"]["matchLabels"],
         only(objects, "Service")["spec"]["selector"],
-        OperatorSettings.read([], environment(objects)).operator_labels,
+        read_settings([], environment(objects)).operator_labels,
         *(found["spec"]["selector"]["matchLabels"] for found in of_kind(objects, "PodDisruptionBudget")),
         *(found["spec"]["selector"]["matchLabels"] for found in of_kind(objects, "PodMonitor")),
         *(found["spec"]["podSelector"]["matchLabels"] for found in of_kind(objects, "NetworkPolicy")),
@@ -208,7 +208,7 @@ def test_the_operator_finds_its_key_where_it_looks_for_it(values: Object, name: 
     assert volume["secret"]["secretName"] == name
     (mount,) = (mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == volume["name"])
     (item,) = volume["secret"]["items"]
-    assert f"{mount['mountPath']}/{item['path']}" == str(OperatorSettings.read([], environment(objects)).key_file)
+    assert f"{mount['mountPath']}/{item['path']}" == str(read_settings([], environment(objects)).key_file)
 
 
 # Network

@@ -26,7 +26,8 @@ from rendering import (
     with_helm,
 )
 
-from virtualflow_operator.settings import OPTIONS, OperatorSettings
+from virtualflow_operator.options import OPTIONS, read_settings
+from virtualflow_operator.settings import OperatorSettings
 
 
 @with_helm
@@ -34,12 +35,12 @@ from virtualflow_operator.settings import OPTIONS, OperatorSettings
 def test_the_operator_reads_every_setting_from_its_environment(values: Object) -> None:
     variables = environment(render(values))
     assert {option.variable for option in OPTIONS} == {name for name in variables if name.startswith("VIRTUALFLOW_")}
-    assert OperatorSettings.read([], variables).lease.namespace == NAMESPACE
+    assert read_settings([], variables).lease.namespace == NAMESPACE
 
 
 @with_helm
 def test_what_is_said_in_the_values_is_what_the_operator_does() -> None:
-    settings = OperatorSettings.read([], environment(render({**EVERYTHING, "namespaces": ["team-a", "team-b"]})))
+    settings = read_settings([], environment(render({**EVERYTHING, "namespaces": ["team-a", "team-b"]})))
     assert settings.image == "registry.example.com/ml/operator@sha256:" + "0" * 64
     assert settings.image_pull_policy == "Always"
     assert settings.image_pull_secrets == ("first", "second")
@@ -51,7 +52,7 @@ def test_what_is_said_in_the_values_is_what_the_operator_does() -> None:
 
 @with_helm
 def test_the_values_have_the_defaults_of_the_operator() -> None:
-    read, own = OperatorSettings.read([], environment(render(DEFAULTS))), OperatorSettings()
+    read, own = read_settings([], environment(render(DEFAULTS))), OperatorSettings()
     for name in (
         "queue",
         "crashes",
@@ -75,7 +76,7 @@ def test_the_operator_takes_whatever_the_schema_lets_through(bound: str) -> None
         for name, rule in schema()["properties"]["operator"]["properties"].items()
         if rule["type"] in {"integer", "number"}
     }
-    settings = OperatorSettings.read([], environment(render({"operator": numbers})))
+    settings = read_settings([], environment(render({"operator": numbers})))
     assert settings.queue.concurrency == numbers["concurrency"]
     assert settings.resync == numbers["resyncSeconds"]
     assert settings.unschedulable_patience == numbers["unschedulableSeconds"]

@@ -17,7 +17,7 @@ from scenes import group
 from small_cluster import Cluster
 from small_operator import Operator
 
-from virtualflow.messages import LastWord
+from virtualflow.last_word import LastWord
 from virtualflow_operator import resources
 from virtualflow_operator.constants import COORDINATOR, WORKER
 from virtualflow_operator.job_status import merge_patch, write_status

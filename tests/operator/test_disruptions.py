@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import NOW, ended, training
 
-from virtualflow.messages import LastWord
+from virtualflow.last_word import LastWord
 from virtualflow_operator.disruptions import (
     OUT_OF_SERVICE,
     TERMINATION_TAINTS,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import NOW, ended, training
 
-from virtualflow.messages import LastWord
+from virtualflow.last_word import LastWord
 from virtualflow_operator.failures import count_crash, count_failed_attempt, count_refusal
 from virtualflow_operator.job_status import Failures
 from virtualflow_operator.settings import CrashSettings

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import accepted, body, remote, seen, worker
 
-from virtualflow.messages import Status
+from virtualflow.calls import Status
 from virtualflow_operator.job_status import Measured
 from virtualflow_operator.measuring import MAX_MEASURED, curve_of, efficient_limit, remember
 from virtualflow_operator.view import read_job

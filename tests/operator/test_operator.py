@@ -14,7 +14,7 @@ from kubelet import NODES as NODE_NAMES
 from stage import KEY, NAMESPACE, Stage, play, running
 from trainers import DIGEST
 
-from virtualflow import messages as m
+from virtualflow import calls
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, WORKER
 from virtualflow_operator.kube import JOBS, NODES, PDBS, PODS, SECRETS, SERVICES
 from virtualflow_operator.resources import derive_token
@@ -201,8 +201,8 @@ def test_a_lost_pod_is_told_to_the_coordinator_at_once(tmp_path: Path) -> None:
 
 def gone_at(stage: Stage, incarnation: str) -> float | None:
     """When a coordinator was told that a process is no more."""
-    calls = [(at, call) for at, _, call in stage.kubelet.told if isinstance(call, m.GoneCall)]
-    return next((at for at, call in calls if call.incarnation == incarnation), None)
+    told = [(at, call) for at, _, call in stage.kubelet.told if isinstance(call, calls.GoneCall)]
+    return next((at for at, call in told if call.incarnation == incarnation), None)
 
 
 def plan_of(stage: Stage, name: str) -> set[str]:
@@ -220,8 +220,8 @@ def test_a_deleted_pod_is_drained_and_no_step_is_repeated(tmp_path: Path) -> Non
         first.deaf = True  # it hears of its end from the coordinator alone
         stage.server.remove(PODS, NAMESPACE, first.name)
         await stage.until(lambda: stage.made.total() == 4 and stage.trains("digits"))
-        assert [call.workers for call in stage.told("digits", m.DrainCall)] == [(first.name,)]
-        assert not stage.told("digits", m.GoneCall)
+        assert [call.workers for call in stage.told("digits", calls.DrainCall)] == [(first.name,)]
+        assert not stage.told("digits", calls.GoneCall)
         await stage.until(lambda: stage.status("digits").get("changes", 0) > 0)
         assert stage.status("digits").get("repeatedSteps", 0) == 0
         assert "Draining" in stage.events("digits")
@@ -248,7 +248,7 @@ def test_workers_on_a_node_that_will_go_are_relieved(tmp_path: Path, announcemen
         stage.kubelet.avoided.add(node)
         stage.server.set_node(node, **announcement)
         await stage.until(lambda: name not in stage.workers("digits") and stage.trains("digits"))
-        assert not stage.told("digits", m.GoneCall)
+        assert not stage.told("digits", calls.GoneCall)
         assert stage.status("digits").get("repeatedSteps", 0) == 0
 
     play(tmp_path, story)
@@ -381,7 +381,7 @@ def test_the_workers_of_a_deleted_job_leave_together_and_wait_for_nobody(tmp_pat
             stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"finalizers": ["foregroundDeletion"]}})
         stage.delete("digits")
         await stage.until(lambda: [phase_of(stage, f"digits-w-{n}") for n in range(2)] == ["Succeeded"] * 2)
-        assert {call.reason for call in stage.told("digits", m.StopCall)} == {"the job is deleted"}
+        assert {call.reason for call in stage.told("digits", calls.StopCall)} == {"the job is deleted"}
         await stage.until(lambda: not stage.pods("digits"))
         stage.server.store.collect_garbage = collect  # type: ignore[method-assign]
         if foreground:

@@ -30,7 +30,7 @@ from scenes import (
     worker,
 )
 
-from virtualflow.messages import LastWord
+from virtualflow.last_word import LastWord
 from virtualflow_operator import reasons, resources
 from virtualflow_operator.plan import DeleteJob, PointService, TellStop
 from virtualflow_operator.view import Node, Service, format_time

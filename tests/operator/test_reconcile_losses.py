@@ -29,7 +29,7 @@ from scenes import (
     worker,
 )
 
-from virtualflow.messages import LastWord
+from virtualflow.last_word import LastWord
 from virtualflow_operator import reasons
 from virtualflow_operator.disruptions import OUT_OF_SERVICE, TERMINATION_TAINTS
 from virtualflow_operator.plan import DeletePod, TellDrain, TellGone

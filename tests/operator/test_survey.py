@@ -23,7 +23,7 @@ from scenes import (
     training,
 )
 
-from virtualflow.messages import LastWord
+from virtualflow.last_word import LastWord
 from virtualflow_operator.survey import Placed, Survey, describe_crash, find_worker, take_survey
 from virtualflow_operator.view import Node, Pod
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import NOW, body, training
 
-from virtualflow.messages import LastWord, encode
+from virtualflow.last_word import LastWord
+from virtualflow.messages import encode
 from virtualflow_operator.job_status import Failures, JobStatus, merge_patch, read_status, write_status
 from virtualflow_operator.view import format_time, parse_time, read_job, read_node, read_pod, read_service
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import aiohttp
 
 from virtualflow import messages as m
+from virtualflow.last_word import LastWord
 
 NOTHING = m.Generation(0, 0)
 DIGEST = "d" * 64
@@ -19,7 +20,7 @@ STEP_SECONDS = 0.03
 """How long a step takes, and the pause after which a worker dials its coordinator again."""
 HEARTBEAT_STEPS = 20
 
-Exit = Callable[[int, m.LastWord | None], None]
+Exit = Callable[[int, LastWord | None], None]
 
 
 class Trainer:
@@ -90,7 +91,7 @@ class Trainer:
         self._task.cancel()
         self.training.lost(self)
 
-    def exit(self, code: int, word: m.LastWord | None) -> None:
+    def exit(self, code: int, word: LastWord | None) -> None:
         """End by itself."""
         if self.alive:
             self.alive = False
@@ -201,13 +202,13 @@ class Training:
             case m.Drain():
                 trainer.draining = True
             case m.Refuse(reason):
-                trainer.exit(75, m.LastWord("refused", self.step, reason=reason))
+                trainer.exit(75, LastWord("refused", self.step, reason=reason))
             case m.End(failed, reason):
-                trainer.exit(1 if failed else 0, m.LastWord("ended", self.step, reason=reason))
+                trainer.exit(1 if failed else 0, LastWord("ended", self.step, reason=reason))
             case m.Release():
-                word = m.LastWord("left", self.step)
+                word = LastWord("left", self.step)
                 if not trainer.leaving:
-                    word = m.LastWord("done", self.step, digest=DIGEST, optimizer_digest=DIGEST, metrics={"loss": 0.5})
+                    word = LastWord("done", self.step, digest=DIGEST, optimizer_digest=DIGEST, metrics={"loss": 0.5})
                 trainer.exit(0, word)
         self.ponder()
 

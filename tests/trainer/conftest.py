@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checkpoints import tree_of, writer_to
 from elastic_jobs import ElasticJob, prepare_forkserver
+
+from virtualflow import checkpoint_files
+from virtualflow.checkpoint import CheckpointWriter
 
 # Whichever test starts the server process first, it serves all.
 prepare_forkserver()
@@ -33,3 +39,37 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., ElasticJob]]:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+@pytest.fixture
+def events() -> list[str]:
+    """What a writer or a reader of checkpoints has told."""
+    return []
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """A disk that is as slow as the test wants: (it has started to write, let it go on)."""
+    started, go_on = threading.Event(), threading.Event()
+    write = checkpoint_files.save_file
+
+    def slow(*args: Any, **options: Any) -> None:
+        started.set()
+        assert go_on.wait(60)
+        write(*args, **options)
+
+    monkeypatch.setattr(checkpoint_files, "save_file", slow)
+    yield started, go_on
+    go_on.set()
+
+
+@pytest.fixture
+def writing(
+    gate: tuple[threading.Event, threading.Event], tmp_path: Path, events: list[str]
+) -> tuple[CheckpointWriter, threading.Event]:
+    """A writer in the middle of the checkpoint of step 1 in ``tmp_path``, and what lets it go on."""
+    started, go_on = gate
+    writer = writer_to(tmp_path, events)
+    writer.save(1, tree_of(1))
+    assert started.wait(60)
+    return writer, go_on

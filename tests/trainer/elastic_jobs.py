@@ -31,8 +31,7 @@ import psutil
 import torch
 from aiohttp import web
 
-from virtualflow import digests, settings, trees
-from virtualflow import messages as m
+from virtualflow import calls, digests, settings, trees
 from virtualflow.coordinator import Coordinator
 from virtualflow.errors import Leave
 from virtualflow.pipeline import Early
@@ -249,11 +248,11 @@ class ElasticJob:
         """The coordinator's, for workers that a test starts itself."""
         return self._coordinator.url
 
-    def status(self) -> m.Status:
-        return msgspec.json.decode(self._request("status", None), type=m.Status)
+    def status(self) -> calls.Status:
+        return msgspec.json.decode(self._request("status", None), type=calls.Status)
 
     def call(self, name: str, **values: Any) -> str:
-        return msgspec.json.decode(self._request(name, msgspec.json.encode(values)), type=m.Answer).message
+        return msgspec.json.decode(self._request(name, msgspec.json.encode(values)), type=calls.Answer).message
 
     def _request(self, name: str, body: bytes | None) -> bytes:
         headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -261,7 +260,7 @@ class ElasticJob:
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return bytes(answer.read())
 
-    def wait_for(self, holds: Callable[[m.Status], bool], what: str, patience: float = PATIENCE) -> m.Status:
+    def wait_for(self, holds: Callable[[calls.Status], bool], what: str, patience: float = PATIENCE) -> calls.Status:
         deadline = time.monotonic() + patience
         while True:
             status = self.status()
@@ -296,7 +295,7 @@ class ElasticJob:
     def hold(self, step: int | None) -> None:
         self.call("hold", step=step)
 
-    def reach(self, step: int) -> m.Status:
+    def reach(self, step: int) -> calls.Status:
         """Let the job go on to ``step``, and wait until it is held there."""
         self.hold(step)
         return self.wait_for(lambda status: status.step == step and status.phase == "training", f"step {step}")
@@ -336,7 +335,7 @@ class ElasticJob:
         self._await_proposal(set(), set(names))
 
     def _await_proposal(self, there: set[str], not_there: set[str]) -> None:
-        def proposed(status: m.Status) -> bool:
+        def proposed(status: calls.Status) -> bool:
             names = {worker.worker for worker in status.workers if worker.incarnation in status.proposed_workers}
             return status.prepared and there <= names and not (not_there & names)
 

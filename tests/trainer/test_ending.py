@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from virtualflow import messages as m
+from virtualflow.last_word import LastWord, decode_last_word
 from virtualflow.settings import (
     ENV_CHECKPOINT_DIR,
     ENV_REPRODUCIBILITY,
@@ -45,11 +46,11 @@ def train(steps: int = 6, fail_at: int = 0, reproducibility: str = "bitwise", lo
     return trained(run, model, optimizer, metrics=dict(run.metrics), more=enforced)
 
 
-def read(path: Path) -> m.LastWord | None:
-    return m.decode_last_word(path.read_bytes()) if path.exists() else None
+def read(path: Path) -> LastWord | None:
+    return decode_last_word(path.read_bytes()) if path.exists() else None
 
 
-def told(path: Path) -> m.LastWord:
+def told(path: Path) -> LastWord:
     word = read(path)
     assert word is not None, path
     return word
@@ -69,7 +70,7 @@ def started(start_job: StartJob, place: Path, *arguments: object, workers: int =
 def test_a_process_alone_tells_its_result(tmp_path: Path) -> None:
     log = tmp_path / "log"
     result = alone(train, 6, environment={ENV_TERMINATION_LOG: str(log)})
-    assert told(log) == m.LastWord("done", 6, 6, result.digest, result.optimizer, result.metrics)
+    assert told(log) == LastWord("done", 6, 6, result.digest, result.optimizer, result.metrics)
 
 
 def test_a_process_alone_tells_why_it_failed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
-from virtualflow import messages as m
+from virtualflow import calls
 from virtualflow.settings import ENV_WORKER, MembershipSettings
 
 SETTINGS = replace(MEMBERSHIP, rebalance_gain=MembershipSettings.rebalance_gain, rebalance_interval=0.3)
@@ -50,11 +50,11 @@ def work(tmp_path: Path) -> Path:
     return file
 
 
-def shares(status: m.Status) -> list[int]:
+def shares(status: calls.Status) -> list[int]:
     return sorted(worker.last - worker.first for worker in status.workers)
 
 
-def carried(status: m.Status, worker: str) -> int:
+def carried(status: calls.Status, worker: str) -> int:
     return next((one.last - one.first for one in status.workers if one.worker == worker), 0)
 
 
@@ -110,7 +110,7 @@ def test_where_it_is_switched_off_the_split_stays_even(
     slower.touch()
     job = start_job(compute, 40, "worker-1", str(tmp_path), workers=2, membership=replace(SETTINGS, rebalance_gain=1.0))
 
-    def settled(status: m.Status) -> bool:
+    def settled(status: calls.Status) -> bool:
         paces = [worker.pace_ms for worker in status.workers]
         return status.step >= 25 and None not in paces
 

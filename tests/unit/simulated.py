@@ -425,3 +425,35 @@ class World:
                 raise AssertionError("the workers never come to rest")
             self.train()
             self.pass_time(0.25)
+
+
+def assert_together(world: World, living: list[Worker]) -> None:
+    """All of ``living`` are in one generation, or wait for a place in it."""
+    running = world.job.running
+    assert running is not None, world.job.reason
+    inside = [worker for worker in living if worker.plan == running]
+    assert {worker.incarnation for worker in inside} == {x.incarnation for x in running.members}
+    assert all(worker.synced and not worker.awaiting for worker in inside)
+    assert len(inside) == min(len(living), VIRTUAL_NODES)
+    assert not any(worker.draining for worker in living)
+    assert len(world.job.roster.workers) <= len(living) + 1, "the dead are remembered for ever"
+    before = inside[0].step
+    world.settle(1.0)
+    assert inside[0].step > before, "the training stands still"
+
+
+def running_world(workers: int = 2) -> World:
+    world = World(wanted=workers)
+    for number in range(workers):
+        world.start_worker(f"worker-{number}").ready = True
+    world.settle(5.0)
+    assert world.job.phase == "training"
+    return world
+
+
+def generation(counter: int, incarnation: int = 1_001) -> m.Generation:
+    return m.Generation(incarnation, counter)
+
+
+def done(step: int, digest: str = "d") -> m.Done:
+    return m.Done(step, digest, digest, {}, 1.0, step)

@@ -20,7 +20,8 @@ from virtualflow_operator import reasons
 from virtualflow_operator import settings as operator_settings
 from virtualflow_operator.disruptions import TERMINATION_TAINTS
 from virtualflow_operator.metrics import metric_names
-from virtualflow_operator.settings import OPTIONS, OperatorSettings, Option
+from virtualflow_operator.options import OPTIONS, Option
+from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.simulator import command as simulator
 from virtualflow_operator.spec import read_spec
 from virtualflow_operator.validation import validate, validate_queue

@@ -22,15 +22,15 @@ from virtualflow.errors import (
     JobFailed,
     VirtualFlowError,
 )
-from virtualflow.last_word import LastWordWriter, encode_last_word
+from virtualflow.last_word import LastWord, LastWordWriter, decode_last_word, encode_last_word
 from virtualflow.settings import ENV_TERMINATION_LOG
 
 LIMIT = 4_096
 TEXT = st.text(st.characters(exclude_categories=[]), max_size=3_000)
 
 
-def read(path: Path) -> m.LastWord:
-    word = m.decode_last_word(path.read_bytes())
+def read(path: Path) -> LastWord:
+    word = decode_last_word(path.read_bytes())
     assert word is not None
     return word
 
@@ -51,10 +51,10 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_last_word_always_fits_and_can_be_read(
     trace: str, error: str | None, reason: str | None, metrics: dict[str, float]
 ) -> None:
-    word = m.LastWord("failed", step=7, error=error, reason=reason, traceback=trace, metrics=metrics)
+    word = LastWord("failed", step=7, error=error, reason=reason, traceback=trace, metrics=metrics)
     raw = encode_last_word(word)
     assert len(raw) <= LIMIT
-    told = m.decode_last_word(raw.decode())
+    told = decode_last_word(raw.decode())
     assert told is not None
     assert (told.kind, told.step) == ("failed", 7)
     assert len(told.metrics) <= 16
@@ -65,8 +65,8 @@ def test_a_last_word_always_fits_and_can_be_read(
 
 def test_of_a_long_traceback_the_end_is_kept_as_far_as_there_is_room() -> None:
     trace = "".join(f'  File "train.py", line {number}, in step\n' for number in range(1_000)) + 'ValueError: "sour"\n'
-    raw = encode_last_word(m.LastWord("failed", error='ValueError: "sour"', traceback=trace))
-    word = m.decode_last_word(raw)
+    raw = encode_last_word(LastWord("failed", error='ValueError: "sour"', traceback=trace))
+    word = decode_last_word(raw)
     assert word is not None
     assert word.error == 'ValueError: "sour"'
     assert word.traceback is not None
@@ -75,7 +75,7 @@ def test_of_a_long_traceback_the_end_is_kept_as_far_as_there_is_room() -> None:
 
 
 def test_it_is_plain_json_in_the_spelling_of_the_other_messages() -> None:
-    raw = encode_last_word(m.LastWord("done", 9, 9, "aa", "bb", {"loss": 0.5}))
+    raw = encode_last_word(LastWord("done", 9, 9, "aa", "bb", {"loss": 0.5}))
     assert json.loads(raw) == {
         "type": "last-word",
         "kind": "done",
@@ -106,29 +106,29 @@ def test_it_is_plain_json_in_the_spelling_of_the_other_messages() -> None:
     ],
 )
 def test_what_is_no_last_word_is_taken_for_none(text: str | bytes) -> None:
-    assert m.decode_last_word(text) is None
+    assert decode_last_word(text) is None
 
 
 def test_a_last_word_of_a_later_version_is_understood() -> None:
-    word = m.decode_last_word('{"type":"last-word","kind":"left","reason":"enough","more":{"a":1}}\n')
-    assert word == m.LastWord("left", reason="enough")
+    word = decode_last_word('{"type":"last-word","kind":"left","reason":"enough","more":{"a":1}}\n')
+    assert word == LastWord("left", reason="enough")
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (Drained("the node goes"), m.LastWord("left", 5, 10, reason="the node goes")),
-        (Evicted("given up: no sign of life"), m.LastWord("refused", 5, 10, reason="given up: no sign of life")),
-        (JobEnded("the job is complete"), m.LastWord("ended", 5, 10, reason="the job is complete")),
-        (JobFailed("the job has failed: x"), m.LastWord("ended", 5, 10, reason="the job has failed: x")),
-        (CoordinatorAbsent("nobody answers"), m.LastWord("ended", 5, 10, reason="nobody answers")),
-        (ConfigurationError("pass epochs="), m.LastWord("failed", 5, 10, error="pass epochs=")),
-        (VirtualFlowError("a step was left"), m.LastWord("failed", 5, 10, error="a step was left")),
-        (SystemExit(3), m.LastWord("failed", 5, 10, error="SystemExit: 3", traceback="SystemExit: 3\n")),
+        (Drained("the node goes"), LastWord("left", 5, 10, reason="the node goes")),
+        (Evicted("given up: no sign of life"), LastWord("refused", 5, 10, reason="given up: no sign of life")),
+        (JobEnded("the job is complete"), LastWord("ended", 5, 10, reason="the job is complete")),
+        (JobFailed("the job has failed: x"), LastWord("ended", 5, 10, reason="the job has failed: x")),
+        (CoordinatorAbsent("nobody answers"), LastWord("ended", 5, 10, reason="nobody answers")),
+        (ConfigurationError("pass epochs="), LastWord("failed", 5, 10, error="pass epochs=")),
+        (VirtualFlowError("a step was left"), LastWord("failed", 5, 10, error="a step was left")),
+        (SystemExit(3), LastWord("failed", 5, 10, error="SystemExit: 3", traceback="SystemExit: 3\n")),
     ],
     ids=lambda case: type(case).__name__ if isinstance(case, BaseException) else None,
 )
-def test_how_a_process_ends_is_told_by_its_exception(log: Path, error: BaseException, expected: m.LastWord) -> None:
+def test_how_a_process_ends_is_told_by_its_exception(log: Path, error: BaseException, expected: LastWord) -> None:
     LastWordWriter().ended(error, 5, 10)
     assert read(log) == expected
 
@@ -138,9 +138,9 @@ def test_a_later_word_takes_the_place_of_an_earlier_one_in_the_same_file(log: Pa
     node = log.stat().st_ino
     writer = LastWordWriter()
     writer.done(m.Done(9, "aa", "bb", {"loss": 0.5}, 1.0, 9), 9)
-    assert read(log) == m.LastWord("done", 9, 9, "aa", "bb", {"loss": 0.5})
+    assert read(log) == LastWord("done", 9, 9, "aa", "bb", {"loss": 0.5})
     writer.ended(JobFailed("x"))
-    assert read(log) == m.LastWord("ended", reason="x")
+    assert read(log) == LastWord("ended", reason="x")
     assert log.stat().st_ino == node
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from statuses import coordinator_status
+from virtualflow.calls import WorkerStatus
 from virtualflow.local.report import Chronicle, build_report
 from virtualflow.local.view import describe_change, describe_progress, describe_status
-from virtualflow.messages import Change, Generation, WorkerStatus
+from virtualflow.messages import Change, Generation
 
 MOVED = Change(Generation(1, 4), 71, 2, 2, "rebalance", "worker-0 is slow", 12.4, 0)
 WORKERS = (

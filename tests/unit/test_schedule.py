@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from statuses import coordinator_status
+from virtualflow.calls import Status, WorkerStatus
 from virtualflow.errors import ConfigurationError
 from virtualflow.local.schedule import (
     Fast,
@@ -25,7 +26,6 @@ from virtualflow.local.schedule import (
     parse_schedule,
     settled,
 )
-from virtualflow.messages import Status, WorkerStatus
 
 
 @pytest.mark.parametrize(

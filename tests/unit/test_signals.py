@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from virtualflow import messages as m
+from virtualflow import calls
 from virtualflow.coordinator import Coordinator
 from virtualflow.settings import CoordinatorSettings, SignalSettings
 from virtualflow.signals import CallRefused, CoordinatorClient
@@ -91,7 +91,7 @@ def test_a_watcher_asks_for_quiet_and_for_brevity() -> None:
             coordinator._turn()
             await anext(whole)
             assert not following.done()
-            await client.send(m.ScaleCall(3, minimum=1))
+            await client.send(calls.ScaleCall(3, minimum=1))
             assert ((await following).wanted, (await client.status()).minimum) == (3, 1)
             await whole.aclose()
             await quiet.aclose()

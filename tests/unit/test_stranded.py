@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow.job import Job
 from virtualflow.settings import MembershipSettings
@@ -34,7 +35,7 @@ def founded_job() -> tuple[Job, m.Plan]:
 @pytest.mark.parametrize("entered_first", [True, False], ids=["the others' news first", "its own news first"])
 def test_a_survivor_left_behind_in_the_former_generation_is_recovered(entered_first: bool) -> None:
     job, founded = founded_job()
-    job.drain(m.DrainCall(("b",)))
+    job.drain(calls.DrainCall(("b",)))
     job.decide()
     planned = job.proposed
     assert planned is not None

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from coordinator_server import RIGHT, SETTINGS, Server, until, with_server
 
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow.settings import CoordinatorSettings
 
@@ -19,7 +20,7 @@ from virtualflow.settings import CoordinatorSettings
 def test_a_watcher_hears_of_every_change_and_of_the_last_one_at_the_end() -> None:
     async def story(server: Server) -> None:
         stream = await server.client.ws_connect(f"{server.url}/v1/watch", headers=RIGHT)
-        status = msgspec.json.Decoder(m.Status)
+        status = msgspec.json.Decoder(calls.Status)
         assert status.decode((await stream.receive(timeout=5.0)).data).workers == ()
         await server.worker("worker-0")
         seen = status.decode((await stream.receive(timeout=5.0)).data)
@@ -33,10 +34,10 @@ def test_a_watcher_hears_of_every_change_and_of_the_last_one_at_the_end() -> Non
     with_server(story)
 
 
-STATUS = msgspec.json.Decoder(m.Status)
+STATUS = msgspec.json.Decoder(calls.Status)
 
 
-async def seen(stream: aiohttp.ClientWebSocketResponse) -> m.Status:
+async def seen(stream: aiohttp.ClientWebSocketResponse) -> calls.Status:
     """The next status that a watcher gets."""
     return STATUS.decode((await stream.receive(timeout=5.0)).data)
 

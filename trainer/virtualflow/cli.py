@@ -35,7 +35,7 @@ from virtualflow.settings import (
 )
 
 if TYPE_CHECKING:
-    from virtualflow.messages import Status
+    from virtualflow.calls import Status
     from virtualflow.signals import CoordinatorClient
 
 EXIT_FAILED = 1
@@ -302,7 +302,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _scale(arguments: argparse.Namespace) -> int:
-    from virtualflow.messages import ScaleCall
+    from virtualflow.calls import ScaleCall
 
     if not 1 <= arguments.workers <= MAX_WORKERS:
         raise ConfigurationError(f"a job has between 1 and {MAX_WORKERS} workers, not {arguments.workers}")
@@ -321,7 +321,7 @@ def _scale(arguments: argparse.Namespace) -> int:
 def _drain(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from virtualflow.messages import DrainCall
+    from virtualflow.calls import DrainCall
 
     try:
         call = msgspec.convert(

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow.errors import ConfigurationError
 from virtualflow.job import Job
@@ -116,15 +117,15 @@ class Coordinator:
         app.router.add_get("/v1/status", self._watchers.show)
         app.router.add_get("/v1/watch", self._watchers.serve)
         app.router.add_get("/v1/worker", self._worker)
-        calls: list[tuple[str, type[Any], Callable[[Any], str]]] = [
-            ("drain", m.DrainCall, self.job.drain),
-            ("gone", m.GoneCall, self.job.gone),
-            ("scale", m.ScaleCall, lambda call: self.job.scale(call.workers, call.minimum)),
-            ("hold", m.HoldCall, lambda call: self.job.set_hold(call.step)),
-            ("stop", m.StopCall, lambda call: self.job.request_stop(call.reason)),
-            ("fail", m.FailCall, lambda call: self.job.fail(call.reason)),
+        routes: list[tuple[str, type[Any], Callable[[Any], str]]] = [
+            ("drain", calls.DrainCall, self.job.drain),
+            ("gone", calls.GoneCall, self.job.gone),
+            ("scale", calls.ScaleCall, lambda call: self.job.scale(call.workers, call.minimum)),
+            ("hold", calls.HoldCall, lambda call: self.job.set_hold(call.step)),
+            ("stop", calls.StopCall, lambda call: self.job.request_stop(call.reason)),
+            ("fail", calls.FailCall, lambda call: self.job.fail(call.reason)),
         ]
-        for name, kind, act in calls:
+        for name, kind, act in routes:
             app.router.add_post(f"/v1/{name}", self._call(kind, act))
         return app
 

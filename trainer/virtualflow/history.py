@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow.settings import MAX_CHANGES
 
@@ -27,7 +28,7 @@ class History:
     def __init__(self) -> None:
         self.wall = 0.0
         """Unix time of what happens now."""
-        self.events: deque[m.Event] = deque(maxlen=MAX_EVENTS)
+        self.events: deque[calls.Event] = deque(maxlen=MAX_EVENTS)
         self.changes: dict[m.Generation, m.Change] = {}
         self._forgotten = m.Generation(0, 0)
         """The newest generation whose change is not remembered any more, only counted."""
@@ -47,7 +48,7 @@ class History:
         """Tell people something, in the log and in the status."""
         self._number += 1
         logger.info("%s", text)
-        self.events.append(m.Event(self._number, self.wall, kind, text[:MAX_TEXT]))
+        self.events.append(calls.Event(self._number, self.wall, kind, text[:MAX_TEXT]))
 
     def reached(self, step: int) -> None:
         """A worker has the state of so many completed steps."""

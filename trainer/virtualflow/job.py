@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow.balance import predicted_step, split
 from virtualflow.cluster import Cluster, Decision, Proposal
@@ -29,7 +30,7 @@ class Job(Record):
 
     # --- signalling parties ------------------------------------------------------------------------------------------
 
-    def drain(self, call: m.DrainCall) -> str:
+    def drain(self, call: calls.DrainCall) -> str:
         """Announce that workers will be taken away; the answer is one sentence.
 
         Raises:
@@ -42,7 +43,7 @@ class Job(Record):
                 self._send(worker.incarnation, m.Drain(seconds, call.reason))
         return f"{', '.join(call.workers)} will leave within {seconds:g} s"
 
-    def gone(self, call: m.GoneCall) -> str:
+    def gone(self, call: calls.GoneCall) -> str:
         """Take note that a worker's process has ended; to say so again does no harm.
 
         Raises:
@@ -257,6 +258,6 @@ class Job(Record):
         """Seconds that a step of the running generation should take by the workers' paces, once all are known."""
         return predicted_step(self._cluster())
 
-    def status(self, brief: bool = False) -> m.Status:
+    def status(self, brief: bool = False) -> calls.Status:
         """What ``GET /v1/status`` answers; ``brief``: with the latest few changes and events only."""
         return describe(self, brief)

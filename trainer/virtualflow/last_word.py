@@ -1,4 +1,4 @@
-"""What a worker leaves behind when it ends, for whoever started its process (:class:`virtualflow.messages.LastWord`).
+"""What a worker leaves behind when it ends, for whoever started its process, and how that is read.
 
 Kubernetes shows the first 4,096 bytes of a container's termination log in the pod's status, so what is written always
 fits, whole and readable. It needs no coordinator: a worker that cannot reach one leaves its last word all the same.
@@ -13,6 +13,7 @@ import os
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -27,6 +28,29 @@ _SENTENCE = 1_000
 
 _NAME = 100
 """Characters of a metric's name; a longer one is left out."""
+
+
+class LastWord(m.Base, frozen=True, tag="last-word", forbid_unknown_fields=False, omit_defaults=True):
+    """What a worker writes into its termination log when it ends; one that is killed writes nothing.
+
+    ``done``: it saw the end of the training. ``left``: it was drained and has handed over, or all were stopped.
+    ``failed``: the user's code raised, or what it asked for cannot be done. ``refused``: the coordinator gave it up or
+    did not admit it (exit code 75). ``ended``: the job is over or has failed elsewhere, or its coordinator stayed away.
+    """
+
+    kind: Literal["done", "left", "failed", "refused", "ended"]
+    step: int = 0
+    """Completed steps."""
+    total_steps: int | None = None
+    digest: str | None = None
+    optimizer_digest: str | None = None
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    error: str | None = None
+    """The exception and its message, or the sentence of an error raised on purpose."""
+    traceback: str | None = None
+    """Its end, as far as there is room."""
+    reason: str | None = None
+    """Why it left, was refused or ended."""
 
 
 class LastWordWriter:
@@ -49,7 +73,7 @@ class LastWordWriter:
     def done(self, result: m.Done, total_steps: int | None) -> None:
         """The training is complete."""
         self._write(
-            m.LastWord(
+            LastWord(
                 "done",
                 step=result.step,
                 total_steps=total_steps,
@@ -74,7 +98,7 @@ class LastWordWriter:
             total_steps: of the whole training.
             metrics: those of the last step.
         """
-        word = m.LastWord("failed", step=step, total_steps=total_steps, metrics=dict(metrics or {}))
+        word = LastWord("failed", step=step, total_steps=total_steps, metrics=dict(metrics or {}))
         if isinstance(error, Leave):
             kind = "left" if isinstance(error, Drained) else "refused" if isinstance(error, Evicted) else "ended"
             word = msgspec.structs.replace(word, kind=kind, reason=error.reason)
@@ -87,7 +111,7 @@ class LastWordWriter:
             word = msgspec.structs.replace(word, error=line, traceback="".join(traceback.format_exception(error)))
         self._write(word)
 
-    def _write(self, word: m.LastWord) -> None:
+    def _write(self, word: LastWord) -> None:
         if not self.wanted or self._path is None:
             return
         try:
@@ -102,7 +126,20 @@ class LastWordWriter:
             logger.warning("the last word of this worker cannot be written to %s: %s", self._path, error)
 
 
-def encode_last_word(word: m.LastWord) -> bytes:
+# Of two kinds that are possible, the tag must say which it is.
+_decoder = msgspec.json.Decoder(LastWord | m.Heartbeat)
+
+
+def decode_last_word(text: str | bytes) -> LastWord | None:
+    """Read the content of a termination log; ``None``: it is no last word (the end of a log, something else's text)."""
+    try:
+        word = _decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return word if isinstance(word, LastWord) else None
+
+
+def encode_last_word(word: LastWord) -> bytes:
     """JSON of at most ``MAX_LAST_WORD`` bytes; what is cut off is first the beginning of the traceback."""
     metrics = {
         _clean(name): value for name, value in word.metrics.items() if len(name) <= _NAME and math.isfinite(value)
@@ -130,7 +167,7 @@ def encode_last_word(word: m.LastWord) -> bytes:
     return m.encode(word)
 
 
-def _fit(word: m.LastWord, length: int, cut: Callable[[m.LastWord, int], m.LastWord]) -> m.LastWord:
+def _fit(word: LastWord, length: int, cut: Callable[[LastWord, int], LastWord]) -> LastWord:
     """``word`` with as much of a part, ``length`` long, as there is room for; ``cut`` leaves so much of it."""
     if len(m.encode(word)) <= MAX_LAST_WORD:
         return word

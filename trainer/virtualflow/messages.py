@@ -1,8 +1,8 @@
-"""What goes over the wire between workers, the coordinator and whoever signals it: typed, bounded JSON.
+"""What goes over the wire between workers and the coordinator: typed, bounded JSON.
 
-Workers hold one WebSocket to the coordinator (``/v1/worker``); the operator and the command line use HTTP requests
-and the watch stream. Decoding is strict (msgspec): an unknown field or tag, a wrong type or a number out of bounds is
-refused as a whole and changes nothing.
+Workers hold one WebSocket to the coordinator (``/v1/worker``). What the operator and the command line ask it, and what
+it answers, is in ``calls``, which stands on the same ground. Decoding is strict (msgspec): an unknown field or tag, a
+wrong type or a number out of bounds is refused as a whole and changes nothing.
 """
 
 from __future__ import annotations
@@ -353,176 +353,7 @@ class End(Base, frozen=True, tag="end"):
 
 ToWorker = Welcome | Plan | Keys | Drain | Hold | Release | Refuse | End
 
-# --- signalling parties: requests and the status ----------------------------------------------------------------------
-
-
-class DrainCall(Base, frozen=True, tag=False):
-    """``POST /v1/drain``: these workers will be taken away in ``deadline`` seconds."""
-
-    workers: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_WORKERS)]
-    deadline: Seconds | None = None
-    reason: Sentence = "asked to"
-
-
-class GoneCall(Base, frozen=True, tag=False):
-    """``POST /v1/gone``: that worker's process has ended or its node is lost."""
-
-    worker: Name
-    incarnation: Name | None = None
-    """The process meant; without it, whichever bears the name now."""
-    reason: Sentence = "reported gone"
-
-
-class ScaleCall(Base, frozen=True, tag=False):
-    """``POST /v1/scale``: how many workers whoever starts them is to provide."""
-
-    workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
-    minimum: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] | None = None
-    """With fewer ready workers than this nothing begins; ``None`` leaves it as it is."""
-
-
-class HoldCall(Base, frozen=True, tag=False):
-    """``POST /v1/hold``: no step after ``step`` may start; ``null`` lets go."""
-
-    step: Count | None
-
-
-class StopCall(Base, frozen=True, tag=False):
-    """``POST /v1/stop``: all workers leave at the same step, after a checkpoint where there is a place for one."""
-
-    reason: Sentence = "asked to stop"
-
-
-class FailCall(Base, frozen=True, tag=False):
-    """``POST /v1/fail``: the party that starts the workers gives the job up."""
-
-    reason: Sentence
-
-
-class Answer(Base, frozen=True, tag=False):
-    """The answer to a call: one sentence."""
-
-    message: str
-
-
-class WorkerStatus(Base, frozen=True, tag=False):
-    """A worker as the status shows it."""
-
-    worker: str
-    incarnation: str
-    address: str
-    pid: int
-    state: Literal["starting", "ready", "training", "draining", "silent", "done"]
-    first: int
-    last: int
-    """The half-open range of virtual nodes that it carries; empty for one that carries none."""
-    pace_ms: float | None = None
-    """How long it computes for a virtual node, as measured or else by a profile."""
-
-
-class LostWorker(Base, frozen=True, tag=False):
-    """A process that this coordinator has given up: it is refused for ever, and may still hang somewhere."""
-
-    worker: str
-    incarnation: str
-    address: str
-    """Empty where it is not known."""
-    reason: str
-
-
-class Event(Base, frozen=True, tag=False):
-    """Something that a person would want to know, numbered upward within one coordinator's life."""
-
-    number: int
-    time: float
-    """Unix time."""
-    kind: str
-    text: str
-
-
-Phase = Literal["waiting", "training", "evaluating", "done", "stopped", "failed"]
-
-
-class Status(Base, frozen=True, tag=False):
-    """``GET /v1/status`` and each message of ``GET /v1/watch``."""
-
-    phase: Phase
-    incarnation: int
-    generation: int
-    virtual_nodes: int | None
-    wanted: int
-    minimum: int
-    """With fewer ready workers than this nothing begins."""
-    workers: tuple[WorkerStatus, ...]
-    lost: tuple[LostWorker, ...]
-    """The latest processes that were given up, the newest last; not those that left or saw the end."""
-    proposed: int | None
-    """The counter of a generation that is being prepared."""
-    proposed_workers: tuple[str, ...]
-    """Incarnations of the members of the generation being prepared."""
-    prepared: bool
-    """All members of the proposed generation have its communicator."""
-    reason: str
-    """The membership decision in force, in words."""
-    step: int
-    total_steps: int | None
-    epoch: int
-    metrics: dict[str, float]
-    steps_per_second: float
-    step_ms: float | None
-    """How long a step takes: the median of the latest ones, and of all once the training is complete."""
-    hold: int | None
-    last_change: Change | None
-    changes: tuple[Change, ...]
-    """The latest."""
-    changes_total: int
-    """How many there were, also those that are not in ``changes`` any more."""
-    repeated_steps: int
-    """Of all of them."""
-    events: tuple[Event, ...]
-    digest: str | None
-    optimizer_digest: str | None
-    error: str | None
-    traceback: str | None
-    reproducibility: Reproducibility | None = None
-    """Which of the two the job is; ``None`` before anybody has said."""
-    predicted_step_ms: float | None = None
-    """How long a step should take by the workers' paces and what they carry; ``None`` until all are measured."""
-
-
-# --- what a worker leaves behind --------------------------------------------------------------------------------------
-
-
-class LastWord(Base, frozen=True, tag="last-word", forbid_unknown_fields=False, omit_defaults=True):
-    """What a worker writes into its termination log when it ends; one that is killed writes nothing.
-
-    ``done``: it saw the end of the training. ``left``: it was drained and has handed over, or all were stopped.
-    ``failed``: the user's code raised, or what it asked for cannot be done. ``refused``: the coordinator gave it up or
-    did not admit it (exit code 75). ``ended``: the job is over or has failed elsewhere, or its coordinator stayed away.
-    """
-
-    kind: Literal["done", "left", "failed", "refused", "ended"]
-    step: int = 0
-    """Completed steps."""
-    total_steps: int | None = None
-    digest: str | None = None
-    optimizer_digest: str | None = None
-    metrics: dict[str, float] = {}
-    error: str | None = None
-    """The exception and its message, or the sentence of an error raised on purpose."""
-    traceback: str | None = None
-    """Its end, as far as there is room."""
-    reason: str | None = None
-    """Why it left, was refused or ended."""
-
-
-def decode_last_word(text: str | bytes) -> LastWord | None:
-    """Read the content of a termination log; ``None``: it is no last word (the end of a log, something else's text)."""
-    try:
-        word = _last_word.decode(text)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
-    return word if isinstance(word, LastWord) else None
+# --- on the wire ------------------------------------------------------------------------------------------------------
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -570,5 +401,3 @@ def _inflated(data: bytes | str) -> bytes | str:
 
 from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
-# Of two kinds that are possible, the tag must say which it is.
-_last_word = msgspec.json.Decoder(LastWord | Heartbeat)

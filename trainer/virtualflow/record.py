@@ -11,6 +11,7 @@ from collections import deque
 
 from msgspec import structs
 
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow.admission import fault_in_plan, is_member, refuse
 from virtualflow.cluster import Worker
@@ -402,7 +403,7 @@ class Record:
     # --- small parts -------------------------------------------------------------------------------------------------
 
     @property
-    def phase(self) -> m.Phase:
+    def phase(self) -> calls.Phase:
         """What the job is doing."""
         if self._failed:
             return "failed"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow.cluster import Worker
 from virtualflow.settings import MAX_LOST
@@ -50,7 +51,7 @@ class Roster:
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self.contacts: dict[str, Contact] = {}
-        self.lost: OrderedDict[str, m.LostWorker] = OrderedDict()
+        self.lost: OrderedDict[str, calls.LostWorker] = OrderedDict()
         """The latest processes that were given up; forgetting the worker itself does not end it here."""
         self._over: OrderedDict[str, _Over] = OrderedDict()
 
@@ -121,7 +122,7 @@ class Roster:
     def note_lost(self, name: str, incarnation: str, address: str, why: str) -> None:
         """That process was given up; the first reason stays."""
         if incarnation not in self.lost:
-            self.lost[incarnation] = m.LostWorker(name, incarnation, address, why[:400])
+            self.lost[incarnation] = calls.LostWorker(name, incarnation, address, why[:400])
             while len(self.lost) > MAX_LOST:
                 self.lost.popitem(last=False)
 

@@ -1,5 +1,5 @@
 """A client of the coordinator's HTTP API for those who signal and watch a job: the command line, the local
-runner and the operator. Requests and answers are those of ``virtualflow.messages``.
+runner and the operator. Requests and answers are those of ``virtualflow.calls``.
 
 A coordinator may be restarting at any moment, so requests are repeated with back-off for a while and the
 watch stream reconnects for ever. Every call may safely be repeated.
@@ -16,18 +16,9 @@ from typing import Self
 import aiohttp
 import msgspec
 
+from virtualflow.calls import Answer, DrainCall, FailCall, GoneCall, HoldCall, ScaleCall, Status, StopCall
 from virtualflow.errors import VirtualFlowError
-from virtualflow.messages import (
-    Answer,
-    DrainCall,
-    FailCall,
-    GoneCall,
-    HoldCall,
-    ScaleCall,
-    Status,
-    StopCall,
-    encode,
-)
+from virtualflow.messages import encode
 from virtualflow.settings import SignalSettings
 
 Call = DrainCall | GoneCall | ScaleCall | HoldCall | StopCall | FailCall

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from virtualflow import messages as m
+from virtualflow import calls
 from virtualflow.balance import known_pace
 from virtualflow.settings import BRIEF_CHANGES, BRIEF_EVENTS
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 WorkerState = Literal["starting", "ready", "training", "draining", "silent", "done"]
 
 
-def describe(job: Job, brief: bool) -> m.Status:
+def describe(job: Job, brief: bool) -> calls.Status:
     """All that may be known about ``job`` from outside; ``brief``: of what has happened only the latest."""
     history, progress, result = job.history, job.history.progress, job.history.result
     changes, events = history.ordered_changes(), tuple(history.events)
     proposed, predicted = job.proposed, job.predicted_step()
     carried = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
-    return m.Status(
+    return calls.Status(
         phase=job.phase,
         incarnation=job.incarnation,
         generation=job.running_generation.counter,
@@ -58,7 +58,7 @@ def describe(job: Job, brief: bool) -> m.Status:
     )
 
 
-def _worker(job: Job, incarnation: str, carried: range) -> m.WorkerStatus:
+def _worker(job: Job, incarnation: str, carried: range) -> calls.WorkerStatus:
     worker, contact = job.roster.workers[incarnation], job.roster.contacts[incarnation]
     state: WorkerState = "starting"
     if worker.done:
@@ -72,7 +72,7 @@ def _worker(job: Job, incarnation: str, carried: range) -> m.WorkerStatus:
     elif worker.ready_at is not None:
         state = "ready"
     pace = known_pace(worker)
-    return m.WorkerStatus(
+    return calls.WorkerStatus(
         worker.name,
         incarnation,
         contact.address,

@@ -7,6 +7,7 @@ import contextlib
 
 from aiohttp import web
 
+from virtualflow import calls
 from virtualflow import messages as m
 from virtualflow.job import Job
 from virtualflow.settings import MAX_MESSAGE, MAX_PROGRESS
@@ -100,7 +101,7 @@ class Watchers:
 
 def answer(code: int, sentence: str) -> web.Response:
     """The answer to a call: one sentence."""
-    return web.Response(status=code, body=m.encode(m.Answer(sentence)), content_type="application/json")
+    return web.Response(status=code, body=m.encode(calls.Answer(sentence)), content_type="application/json")
 
 
 async def _happens(event: asyncio.Event, reader: asyncio.Task[None], within: float | None) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
+from virtualflow.calls import Status, WorkerStatus
 from virtualflow.local.processes import Process
 from virtualflow.local.schedule import Staff
-from virtualflow.messages import Status, WorkerStatus
 
 
 @dataclass(eq=False)

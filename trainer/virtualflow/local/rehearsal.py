@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from virtualflow.calls import Status
 from virtualflow.local.crew import Worker
 from virtualflow.local.schedule import (
     Action,
@@ -22,7 +23,6 @@ from virtualflow.local.schedule import (
     longest_serving,
     settled,
 )
-from virtualflow.messages import Status
 
 if TYPE_CHECKING:
     from virtualflow.local.runner import Runner

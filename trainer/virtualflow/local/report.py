@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from virtualflow.messages import Change, Event, Generation, Status
+from virtualflow.calls import Event, Status
+from virtualflow.messages import Change, Generation
 
 
 @dataclass

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from virtualflow import settings as s
+from virtualflow.calls import DrainCall, FailCall, GoneCall, HoldCall, ScaleCall, Status, StopCall
 from virtualflow.local import registry
 from virtualflow.local.control import HOST, CoordinatorFailed, CoordinatorProcess
 from virtualflow.local.crew import Crew, Worker
@@ -32,7 +33,6 @@ from virtualflow.local.slowing import Slowing
 from virtualflow.local.telling import Teller
 from virtualflow.local.verdict import EXIT_EVICTED, judge
 from virtualflow.local.view import Snapshot, View, describe_change, open_view
-from virtualflow.messages import DrainCall, FailCall, GoneCall, HoldCall, ScaleCall, Status, StopCall
 from virtualflow.signals import CallRefused, CoordinatorClient, CoordinatorUnreachable
 
 _TOLD_OTHERWISE = ("change", "failed", "generation")

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from virtualflow.calls import Status
 from virtualflow.errors import ConfigurationError
-from virtualflow.messages import Status
 
 GRAMMAR = "STEP:=N, STEP:kill, STEP:kill:K, STEP:term, STEP:hang, STEP:slow:K, STEP:fast, STEP:coordinator or STEP:all"
 

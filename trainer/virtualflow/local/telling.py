@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from virtualflow.messages import Status
+from virtualflow.calls import Status
 from virtualflow.signals import Call, CallRefused, CoordinatorClient, CoordinatorUnreachable
 
 

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from virtualflow.calls import Status, WorkerStatus
 from virtualflow.local.processes import Stream
-from virtualflow.messages import Change, Status, WorkerStatus
+from virtualflow.messages import Change
 from virtualflow.settings import LocalSettings
 
 if TYPE_CHECKING:

@@ -1,0 +1,64 @@
+"""Checkpoints whose content tells which step they are of, and how to damage their files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from virtualflow.checkpoint import CheckpointPolicy, CheckpointWriter
+from virtualflow.checkpoint_files import Found, JobIdentity, find_newest, load
+
+WEIGHT = {"shape": [10, 64], "dtype": "float32", "trained": True}
+SIGNATURE = {
+    "parameters": {"fc.weight": WEIGHT},
+    "optimizer": "SGD",
+    "groups": [["fc.weight"]],
+}
+IDENTITY = JobIdentity(virtual_nodes=8, seed=0, batch_size=64, dataset_size=1000, signature=SIGNATURE)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tree_of(step: int, size: int = 1000) -> dict[str, Any]:
+    """A state that tells which step it is of, in every byte."""
+    return {"weight": torch.full((size,), float(step)), "extra": {"step": step, "loss": 0.1 * step}}
+
+
+def writer_to(directory: Path, events: list[str], **policy: Any) -> CheckpointWriter:
+    options = {"every_steps": None, "every_seconds": None, "keep": 3, **policy}
+    return CheckpointWriter(CheckpointPolicy(directory, **options), IDENTITY, events.append, Clock())
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))
+
+
+def newest(directory: Path, events: list[str]) -> Found:
+    found = find_newest(directory, events.append, IDENTITY)
+    assert found is not None
+    return found
+
+
+def assert_holds(found: Found, step: int, size: int = 1000) -> None:
+    tree = load(found)
+    assert found.step == step
+    assert tree["extra"] == {"step": step, "loss": 0.1 * step}
+    assert torch.equal(tree["weight"], torch.full((size,), float(step)))
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+
+
+def truncate(path: Path, size: int) -> None:
+    os.truncate(path, size)

@@ -1,0 +1,72 @@
+"""What a job's status tells of its changes, and which messages are news to those who watch it."""
+
+from __future__ import annotations
+
+import msgspec
+from simulated import done, generation, running_world
+
+from virtualflow import messages as m
+from virtualflow.settings import MAX_CHANGES
+
+
+def change(counter: int, repeated: int = 1) -> m.Change:
+    return m.Change(generation(counter), counter, 2, 1, "lost", "", 1.0, repeated)
+
+
+def test_repeated_steps_are_counted_over_all_changes_that_there_ever_were() -> None:
+    world = running_world(2)
+    for counter in range(2, MAX_CHANGES + 12):
+        world.job.receive("worker-0.0", m.Resumed(change(counter)))
+    # The oldest are told of again, by a worker that still remembers them.
+    world.job.receive("worker-1.1", m.Resumed(change(2)))
+    world.job.receive("worker-1.1", m.Resumed(change(MAX_CHANGES + 11, repeated=3)))
+    status = world.job.status()
+    assert len(status.changes) == MAX_CHANGES
+    assert status.changes_total == MAX_CHANGES + 10
+    assert status.repeated_steps == MAX_CHANGES + 12
+    assert status.changes[0].generation == generation(12)
+
+
+def test_of_a_change_the_longest_pause_and_transfer_that_anybody_saw_count() -> None:
+    world = running_world(2)
+    receiver = msgspec.structs.replace(change(2), pause_ms=None, state_bytes=640, state_ms=3.0, state_donors=2)
+    donor = msgspec.structs.replace(change(2), pause_ms=7.0, state_bytes=600, state_ms=4.0, state_donors=2)
+    for worker, told in (("worker-0.0", receiver), ("worker-1.1", donor), ("worker-1.1", change(2))):
+        world.job.receive(worker, m.Resumed(told))
+    (known,) = world.job.status().changes
+    assert (known.pause_ms, known.state_bytes, known.state_ms, known.state_donors) == (7.0, 640, 4.0, 2)
+
+
+def test_a_brief_status_has_the_latest_changes_and_events_and_the_same_sums() -> None:
+    world = running_world(2)
+    for counter in range(2, 102):
+        world.job.receive("worker-0.0", m.Resumed(change(counter)))
+    whole, brief = world.job.status(), world.job.status(brief=True)
+    assert brief.changes == whole.changes[-20:]
+    assert brief.events == whole.events[-50:]
+    assert brief == msgspec.structs.replace(whole, changes=brief.changes, events=brief.events)
+    assert (brief.changes_total, brief.repeated_steps) == (100, 100)
+
+
+def test_progress_is_no_news_and_everything_else_is() -> None:
+    world = running_world(2)
+    job = world.job
+    assert job.running is not None
+
+    def told(message: m.FromWorker) -> tuple[bool, bool]:
+        before = (job.version, job.news)
+        job.receive("worker-0.0", message)
+        return job.version != before[0], job.news != before[1]
+
+    progress = m.Progress(job.running.generation, 50, 0, None, {"loss": 1.0}, 2.0, "training")
+    assert told(progress) == (True, False)
+    assert told(msgspec.structs.replace(progress, step=51, epoch=1, metrics={}, steps_per_second=3.0)) == (True, False)
+    assert told(msgspec.structs.replace(progress, step=52, phase="evaluating")) == (True, True)
+    assert told(msgspec.structs.replace(progress, step=53, phase="evaluating")) == (True, False)
+    assert told(msgspec.structs.replace(progress, step=54)) == (True, True)
+    assert told(msgspec.structs.replace(progress, total_steps=60)) == (True, True)
+    assert told(m.Heartbeat()) == (False, False)
+    assert told(m.Note("checkpoint", "written")) == (True, True)
+    assert told(m.Resumed(change(2))) == (True, True)
+    assert told(m.DrainRequest("SIGTERM")) == (True, True)
+    assert told(done(60)) == (True, True)
