@@ -301,13 +301,18 @@ class ElasticJob:
         return self.wait_for(lambda status: status.step == step and status.phase == "training", f"step {step}")
 
     def kill(self, name: str) -> None:
-        """SIGKILL a worker of a job that is held, and wait until the others have gone on without it."""
+        """SIGKILL a worker of a job that is held, and wait until the others have gone on without it.
+
+        The coordinator is told, as by whoever runs the processes: in a job that is held no collective breaks, and it
+        would wait for the heartbeat limit first.
+        """
         before = self.status()
         self.wanted -= 1
         self.call("scale", workers=max(1, self.wanted))
         self._note_children()
         os.kill(self.workers[name].process.pid, signal.SIGKILL)
         self.workers[name].process.join(PATIENCE)
+        self.call("gone", worker=name, reason="killed by SIGKILL")
         self.wait_for(lambda status: status.generation > before.generation, f"a generation without {name}")
 
     def kill_all(self) -> None:
