@@ -41,6 +41,15 @@ with vf.elastic(model, optimizer, dataset, batch_size=16, steps=steps) as run:
 print("all trained")
 """
 
+OTHER_THREADS = """\
+import os
+worker = os.environ["VIRTUALFLOW_WORKER"]
+with open({started!r}, "a") as file:
+    file.write(worker + " ")
+os.environ["VIRTUALFLOW_THREADS"] = "1" if worker == "worker-0" else "2"
+"""
+"""The beginning of a script whose workers do not fit together."""
+
 SLEEPING = "import time\nprint('asleep')\ntime.sleep(120)\n"
 
 
@@ -231,6 +240,36 @@ def test_a_worker_that_always_crashes_is_not_replaced_for_ever(command_line: Com
     assert code == 1
     assert "7 times in a row" in err
     assert "SIGSEGV" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("where", ["founding", "training"])
+def test_a_worker_that_would_be_refused_again_is_done_without(command_line: CommandLine, where: str) -> None:
+    started = command_line.home / "started"
+    script = command_line.script("train.py", OTHER_THREADS.format(started=str(started)) + TRAINING)
+    schedule = ["--schedule", "3:=2"] if where == "training" else []
+    workers = "1" if schedule else "2"
+    options = ["--workers", workers, *schedule, "--name", "uneven", "--report", "report.json"]
+    code, _, err = command_line.run("run", *options, script, "12", "0.02", "0")
+    assert code == 0, err
+    assert sorted(started.read_text().split()) == ["worker-0", "worker-1"]
+    assert err.count("use one image and one VIRTUALFLOW_THREADS for all workers") == 1
+    refused = json.loads((command_line.home / "report.json").read_text())["pids"]
+    [other] = [
+        name for name in refused if f"{name} would be refused again: not started any more, 1 worker wanted" in err
+    ]
+    assert other == "worker-1" or where == "founding"
+    assert "once the reason is mended, run: virtualflow scale 2 --job uneven" in err
+    assert command_line.leftovers() == []
+
+
+def test_where_all_are_refused_the_job_fails_with_the_reason(command_line: CommandLine) -> None:
+    script = command_line.script("train.py", "from virtualflow import messages\nmessages.PROTOCOL = 1\n" + TRAINING)
+    code, _, err = command_line.run("run", "--workers", "2", "--log-dir", "logs", script, "12", "0.02", "0")
+    assert code == 1
+    said = err.splitlines()[-1]
+    assert said.startswith("virtualflow: the job failed: worker-")
+    assert "was refused: this worker speaks protocol 1" in said
+    assert "use one version of virtualflow" in said
 
 
 def test_nothing_outlives_a_runner_that_is_killed(command_line: CommandLine) -> None:

@@ -13,6 +13,7 @@ USUAL = {
     "left": False,
     "killed": False,
     "dropped": False,
+    "refused": "",
     "expired": False,
 }
 
@@ -23,6 +24,14 @@ USUAL = {
         pytest.param(-9, {}, "lost", id="a killed worker is replaced"),
         pytest.param(-11, {"joined": False}, "lost", id="also one that crashed before it joined"),
         pytest.param(EXIT_EVICTED, {}, "lost", id="one that was given up is replaced"),
+        pytest.param(EXIT_EVICTED, {"joined": False}, "open", id="why one was not admitted is told in a moment"),
+        pytest.param(
+            EXIT_EVICTED, {"joined": False, "expired": True}, "lost", id="if it is not told it may come again"
+        ),
+        pytest.param(EXIT_EVICTED, {"joined": False, "refused": "a reason"}, "refused", id="one that was not admitted"),
+        pytest.param(1, {"joined": False, "refused": "a reason"}, "refused", id="however its script ends then"),
+        pytest.param(-9, {"refused": "a reason", "killed": True}, "lost", id="unless it was killed before it heard"),
+        pytest.param(EXIT_EVICTED, {"done": True, "refused": "a reason"}, "fine", id="nobody misses it at the end"),
         pytest.param(1, {"dropped": True}, "lost", id="whatever it says when it finds out"),
         pytest.param(0, {"left": True}, "fine", id="one that was drained may go"),
         pytest.param(0, {"done": True}, "fine", id="all may go when the training is complete"),
@@ -38,7 +47,7 @@ USUAL = {
         pytest.param(0, {"expired": True, "joined": False}, "failed", id="a script that never trains fails the job"),
     ],
 )
-def test_the_end_of_a_process_is_judged_by_the_facts(code: int, facts: dict[str, bool], kind: str) -> None:
+def test_the_end_of_a_process_is_judged_by_the_facts(code: int, facts: dict[str, bool | str], kind: str) -> None:
     verdict = judge("worker-3", code, **{**USUAL, **facts})
     assert verdict.kind == kind
     if kind == "failed":

@@ -49,6 +49,11 @@ def refuse(job: Record, hello: m.Hello) -> str | None:
     return None
 
 
+def describe_refusal(worker: str, why: str = "") -> str:
+    """How the event of kind ``refused`` says that ``worker`` was not admitted; without ``why``, how it begins."""
+    return f"{worker} refused: {why}"
+
+
 def fault_in_plan(plan: m.Plan, virtual_nodes: int | None) -> str | None:
     """What is wrong with a generation that somebody says to be in, if anything."""
     if not 0 < plan.generation.counter < _LARGEST or not 0 < plan.generation.incarnation < _LARGEST:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from virtualflow import calls
 from virtualflow import messages as m
-from virtualflow.admission import fault_in_plan, is_member, refuse
+from virtualflow.admission import describe_refusal, fault_in_plan, is_member, refuse
 from virtualflow.cluster import Worker
 from virtualflow.history import MAX_TEXT, History
 from virtualflow.rendezvous import Rendezvous
@@ -92,7 +92,7 @@ class Record:
             if hello.plan is not None and hello.incarnation not in self.roster.workers:
                 # An earlier coordinator may have given it up: it was in a generation, and has no part in this job.
                 self.roster.note_lost(hello.worker, hello.incarnation, hello.address, refusal)
-            self.event("refused", f"{hello.worker} refused: {refusal}")
+            self.event("refused", describe_refusal(hello.worker, refusal))
             return refusal[:MAX_TEXT]
         known = self.roster.workers.get(hello.incarnation)
         if hello.plan is not None:

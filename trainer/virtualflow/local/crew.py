@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
+from virtualflow.admission import describe_refusal
 from virtualflow.calls import Status, WorkerStatus
 from virtualflow.local.processes import Process
 from virtualflow.local.schedule import Staff
@@ -40,6 +41,8 @@ class Worker:
     stopped: bool = False
     dropped: bool = False
     """The coordinator has given it up."""
+    refused: str = ""
+    """Why the coordinator has not admitted it."""
     ended_at: float | None = None
     judged: bool = False
 
@@ -65,6 +68,8 @@ class Crew:
 
     silence_limit: float
     workers: list[Worker] = field(default_factory=list)
+    barred: set[int] = field(default_factory=set)
+    """Ordinals under which no process is started: the last one was refused, and the next would be, too."""
     _coordinator: int | None = None
     _coordinator_since: float = 0.0
 
@@ -81,8 +86,8 @@ class Crew:
         return [worker for worker in self.workers if not worker.alive and not worker.judged]
 
     def free_ordinal(self) -> int:
-        """The lowest ordinal that no living process bears."""
-        taken = {worker.ordinal for worker in self.workers if worker.alive or not worker.judged}
+        """The lowest ordinal that no living process bears and that is not barred."""
+        taken = {worker.ordinal for worker in self.workers if worker.alive or not worker.judged} | self.barred
         return next(ordinal for ordinal in range(len(taken) + 1) if ordinal not in taken)
 
     def staff(self) -> list[Staff | None]:
@@ -120,6 +125,15 @@ class Crew:
                 worker.draining = worker.draining or entry.state == "draining"
             elif worker.incarnation is not None:
                 self._miss(worker, status, now)
+
+    def note_refusal(self, event: str) -> None:
+        """The coordinator has told that somebody was not admitted: the latest process of that name."""
+        for worker in reversed(self.workers):
+            said = describe_refusal(worker.name)
+            if event.startswith(said):
+                if worker.incarnation is None:  # else it was admitted once, and given up since
+                    worker.refused = event.removeprefix(said)
+                return
 
     def _recognise(self, worker: Worker, unknown: list[WorkerStatus]) -> None:
         for entry in unknown:

@@ -173,6 +173,8 @@ class Runner:
         self.status = status
         changes, events = self.chronicle.take(status)
         for event in events:
+            if event.kind == "refused":
+                self.crew.note_refusal(event.text)
             if event.kind not in _TOLD_OTHERWISE or (event.kind == "generation" and not self.chronicle.changes):
                 self.view.event(event.text)
         for change in changes:
@@ -263,6 +265,7 @@ class Runner:
         self.view.update(Snapshot(self.job.name, self.status, processes, self.wanted, note))
 
     def _judge_exits(self, now: float) -> None:
+        refused: list[Worker] = []
         for worker in self.crew.unexplained():
             code = worker.process.code or 0
             verdict = judge(
@@ -274,13 +277,33 @@ class Runner:
                 left=worker.draining or worker.state == "done",
                 killed=worker.doomed,
                 dropped=worker.dropped,
+                refused=worker.refused,
                 expired=now - (worker.ended_at or now) > self.settings.verdict_grace,
             )
             worker.judged = verdict.kind != "open"
             if verdict.kind == "lost":
                 self._lose(worker, verdict.reason, now)
+            elif verdict.kind == "refused" and not worker.draining:
+                refused.append(worker)
             elif verdict.kind == "failed":
                 self.fail(verdict.reason, worker)
+        if refused:
+            self._do_without(refused)
+
+    def _do_without(self, refused: list[Worker]) -> None:
+        """Go on with fewer workers: these would be refused again."""
+        fewer = self.wanted - len(refused)
+        if fewer < 1:
+            self.fail(f"{refused[0].name} was refused: {refused[0].refused}", refused[0])
+            return
+        barred = self.crew.barred | {worker.ordinal for worker in refused}
+        self.scale(fewer)
+        self.crew.barred = barred
+        names = ", ".join(worker.name for worker in refused)
+        self.view.event(
+            f"{names} would be refused again: not started any more, {fewer} worker{'s' * (fewer != 1)} wanted from now "
+            f"on; once the reason is mended, run: virtualflow scale {fewer + len(refused)} --job {self.job.name}"
+        )
 
     def _lose(self, worker: Worker, how: str, now: float) -> None:
         if worker.incarnation is None:
@@ -317,11 +340,14 @@ class Runner:
             if self.status.wanted != expected and now < until:
                 return
             self._expected_wanted = None
-        self.wanted = self.status.wanted
+        if self.status.wanted != self.wanted:
+            self.wanted = self.status.wanted
+            self.crew.barred.clear()  # Whoever asks for another number has mended what there was to mend.
 
     def scale(self, workers: int) -> None:
         """Provide that many workers from now on, and tell the coordinator."""
         self.wanted = workers
+        self.crew.barred.clear()
         self._expected_wanted = (workers, time.monotonic() + s.SignalSettings().patience)
         self.teller.post(("scale", workers, time.monotonic()), ScaleCall(workers), None)
 

@@ -13,9 +13,11 @@ EXIT_EVICTED = 75
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a worker is to be replaced, or the job has failed, or neither, or it cannot be told yet."""
+    """Whether a worker is to be replaced (``lost``) or done without (``refused``), or the job has failed, or neither,
+    or it cannot be told yet.
+    """
 
-    kind: Literal["fine", "lost", "failed", "open"]
+    kind: Literal["fine", "lost", "refused", "failed", "open"]
     reason: str = ""
 
 
@@ -29,6 +31,7 @@ def judge(
     left: bool,
     killed: bool,
     dropped: bool,
+    refused: str,
     expired: bool,
 ) -> Verdict:
     """What it means that the process of ``worker`` has ended.
@@ -42,17 +45,24 @@ def judge(
         left: it was asked to leave, or had seen the end of the training.
         killed: the runner killed it on purpose.
         dropped: the coordinator had given it up.
+        refused: why the coordinator has not admitted it, if so. What it looks at (library, settings of the script,
+            machine) is the same when the process is started again.
         expired: the status had time to explain the end, and did not.
     """
     how = describe_exit(code)
     if done:
-        if code == 0 or killed:
+        if code == 0 or killed or refused:
             return Verdict("fine")
         return Verdict("failed", f"{worker} ended after the training: {how}")
     if over:
         return Verdict("fine")
-    if code < 0 or killed or dropped or code == EXIT_EVICTED:
+    if code < 0 or killed or dropped:
         return Verdict("lost", how)
+    if refused:
+        return Verdict("refused", refused)
+    if code == EXIT_EVICTED:
+        # Of one that was never admitted, the reason may be on its way.
+        return Verdict("lost", how) if joined or expired else Verdict("open")
     if code == 0 and left:
         return Verdict("fine")
     if code > 0 and not joined:
