@@ -26,6 +26,7 @@ from virtualflow.settings import (
     ENV_TOKEN,
     ENV_VIRTUAL_NODES,
     ENV_WORKER,
+    CoordinatorSettings,
 )
 from virtualflow_operator.constants import (
     ANNOTATION_CONTAINER,
@@ -239,7 +240,8 @@ def coordinator_pod(job: Job, ordinal: int, settings: OperatorSettings) -> Objec
     }
     spec: Object = {
         "restartPolicy": "Always",
-        "terminationGracePeriodSeconds": 5,
+        # It ends at once, unless its job is just stopping.
+        "terminationGracePeriodSeconds": int(CoordinatorSettings.stop_grace) + 5,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -19,6 +19,7 @@ import pytest
 from coordinator_server import RIGHT, TOKEN, hello, told
 
 from virtualflow import messages as m
+from virtualflow.messages import StopCall
 from virtualflow.settings import SignalSettings
 from virtualflow.signals import CoordinatorClient
 
@@ -73,6 +74,72 @@ def test_two_hundred_workers_fit_into_a_small_pod_and_sigterm_ends_it_at_once(tm
             await watcher.close()
             for stream in streams:
                 await stream.close()
+
+    with process(tmp_path) as child:
+        asyncio.run(story(child, url_of(child, tmp_path)))
+
+
+RUNNING = m.Plan(
+    m.Generation(1, 1),
+    "recovery",
+    (m.Member("worker-0", "worker-0.0", "127.0.0.1", 0, 4), m.Member("worker-1", "worker-1.0", "127.0.0.1", 4, 8)),
+    (),
+    "start",
+    "a training that goes on",
+)
+
+
+@contextlib.asynccontextmanager
+async def stopping(url: str) -> AsyncIterator[list[aiohttp.ClientWebSocketResponse]]:
+    """Two workers of a running job that have heard that all leave."""
+    async with aiohttp.ClientSession(headers=RIGHT) as http, CoordinatorClient(url, TOKEN, SignalSettings()) as client:
+        streams = [await http.ws_connect(f"{url}/v1/worker") for _ in range(2)]
+        for number, stream in enumerate(streams):
+            await stream.send_bytes(m.encode(hello(f"worker-{number}", ready=True, plan=RUNNING, step=7)))
+            assert isinstance(await told(stream), m.Welcome)
+        await client.send(StopCall("suspended"))
+        yield streams
+
+
+async def leave(stream: aiohttp.ClientWebSocketResponse) -> None:
+    """Leave by the plan that is the next message."""
+    plan = await told(stream)
+    assert isinstance(plan, m.Plan)
+    assert not plan.members
+    await stream.send_bytes(m.encode(m.Left(plan.generation, 8)))
+
+
+async def ends(child: subprocess.Popen[str]) -> int:
+    return await asyncio.wait_for(asyncio.to_thread(child.wait), 10.0)
+
+
+def test_sigterm_while_the_job_stops_waits_until_all_have_been_let_go(tmp_path: Path) -> None:
+    async def story(child: subprocess.Popen[str], url: str) -> None:
+        async with stopping(url) as (leader, other), CoordinatorClient(url, TOKEN, SignalSettings()) as client:
+            await leave(other)
+            child.send_signal(signal.SIGTERM)
+            # The leader still writes the last checkpoint.
+            assert (await client.status()).step == 8
+            await leave(leader)
+            for stream in (leader, other):
+                assert isinstance(await told(stream), m.Release)
+            assert child.poll() is None
+            await leader.close()
+            await other.close()
+            assert await ends(child) == 0
+
+    with process(tmp_path) as child:
+        asyncio.run(story(child, url_of(child, tmp_path)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_sigterm_or_sigint_ends_it_before_the_job_has_stopped(tmp_path: Path, number: signal.Signals) -> None:
+    async def story(child: subprocess.Popen[str], url: str) -> None:
+        async with stopping(url), CoordinatorClient(url, TOKEN, SignalSettings()) as client:
+            child.send_signal(signal.SIGTERM)
+            await client.status()
+            child.send_signal(number)
+            assert await ends(child) == 0
 
     with process(tmp_path) as child:
         asyncio.run(story(child, url_of(child, tmp_path)))

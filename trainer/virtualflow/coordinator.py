@@ -106,6 +106,8 @@ class Coordinator:
         self._timer: asyncio.TimerHandle | None = None
         self._due: asyncio.TimerHandle | None = None
         self._turned_at = 0.0
+        self._stopped = asyncio.Event()
+        self._hurried = False
         self._pulse: asyncio.TimerHandle | None = None
         self._closing = False
 
@@ -182,6 +184,8 @@ class Coordinator:
             delay = max(wake_at - time.monotonic(), 0.001)
             self._timer = asyncio.get_running_loop().call_later(delay, self._turn)
         self._watchers.notice()
+        if not self.stopping:
+            self._stopped.set()
 
     def _turn_within(self, seconds: float) -> None:
         """Decide in so many seconds at the latest: what is heard until then counts too."""
@@ -214,6 +218,30 @@ class Coordinator:
     def _drop(self, incarnation: str) -> None:
         self._lines.pop(incarnation).abort()
         self.job.disconnected(incarnation)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop was asked for and somebody has still to leave, or to be told that it may."""
+        return self.job.stop is not None and (
+            self.job.phase in ("waiting", "training", "evaluating") or bool(self._lines)
+        )
+
+    async def finish_stop(self) -> None:
+        """Stay until a stop that is under way is done, ``stop_grace`` seconds at most; see also :meth:`hurry`."""
+        if self._hurried or not self.stopping:
+            return
+        logger.info("told to end; staying until the job has stopped (%s)", self.job.stop)
+        self._stopped.clear()
+        try:
+            async with asyncio.timeout(self._settings.stop_grace):
+                await self._stopped.wait()
+        except TimeoutError:
+            logger.warning("the job has not stopped within %g s; ending all the same", self._settings.stop_grace)
+
+    def hurry(self) -> None:
+        """Stay no longer for a stop."""
+        self._hurried = True
+        self._stopped.set()
 
     async def close(self) -> None:
         """End all connections."""
@@ -370,9 +398,16 @@ async def _serve(
             temporary.write_text(url + "\n", encoding="utf-8")
             os.replace(temporary, ready_file)
         ended = asyncio.Event()
+
+        def end(number: signal.Signals) -> None:
+            if number == signal.SIGINT or ended.is_set():
+                coordinator.hurry()
+            ended.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
         await ended.wait()
+        await coordinator.finish_stop()
         return 0
     finally:
         await coordinator.close()
@@ -389,6 +424,8 @@ def serve(
     minimum: int = 1,
 ) -> int:
     """Serve one job until SIGTERM or SIGINT; the exit code.
+
+    SIGTERM while the job stops lets it stop first (``stop_grace``); a second one, or SIGINT, ends it at once.
 
     Args:
         host: the address to listen on.

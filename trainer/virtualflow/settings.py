@@ -153,6 +153,9 @@ class CoordinatorSettings:
     """Messages that may wait for one worker that does not read before its connection is closed; it may come back."""
     goodbye: float = 0.3
     """How long the connections may take to close when the coordinator ends."""
+    stop_grace: float = MembershipSettings.drain_grace
+    """Told to end (SIGTERM) while its job stops, the coordinator stays this long at most: workers that complete their
+    step and write the last checkpoint wait for it to let them go. Without it they wait for ``LinkSettings.goodbye``."""
     rest: float = 50e-6
     """Decisions lie at least this long apart for each connected worker: what a thousand workers say about one event is
     decided on, and relayed to all, together."""

@@ -84,7 +84,7 @@ class CoordinatorProcess:
         process = self.process
         if process is None:
             return
-        process.send(signal.SIGTERM)
+        process.send(signal.SIGINT)  # At once: nobody is left who should leave in order.
         for _ in range(100):
             if not process.alive:
                 return
