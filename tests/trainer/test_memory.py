@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from virtualflow.allocation import keep_freed_memory
 from virtualflow.memory import MemoryGauge, group_room
-from virtualflow.settings import FusingSettings
+from virtualflow.settings import AllocationSettings, FusingSettings
 
 MEGABYTE = 1 << 20
 
@@ -27,6 +28,21 @@ def test_the_peak_is_measured_and_forgotten() -> None:
     assert again is not None
     assert again.used < 150 * MEGABYTE
     assert again.room > small.nbytes
+
+
+def test_what_was_freed_and_kept_before_is_used_all_the_same() -> None:
+    let_go = keep_freed_memory(AllocationSettings())
+    try:
+        gauge = MemoryGauge(torch.device("cpu"), FusingSettings())
+        for _ in range(3):
+            gauge.begin()
+            blocks = [torch.ones(8 * MEGABYTE // 4) for _ in range(20)]
+            del blocks
+            usage = gauge.end()
+            assert usage is not None
+            assert 150 * MEGABYTE < usage.used < 250 * MEGABYTE
+    finally:
+        let_go()
 
 
 def test_an_end_without_a_beginning_tells_nothing() -> None:

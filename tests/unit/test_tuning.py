@@ -209,3 +209,12 @@ def test_sizes_to_try_are_few_and_real(nodes: int, cap: int | None) -> None:
     assert tried[-1] <= min(nodes, cap or nodes)
     assert len(tried) <= nodes.bit_length() + 1
     assert all(len(chunks(range(nodes), width)[0]) == width for width in tried)
+
+
+def test_memory_that_is_measured_in_the_first_attempt_of_a_round_counts() -> None:
+    tuner = Tuner(None, SETTINGS)
+    tuner.carry(2)
+    for _ in range(ENOUGH):
+        assert tuner.width == 1, "two would take 1,200 of 1,000"
+        tuner.observe(1.0, Usage(600, 1_000) if tuner.fresh else None)
+    assert not tuner.exploring

@@ -36,6 +36,13 @@ def keep_freed_memory(settings: AllocationSettings) -> Callable[[], None]:
     return partial(_let_go, library, settings.largest)
 
 
+def give_back_freed_memory() -> None:
+    """Give what is kept just now back to the kernel; the next to allocate takes pages from it again."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
 def _let_go(library: ctypes.CDLL, largest: int) -> None:
     library.mallopt(_TRIM_THRESHOLD, 2 * largest)
     library.malloc_trim(0)

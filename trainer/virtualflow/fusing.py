@@ -65,7 +65,8 @@ class Fusing:
     def begin(self) -> list[range]:
         """An attempt begins: the stretches of virtual nodes that are to run as one micro-batch each."""
         if self._tuner.exploring:
-            self._gauge.begin()
+            if self._tuner.fresh == self._gauge.slows:
+                self._gauge.begin()
             self._began, self._samples = time.perf_counter(), 0
         return chunks(self._carried, self._tuner.width)
 

@@ -1,6 +1,8 @@
 """How much memory a stretch of code has used at most, and how much it could have: of a device, or of this machine.
 
 Memory of a process is told by Linux alone (``/proc``); elsewhere, and on devices other than CUDA's, nothing is known.
+What it has freed and keeps (``allocation``) is resident all the same, so that a stretch of code that finds enough of it
+seems to use nothing: on the CPU it is given back before the beginning.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from virtualflow.allocation import give_back_freed_memory
 from virtualflow.settings import FusingSettings
 from virtualflow.tuning import Usage
 
@@ -23,7 +26,8 @@ _RESET_PEAK = "5"
 class MemoryGauge:
     """Measures between :meth:`begin` and :meth:`end`, in this process and on ``device``.
 
-    It resets the peaks that ``torch.cuda.max_memory_allocated`` and the process's ``VmHWM`` tell.
+    It resets the peaks that ``torch.cuda.max_memory_allocated`` and the process's ``VmHWM`` tell. On the CPU the
+    stretch between is slower for it, since the kernel makes its pages anew.
     """
 
     def __init__(self, device: torch.device, settings: FusingSettings) -> None:
@@ -31,12 +35,18 @@ class MemoryGauge:
         self._settings = settings
         self._base: int | None = None
 
+    @property
+    def slows(self) -> bool:
+        """Whether measuring costs time. Where it does not, a first use (kernels are chosen then) is better left out."""
+        return self._device.type == "cpu"
+
     def begin(self) -> None:
         """What is used from now on is measured."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._base = torch.cuda.memory_allocated(self._device)
         elif self._device.type == "cpu":
+            give_back_freed_memory()
             self._base = _reset_resident()
 
     def wait(self) -> None:

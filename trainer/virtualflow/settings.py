@@ -239,7 +239,8 @@ class FusingSettings:
     """How a worker of a statistical job finds out how many virtual nodes to run as one micro-batch."""
 
     warm_up: int = 1
-    """Attempts with a new size that are not measured: kernels are chosen and memory is taken in them."""
+    """Attempts with a new size whose time does not count: kernels are chosen and memory is taken in them. On a CPU
+    memory is measured in the first one."""
     attempts: int = 3
     """Attempts whose median time counts: one bad one does not."""
     rounds: int = 3

@@ -68,7 +68,7 @@ class Tuner:
         self.width = 1
         """Virtual nodes of a micro-batch, at most."""
         self.exploring = False
-        """Whether the next attempt is to be measured."""
+        """Whether the next attempt is to be measured: its time, or its memory."""
         self._cap = cap
         self._settings = settings
         self._nodes = 0
@@ -78,6 +78,11 @@ class Tuner:
         """Of each size: its time in each round."""
         self._used: dict[int, int] = {}
         self._room: int | None = None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the next attempt is the first one of a round with its size: its time does not count."""
+        return self.exploring and self._seen == 0
 
     def carry(self, nodes: int) -> None:
         """The worker carries ``nodes`` virtual nodes from now on."""
@@ -95,17 +100,17 @@ class Tuner:
 
         Args:
             seconds: its time for each virtual node.
-            usage: its memory, ``None`` when that cannot be measured.
+            usage: its memory, ``None`` when that was not, or cannot be measured.
         """
         if not self.exploring:
             return
+        if usage is not None:
+            self._used[self.width] = max(usage.used, self._used.get(self.width, 0))
+            self._room = usage.room
         self._seen += 1
         if self._seen <= self._settings.warm_up:
             return
         self._times.append(seconds)
-        if usage is not None:
-            self._used[self.width] = max(usage.used, self._used.get(self.width, 0))
-            self._room = usage.room
         if len(self._times) >= self._settings.attempts:
             self._rounds.setdefault(self.width, []).append(statistics.median(self._times))
             self._seen, self._times = 0, []
