@@ -19,7 +19,7 @@ import pytest
 from coordinator_server import RIGHT, TOKEN, hello, told
 
 from virtualflow import messages as m
-from virtualflow.messages import StopCall
+from virtualflow.calls import StopCall
 from virtualflow.settings import SignalSettings
 from virtualflow.signals import CoordinatorClient
 
