@@ -101,6 +101,8 @@ class Allocator:
         members = [self._member(place, body, now) for place, body in bodies.items() if not _over(body)]
         own = {member.key for member in members}
         resource = queue.spec.resource if queue is not None else None
+        if resource and not self._store.guests_known:
+            return None  # all keep what they have; the list of others' pods wakes the queue
         shares = share(
             queue,
             members,
