@@ -8,6 +8,7 @@ grant, and the others are shared among as if it were not there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -115,17 +116,20 @@ def share(
         grants = {m.key: _keep(m, reasons.QUEUE_NOT_READY, told, now) for m in members}
         return Shares(grants, _portray(queue, supply, members, grants, units, (code, sentence), now))
     grants, reserved = {}, 0
+    reserved_in: Counter[str] = Counter()
     for member in members:
         if faults[member.key]:
             # What it keeps, and what is still to leave, is not there for the others.
             kept = grants[member.key] = _faulty(member, faults[member.key], now)
-            reserved += units[member.name] * max(kept.workers, _holding(member, supply, resource))
+            taken = units[member.name] * max(kept.workers, _holding(member, supply, resource))
+            reserved += taken
+            reserved_in[member.job.namespace] += taken
     scale = scale_of(resource)
     spot = max(supply.spot - reserved, 0)
     capacity = Capacity(
         max(supply.on_demand - max(reserved - supply.spot, 0), 0),
         spot,
-        {limit.namespace: limit.capacity * scale for limit in queue.spec.limits},
+        {at.namespace: max(at.capacity * scale - reserved_in[at.namespace], 0) for at in queue.spec.limits},
     )
     demands = [_demand(m, units[m.name], queue.spec) for m in open_members]
     wanted = policy(queue.spec.policy)(now, demands, capacity, settings)

@@ -171,9 +171,34 @@ def test_a_job_that_cannot_be_shared_with_says_why_and_the_others_go_on(spec: Sp
     assert code(shares) == reasons.SHARING
 
 
+TEMPLATES: dict[str, Spec] = {
+    "resources that are a word": {"containers": [container(resources="lots")]},
+    "requests that are a word": {"containers": [container(resources={"requests": "all"})]},
+    "less than nothing": {"containers": [container(resources={"requests": {GPU: -1}})]},
+    "an amount that is a mapping": {"containers": [container(resources={"requests": {GPU: {"a": 1}}})]},
+    "an amount beyond all": {"containers": [container(resources={"requests": {GPU: "9e99"}})]},
+    "containers that are a word": {"containers": "trainer"},
+    "tolerations that are words": {"containers": [container(resources={"limits": {GPU: 1}})], "tolerations": ["all"]},
+}
+
+
+@pytest.mark.parametrize("pod", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_a_template_that_the_api_server_is_going_to_refuse_holds_up_nobody(pod: Spec) -> None:
+    shares = decide(member("odd", workerGroups=[group(pod=pod)], maxReplicas=2), member("sound"))
+    assert workers(shares)["sound"] >= 4
+    assert code(shares) == reasons.SHARING
+
+
 def test_a_running_job_that_makes_no_sense_any_more_keeps_its_workers_and_they_are_not_given_to_others() -> None:
     shares = decide(member("odd", 4, weight=0), member("sound"))
     assert workers(shares) == {"odd": 4, "sound": 2}
+
+
+def test_what_it_keeps_counts_within_the_limit_of_its_namespace() -> None:
+    limited = queue(limits=[{"namespace": "ml", "capacity": 4}])
+    assert workers(decide(member("odd", 3, weight=0), member("sound"), at=limited)) == {"odd": 3, "sound": 1}
+    over = queue(limits=[{"namespace": "ml", "capacity": 2}])
+    assert workers(decide(member("odd", 3, weight=0), member("sound"), at=over)) == {"odd": 3, "sound": 0}
 
 
 def test_others_pods_and_limits_of_namespaces_are_kept_off() -> None:
