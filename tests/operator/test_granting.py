@@ -186,6 +186,20 @@ def test_what_the_template_demands_stays_demanded_in_every_alternative() -> None
     ]
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"nodeAffinity": None},
+        {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": None}},
+        {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": None}},
+    ],
+    ids=["no affinity to nodes", "no demands", "no preferences"],
+)
+def test_what_a_template_says_is_nothing_is_nothing(own: Spec) -> None:
+    pod = placed(SPOT, own=own, nodeSelector=POOL, spotSelector=CHEAP)
+    assert terms(pod) == [{("pool", "In")}]
+
+
 def test_on_demand_keeps_off_spot_nodes_and_spot_prefers_them() -> None:
     on_demand, spot = placed(ON_DEMAND, spotSelector=CHEAP), placed(SPOT, nodeSelector=POOL, spotSelector=CHEAP)
     assert terms(on_demand) == [{("capacity", "NotIn")}, {("zone", "DoesNotExist")}]
