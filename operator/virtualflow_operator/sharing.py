@@ -8,8 +8,9 @@ grant, and the others are shared among as if it were not there.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -30,11 +31,12 @@ from virtualflow_operator.queue_view import (
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand, next_change, policy
 from virtualflow_operator.scheduling.room import Room
 from virtualflow_operator.settings import SchedulingSettings
-from virtualflow_operator.supply import Supply, scale_of, shown, take_stock, tolerated, worker_units
+from virtualflow_operator.supply import Supply, in_words, scale_of, shown, take_stock, tolerated, worker_units
 from virtualflow_operator.validation import validate, validate_queue
 from virtualflow_operator.view import Job, Node, format_time
 
 Key = tuple[str, str]
+_UNITS = re.compile(r"\b(\d+) units\b")
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,8 @@ def release(
 
 def _held_back(wanted: Allocation, workers: int) -> Allocation:
     """The allocation of a job that has to wait for others' workers to leave."""
-    reason = f"{wanted.workers} workers as soon as those of others have left: {wanted.reason}"
+    count = "1 worker" if wanted.workers == 1 else f"{wanted.workers} workers"
+    reason = f"{count} as soon as those of others have left: {wanted.reason}"
     return Allocation(workers, reason, min(wanted.on_demand, workers))
 
 
@@ -288,14 +291,14 @@ def _obstacle(queue: Queue, supply: Supply, nodes: Mapping[str, Node] | None) ->
 
 
 def _in_quantities(reason: str, resource: str | None) -> str:
-    """A policy counts in units; where these are not the resource's own, the sentence says so."""
-    return reason.replace(" units", " thousandths of a CPU") if scale_of(resource) > 1 else reason
+    """A policy counts in units; people are told amounts of the resource."""
+    return _UNITS.sub(lambda found: in_words(int(found[1]), resource), reason)
 
 
 def _portray(
     queue: Queue,
     supply: Supply,
-    members: Iterable[Member],
+    members: Sequence[Member],
     grants: Mapping[Key, Grant],
     units: Mapping[str, int],
     obstacle: tuple[str, str] | None,
@@ -303,7 +306,7 @@ def _portray(
 ) -> QueueStatus:
     resource = queue.spec.resource
     running = [(m, grants[m.key].workers) for m in members if grants[m.key].workers]
-    waiting = sum(1 for key, grant in grants.items() if not grant.workers)
+    waiting = sum(1 for member in members if not (grants[member.key].workers or member.job.spec.suspend))
     allocated = sum(units[member.name] * workers for member, workers in running)
     code, message = obstacle or (
         reasons.SHARING,

@@ -39,6 +39,15 @@ def shown(units: int, resource: str | None) -> str:
     return f"{units / scale:.10g}" if scale > 1 else str(units)
 
 
+def in_words(units: int, resource: str | None) -> str:
+    """Units with what they are of, as a sentence has them."""
+    if resource is None:
+        return "1 worker" if units == 1 else f"{units} workers"
+    if resource == "memory":
+        return f"{units / 2**30:.4g}Gi of memory"
+    return f"{shown(units, resource)} {resource}"
+
+
 def requested(requests: Iterable[Mapping[str, str]], resource: str) -> int:
     """Units that a pod requests; 0 if that is less, which the API server refuses."""
     return max(in_units(total(requests, resource), resource, up=True), 0)

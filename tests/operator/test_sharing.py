@@ -201,6 +201,39 @@ def test_what_it_keeps_counts_within_the_limit_of_its_namespace() -> None:
     assert workers(decide(member("odd", 3, weight=0), member("sound"), at=over)) == {"odd": 3, "sound": 0}
 
 
+def test_who_is_suspended_by_its_user_does_not_wait() -> None:
+    shares = decide(member("resting", suspend=True), member("huge", minReplicas=7, replicas=7))
+    assert shares.status is not None
+    assert (shares.status.jobs.running, shares.status.jobs.waiting) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("resource", "request_", "offered", "says"),
+    [
+        (GPU, "4", "8", "needs 28 nvidia.com/gpu and the capacity of the queue is 24 nvidia.com/gpu; lower"),
+        ("cpu", "1500m", "3", "needs 10.5 cpu and the capacity of the queue is 9 cpu; lower"),
+        ("memory", "3Gi", "4Gi", "needs 21Gi of memory and the capacity of the queue is 9Gi of memory; lower"),
+    ],
+)
+def test_people_are_told_amounts_as_they_write_them(resource: str, request_: str, offered: str, says: str) -> None:
+    pod = {"containers": [container(resources={"requests": {resource: request_}})]}
+    huge = member("huge", minReplicas=7, replicas=7, workerGroups=[group(pod=pod)])
+    sized = {name: Node(name, allocatable={resource: offered}) for name in ("a", "b", "c")}
+    shares = decide(huge, at=queue(resource=resource), nodes=sized)
+    assert says in shares.grants["ml", "huge"].reason
+
+
+def test_a_queue_that_counts_workers_says_workers() -> None:
+    shares = decide(member("huge", minReplicas=7, replicas=7), at=queue(resource=None, capacity=1), nodes={})
+    assert "needs 7 workers and the capacity of the queue is 1 worker; lower" in shares.grants["ml", "huge"].reason
+
+
+def test_one_worker_is_no_workers() -> None:
+    leaving = member("first", 1, pods=["node-0"] * 6, replicas=1, maxReplicas=1)
+    late = member("late", replicas=1, maxReplicas=1)
+    assert decide(leaving, late).grants["ml", "late"].reason.startswith("1 worker as soon as")
+
+
 def test_others_pods_and_limits_of_namespaces_are_kept_off() -> None:
     assert workers(decide(member("a"), others={"node-0": 2, "node-1": 1})) == {"a": 3}
     limited = queue(limits=[{"namespace": "ml", "capacity": 2}])
