@@ -18,7 +18,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow_operator import reasons
 from virtualflow_operator.granting import Grant
 from virtualflow_operator.job_status import Condition
-from virtualflow_operator.measuring import curve_of, efficient_limit
+from virtualflow_operator.measuring import curve_of, efficient_limit, no_further
 from virtualflow_operator.queue_view import (
     MAX_ALLOCATIONS,
     CapacityStatus,
@@ -142,7 +142,7 @@ def share(
         allocation = given[demand.name]
         lacks = Room(capacity).lacks(demand, demand.minimum) if not allocation.workers else ""
         code = reasons.ALLOCATED if allocation.workers else reasons.NEVER_FITS if lacks else reasons.QUEUED
-        reason = _in_quantities(allocation.reason, resource)
+        reason = _in_quantities(allocation.reason, resource) + _no_more(member, demand, allocation.workers)
         partly = demand.allocated < allocation.workers < wanted[demand.name].workers
         grants[member.key] = member.grant.changed(allocation.workers, reason, code, now, partly=partly)
         after.append(demand.given(allocation.workers, now))
@@ -214,6 +214,15 @@ def _demand(member: Member, units: int, queue: QueueSpec) -> Demand:
         curve=curve_of(status.scaling),
         minimum_on_demand=spec.elasticity.min_replicas_on == "OnDemand" and queue.spot_selector is not None,
     )
+
+
+def _no_more(member: Member, demand: Demand, workers: int) -> str:
+    """What the reason of a policy does not say, as it sees no more than the most that a job can have."""
+    if not workers or workers < demand.maximum or demand.maximum >= member.job.spec.most:
+        return ""
+    if member.ceiling is not None and demand.maximum >= member.ceiling:
+        return "; no more of its workers found a node, which is tried again when nodes change, and now and then"
+    return f"; {no_further(member.job.spec.elasticity.min_efficiency)}"
 
 
 def _holding(member: Member, supply: Supply, resource: str | None) -> int:

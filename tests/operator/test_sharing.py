@@ -245,7 +245,15 @@ def test_a_job_grows_no_further_than_it_is_efficient() -> None:
     curve.append({"workers": 1, "stepsPerSecond": "10"})
     slow = member("slow", 3, None, {"scaling": curve}, elasticity={"minEfficiency": 30})
     assert workers(decide(slow, member("other"))) == {"slow": 3, "other": 3}
-    assert workers(decide(slow)) == {"slow": 3}
+    alone = decide(slow)
+    assert workers(alone) == {"slow": 3}
+    reason = alone.grants["ml", "slow"].reason
+    assert reason.startswith("has its maximum; a further worker brings, as measured, less than minEfficiency (30 %)")
+
+
+def test_a_job_that_finds_no_more_nodes_is_told_so() -> None:
+    stuck = dataclasses.replace(member("large", 2), ceiling=2)
+    assert "; no more of its workers found a node" in decide(stuck).grants["ml", "large"].reason
 
 
 def test_a_job_that_comes_with_workers_keeps_counting_as_running() -> None:
