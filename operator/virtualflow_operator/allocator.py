@@ -17,6 +17,7 @@ from virtualflow_operator.constants import MANAGER, WORKER
 from virtualflow_operator.granting import Grant, known_grant
 from virtualflow_operator.job_status import JobStatus, merge_patch
 from virtualflow_operator.kube import QUEUES, Conflict, KubeApi, NotFound
+from virtualflow_operator.metrics import Metrics, QueueSample
 from virtualflow_operator.queue import RetryLater
 from virtualflow_operator.queue_view import Queue, QueueStatus, write_queue_status
 from virtualflow_operator.settings import OperatorSettings
@@ -54,6 +55,7 @@ class Allocator:
         links: the connections to the coordinators, which know who is alive on a node that looks lost.
         wake: called with each job whose grant has changed.
         wake_queue: has a queue decided about.
+        metrics: what is shown of queues.
         settings: the operator's.
     """
 
@@ -62,12 +64,13 @@ class Allocator:
         api: KubeApi,
         store: Store,
         links: Links,
+        metrics: Metrics,
         wake: Callable[[Key], None],
         wake_queue: Callable[[str | None], None],
         settings: OperatorSettings,
     ) -> None:
         self._api, self._store, self._links, self._wake, self._settings = api, store, links, wake, settings
-        self._wake_queue = wake_queue
+        self._wake_queue, self._metrics = wake_queue, metrics
         self._grants: dict[Key, Grant] = {}
         self._ceilings: dict[Key, tuple[int, float]] = {}
         """How many workers found a node, of jobs of which others found none; until when (Unix seconds) that counts."""
@@ -123,7 +126,10 @@ class Allocator:
         for place in [place for place, grant in self._grants.items() if grant.queue == name and place not in own]:
             del self._grants[place]
             self._ceilings.pop(place, None)
-        if queue is not None and shares.status is not None:
+        if queue is None:
+            self._metrics.forget_queue(name)
+        elif shares.status is not None:
+            self._metrics.shared(name, _sample(shares.status))
             await self._write_status(queue, shares.status)
         if not members:
             return None
@@ -206,6 +212,17 @@ class Allocator:
         except NotFound:
             self._store.queues.remove("", queue.name, queue.uid)
             raise RetryLater(0.0, "the queue is deleted") from None
+
+
+def _sample(status: QueueStatus) -> QueueSample:
+    ready, capacity = status.ready, status.capacity
+    return QueueSample(
+        ready is not None and ready.status == "True",
+        float(capacity.total) if capacity is not None else 0.0,
+        float(capacity.allocated) if capacity is not None else 0.0,
+        status.jobs.running,
+        status.jobs.waiting,
+    )
 
 
 def _over(body: Object) -> bool:
