@@ -315,6 +315,31 @@ def test_a_successor_of_the_operator_changes_nothing(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+def test_after_an_outage_a_new_leader_asks_before_it_takes_nodes_for_lost(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        add_queue(stage)
+        process = stage.start(scheduling=QUICK_POLICY)
+        stage.server.add(queued("digits", minReplicas=2))
+        await stage.until(lambda: stage.trains("digits", 6))
+        await stage.quiet()
+        before, made = stage.status("digits")["allocation"], dict(stage.made)
+        process.kill()
+        for node in NODE_NAMES:  # no kubelet could say that it is well
+            stage.server.set_node(node, ready="Unknown")
+        await stage.replace(process, scheduling=QUICK_POLICY)
+        await stage.watching()
+        await stage.quiet()
+        assert stage.status("digits")["allocation"] == before
+        assert stage.status("digits")["phase"] == "Running"
+        for node in NODE_NAMES:
+            stage.server.set_node(node, ready=True)
+        await stage.quiet()
+        assert stage.status("digits")["allocation"] == before
+        assert dict(stage.made) == made
+
+    play(tmp_path, story)
+
+
 def test_a_queue_at_rest_is_never_written(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         add_queue(stage)
