@@ -345,3 +345,35 @@ def test_on_any_cluster_a_queue_comes_to_rest_within_its_capacity(
     assert sum(before.values()) <= sum(gpus)
     for m in members:
         assert before[m.job.name] == 0 or before[m.job.name] >= m.job.spec.min_replicas
+
+
+ODD = st.sampled_from([None, 0, 1, 2, 3, 7, 64, -1, 10**9, 10**30, 1.5, "2", "x", True, [], {}, [1], {"a": 1}])
+FIELDS = st.sampled_from(
+    ["replicas", "minReplicas", "maxReplicas", "virtualNodes", "weight", "priority", "suspend", "elasticity", "queue"]
+)
+SPEEDS = st.sampled_from(["1", "0", "-1", "nan", "x"])
+POINT = st.fixed_dictionaries({"workers": st.integers(-1, 9), "stepsPerSecond": SPEEDS})
+
+
+@st.composite
+def odd_members(draw: st.DrawFn) -> list[Member]:
+    found = []
+    for index in range(draw(st.integers(1, 3))):
+        spec = draw(st.dictionaries(FIELDS, ODD, max_size=3))
+        pod = {"containers": [container(resources={"limits": {GPU: draw(ODD)}})], "tolerations": draw(ODD)}
+        groups = {"workerGroups": [group(pod=pod, maxReplicas=draw(ODD))]}
+        status = {"scaling": draw(st.lists(POINT, max_size=3))}
+        efficiency = {"elasticity": {"minEfficiency": draw(st.integers(0, 100))}}
+        workers = draw(st.integers(0, 2))
+        odd = member(f"odd-{index}", workers, None, status, **(efficiency | draw(st.sampled_from([{}, groups])) | spec))
+        found.append(dataclasses.replace(odd, ceiling=draw(st.none() | st.integers(0, 3))))
+    return found
+
+
+@settings(max_examples=300)
+@given(odd_members(), st.sampled_from(sorted(POLICIES)))
+def test_whatever_stands_in_a_job_its_queue_decides_about_all(members: list[Member], policy: str) -> None:
+    shares = decide(*members, member("sound"), at=queue(policy=policy), nodes=nodes(9, 2))
+    assert len(shares.grants) == len(members) + 1
+    assert code(shares) == reasons.SHARING
+    assert sum(grant.workers for key, grant in shares.grants.items() if grant.code == reasons.ALLOCATED) <= 18
