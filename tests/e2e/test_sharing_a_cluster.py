@@ -136,9 +136,21 @@ def test_three_jobs_share_three_nodes_by_their_weights_to_the_bits_of_undisturbe
         # Kubernetes takes 40 s to say that a node is not ready.
         until("four slots are left", lambda: capacity(queue) == "4", 120)
         begun = time.monotonic()
-        until("no more workers than slots", lambda: sum(alive(sharing, lost).values()) == 4, SECONDS)
-        print(f"a dead node: {alive(sharing, lost)} after {time.monotonic() - begun:.1f} s")
-        assert all(alive(sharing, lost).values()), "nobody starves"
+
+        def given() -> int:
+            return sum(job.status()["allocation"]["workers"] for job in sharing.jobs.values())
+
+        until("no more is given than there is", lambda: given() == 4, SECONDS)
+        told = time.monotonic()
+
+        def all_train() -> bool:
+            here = alive(sharing, lost).values()
+            return sum(here) == 4 and all(here)
+
+        # Whose workers were there is chance: others may have to leave for its new one, which kubelets take time for.
+        until("nobody starves", all_train, 90 + SECONDS)
+        here, now = alive(sharing, lost), time.monotonic()
+        print(f"a dead node: {told - begun:.1f} s to decide, {here} after {now - begun:.1f} s")
     finally:
         queue.faults.start_node(lost)
     until("the node is back", lambda: lost in queue.nodes(), 120)
