@@ -17,6 +17,7 @@ from virtualflow_operator.constants import LABEL_JOB, LABEL_ROLE
 from virtualflow_operator.kube import JOBS, QUEUES, KubeApi, Object
 from virtualflow_operator.metrics import Metrics
 from virtualflow_operator.operator import Operator
+from virtualflow_operator.resync import resync
 from virtualflow_operator.settings import OperatorSettings
 from virtualflow_operator.signals import Links
 from virtualflow_operator.store import Key, Store
@@ -50,7 +51,7 @@ def test_a_queue_is_shown_as_it_is_and_no_longer_once_it_is_gone() -> None:
 
             async def look() -> None:
                 visited.clear()
-                await operator.controller.resync(visited.append, visited.append)
+                await resync(api, operator.store, (), visited.append, visited.append)
                 for key in {key for key in visited if not key[0]}:
                     await operator.controller.process(key)
 
