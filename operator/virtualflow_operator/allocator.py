@@ -8,6 +8,7 @@ job is kept here until the next decision, and in the job's status, which its own
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ from virtualflow_operator.constants import MANAGER, WORKER
 from virtualflow_operator.granting import Grant, known_grant
 from virtualflow_operator.job_status import JobStatus, merge_patch
 from virtualflow_operator.kube import QUEUES, Conflict, KubeApi, NotFound
+from virtualflow_operator.metrics import Metrics, QueueSample
 from virtualflow_operator.queue import RetryLater
 from virtualflow_operator.queue_view import Queue, QueueStatus, write_queue_status
 from virtualflow_operator.settings import OperatorSettings
@@ -26,7 +28,7 @@ from virtualflow_operator.spec import Object
 from virtualflow_operator.store import Key, Store
 from virtualflow_operator.supply import requested, worker_units
 from virtualflow_operator.survey import find_worker
-from virtualflow_operator.view import Job, Pod, parse_time, read_job
+from virtualflow_operator.view import Job, Link, Pod, parse_time, read_job
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Allocator:
         links: the connections to the coordinators, which know who is alive on a node that looks lost.
         wake: called with each job whose grant has changed.
         wake_queue: has a queue decided about.
+        metrics: what is shown of queues.
         settings: the operator's.
     """
 
@@ -62,12 +65,13 @@ class Allocator:
         api: KubeApi,
         store: Store,
         links: Links,
+        metrics: Metrics,
         wake: Callable[[Key], None],
         wake_queue: Callable[[str | None], None],
         settings: OperatorSettings,
     ) -> None:
         self._api, self._store, self._links, self._wake, self._settings = api, store, links, wake, settings
-        self._wake_queue = wake_queue
+        self._wake_queue, self._metrics = wake_queue, metrics
         self._grants: dict[Key, Grant] = {}
         self._ceilings: dict[Key, tuple[int, float]] = {}
         """How many workers found a node, of jobs of which others found none; until when (Unix seconds) that counts."""
@@ -101,12 +105,15 @@ class Allocator:
         members = [self._member(place, body, now) for place, body in bodies.items() if not _over(body)]
         own = {member.key for member in members}
         resource = queue.spec.resource if queue is not None else None
+        if resource and not self._store.guests_known:
+            return None  # all keep what they have; the list of others' pods wakes the queue
+        alive, asked_by = self._alive(members, resource, now) if resource else ({}, math.inf)
         shares = share(
             queue,
             members,
             self._store.node_map(),
             self._others(own, resource) if resource else {},
-            self._alive(members, resource) if resource else {},
+            alive,
             now,
             self._settings.scheduling,
             self._settings.extra_taints,
@@ -121,11 +128,14 @@ class Allocator:
         for place in [place for place, grant in self._grants.items() if grant.queue == name and place not in own]:
             del self._grants[place]
             self._ceilings.pop(place, None)
-        if queue is not None and shares.status is not None:
+        if queue is None:
+            self._metrics.forget_queue(name)
+        elif shares.status is not None:
+            self._metrics.shared(name, _sample(shares.status))
             await self._write_status(queue, shares.status)
         if not members:
             return None
-        wakes = [self._settings.sharing.review]
+        wakes = [self._settings.sharing.review, asked_by - now]
         wakes += [max(until - now, 0.0) for place, (_, until) in self._ceilings.items() if place in own]
         wakes += [at - now for at in map(self._stuck_at, own) if at is not None and at > now]
         if shares.wake_at is not None:
@@ -174,21 +184,41 @@ class Allocator:
                 taken[pod.node] += requested(pod.requests, resource)
         return taken
 
-    def _alive(self, members: Iterable[Member], resource: str) -> dict[str, int]:
-        """Units of workers that their coordinators hear from, on nodes that do not say that they are ready."""
+    def _alive(self, members: Iterable[Member], resource: str, now: float) -> tuple[dict[str, int], float]:
+        """Units of workers that train, for all that is known, on nodes that do not say that they are ready.
+
+        A coordinator that was not asked yet may hear all of its workers: right after an outage of the API server, all
+        nodes look lost, and a new leader has no connections yet. In the end, until when (Unix seconds) that counts.
+        """
         nodes = self._store.node_map() or {}
         lost = {name for name, node in nodes.items() if not node.ready and not node.gone}
-        heard: Counter[str] = Counter()
-        if not lost:
-            return heard
-        for member in members:
+        alive: Counter[str] = Counter()
+        until = math.inf
+        for member in members if lost else ():
             link = self._links.view(member.key)
-            status = link.status if link is not None and link.connected else None
+            answered = link is not None and link.connected and link.status is not None
+            asked_by = math.inf if answered else self._asked_by(member, link, now)
             for pod in self._workers(member.key):
-                worker = find_worker(status, pod) if pod.node in lost else None
-                if worker is not None and worker.state in ("starting", "ready", "training"):
-                    heard[pod.node] += worker_units(member.job.spec, resource)
-        return heard
+                if pod.node not in lost or not pod.live:
+                    continue
+                if answered:
+                    worker = find_worker(link.status if link is not None else None, pod)
+                    trains = worker is not None and worker.state in ("starting", "ready", "training")
+                else:
+                    trains = now < asked_by
+                    until = min(until, asked_by) if trains else until
+                if trains:
+                    alive[pod.node] += worker_units(member.job.spec, resource)
+        return alive, until
+
+    def _asked_by(self, member: Member, link: Link | None, now: float) -> float:
+        """When the job's coordinator has answered if it ever does; Unix seconds, in the past if it does not."""
+        patience = self._settings.coordinator_patience
+        if link is not None:
+            return link.since + patience
+        pods, name = self._store.pods_of(member.key), member.job.status.coordinator
+        usable = any(pod.name == name and pod.live and pod.ip and pod.phase == "Running" for pod in pods)
+        return now + patience if usable else -math.inf
 
     async def _write_status(self, queue: Queue, status: QueueStatus) -> None:
         """Write the status if it differs."""
@@ -204,6 +234,17 @@ class Allocator:
         except NotFound:
             self._store.queues.remove("", queue.name, queue.uid)
             raise RetryLater(0.0, "the queue is deleted") from None
+
+
+def _sample(status: QueueStatus) -> QueueSample:
+    ready, capacity = status.ready, status.capacity
+    return QueueSample(
+        ready is not None and ready.status == "True",
+        float(capacity.total) if capacity is not None else 0.0,
+        float(capacity.allocated) if capacity is not None else 0.0,
+        status.jobs.running,
+        status.jobs.waiting,
+    )
 
 
 def _over(body: Object) -> bool:

@@ -102,7 +102,7 @@ class Controller:
         wake_queue: Callable[[str | None], None],
     ) -> None:
         self._api, self._store, self._links = api, store, links
-        self.allocator = Allocator(api, store, links, wake, wake_queue, settings)
+        self.allocator = Allocator(api, store, links, metrics, wake, wake_queue, settings)
         self._events, self._metrics, self._key, self._settings = events, metrics, key, settings
         self._provision = Provision(api, store, metrics, key, settings)
         self._memories: dict[Key, _Memory] = {}

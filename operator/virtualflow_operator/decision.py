@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from virtualflow.calls import Status
-from virtualflow_operator import outlook, reasons, resources
+from virtualflow_operator import outlook, phases, reasons, resources
 from virtualflow_operator.granting import Grant, settle_grant, with_allocation
 from virtualflow_operator.job_status import JobStatus
 from virtualflow_operator.notices import notices_of
@@ -205,9 +205,11 @@ class Decision:
             rejected = True
         else:
             rejected = False
-        return outlook.portray(
+        status = outlook.portray(
             self.settled_job(), self.survey, self.scene.nodes, self.link, workforce, trouble, rejected, self.now
         )
+        limit = self.granted.limit
+        return phases.limited(status, self.job, limit, self.now) if limit else status
 
 
 def listed(names: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from virtualflow_operator import reasons
 from virtualflow_operator.job_status import Allocation, Condition, JobStatus, Truth
-from virtualflow_operator.measuring import efficient_limit
+from virtualflow_operator.measuring import efficient_limit, no_further
 from virtualflow_operator.spec import JobSpec
 from virtualflow_operator.view import Job, format_time, parse_time
 
@@ -95,6 +95,8 @@ class Granted:
     """Why its queue gives it nothing; empty: it runs, or is suspended by its user."""
     code: str = ""
     """The reason of its condition ``Allocated``; empty: it has none."""
+    limit: str = ""
+    """Why it has fewer workers than its user asks for, a sentence; empty: it has not."""
 
 
 def settle_grant(job: Job, grant: Grant | None) -> Granted:
@@ -109,8 +111,14 @@ def settle_grant(job: Job, grant: Grant | None) -> Granted:
         status = msgspec.structs.replace(status, allocation=None)
         if not spec.elasticity.min_efficiency:
             return Granted(job, status)
-        most = efficient_limit(status.scaling, spec.elasticity.min_efficiency, spec.desired)
-        return Granted(_with_spec(job, msgspec.structs.replace(spec, replicas=min(spec.replicas, most))), status)
+        efficient = efficient_limit(status.scaling, spec.elasticity.min_efficiency, spec.desired)
+        most = max(efficient, min(spec.min_replicas, spec.desired))
+        limit = ""
+        if most < spec.desired:
+            why = no_further(spec.elasticity.min_efficiency)
+            limit = f"It has {most} of the {spec.desired} workers that replicas asks for: {why}; lower it to have more."
+        limited = _with_spec(job, msgspec.structs.replace(spec, replicas=min(spec.replicas, most)))
+        return Granted(limited, status, limit=limit)
     if status.finished:
         return Granted(job, msgspec.structs.replace(status, allocation=None), code=reasons.FINISHED)
     if grant is None or grant.uid != job.uid:

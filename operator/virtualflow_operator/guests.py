@@ -30,18 +30,21 @@ class GuestWatch:
     Args:
         api: the API server.
         store: where they go.
-        wake: called when what others take has changed.
+        wake: called when what others take has changed, or is known for the first time.
         settings: the operator's.
     """
 
     def __init__(self, api: KubeApi, store: Store, wake: Callable[[], None], settings: OperatorSettings) -> None:
         self._api, self._store, self._wake, self._settings = api, store, wake, settings
         self._tasks: list[asyncio.Task[None]] = []
+        self._unlisted: set[str | None] = set()
+        """Namespaces of which no list has come yet; ``None`` stands for all."""
 
     def want(self, wanted: bool) -> None:
         """Begin or end to follow them."""
         if wanted and not self._tasks:
             namespaces: tuple[str | None, ...] = self._settings.namespaces or (None,)
+            self._unlisted = set(namespaces)
             for namespace in namespaces:
                 name = f"pods of others in {namespace or 'all namespaces'}"
                 self._tasks.append(asyncio.create_task(self._follow(namespace), name=name))
@@ -50,6 +53,7 @@ class GuestWatch:
             for task in self._tasks:
                 task.cancel()
             self._tasks = []
+            self._store.guests_known = False
             self._store.guests.entries.clear()
 
     async def close(self) -> None:
@@ -79,6 +83,7 @@ class GuestWatch:
                 await asyncio.sleep(delay)  # a server that ends each watch at once is not asked all the time
             except (Forbidden, NotFound) as error:
                 logger.warning("pods of others may not be looked at, so queues do not count them: %s", error)
+                self._note_listed(namespace)
                 delay = self._settings.queue.backoff_most
                 await asyncio.sleep(delay)
             except ApiError as error:
@@ -91,6 +96,14 @@ class GuestWatch:
         bodies = await self._api.list(PODS, namespace, NOT_OURS, field_selector=TAKING)
         changed = self._store.guests.replace(bodies, begun, lambda key: namespace is None or key[0] == namespace)
         if changed:
+            self._wake()
+        self._note_listed(namespace)
+
+    def _note_listed(self, namespace: str | None) -> None:
+        """What there is to know of a namespace is known; queues wait for that of all."""
+        self._unlisted.discard(namespace)
+        if not self._unlisted and not self._store.guests_known:
+            self._store.guests_known = True
             self._wake()
 
 

@@ -53,6 +53,11 @@ def curve_of(known: Sequence[Measured]) -> ScalingCurve:
     return ScalingCurve.of((point.workers, _speed(point)) for point in known)
 
 
+def no_further(percent: int) -> str:
+    """Why a job does not grow beyond its efficient limit, in words."""
+    return f"a further worker brings, as measured, less than minEfficiency ({percent} %) of what one gave at first"
+
+
 def efficient_limit(known: Sequence[Measured], percent: int, most: int) -> int:
     """How many workers a job is to have at most so that each brings enough.
 

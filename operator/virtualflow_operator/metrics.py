@@ -49,6 +49,18 @@ class JobSample:
     loss: float | None = None
 
 
+@dataclass(frozen=True)
+class QueueSample:
+    """What is true of one ``VirtualFlowQueue`` just now."""
+
+    ready: bool = False
+    capacity: float = 0.0
+    """Of its resource, or in workers."""
+    allocated: float = 0.0
+    running: int = 0
+    waiting: int = 0
+
+
 class Metrics:
     """The operator's metrics, in a registry of their own.
 
@@ -61,7 +73,9 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         self._jobs = _Jobs(job_metrics)
+        self._queues = _Queues()
         registry.register(self._jobs)
+        registry.register(self._queues)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
@@ -166,6 +180,14 @@ class Metrics:
         """Remove a job that is gone, with its series."""
         self._jobs.samples.pop((namespace, name), None)
 
+    def shared(self, queue: str, sample: QueueSample) -> None:
+        """Set what is true of a queue."""
+        self._queues.samples[queue] = sample
+
+    def forget_queue(self, queue: str) -> None:
+        """Remove a queue that is gone, with its series."""
+        self._queues.samples.pop(queue, None)
+
     def exposition(self) -> bytes:
         """Return everything in the text format of Prometheus."""
         return generate_latest(self.registry)
@@ -204,6 +226,33 @@ class _Jobs(Collector):
                         family.add_metric(key, value)
                 yield family
 
+
+class _Queues(Collector):
+    """The gauges of each ``VirtualFlowQueue``; there are few, and those who run the cluster make them."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, QueueSample] = {}
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Compute all of them at this moment."""
+        samples = sorted(self.samples.items())
+        for field, text in _OF_A_QUEUE.items():
+            family = GaugeMetricFamily(f"virtualflow_shared_{field}", text, labels=("queue",))
+            for name, sample in samples:
+                family.add_metric((name,), float(getattr(sample, field)))
+            yield family
+        jobs = GaugeMetricFamily("virtualflow_shared_jobs", "Jobs of the queue.", labels=("queue", "state"))
+        for name, sample in samples:
+            jobs.add_metric((name, "running"), sample.running)
+            jobs.add_metric((name, "waiting"), sample.waiting)
+        yield jobs
+
+
+_OF_A_QUEUE = {
+    "ready": "1: the queue gives out what it has; 0: its condition Ready says why not.",
+    "capacity": "What the jobs of the queue may have together, of its resource or in workers.",
+    "allocated": "What they have been given of it.",
+}
 
 _SINGLE = {
     "step": "Steps that the job has completed.",

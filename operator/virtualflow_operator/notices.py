@@ -43,6 +43,8 @@ def notices_of(old: JobStatus, new: JobStatus, changes: Sequence[Change]) -> lis
         reasons.UNSCHEDULABLE,
         reasons.CANNOT_START,
     )
+    if after is not None and after.reason == reasons.EFFICIENT and (before is None or before.reason != after.reason):
+        found.append(Notice(after.reason, after.message))
     if after is not None and after.reason in obstacles and (before is None or before.reason != after.reason):
         found.append(Notice(after.reason, after.message, warning=True))
     return found

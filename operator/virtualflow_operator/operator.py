@@ -270,6 +270,7 @@ class Operator:
                 pass
             try:
                 await self._list(lambda key: self.queue.add(key, random.random() * _SPREAD))
+                self._follow_guests()
                 delay = _RELIST_AFTER
             except ApiError as error:
                 delay = min(2 * delay, self.settings.queue.backoff_most)

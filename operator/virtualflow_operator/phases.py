@@ -1,4 +1,4 @@
-"""How a job looks that does not simply run: it makes no sense, starts again, is suspended, queued, or over.
+"""How a job looks that does not simply run: it makes no sense, is limited, starts again, is suspended, queued, or over.
 
 Pure. Each function amends what ``outlook`` made of the job.
 """
@@ -22,6 +22,14 @@ def invalid(status: JobStatus, job: Job, faults: str, now: float) -> JobStatus:
     """A specification that makes no sense; what runs goes on."""
     message = f"The specification makes no sense, and nothing that runs is changed: {faults}"
     return amend(status, job, now, ("Progressing", "False", reasons.INVALID_SPEC, message))
+
+
+def limited(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
+    """It trains as it should, with fewer workers than its user asks for, and nothing else is to be said of it."""
+    progressing = status.condition("Progressing")
+    if progressing is None or progressing.reason != reasons.TRAINING:
+        return status
+    return amend(status, job, now, ("Progressing", "True", reasons.EFFICIENT, f"Workers are training. {why}"))
 
 
 def back_off(status: JobStatus, job: Job, now: float) -> JobStatus:

@@ -6,7 +6,6 @@ fields it has.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import hmac
 import json
@@ -116,6 +115,13 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
+def _without_nulls(value: Any) -> Any:
+    """A copy without the fields that are null, which the API server leaves out as well."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, settings: OperatorSettings) -> Object:
     """The pod of a worker.
 
@@ -126,7 +132,7 @@ def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, setting
         address: the coordinator's, without a port.
         settings: the operator's.
     """
-    template = copy.deepcopy(group.template)
+    template = _without_nulls(group.template)
     spec: Object = template.get("spec") or {}
     spec["restartPolicy"] = "Never"
     spec.setdefault("terminationGracePeriodSeconds", job.spec.elasticity.drain_grace_seconds)
@@ -255,7 +261,7 @@ def coordinator_pod(job: Job, ordinal: int, settings: OperatorSettings) -> Objec
     }
     if settings.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
-    template = copy.deepcopy(job.spec.coordinator.template)
+    template = _without_nulls(job.spec.coordinator.template)
     overrides: Object = template.get("spec") or {}
     containers = overrides.pop("containers", None) or [{}]
     merged = _merge(container, containers[0])

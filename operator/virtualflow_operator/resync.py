@@ -58,7 +58,8 @@ async def resync(
 async def _resync_queues(api: KubeApi, store: Store, visit: Callable[[Key], None]) -> None:
     begun = time.monotonic()
     try:
-        store.queues.replace(await api.list(QUEUES), begun, lambda _: True)
+        for _, name in store.queues.replace(await api.list(QUEUES), begun, lambda _: True):
+            visit(queue_key(name))  # one that is gone, too
     except (Forbidden, NotFound) as error:
         logger.warning("there are no queues here; install their definition and rights to have some: %s", error)
     for _, name in store.queues.entries:

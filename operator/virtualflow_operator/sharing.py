@@ -8,7 +8,9 @@ grant, and the others are shared among as if it were not there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -16,7 +18,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow_operator import reasons
 from virtualflow_operator.granting import Grant
 from virtualflow_operator.job_status import Condition
-from virtualflow_operator.measuring import curve_of, efficient_limit
+from virtualflow_operator.measuring import curve_of, efficient_limit, no_further
 from virtualflow_operator.queue_view import (
     MAX_ALLOCATIONS,
     CapacityStatus,
@@ -29,11 +31,12 @@ from virtualflow_operator.queue_view import (
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand, next_change, policy
 from virtualflow_operator.scheduling.room import Room
 from virtualflow_operator.settings import SchedulingSettings
-from virtualflow_operator.supply import Supply, scale_of, shown, take_stock, tolerated, worker_units
+from virtualflow_operator.supply import Supply, in_words, scale_of, shown, take_stock, tolerated, worker_units
 from virtualflow_operator.validation import validate, validate_queue
 from virtualflow_operator.view import Job, Node, format_time
 
 Key = tuple[str, str]
+_UNITS = re.compile(r"\b(\d+) units\b")
 
 
 @dataclass(frozen=True)
@@ -115,17 +118,20 @@ def share(
         grants = {m.key: _keep(m, reasons.QUEUE_NOT_READY, told, now) for m in members}
         return Shares(grants, _portray(queue, supply, members, grants, units, (code, sentence), now))
     grants, reserved = {}, 0
+    reserved_in: Counter[str] = Counter()
     for member in members:
         if faults[member.key]:
             # What it keeps, and what is still to leave, is not there for the others.
             kept = grants[member.key] = _faulty(member, faults[member.key], now)
-            reserved += units[member.name] * max(kept.workers, _holding(member, supply, resource))
+            taken = units[member.name] * max(kept.workers, _holding(member, supply, resource))
+            reserved += taken
+            reserved_in[member.job.namespace] += taken
     scale = scale_of(resource)
     spot = max(supply.spot - reserved, 0)
     capacity = Capacity(
         max(supply.on_demand - max(reserved - supply.spot, 0), 0),
         spot,
-        {limit.namespace: limit.capacity * scale for limit in queue.spec.limits},
+        {at.namespace: max(at.capacity * scale - reserved_in[at.namespace], 0) for at in queue.spec.limits},
     )
     demands = [_demand(m, units[m.name], queue.spec) for m in open_members]
     wanted = policy(queue.spec.policy)(now, demands, capacity, settings)
@@ -136,7 +142,7 @@ def share(
         allocation = given[demand.name]
         lacks = Room(capacity).lacks(demand, demand.minimum) if not allocation.workers else ""
         code = reasons.ALLOCATED if allocation.workers else reasons.NEVER_FITS if lacks else reasons.QUEUED
-        reason = _in_quantities(allocation.reason, resource)
+        reason = _in_quantities(allocation.reason, resource) + _no_more(member, demand, allocation.workers)
         partly = demand.allocated < allocation.workers < wanted[demand.name].workers
         grants[member.key] = member.grant.changed(allocation.workers, reason, code, now, partly=partly)
         after.append(demand.given(allocation.workers, now))
@@ -176,7 +182,8 @@ def release(
 
 def _held_back(wanted: Allocation, workers: int) -> Allocation:
     """The allocation of a job that has to wait for others' workers to leave."""
-    reason = f"{wanted.workers} workers as soon as those of others have left: {wanted.reason}"
+    count = "1 worker" if wanted.workers == 1 else f"{wanted.workers} workers"
+    reason = f"{count} as soon as those of others have left: {wanted.reason}"
     return Allocation(workers, reason, min(wanted.on_demand, workers))
 
 
@@ -207,6 +214,15 @@ def _demand(member: Member, units: int, queue: QueueSpec) -> Demand:
         curve=curve_of(status.scaling),
         minimum_on_demand=spec.elasticity.min_replicas_on == "OnDemand" and queue.spot_selector is not None,
     )
+
+
+def _no_more(member: Member, demand: Demand, workers: int) -> str:
+    """What the reason of a policy does not say, as it sees no more than the most that a job can have."""
+    if not workers or workers < demand.maximum or demand.maximum >= member.job.spec.most:
+        return ""
+    if member.ceiling is not None and demand.maximum >= member.ceiling:
+        return "; no more of its workers found a node, which is tried again when nodes change, and now and then"
+    return f"; {no_further(member.job.spec.elasticity.min_efficiency)}"
 
 
 def _holding(member: Member, supply: Supply, resource: str | None) -> int:
@@ -284,14 +300,14 @@ def _obstacle(queue: Queue, supply: Supply, nodes: Mapping[str, Node] | None) ->
 
 
 def _in_quantities(reason: str, resource: str | None) -> str:
-    """A policy counts in units; where these are not the resource's own, the sentence says so."""
-    return reason.replace(" units", " thousandths of a CPU") if scale_of(resource) > 1 else reason
+    """A policy counts in units; people are told amounts of the resource."""
+    return _UNITS.sub(lambda found: in_words(int(found[1]), resource), reason)
 
 
 def _portray(
     queue: Queue,
     supply: Supply,
-    members: Iterable[Member],
+    members: Sequence[Member],
     grants: Mapping[Key, Grant],
     units: Mapping[str, int],
     obstacle: tuple[str, str] | None,
@@ -299,7 +315,7 @@ def _portray(
 ) -> QueueStatus:
     resource = queue.spec.resource
     running = [(m, grants[m.key].workers) for m in members if grants[m.key].workers]
-    waiting = sum(1 for key, grant in grants.items() if not grant.workers)
+    waiting = sum(1 for member in members if not (grants[member.key].workers or member.job.spec.suspend))
     allocated = sum(units[member.name] * workers for member, workers in running)
     code, message = obstacle or (
         reasons.SHARING,

@@ -113,6 +113,8 @@ class Store:
         self.queues: Shelf[Queue] = Shelf(read_queue)
         self.guests: Shelf[Guest] = Shelf(read_guest)
         """Pods of others; only kept while a queue counts what they take."""
+        self.guests_known = False
+        """Whether they were listed once: before that, nodes look emptier than they are."""
         self.nodes_known = True
         self._pods_of: dict[Key, dict[str, Pod]] = {}
         self._jobs_on: dict[str, set[Key]] = {}

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import Any
 
-from virtualflow_operator.capacity import parse_quantity
 from virtualflow_operator.disruptions import TERMINATION_TAINTS
+from virtualflow_operator.quantities import parse_quantity, pod_requests, total
 from virtualflow_operator.queue_view import QueueSpec
 from virtualflow_operator.spec import JobSpec, Object, WorkerGroup
 from virtualflow_operator.view import Node
@@ -38,9 +39,18 @@ def shown(units: int, resource: str | None) -> str:
     return f"{units / scale:.10g}" if scale > 1 else str(units)
 
 
+def in_words(units: int, resource: str | None) -> str:
+    """Units with what they are of, as a sentence has them."""
+    if resource is None:
+        return "1 worker" if units == 1 else f"{units} workers"
+    if resource == "memory":
+        return f"{units / 2**30:.4g}Gi of memory"
+    return f"{shown(units, resource)} {resource}"
+
+
 def requested(requests: Iterable[Mapping[str, str]], resource: str) -> int:
-    """Units that a pod's containers request together."""
-    return sum(in_units(request[resource], resource, up=True) for request in requests if resource in request)
+    """Units that a pod requests; 0 if that is less, which the API server refuses."""
+    return max(in_units(total(requests, resource), resource, up=True), 0)
 
 
 def worker_units(spec: JobSpec, resource: str | None) -> int:
@@ -55,24 +65,23 @@ def _used(spec: JobSpec) -> list[WorkerGroup]:
 
 
 def _template_units(template: Object, resource: str) -> int:
-    pod = template.get("spec") or {}
-    amounts = []
-    for container in pod.get("containers") or []:
-        resources = container.get("resources") or {}
-        # Kubernetes takes a limit for the request where there is no request.
-        amount = (resources.get("requests") or {}).get(resource, (resources.get("limits") or {}).get(resource, 0))
-        amounts.append(in_units(amount, resource, up=True))
-    return sum(amounts)
+    return requested(pod_requests(template.get("spec")), resource)
 
 
 def tolerated(spec: JobSpec) -> frozenset[str]:
     """Keys of the taints that a job's workers tolerate; the empty key stands for all."""
     return frozenset(
-        toleration.get("key") or ""
+        str(toleration.get("key") or "")
         for group in _used(spec)
-        for toleration in (group.template.get("spec") or {}).get("tolerations") or []
-        if toleration.get("effect") != "PreferNoSchedule"
+        for toleration in _tolerations(group.template)
+        if isinstance(toleration, Mapping) and toleration.get("effect") != "PreferNoSchedule"
     )
+
+
+def _tolerations(template: Object) -> list[Any]:
+    pod = template.get("spec")
+    found = pod.get("tolerations") if isinstance(pod, Mapping) else None
+    return found if isinstance(found, list) else []
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from virtualflow_operator.constants import (
     WORKER,
 )
 from virtualflow_operator.job_status import JobStatus, read_status
+from virtualflow_operator.quantities import Requests, pod_requests
 from virtualflow_operator.spec import JobSpec, Object, read_spec
 
 EVICTED_EXIT = 75
@@ -90,8 +91,7 @@ class Pod:
     unschedulable_since: float | None = None
     waiting: str = ""
     """Why its container does not start."""
-    requests: tuple[Mapping[str, str], ...] = ()
-    """What each of its containers requests."""
+    requests: Requests = ()
     finished_at: float | None = None
     exit: Exit | None = None
 
@@ -132,7 +132,7 @@ class Guest:
     """A pod that is no job's, as far as it takes something of its node."""
 
     node: str
-    requests: tuple[Mapping[str, str], ...]
+    requests: Requests
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def read_pod(body: Object) -> Pod:
         unschedulable=scheduled.get("message") or "no node fits" if homeless else "",
         unschedulable_since=parse_time(scheduled.get("lastTransitionTime")) if homeless else None,
         waiting="" if waits.get("reason") in (None, "ContainerCreating", "PodInitializing") else _sentence(waits),
-        requests=_requests(body),
+        requests=pod_requests(body.get("spec")),
         finished_at=parse_time((ended or {}).get("finishedAt")),
         exit=None if ended is None else _exit(ended),
     )
@@ -270,13 +270,7 @@ def read_guest(body: Object) -> Guest:
     """Read a pod of others; one that has ended, or has no node yet, takes nothing."""
     node = (body.get("spec") or {}).get("nodeName") or ""
     ended = (body.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-    return Guest("", ()) if ended or not node else Guest(node, _requests(body))
-
-
-def _requests(body: Object) -> tuple[Mapping[str, str], ...]:
-    containers = (body.get("spec") or {}).get("containers") or []
-    found = [(container.get("resources") or {}).get("requests") or {} for container in containers]
-    return tuple({name: str(amount) for name, amount in requests.items()} for requests in found if requests)
+    return Guest("", ()) if ended or not node else Guest(node, pod_requests(body.get("spec")))
 
 
 def _exit(ended: Mapping[str, Any]) -> Exit:

@@ -46,6 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_latency",
         "test_hostile",
         "test_story",
+        "test_queue_bad_input",
         "test_sharing_a_cluster",
         "test_scale",
     ]

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import training
 
-from virtualflow_operator.capacity import never_fits, parse_quantity
+from virtualflow_operator.capacity import never_fits
+from virtualflow_operator.quantities import parse_quantity
 from virtualflow_operator.view import Node
 
 POD = training(1).pods[1]

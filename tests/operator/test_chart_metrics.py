@@ -20,7 +20,7 @@ from rendering import (
 )
 
 from virtualflow_operator.kube import PODS
-from virtualflow_operator.metrics import JobSample, Metrics, metric_names
+from virtualflow_operator.metrics import JobSample, Metrics, QueueSample, metric_names
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 
@@ -40,6 +40,7 @@ def exposition() -> str:
     metrics.pod_created("worker")
     metrics.pod_deleted("drained")
     metrics.job("default", "digits", JobSample("Running", 2, 2, 1, 600, 3.0, 0.5))
+    metrics.shared("gpus", QueueSample(True, 8, 6, 3, 2))
     return metrics.exposition().decode()
 
 

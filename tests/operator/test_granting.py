@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from scenes import NOW, accepted, body, container, coordinator, group, nodes, worker
+from scenes import NOW, accepted, body, container, coordinator, edit, group, nodes, training, worker
 
 from virtualflow_operator import reasons, resources
 from virtualflow_operator.constants import LABEL_CAPACITY, ON_DEMAND, SPOT, WORKER
@@ -150,6 +150,32 @@ def test_a_job_without_a_queue_grows_no_further_than_it_is_efficient() -> None:
     assert settle_grant(read_job(raw), None).job.spec.desired == 4
 
 
+def test_efficiency_takes_nothing_of_the_minimum() -> None:
+    points = [{"workers": 3, "stepsPerSecond": "10.5"}, {"workers": 2, "stepsPerSecond": "10"}]
+    raw = body({"scaling": points}, replicas=4, minReplicas=3, elasticity={"minEfficiency": 50})
+    assert settle_grant(read_job(raw), None).job.spec.desired == 3, "with fewer it could not begin again"
+
+
+def test_a_job_says_that_it_is_its_efficiency_that_keeps_it_small_and_tells_it_once() -> None:
+    stage = training(2)
+    points = [{"workers": 3, "stepsPerSecond": "10.5"}, {"workers": 2, "stepsPerSecond": "10"}]
+    stage.raw["status"]["scaling"] = points
+    edit(stage, replicas=4, elasticity={"minEfficiency": 50})
+    plan = stage.decide()
+    condition = plan.status.condition("Progressing")
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("True", reasons.EFFICIENT)
+    assert "It has 2 of the 4 workers that replicas asks for" in condition.message
+    assert "less than minEfficiency (50 %)" in condition.message
+    assert [notice.warning for notice in plan.notices if notice.reason == reasons.EFFICIENT] == [False]
+    stage.write(plan)
+    assert told(stage.decide()) == []
+    edit(stage, elasticity={"minEfficiency": 1})
+    after = stage.decide().status.condition("Progressing")
+    assert after is not None
+    assert after.reason == reasons.SCALING
+
+
 # --- where its workers run --------------------------------------------------------------------------------------------
 
 POOL = {"matchLabels": {"pool": "ml"}}
@@ -184,6 +210,20 @@ def test_what_the_template_demands_stays_demanded_in_every_alternative() -> None
         for key in ("a", "b")
         for negated in (("capacity", "NotIn"), ("zone", "DoesNotExist"))
     ]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"nodeAffinity": None},
+        {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": None}},
+        {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": None}},
+    ],
+    ids=["no affinity to nodes", "no demands", "no preferences"],
+)
+def test_what_a_template_says_is_nothing_is_nothing(own: Spec) -> None:
+    pod = placed(SPOT, own=own, nodeSelector=POOL, spotSelector=CHEAP)
+    assert terms(pod) == [{("pool", "In")}]
 
 
 def test_on_demand_keeps_off_spot_nodes_and_spot_prefers_them() -> None:

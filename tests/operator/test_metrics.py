@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from virtualflow import __version__
 from virtualflow_operator.kube import PODS
-from virtualflow_operator.metrics import PHASES, JobSample, Metrics, metric_names
+from virtualflow_operator.metrics import PHASES, JobSample, Metrics, QueueSample, metric_names
 
 NAMES = {
     "virtualflow_jobs",
@@ -31,6 +31,10 @@ NAMES = {
     "virtualflow_pods_deleted_total",
     "virtualflow_leader",
     "virtualflow_build_info",
+    "virtualflow_shared_ready",
+    "virtualflow_shared_capacity",
+    "virtualflow_shared_allocated",
+    "virtualflow_shared_jobs",
     "virtualflow_job_step",
     "virtualflow_job_total_steps",
     "virtualflow_job_steps_per_second",
@@ -42,6 +46,9 @@ NAMES = {
 RUNNING = JobSample(
     "Running", workers_wanted=3, workers_ready=2, step=70, total_steps=100, steps_per_second=1.5, loss=0.25
 )
+
+
+BUSY = QueueSample(ready=True, capacity=7.5, allocated=6, running=3, waiting=2)
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -89,6 +96,11 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
         (lambda m: m.pod_deleted("Orphan"), "virtualflow_pods_deleted_total,reason=Orphan", 1),
         (lambda m: m.leads(True), "virtualflow_leader", 1),
         (lambda m: None, f"virtualflow_build_info,version={__version__}", 1),
+        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_ready,queue=gpus", 1),
+        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_capacity,queue=gpus", 7.5),
+        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_allocated,queue=gpus", 6),
+        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_jobs,queue=gpus,state=running", 3),
+        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_jobs,queue=gpus,state=waiting", 2),
         (lambda m: m.job("a", "b", RUNNING), "virtualflow_jobs,phase=Running", 1),
         (lambda m: m.job("a", "b", RUNNING), "virtualflow_workers_wanted", 3),
         (lambda m: m.job("a", "b", RUNNING), "virtualflow_workers_ready", 2),
@@ -104,6 +116,13 @@ def test_every_metric_moves(act: Callable[[Metrics], None], sample: str, value: 
     metrics = Metrics()
     act(metrics)
     assert samples(metrics)[sample] == value
+
+
+def test_the_series_of_a_queue_go_with_it() -> None:
+    metrics = Metrics()
+    metrics.shared("gpus", BUSY)
+    metrics.forget_queue("gpus")
+    assert samples(metrics) == samples(Metrics())
 
 
 def test_every_phase_has_a_series_from_the_beginning() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_api import Fault
 from kubelet import NODES as NODE_NAMES
 from stage import NAMESPACE, Stage, job, play
 
@@ -34,6 +36,14 @@ def add_queue(stage: Stage, slots: int = 2, name: str = "shared", **spec: Any) -
     return stage.server.add(
         {"apiVersion": QUEUES.api_version, "kind": "VirtualFlowQueue", "metadata": {"name": name}, "spec": spec}
     )
+
+
+def guest(name: str, slots: int) -> Object:
+    """Somebody else's pod on a node, which takes so many slots."""
+    container = {"name": "web", "image": "web:1", "resources": {"requests": {SLOT: str(slots)}}}
+    metadata = {"name": name, "namespace": NAMESPACE}
+    spec = {"containers": [container], "nodeName": "node-a"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def set_slots(stage: Stage, node: str, slots: int) -> None:
@@ -123,15 +133,7 @@ def test_a_node_killed_a_node_added_and_pods_of_others_are_absorbed(tmp_path: Pa
         stage.start(scheduling=QUICK_POLICY)
         stage.server.add(queued("digits", elasticity={"heartbeatLimitSeconds": 1, "drainGraceSeconds": 20}))
         await stage.until(lambda: stage.trains("digits", 6))
-        guest = {"name": "web", "image": "web:1", "resources": {"requests": {SLOT: "2"}}}
-        stage.server.add(
-            {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "metadata": {"name": "web", "namespace": NAMESPACE},
-                "spec": {"containers": [guest], "nodeName": "node-a"},
-            }
-        )
+        stage.server.add(guest("web", 2))
         await stage.until(lambda: stage.trains("digits", 4))
         assert queue(stage)["status"]["capacity"]["usedByOthers"] == "2"
         stage.server.set_pod(NAMESPACE, "web", phase="Succeeded")
@@ -144,6 +146,29 @@ def test_a_node_killed_a_node_added_and_pods_of_others_are_absorbed(tmp_path: Pa
         await stage.until(lambda: stage.trains("digits", 7))
         stage.server.set_node("node-d", unschedulable=True)
         await stage.until(lambda: given(stage, "digits") == 4)
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("answer", ["late", "a refusal"])
+def test_nothing_is_given_before_it_is_known_what_pods_of_others_take(tmp_path: Path, answer: str) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start(scheduling=QUICK_POLICY)
+        stage.apply("free")
+        await stage.until(lambda: stage.trains("free", 2))
+        stage.server.add(guest("web", 2))
+        gate = asyncio.Event()
+        fault = Fault(verb="list", resource="pods", gate=gate, code=403 if answer == "a refusal" else None, times=None)
+        stage.server.inject(fault)
+        add_queue(stage)
+        stage.server.add(queued("digits"))
+        await stage.until(lambda: fault.hits > 0)
+        await stage.quiet()
+        assert given(stage, "digits") is None
+        gate.set()
+        workers = 6 if answer == "a refusal" else 4  # who may not look does not count them
+        await stage.until(lambda: stage.trains("digits", workers))
+        assert stage.most[WORKER, "digits"] == workers
 
     play(tmp_path, story)
 
@@ -286,6 +311,31 @@ def test_a_successor_of_the_operator_changes_nothing(tmp_path: Path) -> None:
         assert {name: stage.status(name)["allocation"] for name in ("a", "b")} == before
         assert dict(stage.made) == made
         assert shares(stage, "a", "b") == [2, 4]
+
+    play(tmp_path, story)
+
+
+def test_after_an_outage_a_new_leader_asks_before_it_takes_nodes_for_lost(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        add_queue(stage)
+        process = stage.start(scheduling=QUICK_POLICY)
+        stage.server.add(queued("digits", minReplicas=2))
+        await stage.until(lambda: stage.trains("digits", 6))
+        await stage.quiet()
+        before, made = stage.status("digits")["allocation"], dict(stage.made)
+        process.kill()
+        for node in NODE_NAMES:  # no kubelet could say that it is well
+            stage.server.set_node(node, ready="Unknown")
+        await stage.replace(process, scheduling=QUICK_POLICY)
+        await stage.watching()
+        await stage.quiet()
+        assert stage.status("digits")["allocation"] == before
+        assert stage.status("digits")["phase"] == "Running"
+        for node in NODE_NAMES:
+            stage.server.set_node(node, ready=True)
+        await stage.quiet()
+        assert stage.status("digits")["allocation"] == before
+        assert dict(stage.made) == made
 
     play(tmp_path, story)
 

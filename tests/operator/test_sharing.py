@@ -171,9 +171,67 @@ def test_a_job_that_cannot_be_shared_with_says_why_and_the_others_go_on(spec: Sp
     assert code(shares) == reasons.SHARING
 
 
+TEMPLATES: dict[str, Spec] = {
+    "resources that are a word": {"containers": [container(resources="lots")]},
+    "requests that are a word": {"containers": [container(resources={"requests": "all"})]},
+    "less than nothing": {"containers": [container(resources={"requests": {GPU: -1}})]},
+    "an amount that is a mapping": {"containers": [container(resources={"requests": {GPU: {"a": 1}}})]},
+    "an amount beyond all": {"containers": [container(resources={"requests": {GPU: "9e99"}})]},
+    "containers that are a word": {"containers": "trainer"},
+    "tolerations that are words": {"containers": [container(resources={"limits": {GPU: 1}})], "tolerations": ["all"]},
+}
+
+
+@pytest.mark.parametrize("pod", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_a_template_that_the_api_server_is_going_to_refuse_holds_up_nobody(pod: Spec) -> None:
+    shares = decide(member("odd", workerGroups=[group(pod=pod)], maxReplicas=2), member("sound"))
+    assert workers(shares)["sound"] >= 4
+    assert code(shares) == reasons.SHARING
+
+
 def test_a_running_job_that_makes_no_sense_any_more_keeps_its_workers_and_they_are_not_given_to_others() -> None:
     shares = decide(member("odd", 4, weight=0), member("sound"))
     assert workers(shares) == {"odd": 4, "sound": 2}
+
+
+def test_what_it_keeps_counts_within_the_limit_of_its_namespace() -> None:
+    limited = queue(limits=[{"namespace": "ml", "capacity": 4}])
+    assert workers(decide(member("odd", 3, weight=0), member("sound"), at=limited)) == {"odd": 3, "sound": 1}
+    over = queue(limits=[{"namespace": "ml", "capacity": 2}])
+    assert workers(decide(member("odd", 3, weight=0), member("sound"), at=over)) == {"odd": 3, "sound": 0}
+
+
+def test_who_is_suspended_by_its_user_does_not_wait() -> None:
+    shares = decide(member("resting", suspend=True), member("huge", minReplicas=7, replicas=7))
+    assert shares.status is not None
+    assert (shares.status.jobs.running, shares.status.jobs.waiting) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("resource", "request_", "offered", "says"),
+    [
+        (GPU, "4", "8", "needs 28 nvidia.com/gpu and the capacity of the queue is 24 nvidia.com/gpu; lower"),
+        ("cpu", "1500m", "3", "needs 10.5 cpu and the capacity of the queue is 9 cpu; lower"),
+        ("memory", "3Gi", "4Gi", "needs 21Gi of memory and the capacity of the queue is 9Gi of memory; lower"),
+    ],
+)
+def test_people_are_told_amounts_as_they_write_them(resource: str, request_: str, offered: str, says: str) -> None:
+    pod = {"containers": [container(resources={"requests": {resource: request_}})]}
+    huge = member("huge", minReplicas=7, replicas=7, workerGroups=[group(pod=pod)])
+    sized = {name: Node(name, allocatable={resource: offered}) for name in ("a", "b", "c")}
+    shares = decide(huge, at=queue(resource=resource), nodes=sized)
+    assert says in shares.grants["ml", "huge"].reason
+
+
+def test_a_queue_that_counts_workers_says_workers() -> None:
+    shares = decide(member("huge", minReplicas=7, replicas=7), at=queue(resource=None, capacity=1), nodes={})
+    assert "needs 7 workers and the capacity of the queue is 1 worker; lower" in shares.grants["ml", "huge"].reason
+
+
+def test_one_worker_is_no_workers() -> None:
+    leaving = member("first", 1, pods=["node-0"] * 6, replicas=1, maxReplicas=1)
+    late = member("late", replicas=1, maxReplicas=1)
+    assert decide(leaving, late).grants["ml", "late"].reason.startswith("1 worker as soon as")
 
 
 def test_others_pods_and_limits_of_namespaces_are_kept_off() -> None:
@@ -187,7 +245,15 @@ def test_a_job_grows_no_further_than_it_is_efficient() -> None:
     curve.append({"workers": 1, "stepsPerSecond": "10"})
     slow = member("slow", 3, None, {"scaling": curve}, elasticity={"minEfficiency": 30})
     assert workers(decide(slow, member("other"))) == {"slow": 3, "other": 3}
-    assert workers(decide(slow)) == {"slow": 3}
+    alone = decide(slow)
+    assert workers(alone) == {"slow": 3}
+    reason = alone.grants["ml", "slow"].reason
+    assert reason.startswith("has its maximum; a further worker brings, as measured, less than minEfficiency (30 %)")
+
+
+def test_a_job_that_finds_no_more_nodes_is_told_so() -> None:
+    stuck = dataclasses.replace(member("large", 2), ceiling=2)
+    assert "; no more of its workers found a node" in decide(stuck).grants["ml", "large"].reason
 
 
 def test_a_job_that_comes_with_workers_keeps_counting_as_running() -> None:
@@ -279,3 +345,35 @@ def test_on_any_cluster_a_queue_comes_to_rest_within_its_capacity(
     assert sum(before.values()) <= sum(gpus)
     for m in members:
         assert before[m.job.name] == 0 or before[m.job.name] >= m.job.spec.min_replicas
+
+
+ODD = st.sampled_from([None, 0, 1, 2, 3, 7, 64, -1, 10**9, 10**30, 1.5, "2", "x", True, [], {}, [1], {"a": 1}])
+FIELDS = st.sampled_from(
+    ["replicas", "minReplicas", "maxReplicas", "virtualNodes", "weight", "priority", "suspend", "elasticity", "queue"]
+)
+SPEEDS = st.sampled_from(["1", "0", "-1", "nan", "x"])
+POINT = st.fixed_dictionaries({"workers": st.integers(-1, 9), "stepsPerSecond": SPEEDS})
+
+
+@st.composite
+def odd_members(draw: st.DrawFn) -> list[Member]:
+    found = []
+    for index in range(draw(st.integers(1, 3))):
+        spec = draw(st.dictionaries(FIELDS, ODD, max_size=3))
+        pod = {"containers": [container(resources={"limits": {GPU: draw(ODD)}})], "tolerations": draw(ODD)}
+        groups = {"workerGroups": [group(pod=pod, maxReplicas=draw(ODD))]}
+        status = {"scaling": draw(st.lists(POINT, max_size=3))}
+        efficiency = {"elasticity": {"minEfficiency": draw(st.integers(0, 100))}}
+        workers = draw(st.integers(0, 2))
+        odd = member(f"odd-{index}", workers, None, status, **(efficiency | draw(st.sampled_from([{}, groups])) | spec))
+        found.append(dataclasses.replace(odd, ceiling=draw(st.none() | st.integers(0, 3))))
+    return found
+
+
+@settings(max_examples=300)
+@given(odd_members(), st.sampled_from(sorted(POLICIES)))
+def test_whatever_stands_in_a_job_its_queue_decides_about_all(members: list[Member], policy: str) -> None:
+    shares = decide(*members, member("sound"), at=queue(policy=policy), nodes=nodes(9, 2))
+    assert len(shares.grants) == len(members) + 1
+    assert code(shares) == reasons.SHARING
+    assert sum(grant.workers for key, grant in shares.grants.items() if grant.code == reasons.ALLOCATED) <= 18

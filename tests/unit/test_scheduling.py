@@ -307,21 +307,21 @@ REASONS: dict[str, tuple[str, list[Demand], Capacity | int, str]] = {
         "WeightedFairShare",
         [job("b", minimum=5, units=2)],
         8,
-        "cannot run: its minimum of 5 workers needs 10 units and the capacity of the queue is 8; "
+        "cannot run: its minimum of 5 workers needs 10 units and the capacity of the queue is 8 units; "
         "lower the minimum or raise that",
     ),
     "more than the namespace's limit": (
         "FIFO",
         [job("b", minimum=5)],
         Capacity(8, limits={"red": 4}),
-        "cannot run: its minimum of 5 workers needs 5 units and the limit of namespace red is 4; "
+        "cannot run: its minimum of 5 workers needs 5 units and the limit of namespace red is 4 units; "
         "lower the minimum or raise that",
     ),
     "more than there is on demand": (
         "MaxThroughput",
         [job("b", minimum=5, minimum_on_demand=True)],
         Capacity(4, spot=9),
-        "cannot run: its minimum of 5 workers needs 5 units and the on-demand capacity of the queue is 4; "
+        "cannot run: its minimum of 5 workers needs 5 units and the on-demand capacity of the queue is 4 units; "
         "lower the minimum or raise that",
     ),
     "a share": (

@@ -82,7 +82,7 @@ def sort_out(demands: Iterable[Demand], capacity: Capacity) -> tuple[list[Demand
         never[demand.name] = Allocation(
             0,
             f"cannot run: its minimum of {demand.minimum} workers needs {demand.minimum * demand.units} units and "
-            f"{where} is {offered}; lower the minimum or raise that",
+            f"{where} is {offered} units; lower the minimum or raise that",
         )
     return able, never
 
