@@ -67,7 +67,7 @@ def measure_task(task: str, workers: int, sides: list[str], rounds: int, seconds
 
 def measure(quick: bool) -> dict[str, Any]:
     """All tasks, with one worker and two."""
-    rounds, seconds = (4, 0.4) if quick else (15, 1.0)
+    rounds, seconds = (4, 0.4) if quick else (20, 1.0)
     sides = modes()
     rows = [measure_task(task, workers, sides, rounds, seconds) for task in MODELS for workers in (1, 2)]
     return {"settings": {"rounds": rounds, "seconds_a_turn": seconds, "virtual_nodes": VIRTUAL_NODES}, "rows": rows}

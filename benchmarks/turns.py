@@ -215,7 +215,8 @@ def _rounds(sides: Sequence[Side], rounds: int, seconds: float) -> tuple[int, di
     first = statistics.median([side.turn(WARM_UP) / WARM_UP for side in sides])
     steps = max(LEAST, round(seconds / first))
     times: dict[str, list[float]] = {side.name: [] for side in sides}
-    for _ in range(rounds):
-        for side in sides:
+    for number in range(rounds):
+        # There and back, so that a machine that becomes slower or faster does so to all sides alike.
+        for side in sides if number % 2 == 0 else sides[::-1]:
             times[side.name].append(1_000 * side.turn(steps) / steps)
     return steps, times
