@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import virtualflow as vf
 from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.options import fused_sgd_steps
 from virtualflow.settings import ENV_WORKER
 
 
@@ -63,6 +64,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) ->
 def a_closure() -> None:
     model = linear()
     train(model, torch.optim.LBFGS(model.parameters()))
+
+
+def a_fused_sgd_of_halves() -> None:
+    if fused_sgd_steps(torch.bfloat16):
+        pytest.skip("this torch steps them")
+    model = linear().to(torch.bfloat16)
+    train(model, torch.optim.SGD(model.parameters(), 0.1, fused=True))
 
 
 def a_parameter_that_is_not_the_models() -> None:
@@ -188,6 +196,11 @@ def an_evaluation_by_one() -> None:
 
 ALONE: list[tuple[Callable[[], None], type[Exception], str]] = [
     (a_closure, ConfigurationError, "LBFGS evaluates the loss several times .* use an optimizer"),
+    (
+        a_fused_sgd_of_halves,
+        ConfigurationError,
+        "leaves parameters of torch.bfloat16 as they are.*leave out fused=True",
+    ),
     (a_parameter_that_is_not_the_models, ConfigurationError, "a parameter that is not the model's.* make it part of"),
     (neither_epochs_nor_steps, ConfigurationError, "how long to train is open; pass epochs=, steps= or both"),
     (a_plateau_without_its_metric, ConfigurationError, 'pass scheduler_interval="manual"'),

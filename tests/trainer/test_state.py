@@ -14,6 +14,7 @@ from torch import nn
 
 from virtualflow import digests, state, trees
 from virtualflow.errors import ConfigurationError
+from virtualflow.options import fused_sgd_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_a_restored_job_goes_on_with_the_same_bits(make: Make, dtype: torch.dtype) -> None:
+    if make is OPTIMIZERS["sgd-fused"] and not fused_sgd_steps(dtype):
+        pytest.skip("this torch's fused SGD passes over halves and has other momentum each time; it is refused")
     donor, joiner = Net(0, dtype), Net(1, dtype)
     ours, theirs = make(trained(donor)), make(trained(joiner))
     our_scheduler = torch.optim.lr_scheduler.MultiStepLR(ours, [2, 4], gamma=0.5)

@@ -19,6 +19,8 @@ from virtualflow.settings import Reproducibility
 from virtualflow.stepping import is_separable
 from virtualflow.update import SchedulerInterval
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -93,7 +95,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check that the library can step this optimizer.
 
     Raises:
-        ConfigurationError: it needs a closure, or holds parameters that are not the model's.
+        ConfigurationError: it needs a closure, holds parameters that are not the model's, or this torch steps them
+            wrongly.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -109,6 +112,24 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 f"{name} holds a parameter that is not the model's, so joiners would not get it; make it part of the "
                 "model"
             )
+        halves = {p.dtype for p in group["params"] if p.device.type == "cpu" and p.dtype in _HALVES}
+        for dtype in halves if isinstance(optimizer, torch.optim.SGD) and group["fused"] else ():
+            if not fused_sgd_steps(dtype):
+                raise ConfigurationError(
+                    f"torch {torch.__version__} leaves parameters of {dtype} as they are when SGD is fused on the CPU "
+                    "(pytorch issue 191763); leave out fused=True"
+                )
+
+
+def fused_sgd_steps(dtype: torch.dtype) -> bool:
+    """Whether this torch's fused SGD moves parameters of ``dtype`` on the CPU at all.
+
+    Up to 2.13 it passes over whole vectors of half precision, and its momentum has what was in memory before.
+    """
+    parameter = torch.ones(64, dtype=dtype)
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.5, fused=True).step()
+    return bool((parameter == 0.5).all())
 
 
 def check_sharding(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
