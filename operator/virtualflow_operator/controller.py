@@ -142,6 +142,7 @@ class Controller:
         scene = Scene(
             job,
             self._store.pods_of(key),
+            self._store.former_of(key),
             self._store.service_of(key, resources.coordinator_name(job)),
             self._store.node_map(),
             self._links.view(key),

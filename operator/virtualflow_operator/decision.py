@@ -20,7 +20,7 @@ from virtualflow_operator.plan import Action, Call, DeletePod, Notice, Plan, Tel
 from virtualflow_operator.pod_security import violations
 from virtualflow_operator.queue_view import QueueSpec
 from virtualflow_operator.settings import OperatorSettings
-from virtualflow_operator.survey import Placed, Survey, take_survey
+from virtualflow_operator.survey import LEFT, Placed, Survey, has_left, take_survey
 from virtualflow_operator.validation import immutable_changes, validate
 from virtualflow_operator.view import Job, Link, Node, Pod, Service, Standing
 from virtualflow_operator.workforce import Workforce
@@ -49,6 +49,8 @@ class Scene:
     job: Job
     pods: tuple[Pod, ...] = ()
     """All that bear the job's label."""
+    former: tuple[Pod, ...] = ()
+    """Those that had ended when they were deleted, as they were last seen."""
     service: Service | None = None
     nodes: Mapping[str, Node] | None = None
     """``None``: the operator may not look at nodes."""
@@ -112,12 +114,18 @@ class Decision:
                 if placed.fate != "left":
                     self.notice(reasons.LOST, f"{placed.pod.name} is lost: {reason}", warning=True)
         names = {pod.name for pod in self.scene.pods}
+        # The coordinator's word that one has left may come later than the news that its pod is deleted.
+        left = {(pod.name, pod.ip) for pod in self.scene.former if has_left(pod)}
         for worker in self.remote.workers if self.remote is not None else ():
-            if worker.worker not in names and worker.state in _PRESENT:  # its pod was deleted by force
-                trained = worker.state in ("training", "draining")
-                reason = "its pod does not exist any more"
-                self.calls.append(TellGone(worker.worker, worker.incarnation, reason, trained))
-                self.notice(reasons.LOST, f"{worker.worker} is lost: {reason}", warning=True)
+            if worker.worker in names or worker.state not in _PRESENT:
+                continue
+            if (worker.worker, worker.address) in left:
+                self.calls.append(TellGone(worker.worker, worker.incarnation, LEFT))
+                continue
+            trained = worker.state in ("training", "draining")
+            reason = "its pod does not exist any more"  # it was deleted by force
+            self.calls.append(TellGone(worker.worker, worker.incarnation, reason, trained))
+            self.notice(reasons.LOST, f"{worker.worker} is lost: {reason}", warning=True)
         going = self.survey.of("leaving", "announced")
         for placed in going:
             self.drain([placed], placed.reason)

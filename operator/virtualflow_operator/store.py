@@ -117,6 +117,7 @@ class Store:
         """Whether they were listed once: before that, nodes look emptier than they are."""
         self.nodes_known = True
         self._pods_of: dict[Key, dict[str, Pod]] = {}
+        self._former: dict[Key, dict[str, tuple[float, Pod]]] = {}
         self._jobs_on: dict[str, set[Key]] = {}
         self._gone_nodes: dict[str, float] = {}
 
@@ -133,6 +134,10 @@ class Store:
     def pods_of(self, key: Key) -> tuple[Pod, ...]:
         """Pods that bear the job's label."""
         return tuple(self._pods_of.get(key, {}).values())
+
+    def former_of(self, key: Key) -> tuple[Pod, ...]:
+        """Pods that had ended when they were deleted, for a while; of one name the last."""
+        return tuple(pod for _, pod in self._former.get(key, {}).values())
 
     def service_of(self, key: Key, name: str) -> Service | None:
         """The service before a job's coordinator."""
@@ -172,18 +177,20 @@ class Store:
             return None
         key = known.value[0]
         self._drop(key, name)
+        self._note_former(*known.value)
         return key
 
     def replace_pods(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> set[Key]:
         """Take in a list of pods; the jobs that are concerned."""
-        before = {key: entry.value for key, entry in self.pods.entries.items()}
+        before = {place: entry.value for place, entry in self.pods.entries.items()}
         changed = self.pods.replace([b for b in bodies if key_of(b)], begun, within)
         concerned: set[Key] = set()
         for place in changed:
             entry = self.pods.entries.get(place)
             if entry is None:
-                key = before[place][0]
+                key, former = before[place]
                 self._drop(key, place[1])
+                self._note_former(key, former)
             else:
                 key, pod = entry.value
                 self._pods_of.setdefault(key, {})[pod.name] = pod
@@ -228,8 +235,20 @@ class Store:
 
     def forget_job(self, key: Key) -> None:
         """Nothing of that job is left."""
+        self._former.pop(key, None)
         for keys in self._jobs_on.values():
             keys.discard(key)
+
+    def _note_former(self, key: Key, pod: Pod) -> None:
+        """A pod was deleted: how it ended may be told before the coordinator tells it."""
+        now = time.monotonic()
+        former = {name: entry for name, entry in self._former.get(key, {}).items() if entry[0] > now - _REMEMBERED}
+        if pod.finished:
+            former[pod.name] = (now, pod)
+        if former:
+            self._former[key] = former
+        else:
+            self._former.pop(key, None)
 
     def _drop(self, key: Key, name: str) -> None:
         pods = self._pods_of.get(key, {})

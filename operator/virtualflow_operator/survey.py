@@ -22,6 +22,7 @@ dead, its pod still there. ``given-up``: alive perhaps, but the coordinator went
 ``disrupted``, ``refused``: ended, by itself, in the user's code, by the cluster, because coordinator or kubelet would
 not have it."""
 
+LEFT = "it has left"
 _HEARD: tuple[Standing, ...] = ("starting", "ready", "training", "draining")
 
 
@@ -112,6 +113,12 @@ def find_worker(status: Status | None, pod: Pod) -> WorkerStatus | None:
     return next((w for w in status.workers if w.worker == pod.name and w.address == pod.ip), None)
 
 
+def has_left(pod: Pod) -> bool:
+    """Whether its worker went as it should: the others need nothing more of it."""
+    spoke = pod.exit is not None and pod.exit.last_word is not None
+    return pod.phase == "Succeeded" and (pod.terminating or spoke)
+
+
 def _given_up(status: Status | None, pod: Pod) -> LostWorker | None:
     if status is None or not pod.ip:
         return None
@@ -128,9 +135,9 @@ def _fate(
     settings: OperatorSettings,
     groups: Mapping[str, str] | None,
 ) -> tuple[Fate, str]:
+    if has_left(pod):
+        return "left", LEFT
     if pod.phase == "Succeeded":
-        if pod.terminating or (pod.exit is not None and pod.exit.last_word is not None):
-            return "left", "it has left"
         why = "it ended with exit code 0 before the training was complete; its script must train with vf.elastic"
         return "crashed", f"{pod.name}: {why}"
     if pod.phase == "Failed":

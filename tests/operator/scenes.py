@@ -162,6 +162,7 @@ class Stage:
     verdict: Verdict | None = None
     trouble: str = ""
     settings: OperatorSettings = SETTINGS
+    former: list[Pod] = dataclasses.field(default_factory=list)
 
     @property
     def job(self) -> Job:
@@ -169,7 +170,8 @@ class Stage:
 
     @property
     def scene(self) -> Scene:
-        return Scene(self.job, tuple(self.pods), self.service, self.nodes, self.link, self.verdict, self.trouble)
+        pods, former = tuple(self.pods), tuple(self.former)
+        return Scene(self.job, pods, former, self.service, self.nodes, self.link, self.verdict, self.trouble)
 
     def decide(self, now: float = NOW) -> Plan:
         """The plan; deciding twice about the same gives the same."""

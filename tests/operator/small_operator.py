@@ -84,6 +84,7 @@ class Operator:
         scene = Scene(
             read_job(copy.deepcopy(cluster.job)),
             self.store.pods_of(KEY),
+            self.store.former_of(KEY),
             self.store.service_of(KEY, "digits-coordinator"),
             self.store.node_map(),
             self.link,

@@ -35,7 +35,7 @@ def grant(workers: int, reason: str = "its share", code: str = reasons.ALLOCATED
 
 def decide(raw: Spec, *pods: Pod, given: Grant | None = None, **facts: Any) -> Plan:
     service = Service("10.0.0.1", 0)
-    return reconcile(Scene(read_job(raw), pods, service, nodes(*pods), grant=given, **facts), NOW, SETTINGS)
+    return reconcile(Scene(read_job(raw), pods, (), service, nodes(*pods), grant=given, **facts), NOW, SETTINGS)
 
 
 def made(plan: Plan) -> int:

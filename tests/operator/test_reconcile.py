@@ -38,6 +38,7 @@ from scenes import (
     verdict_of,
 )
 
+from virtualflow.last_word import LastWord
 from virtualflow_operator import reasons
 from virtualflow_operator.job_status import write_status
 from virtualflow_operator.plan import CheckTemplates, DeletePod, TellGone, TellScale
@@ -265,3 +266,33 @@ def test_a_worker_whose_pod_was_deleted_by_force_is_told_gone_at_once() -> None:
     gone = [call for call in plan.calls if isinstance(call, TellGone)]
     assert [(call.worker, call.trained) for call in gone] == [(lost.name, True)]
     assert created(plan) == [lost.name]
+    assert reasons.LOST in noticed(plan)
+
+
+@pytest.mark.parametrize(
+    ("code", "word", "at_home", "left"),
+    [
+        (0, LastWord("left", step=40), True, True),
+        (0, LastWord("left", step=40), False, False),
+        (137, None, True, False),
+    ],
+    ids=["it has left", "a former pod of that name has", "it was killed"],
+)
+def test_a_worker_that_left_before_its_pod_was_deleted_is_not_lost(
+    code: int, word: LastWord | None, at_home: bool, left: bool
+) -> None:
+    """The coordinator says that it is draining until it has told that it is not."""
+    stage = training(states={1: "draining"})
+    was = ended(stage.pods.pop(), code, word=word)
+    stage.former = [was if at_home else dataclasses.replace(was, ip="10.1.9.9")]
+    plan = stage.decide()
+    (told,) = plan.calls
+    assert isinstance(told, TellGone)
+    assert (told.worker, told.trained) == (was.name, not left)
+    assert (reasons.LOST in noticed(plan)) == (not left)
+
+
+def test_a_living_namesake_of_a_worker_that_left_is_left_alone() -> None:
+    stage = training()
+    stage.former = [ended(stage.pods[2], 0, word=LastWord("left", step=40))]
+    assert stage.decide().calls == ()

@@ -156,6 +156,24 @@ def test_a_pod_that_changes_its_job_leaves_the_former_one() -> None:
     assert len(store.pods_of(("ml", "other"))) == 1
 
 
+def test_how_a_pod_had_ended_is_remembered_of_one_that_is_deleted() -> None:
+    store = Store()
+    over = {"status": {"phase": "Succeeded"}}
+    for number in range(3):
+        store.put_pod(pod(name=f"digits-workers-{number}", uid=f"u{number}") | (over if number else {}))
+    assert store.former_of(KEY) == ()
+    store.remove_pod("ml", "digits-workers-0", "u0")
+    assert store.former_of(KEY) == (), "it did not end by itself"
+    store.remove_pod("ml", "digits-workers-1", "u1")
+    store.replace_pods([], time.monotonic(), lambda _: True)
+    assert [(p.name, p.phase) for p in store.former_of(KEY)] == [
+        ("digits-workers-1", "Succeeded"),
+        ("digits-workers-2", "Succeeded"),
+    ]
+    store.forget_job(KEY)
+    assert store.former_of(KEY) == ()
+
+
 def test_a_deletion_that_comes_before_the_creation_counts() -> None:
     store = Store()
     assert store.remove_pod("ml", "digits-workers-0", "u1") is None
