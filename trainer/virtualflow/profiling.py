@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -387,17 +387,33 @@ def whole_batches(source: Source, samples: int) -> Iterator[MicroBatch]:
 
 
 def peak_of_cpu(profiler: Any) -> int | None:
-    """The most bytes that torch's allocator had handed out at a time since the profiler began."""
+    """The most bytes that torch's allocator had handed out at a time since the profiler began.
+
+    Blocks are told apart by their addresses: now and then torch reports the end of a block that was handed out before
+    it was asked to report, with the size of another one that had that address in an earlier measurement.
+    """
     changes = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in profiler.kineto_results.events()
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]
+        _allocations(profiler.kineto_results.experimental_event_tree()), key=lambda event: int(event.start_time_ns)
     )
-    held = most = 0
-    for _, change in changes:
-        held += change
-        most = max(most, held)
+    held: dict[int, int] = {}
+    total = most = 0
+    for change in changes:
+        address, size = change.extra_fields.ptr, change.extra_fields.alloc_size
+        total -= held.pop(address, 0)
+        if size > 0:
+            held[address] = size
+            total += size
+            most = max(most, total)
     return most if changes else None
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[Any]:
+    """Those of blocks on the CPU, handed out or given back, in a profiler's tree."""
+    for event in events:
+        fields = event.extra_fields
+        if isinstance(fields, torch._C._profiler._ExtraFields_Allocation) and fields.device.type == "cpu":
+            yield event
+        yield from _allocations(event.children)
 
 
 def free_bytes(device: torch.device) -> int | None:
