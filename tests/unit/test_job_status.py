@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from simulated import done, generation, running_world
 
 from virtualflow import messages as m
@@ -35,6 +36,42 @@ def test_of_a_change_the_longest_pause_and_transfer_that_anybody_saw_count() -> 
         world.job.receive(worker, m.Resumed(told))
     (known,) = world.job.status().changes
     assert (known.pause_ms, known.state_bytes, known.state_ms, known.state_donors) == (7.0, 640, 4.0, 2)
+
+
+def test_a_change_is_told_once_and_with_the_pause_of_a_survivor() -> None:
+    world = running_world(2)
+    job = world.job
+    assert job.running is not None
+    joined = msgspec.structs.replace(change(2), cause="join", pause_ms=None)
+    progress = m.Progress(job.running.generation, joined.step, 0, None, {}, 2.0, "training")
+
+    def told() -> list[str]:
+        return [event.text for event in job.status().events if event.kind == "change"]
+
+    for message in (m.Resumed(joined), progress):
+        job.receive("worker-0.0", message)
+        assert (job.status().changes, job.status().changes_total, told()) == ((), 0, [])
+    job.receive("worker-1.1", m.Resumed(change(2)))
+    job.receive("worker-1.1", m.Resumed(joined))
+    assert [found.pause_ms for found in job.status().changes] == [1.0]
+    assert [text.endswith("pause 1 ms") for text in told()] == [True]
+
+
+@pytest.mark.parametrize("end", ["progress", "done"])
+def test_a_change_without_survivors_is_told_when_the_training_has_gone_on_or_is_over(end: str) -> None:
+    world = running_world(2)
+    job = world.job
+    assert job.running is not None
+    job.receive("worker-0.0", m.Resumed(msgspec.structs.replace(change(2), cause="restart", pause_ms=None)))
+    before = job.news
+    if end == "progress":
+        job.receive("worker-0.0", m.Progress(job.running.generation, 3, 0, None, {}, 2.0, "training"))
+        assert job.news > before
+    else:
+        for worker in ("worker-0.0", "worker-1.1"):
+            job.receive(worker, done(2))
+        world.job.decide()
+    assert [found.cause for found in job.status().changes] == ["restart"]
 
 
 def test_a_brief_status_has_the_latest_changes_and_events_and_the_same_sums() -> None:

@@ -30,6 +30,8 @@ class History:
         """Unix time of what happens now."""
         self.events: deque[calls.Event] = deque(maxlen=MAX_EVENTS)
         self.changes: dict[m.Generation, m.Change] = {}
+        self._silent: dict[m.Generation, m.Change] = {}
+        """Of which only those have told who came with them: they have no pause, and may be the first to speak."""
         self._forgotten = m.Generation(0, 0)
         """The newest generation whose change is not remembered any more, only counted."""
         self._forgotten_changes = 0
@@ -79,36 +81,59 @@ class History:
         return self.progress is not None and self.progress.phase == "evaluating"
 
     def merge_change(self, change: m.Change, fresh: bool = True) -> None:
-        """Take note of a membership change: every survivor tells of it, and their longest pause counts.
+        """Take note of a membership change: every member tells of it, and the survivors' longest pause counts.
+
+        It is news when a survivor has told its pause, or the training has gone on and there is none (:meth:`settle`).
 
         Args:
             change: as one of them saw it.
             fresh: it has just happened, so that what was reached before tells how much a restart repeats.
         """
-        known = self.changes.get(change.generation)
-        if known is None:
-            if change.generation <= self._forgotten:
-                return  # it was counted before it was forgotten
-            repeated = change.repeated_steps
-            if change.cause == "restart" and fresh:
-                repeated = max(0, self.highest_step - (change.step - 1))
-            known = self.changes[change.generation] = msgspec.structs.replace(change, repeated_steps=repeated)
-            pause = "" if change.pause_ms is None else f", pause {change.pause_ms:.0f} ms"
-            moved = "virtual nodes moved" if known.cause == "rebalance" else f"{known.from_} to {known.to} workers"
-            self.tell("change", f"{moved} at step {known.step} ({known.reason}){pause}")
-            while len(self.changes) > MAX_CHANGES:
-                self._forgotten = min(self.changes)
-                self._forgotten_steps += self.changes.pop(self._forgotten).repeated_steps
-                self._forgotten_changes += 1
-            return
-        self.changes[change.generation] = msgspec.structs.replace(
-            known,
-            pause_ms=_longest(known.pause_ms, change.pause_ms),
-            state_bytes=_longest(known.state_bytes, change.state_bytes),
-            state_ms=_longest(known.state_ms, change.state_ms),
-            state_donors=_longest(known.state_donors, change.state_donors),
-            repeated_steps=max(known.repeated_steps, change.repeated_steps),
-        )
+        generation = change.generation
+        known = self.changes.get(generation) or self._silent.pop(generation, None)
+        if known is not None:
+            change = msgspec.structs.replace(
+                known,
+                pause_ms=_longest(known.pause_ms, change.pause_ms),
+                state_bytes=_longest(known.state_bytes, change.state_bytes),
+                state_ms=_longest(known.state_ms, change.state_ms),
+                state_donors=_longest(known.state_donors, change.state_donors),
+                repeated_steps=max(known.repeated_steps, change.repeated_steps),
+            )
+        elif generation <= self._forgotten:
+            return  # it was counted before it was forgotten
+        elif change.cause == "restart" and fresh:
+            change = msgspec.structs.replace(change, repeated_steps=max(0, self.highest_step - (change.step - 1)))
+        if generation in self.changes:
+            self.changes[generation] = change
+        elif change.pause_ms is None:
+            self._silent[generation] = change
+            if len(self._silent) > MAX_CHANGES:
+                self._add(self._silent.pop(min(self._silent)))
+        else:
+            self._add(change)
+
+    def settle(self, step: int | None = None) -> bool:
+        """The training has come to ``step``, or to its end: changes before it without a pause had no survivor.
+
+        Returns:
+            Whether there was one, which is news.
+        """
+        settled = [known for known in sorted(self._silent) if step is None or self._silent[known].step < step]
+        for generation in settled:
+            self._add(self._silent.pop(generation))
+        return bool(settled)
+
+    def _add(self, change: m.Change) -> None:
+        self.changes[change.generation] = change
+        pause = "" if change.pause_ms is None else f", pause {change.pause_ms:.0f} ms"
+        moved = "virtual nodes moved" if change.cause == "rebalance" else f"{change.from_} to {change.to} workers"
+        self.tell("change", f"{moved} at step {change.step} ({change.reason}){pause}")
+        while len(self.changes) > MAX_CHANGES:
+            oldest = min(self.changes)
+            self._forgotten = max(self._forgotten, oldest)
+            self._forgotten_steps += self.changes.pop(oldest).repeated_steps
+            self._forgotten_changes += 1
 
     @property
     def changes_total(self) -> int:

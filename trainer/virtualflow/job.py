@@ -213,6 +213,8 @@ class Job(Record):
     def _dismiss(self) -> None:
         """The job is over: tell everyone who does not know it."""
         phase = self.phase
+        if self.history.settle():
+            self._changed()
         if phase == "done" and not self._told_done and self.history.result is not None:
             self._told_done = True
             self.event("done", f"training complete after {self.history.result.step} steps")
