@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from virtualflow.loading import LoaderOptions, MapSource, MicroBatch, Source, open_source
-from virtualflow.randomness import seed_sample, seed_stream_sample
+from virtualflow.randomness import seed_samples, seed_stream_sample
 from virtualflow.sampling import Plan
 
 SEED = 7
@@ -87,8 +87,8 @@ def reference(epoch: int, step: int, node: int) -> MicroBatch:
     """Load straight away what a `MapSource` over `Augmented` must give."""
     samples = []
     indices = plan_of().indices(epoch, step, node, NODES).tolist()
+    seed_samples(SEED, epoch, step, node)
     for index in indices:
-        seed_sample(SEED, epoch, index)
         samples.append(Augmented()[index])
     return MicroBatch(node, default_collate(samples) if samples else None, tuple(indices))
 

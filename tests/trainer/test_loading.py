@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from loaded_samples import (
     wait_until,
 )
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.loading import MapSource, MicroBatch
@@ -183,9 +184,19 @@ def mark(worker_id: int) -> None:
     info.dataset.mark = 100 + worker_id
 
 
-class Bulk(Where):
+class Together(Augmented):
+    """Samples are to be had together; one by one is refused."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise AssertionError("a dataset with __getitems__ is asked for all samples of a virtual node at once")
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [Augmented.__getitem__(self, index) for index in indices]
+
+
+class Forgetful(Where):
     def __getitems__(self, indices: list[int]) -> list[int]:
-        raise AssertionError("samples are loaded one by one, each with its own random stream")
+        return indices[1:]
 
 
 @PROCESSES
@@ -202,10 +213,80 @@ def test_worker_init_fn_finds_the_users_dataset() -> None:
 
 
 @PROCESSES
-def test_getitems_is_left_unused(processes: int) -> None:
-    with opened(Bulk(), num_workers=processes) as source:
+@pytest.mark.parametrize("width", [1, 4])
+def test_getitems_gives_the_samples_of_a_virtual_node_at_once(processes: int, width: int) -> None:
+    with opened(Together(), num_workers=processes) as source, opened(Augmented()) as wanted:
+        source.assign(range(NODES), 0, 0, width)
+        for step in range(plan_of().steps_per_epoch):
+            for chunk in chunks(range(NODES), width):
+                place = (0, step, chunk.start, len(chunk))
+                assert_same(source.fetch(*place), wanted.fetch(*place))
+
+
+@PROCESSES
+def test_getitems_must_return_a_sample_for_each_index(processes: int) -> None:
+    with opened(Forgetful(), num_workers=processes) as source:
         source.assign(range(NODES), 0, 0)
-        assert source.fetch(0, 0, 0).size == 2
+        with pytest.raises(ConfigurationError, match="one sample for each of the 2 indices; it returned a list of 1"):
+            source.fetch(0, 0, 0)
+
+
+class Given(Dataset[Any]):
+    def __init__(self, sample: Callable[[int], Any]) -> None:
+        self.sample = sample
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Image(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda i: (torch.full((3,), i), torch.tensor(i / 2)),
+        lambda i: (torch.full((2, 3), float(i)).t(),),
+        lambda i: (torch.full((3,), i), i),
+        lambda i: [torch.full((3,), i), torch.tensor(i)],
+        lambda i: Pair(torch.tensor(i), torch.tensor(-i)),
+        lambda i: {"x": torch.tensor(i)},
+        lambda i: (torch.full((3,), i).as_subclass(Image), torch.tensor(i)),
+        torch.tensor,
+        lambda i: (),
+    ],
+    ids=["tensors", "one", "number", "list", "named", "dict", "subclass", "alone", "nothing"],
+)
+def test_the_default_collation_is_torchs_own(sample: Callable[[int], Any]) -> None:
+    with opened(Given(sample)) as source:
+        source.assign(range(NODES), 0, 0)
+        for step in range(plan_of().steps_per_epoch):
+            for node in range(NODES):
+                got = source.fetch(0, step, node)
+                wanted = default_collate([sample(index) for index in got.samples])
+                torch.testing.assert_close(got.data, wanted, rtol=0, atol=0)
+                assert type(got.data) is type(wanted)
+                if isinstance(wanted, list):
+                    assert list(map(type, got.data)) == list(map(type, wanted))
+
+
+def test_samples_of_different_widths_are_refused_as_torch_does() -> None:
+    def sample(index: int) -> tuple[Tensor, ...]:
+        return (torch.tensor(index),) * (1 + (index == plan_of().indices(0, 0, 0, NODES)[1]))
+
+    with opened(Given(sample)) as source:
+        source.assign(range(1), 0, 0)
+        with pytest.raises(RuntimeError, match="equal size"):
+            source.fetch(0, 0, 0)
 
 
 @settings(deadline=None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from virtualflow.randomness import (
     derive_seed,
     seed_process,
-    seed_sample,
+    seed_samples,
     seed_stream_sample,
     seed_virtual_node,
 )
@@ -55,11 +55,11 @@ def test_a_path_of_anything_but_int_and_str_is_refused(part: object) -> None:
     ("seed", "path"),
     [
         (lambda: seed_virtual_node(3, 5, 2), ("virtual-node", 3, 5, 2)),
-        (lambda: seed_sample(3, 5, 2), ("sample", 3, 5, 2)),
-        (lambda: seed_sample(-3, 5, 2), ("sample", -3, 5, 2)),
+        (lambda: seed_samples(3, 5, 2, 4), ("samples", 3, 5, 2, 4)),
+        (lambda: seed_samples(-3, 5, 2, 4), ("samples", -3, 5, 2, 4)),
         (lambda: seed_stream_sample(3, 5, 2, 9), ("stream", 3, 5, 2, 9)),
     ],
-    ids=["virtual node", "sample", "sample of a negative seed", "stream sample"],
+    ids=["virtual node", "samples", "samples of a negative seed", "stream sample"],
 )
 def test_a_stream_is_that_of_its_path(seed: Callable[[], None], path: tuple[int | str, ...]) -> None:
     draw()

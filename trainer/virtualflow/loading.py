@@ -12,7 +12,7 @@ of what was really loaded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from virtualflow.loaders import (
     collate_of,
     open_loader,
 )
-from virtualflow.randomness import seed_sample
+from virtualflow.randomness import seed_samples
 from virtualflow.sampling import Plan, micro_batch
 from virtualflow.settings import LoadingSettings
 from virtualflow.streams import Shardable, StreamSource
@@ -114,6 +114,8 @@ class _Task:
 
     key: _Key
     indices: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """How many of them each virtual node has."""
 
 
 class MapSource:
@@ -145,8 +147,8 @@ class MapSource:
         """Tasks that the ``DataLoader`` keeps in flight (torch's default: two a process)."""
         self._chunks: list[range] = []
         """Virtual nodes that this worker carries, as they are loaded together."""
-        self._gathered: dict[tuple[int, int, range], list[Tensor]] = {}
-        """Micro-batches of the present step that need only be handed out, without a ``DataLoader``."""
+        self._gathered: dict[_Key, MicroBatch] = {}
+        """Those of the present step that need only be handed out, without a ``DataLoader``."""
         self._counts: dict[int, int] = {}
         """Of each chunk: its first virtual node, and how many it has."""
         self._wanted: Iterator[_Task] = iter(())
@@ -193,12 +195,14 @@ class MapSource:
         """See `Source.fetch`."""
         if self._closed:
             raise RuntimeError("the source of samples is closed")
+        key = _Key(epoch, epoch_step, virtual_node, count)
+        gathered = self._gathered.pop(key, None)
+        if gathered is not None:
+            return gathered
         nodes = range(virtual_node, virtual_node + count)
         sizes = tuple([self._plan.size(epoch_step, node, self._virtual_nodes) for node in nodes])
         if not self._ahead_of_need and any(sizes):
-            indices = self._plan.indices(epoch, epoch_step, virtual_node, self._virtual_nodes, count)
-            return MicroBatch(virtual_node, self._load_here(epoch, epoch_step, nodes, indices), indices, sizes)
-        key = _Key(epoch, epoch_step, virtual_node, count)
+            return self._load_here(key, sizes)
         self._passed = max(self._passed, key)
         if not any(sizes):
             return MicroBatch(virtual_node, None, (), sizes)
@@ -218,23 +222,28 @@ class MapSource:
             close_loader(self._batches, self._close_grace)
             self._batches = iter(())
 
-    def _load_here(self, epoch: int, epoch_step: int, nodes: range, indices: Tensor) -> Any:
+    def _load_here(self, key: _Key, sizes: tuple[int, ...]) -> MicroBatch:
         """Load without a ``DataLoader``; small tensors are gathered for the rest of the step at once."""
+        epoch, epoch_step, first, count = key
+        indices = self._plan.indices(epoch, epoch_step, first, self._virtual_nodes, count)
         if not self._loading.gathers:
-            return self._loading.load(epoch, indices)
-        data = self._gathered.pop((epoch, epoch_step, nodes), None)
-        if data is not None:
-            return data
-        rest = [chunk for chunk in self._chunks if chunk.start >= nodes.start]
-        if len(rest) > 1 and rest[0] == nodes:
-            together = rest[-1].stop - nodes.start
-            all_indices = self._plan.indices(epoch, epoch_step, nodes.start, self._virtual_nodes, together)
+            return MicroBatch(
+                first, self._loading.load(epoch, epoch_step, first, sizes, indices.tolist()), indices, sizes
+            )
+        rest = [chunk for chunk in self._chunks if chunk.start >= first]
+        if len(rest) > 1 and rest[0] == range(first, first + count):
+            together = rest[-1].stop - first
+            all_indices = self._plan.indices(epoch, epoch_step, first, self._virtual_nodes, together)
             size, rows = len(indices), len(all_indices)
+            # As many samples for each chunk, so as many virtual nodes of as many samples.
             if rows == size * len(rest) and self._loading.gathers_at_once(rows, size):
-                batches = self._loading.gather(all_indices, size)
-                self._gathered = {(epoch, epoch_step, at): batch for at, batch in zip(rest, batches, strict=True)}
-                return self._gathered.pop((epoch, epoch_step, nodes))
-        return self._loading.load(epoch, indices)
+                batches, names = self._loading.gather(all_indices, size), torch.split(all_indices, size)
+                self._gathered = {
+                    _Key(epoch, epoch_step, chunk.start, len(chunk)): MicroBatch(chunk.start, data, loaded, sizes)
+                    for chunk, data, loaded in zip(rest, batches, names, strict=True)
+                }
+                return self._gathered.pop(key)
+        return MicroBatch(first, self._loading.gather_one(indices), indices, sizes)
 
     def _await(self, key: _Key) -> tuple[_Task, Any]:
         if key not in self._in_flight:
@@ -303,8 +312,10 @@ class MapSource:
             epoch, epoch_step = epoch + 1, 0
 
     def _task(self, key: _Key) -> _Task:
-        epoch, step, virtual_node, count = key
-        return _Task(key, tuple(self._plan.indices(epoch, step, virtual_node, self._virtual_nodes, count).tolist()))
+        epoch, step, first, count = key
+        indices = self._plan.indices(epoch, step, first, self._virtual_nodes, count).tolist()
+        sizes = (self._plan.size(step, node, self._virtual_nodes) for node in range(first, first + count))
+        return _Task(key, tuple(indices), tuple(sizes))
 
 
 class _Tasks:
@@ -319,10 +330,7 @@ class _Tasks:
 
 
 class _Loading(Dataset[tuple[_Task | None, Any]]):
-    """The dataset as the ``DataLoader`` sees it: an item is a whole micro-batch together with its task.
-
-    ``__getitems__`` of a dataset is left unused, because each sample has a random stream of its own.
-    """
+    """The dataset as the ``DataLoader`` sees it: an item is a whole micro-batch together with its task."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         self._dataset = dataset
@@ -335,28 +343,57 @@ class _Loading(Dataset[tuple[_Task | None, Any]]):
         if task is None:
             return None, None
         if get_worker_info() is None:
-            return task, self.load(task.key.epoch, torch.tensor(task.indices))
+            return task, self._load(task)
         try:
-            return task, self.load(task.key.epoch, torch.tensor(task.indices))
+            return task, self._load(task)
         except Exception:  # noqa: BLE001
             # Whatever the user's code raises travels as data, so that it surfaces with the batch it belongs
             # to, if that is still wanted, and is told from the failure of a loader process.
             return task, ExceptionWrapper(where="in a loader process")  # type: ignore[no-untyped-call]
 
-    def load(self, epoch: int, indices: Tensor) -> Any:
-        """What ``collate_fn`` makes of these samples."""
+    def _load(self, task: _Task) -> Any:
         if self.gathers:
-            return [_gather(tensor, indices) for tensor in self._dataset.tensors]
-        named: list[int] = indices.tolist()
-        samples = []
+            return self.gather_one(torch.tensor(task.indices))
+        epoch, epoch_step, first, _ = task.key
+        return self.load(epoch, epoch_step, first, task.sizes, list(task.indices))
+
+    def load(self, epoch: int, epoch_step: int, first: int, sizes: Sequence[int], indices: list[int]) -> Any:
+        """What ``collate_fn`` makes of the samples at ``indices``: ``sizes`` of the virtual nodes from ``first`` on.
+
+        As in torch's own fetcher, a dataset that has ``__getitems__`` is asked for all samples of a virtual node at
+        once.
+        """
+        samples: list[Any] = []
+        passed = 0
         try:
-            for index in named:
-                seed_sample(self._seed, epoch, index)
-                samples.append(self._dataset[index])
-            return self._collate(samples)
+            for node, size in enumerate(sizes, first):
+                named = indices[passed : passed + size]
+                passed += size
+                if not named:
+                    continue
+                seed_samples(self._seed, epoch, epoch_step, node)
+                samples += self._samples(named)
+            stacked = _stack(samples) if self._collate is default_collate else None
+            return self._collate(samples) if stacked is None else stacked
         except StopIteration as stop:
             # Let through, it would silently end some loop between here and the user.
-            raise RuntimeError(f"the dataset raised StopIteration while loading {tuple(named)}") from stop
+            raise RuntimeError(f"the dataset raised StopIteration while loading {tuple(indices)}") from stop
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        together = getattr(self._dataset, "__getitems__", None)
+        if together is None:
+            return [self._dataset[index] for index in indices]
+        samples = together(indices)
+        if not isinstance(samples, list) or len(samples) != len(indices):
+            raise ConfigurationError(
+                f"__getitems__ of {type(self._dataset).__name__} must return a list with one sample for each of the "
+                f"{len(indices)} indices; it returned {_described(samples)}"
+            )
+        return samples
+
+    def gather_one(self, indices: Tensor) -> list[Tensor]:
+        """The rows at ``indices`` as one micro-batch."""
+        return [_gather(tensor, indices) for tensor in self._dataset.tensors]
 
     def gathers_at_once(self, rows: int, size: int) -> bool:
         """Whether ``rows`` samples may be gathered at once, to be handed out as micro-batches of ``size``.
@@ -376,6 +413,24 @@ class _Loading(Dataset[tuple[_Task | None, Any]]):
         # They share memory and nothing else; pieces of an ordinary split would share a version counter, too.
         pieces = [torch.unsafe_split(_gather(tensor, indices), size) for tensor in self._dataset.tensors]
         return (list(batch) for batch in zip(*pieces, strict=True))
+
+
+def _stack(samples: list[Any]) -> list[Tensor] | None:
+    """What ``default_collate`` makes of tuples of ordinary tensors, in half its time; ``None`` for anything else."""
+    if get_worker_info() is not None:
+        return None  # there it stacks in shared memory
+    width = len(samples[0]) if type(samples[0]) is tuple else 0
+    for sample in samples:
+        if type(sample) is not tuple or len(sample) != width:
+            return None
+        for value in sample:
+            if type(value) is not Tensor or value.layout is not torch.strided or value.is_nested:
+                return None
+    return [torch.stack(column) for column in zip(*samples, strict=True)] if width else None
+
+
+def _described(samples: Any) -> str:
+    return f"a list of {len(samples)}" if isinstance(samples, list) else type(samples).__name__
 
 
 def _gather(tensor: Tensor, indices: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Random streams as a function of where one is in the training, never of which process is there.
 
-A process's global generators (torch, numpy, random) are seeded anew for each virtual node of a step and for
-each sample that is loaded, so dropout and augmentation draw the same numbers wherever they run and however
-often they are repeated. Generators that a user's object holds for itself (``numpy.random.default_rng()`` kept
+A process's global generators (torch, numpy, random) are seeded anew for each virtual node of a step, before its
+samples are loaded and before it is computed, so augmentation and dropout draw the same numbers wherever they run and
+however often they are repeated. Generators that a user's object holds for itself (``numpy.random.default_rng()`` kept
 in a dataset) are out of reach.
 """
 
@@ -19,7 +19,7 @@ _WORD = 0xFFFF_FFFF
 
 
 def derive_seed(*path: int | str) -> int:
-    """Derive a seed in ``[0, 2**63)`` from a path such as ``("sample", seed, epoch, index)``.
+    """Derive a seed in ``[0, 2**63)`` from a path such as ``("samples", seed, epoch, step, virtual_node)``.
 
     The same path gives the same seed on every machine and Python version; different paths give unrelated
     seeds. The path is encoded without ambiguity (kind, value and, for text, length of every part) and hashed
@@ -62,10 +62,9 @@ def seed_virtual_node(seed: int, step: int, virtual_node: int) -> None:
     seed_process(_hash(b"s12:virtual-node;i%d;i%d;i%d;" % (seed, step, virtual_node)))
 
 
-def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed this process for loading sample ``index`` of a map-style dataset in ``epoch``."""
-    # The encoding of derive_seed("sample", seed, epoch, index), spelt out: this is called once a sample.
-    seed_process(_hash(b"s6:sample;i%d;i%d;i%d;" % (seed, epoch, index)))
+def seed_samples(seed: int, epoch: int, epoch_step: int, virtual_node: int) -> None:
+    """Seed this process for loading the samples of ``virtual_node`` in a step of ``epoch`` (map-style datasets)."""
+    seed_process(_hash(b"s7:samples;i%d;i%d;i%d;i%d;" % (seed, epoch, epoch_step, virtual_node)))
 
 
 def seed_stream_sample(seed: int, epoch: int, virtual_node: int, ordinal: int) -> None:
