@@ -49,7 +49,7 @@ PATIENCE = 30.0
 MEMBERSHIP = settings.MembershipSettings(restart_grace=0.0, rebalance_gain=1.0)
 
 EXCHANGE = "TEST_EXCHANGE"
-"""In a job's environment: ``early`` lets exchanges begin during the last backward pass."""
+"""In a job's environment: ``early`` lets exchanges begin during the last backward pass, ``behind`` right behind it."""
 
 BEGUN_EARLY = "an exchange has begun early"
 """What such a worker then prints each time."""
@@ -117,9 +117,10 @@ def _unpack(raw: bytes) -> dict[str, Any]:
     return told | {"value": _returned(told["value"])}
 
 
-def _begin_early() -> None:
+def _begin_early(one_by_one: bool) -> None:
     """Let exchanges of the small models here begin during the backward pass, as those of large ones do."""
     settings.CommunicatorSettings.small_exchange, settings.CommunicatorSettings.bucket = 0, 256
+    settings.CommunicatorSettings.one_by_one = 0 if one_by_one else 1 << 30
     begin = Reducer.begin
 
     def counting(*arguments: Any) -> Early | None:
@@ -166,8 +167,8 @@ def _work(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.dump_traceback_later(PATIENCE / 2, exit=False)
-    if environment.get(EXCHANGE) == "early":
-        _begin_early()
+    if environment.get(EXCHANGE) in ("early", "behind"):
+        _begin_early(one_by_one=environment[EXCHANGE] == "early")
     try:
         told = _pack("returned", script(*arguments))
     except Leave as leave:

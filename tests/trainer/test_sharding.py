@@ -102,7 +102,11 @@ def test_shares_make_the_bits_of_a_whole(
 
 COLLECTIVES = pytest.mark.parametrize(
     ("exchange", "numbers"),
-    [pytest.param("late", range(2, 36, 5), id="late"), pytest.param("early", range(3, 54, 7), id="early")],
+    [
+        pytest.param("late", range(2, 36, 5), id="late"),
+        pytest.param("early", range(3, 54, 7), id="early"),
+        pytest.param("behind", range(4, 50, 11), id="behind"),
+    ],
 )
 
 

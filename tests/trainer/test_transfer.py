@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,15 @@ import torch.nn.functional as F
 from elastic_jobs import ElasticJob, Trained, alone, die_here, trained
 from hypothesis import given
 from hypothesis import strategies as st
+from meshes import mesh
 from torch import nn
-from torch._C import _distributed_c10d as c10d
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from virtualflow import messages as m
 from virtualflow import state, trees
-from virtualflow.communicator import Communicator, Message
+from virtualflow.collectives import Message
+from virtualflow.communicator import Communicator
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.local.view import describe_change
 from virtualflow.reserve import Reserve, elder, make_room, tell_room
@@ -248,24 +248,6 @@ def test_a_joiner_makes_the_memory_that_it_was_told_of(sizes: tuple[int, ...], k
 
 
 # --- over connections -------------------------------------------------------------------------------------------------
-
-
-def mesh(size: int, interrupted: dict[int, Callable[[], str | None]] | None = None) -> list[Communicator]:
-    """Communicators of ``size`` members in this process."""
-    store = c10d.HashStore()
-    members = tuple(m.Member(f"worker-{n}", f"i{n}", "127.0.0.1", n, n + 1) for n in range(size))
-    plan = m.Plan(m.Generation(1, 1), "planned", members, (), "start", "start")
-
-    def connect(rank: int) -> Communicator:
-        gloo: Any = c10d.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=20)
-        news = (interrupted or {}).get(rank, lambda: None)
-        return Communicator(plan, rank, gloo(store, rank, size, options), news, CommunicatorSettings())
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(connect, range(size)))
 
 
 @pytest.mark.parametrize(

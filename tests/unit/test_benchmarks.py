@@ -38,7 +38,7 @@ def test_sides_take_turns_and_make_equally_many_steps(tmp_path: Path) -> None:
     assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
     blocks = [(name, len(list(lines))) for name, lines in groupby(log.read_text().split())]
     there = [("a", 2), ("b", 1)]
-    turns = [(WARM_UP, there), (WARM_UP, there), (steps, there), (steps, there[::-1]), (steps, there)]
+    turns = [*((n, there) for n in WARM_UP), (steps, there), (steps, there[::-1]), (steps, there)]
     expected = [(name, n * workers) for n, order in turns for name, workers in order]
     assert blocks == [(name, sum(n for _, n in found)) for name, found in groupby(expected, itemgetter(0))]
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Message:
+    """A stretch of host memory to be sent to a member or received from it, without a copy."""
+
+    peer: int
+    stretch: Tensor
+    """Contiguous, of any type."""
+    incoming: bool
+
 
 class Pending(Protocol):
-    """A collective that was started."""
+    """A collective that was started, or messages."""
 
     def wait(self) -> None:
         """Wait until what it brings is there."""
@@ -18,7 +33,8 @@ class Pending(Protocol):
 class Collectives(Protocol):
     """Collectives among the members of a generation; all members start theirs in the same order.
 
-    Messages are contiguous rows of bytes (uint8) on the CPU, and stay as they are until the collective is complete.
+    Their tensors are contiguous, on the CPU, and stay as they are until the collective is complete; those of gathers
+    are bytes (uint8).
     """
 
     rank: int
@@ -30,8 +46,18 @@ class Collectives(Protocol):
     def start_all_gather(self, out: Tensor, block: Tensor) -> Pending:
         """Gather ``block`` of every member into ``out``."""
 
-    def start_all_to_all(self, out: Tensor, block: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
-        """Exchange stretches of ``block``; sizes in bytes."""
+    def start_messages(self, messages: Sequence[Message]) -> Pending:
+        """Send and receive between pairs of members; what one sends to another arrives in the order of sending.
+
+        Waiting for it cannot be interrupted but by :meth:`cut`, so it is done in a thread of its own, and the thread
+        that trains waits for that one by :meth:`settle`.
+        """
+
+    def settle(self, outcome: Future[T]) -> T:
+        """Wait for what another thread makes of these collectives, as long as it is worth it."""
+
+    def cut(self) -> None:
+        """Give up all that is under way: no message is read or written any more."""
 
 
 class _Done:
@@ -58,10 +84,17 @@ class Alone:
         out.copy_(block)
         return DONE
 
-    def start_all_to_all(self, out: Tensor, block: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
-        """Copy."""
-        out.copy_(block)
+    def start_messages(self, messages: Sequence[Message]) -> Pending:
+        """There is nobody to send to."""
+        assert not messages
         return DONE
+
+    def settle(self, outcome: Future[T]) -> T:
+        """Wait."""
+        return outcome.result()
+
+    def cut(self) -> None:
+        """Nothing is under way."""
 
 
 ALONE = Alone()

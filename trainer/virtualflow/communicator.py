@@ -3,9 +3,13 @@
 A communicator is built in a background thread while its predecessor carries the training. Its rendezvous (one address a
 member) goes through the coordinator, so no member hosts a store whose death would matter. Waiting is done in slices: a
 peer whose process dies closes its sockets and the collective raises within milliseconds, but one that is stopped, or
-whose machine lost its power, does not, and then the coordinator's word ends the wait.
+whose machine lost its power, does not, and then the coordinator's word ends the wait. Messages between pairs have no
+hop to a thread of gloo's and cost less, but a wait for one that is given up closes all connections: a thread of its own
+waits for them to their end, and the one that listens to the coordinator cuts the connections. Nor does gloo always wake
+who waits for a message as its connection closes (not if a part of it is on the wire), so that thread looks after the
+connections, too.
 
-Messages are CPU tensors of bytes; tensors of an accelerator are staged by the caller (``reduction``).
+All of them are CPU tensors; those of an accelerator are staged by the caller (``reduction``).
 """
 
 from __future__ import annotations
@@ -16,9 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,24 +29,16 @@ from torch._C import _distributed_c10d as c10d
 
 from virtualflow import messages as m
 from virtualflow.client import Link
-from virtualflow.collectives import DONE, Pending
+from virtualflow.collectives import DONE, Message, Pending
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.settings import CommunicatorSettings
 
 logger = logging.getLogger("virtualflow.worker")
 
+T = TypeVar("T")
+
 _NEVER_SENT = 0
 """The tag of a message that nobody sends; others count from 1."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """A stretch of host memory to be sent to a member or received from it, without a copy."""
-
-    peer: int
-    stretch: Tensor
-    """Contiguous."""
-    incoming: bool
 
 
 class _Operation:
@@ -72,6 +67,26 @@ class _Operation:
                 if complete or time.monotonic() >= limit:
                     raise CommunicatorBroken(_brief(error)) from error
             self._check()
+
+
+class _Messages:
+    """Messages between pairs under way; torch's works hold the memory that they are read from or written to."""
+
+    def __init__(self, works: Sequence[c10d.Work], timeout: timedelta) -> None:
+        self._works = works
+        self._timeout = timeout
+
+    def wait(self) -> None:
+        """Wait for them to their end.
+
+        Raises:
+            CommunicatorBroken: a peer is lost, or the connections were cut.
+        """
+        try:
+            for work in self._works:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise CommunicatorBroken(_brief(error)) from error
 
 
 class RelayStore(c10d.Store):
@@ -124,6 +139,7 @@ class Communicator:
         self.plan = plan
         self.rank = rank
         self.size = len(plan.members)
+        self._peers = [peer for peer in range(self.size) if peer != rank]
         self._group = group
         self._interrupted = interrupted
         self._settings = settings
@@ -178,16 +194,70 @@ class Communicator:
             return DONE
         options = c10d.AllgatherOptions()
         options.timeout = self._timeout
-        return self._start(lambda group: group._allgather_base(out, block, options))
 
-    def start_all_to_all(self, out: Tensor, block: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
-        """Send a stretch of ``block`` to each member and receive one from each into ``out``; sizes in elements."""
-        if self._group is None:
-            out.copy_(block)
-            return DONE
-        options = c10d.AllToAllOptions()
-        options.timeout = self._timeout
-        return self._start(lambda group: group.alltoall_base(out, block, out_sizes, in_sizes, options))
+        def gather(group: c10d.ProcessGroup) -> Pending:
+            work = group._allgather_base(out, block, options)
+            self._pending = [earlier for earlier in self._pending if not earlier.is_completed()]
+            self._pending.append(work)
+            return _Operation(work, self._check, self._settings)
+
+        return self._start(gather)
+
+    def start_messages(self, messages: Sequence[Message]) -> Pending:
+        """See `Collectives.start_messages`: the first that is waited for should be an incoming one."""
+        return self._start(lambda group: _Messages([self._post(group, one) for one in messages], self._timeout))
+
+    def settle(self, outcome: Future[T]) -> T:
+        """Wait in slices for what another thread makes of this communicator, looking at the coordinator's news.
+
+        Raises:
+            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is: then the connections
+                are cut, and the other thread is left to itself.
+        """
+        slice_, look = self._settings.wait_slice, 0.0
+        while not outcome.done() and not wait([outcome], slice_).done:
+            try:
+                self._check()
+                if time.monotonic() >= look:
+                    look = time.monotonic() + self._settings.look_interval
+                    self._look()
+            except CommunicatorBroken:
+                # A peer that is through may have closed its side before the other thread had its turn.
+                if self._interrupted() is None and wait([outcome], slice_).done:
+                    break
+                self.cut()
+                raise
+        return outcome.result()
+
+    def _look(self) -> None:
+        """Raise if a connection is closed: then nothing more can be received from it.
+
+        Raises:
+            CommunicatorBroken: one is.
+        """
+        group = self._group
+        if group is None:
+            return
+        try:
+            for peer in self._peers:
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT)
+        except RuntimeError as error:
+            raise CommunicatorBroken(_brief(error)) from error
+
+    def cut(self) -> None:
+        """Close all connections: nothing that is under way reads or writes memory any more.
+
+        gloo does so when a message between a pair does not come in time.
+        """
+        group = self._group
+        if group is None:
+            return
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in self._peers:
+            try:
+                group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue  # Closed by now, this one or all of them.
 
     def move(self, windows: Iterator[Sequence[Message]]) -> None:
         """Send and receive messages between pairs of members: all of a window at once, one window after the other.
@@ -223,18 +293,16 @@ class Communicator:
         thread.start()
         complete = False
         try:
-            while not wait([passed_on], self._settings.wait_slice).done:
-                self._check()
-            passed_on.result()
+            self.settle(passed_on)
             complete = True
         except RuntimeError as error:
             raise CommunicatorBroken(_brief(error)) from error
         finally:
             if not complete:
                 over.set()
-                self._cut(group)
-                # gloo may lose a message to be sent as its connection closes, and never end the wait for it; but with
-                # all connections closed that thread touches nothing any more.
+                self.cut()
+                # gloo may never end the wait for a message whose connection closes; but with all connections closed
+                # that thread touches nothing any more.
                 thread.join(self._settings.wait_slice)
 
     def _post(self, group: c10d.ProcessGroup, message: Message) -> c10d.Work:
@@ -243,27 +311,13 @@ class Communicator:
         start = group.recv if message.incoming else group.send
         return start([message.stretch], message.peer, tag)
 
-    def _cut(self, group: c10d.ProcessGroup) -> None:
-        """Close all connections: gloo does so when a message between a pair does not come in time."""
-        nothing = torch.empty(1, dtype=torch.uint8)
-        for peer in range(self.size):
-            if peer == self.rank:
-                continue
-            try:
-                group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                continue  # Closed by now, this one or all of them.
-
-    def _start(self, start: Callable[[c10d.ProcessGroup], c10d.Work]) -> Pending:
+    def _start(self, start: Callable[[c10d.ProcessGroup], Pending]) -> Pending:
         assert self._group is not None
         self._check()
         try:
-            work = start(self._group)
+            return start(self._group)
         except RuntimeError as error:
             raise CommunicatorBroken(_brief(error)) from error
-        self._pending = [earlier for earlier in self._pending if not earlier.is_completed()]
-        self._pending.append(work)
-        return _Operation(work, self._check, self._settings)
 
     def _check(self) -> None:
         reason = self._interrupted()

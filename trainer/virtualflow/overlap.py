@@ -4,9 +4,10 @@ A gradient is final when autograd has accumulated it, unless the user's code cha
 ``backward`` once more). So the first step of a generation only watches: each worker tells in its head whether its
 gradients stayed as autograd left them. If all did, the next step's exchange begins with the first gradients, which all
 workers decide alike since they have read the same heads. If a step then surprises somebody, its head says so, and
-all repeat the attempt with an exchange behind the backward pass. A model that does other things than before (freezes
-a layer, skips a branch) surprises nobody: what was expected and does not come is zero, what comes unexpected is
-exchanged behind the heads.
+all repeat the attempt with an exchange behind the heads. A model that does other things than before (freezes a layer,
+skips a branch) surprises nobody: what was expected and does not come is zero, what comes unexpected is exchanged behind
+the heads. Where gradients are many and small, nothing is watched: all set out together behind the backward pass, before
+the heads.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ class Overlap:
     Args:
         parameters: all of the model's; they are known by their place among them.
         reducer: that of the updates.
-        worthwhile: whether gradients are large enough to be looked at one by one.
+        worthwhile: whether gradients are so large that they should not wait for the heads.
+        one_by_one: whether they are so large, each, that it pays to take it as soon as it is there: the first bucket
+            sets out before the last is full, and the last addition writes the message. Else all are taken together
+            behind the backward pass.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], reducer: Reducer, worthwhile: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], reducer: Reducer, worthwhile: bool, one_by_one: bool
+    ) -> None:
         self._parameters = parameters
         self._reducer = reducer
+        self._worthwhile = worthwhile
+        self._one_by_one = one_by_one
         self._hooks: list[RemovableHandle] = []
-        for place, parameter in enumerate(parameters):
-            if worthwhile and parameter.requires_grad:
-                register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-                self._hooks.append(register(partial(self._on_gradient, place)))
         self._expected: tuple[int, ...] = ()
         """What the last exchange of this generation reduced, if it showed that the next one may begin early."""
         self._quiet_until = 0
@@ -66,7 +70,7 @@ class Overlap:
         if self._early is not None:
             self._early.abandon()
             self._early = None
-            self._reducer.forget_buffers()  # a collective that is under way may still write to them
+            self._reducer.forget()  # what is under way may still write to its buffers
 
     def watch(
         self,
@@ -88,6 +92,8 @@ class Overlap:
             scale: the factor of the sum over all; ``None``: not known before the heads.
         """
         self._watching, self._weight, self._deferred = collectives.size > 1, weight, scale is None
+        if self._watching and self._worthwhile and self._one_by_one and not self._hooks:
+            self._hook()
         if self._expected:
             self._early = self._reducer.begin(
                 collectives, ranges, accumulator, last, self._parameters, self._expected, scale or 1.0
@@ -97,6 +103,12 @@ class Overlap:
     def watching(self) -> bool:
         """Whether the last virtual node runs."""
         return self._watching
+
+    def _hook(self) -> None:
+        for place, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+                self._hooks.append(register(partial(self._on_gradient, place)))
 
     def _on_gradient(self, place: int, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -120,9 +132,12 @@ class Overlap:
         self._seen.clear()
         if self._early is None:
             return frozenset(), steady
-        for place in self._early.places - given:
-            gradient = self._parameters[place].grad
-            self._early.give(place, None if gradient is None else self._weighted(gradient))
+        rest = {place: self._parameters[place].grad for place in self._early.places - given}
+        if self._weight != 1.0:
+            for gradient in rest.values():
+                if gradient is not None:  # they are the user's no more
+                    gradient.detach().mul_(self._weight)
+        self._early.give_rest({place: None if left is None else left.detach() for place, left in rest.items()})
         return self._early.places, steady
 
     # --- the exchange -------------------------------------------------------------------------------------------------
@@ -176,7 +191,7 @@ class Overlap:
         """
         if not steady:
             self._quiet_until = exchange + _QUIET
-        ready = steady and self._hooks and exchange >= self._quiet_until
+        ready = steady and self._worthwhile and exchange >= self._quiet_until
         # A backward pass finishes them roughly in the reverse order of their registration.
         self._expected = tuple(sorted(reduced, reverse=True)) if ready else ()
 
@@ -184,11 +199,15 @@ class Overlap:
         """A generation begins: not all of its members know what the last one has shown."""
         self.abandon()
         self._expected, self._quiet_until = (), 0
+        self._unhook()  # a worker that is alone has no use for them
 
     def close(self) -> None:
         """Leave the model as it was."""
         self.abandon()
         self._reducer.close()
+        self._unhook()
+
+    def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -40,6 +40,8 @@ class Pace:
         self._settings = settings or PaceSettings()
         self._samples: deque[tuple[float, float]] = deque(maxlen=self._settings.window)
         """Of each sample: seconds per virtual node, and the rest of a step."""
+        self.estimate: Estimate | None = None
+        """What the latest samples say, ``None`` as long as they are few."""
         self._began: float | None = None
         self._computed: float | None = None
         self._nodes = 0
@@ -50,6 +52,7 @@ class Pace:
     def enter(self) -> None:
         """A generation is entered: what was measured was under other circumstances."""
         self._samples.clear()
+        self.estimate = None
         self._to_skip = self._settings.skipped
         self._began = self._computed = self._committed_at = None
         self._empty()
@@ -87,15 +90,14 @@ class Pace:
         if self._passed >= self._settings.sample:
             rest = max(0.0, self._passed - self._computing) / self._steps
             self._samples.append((self._computing / self._carried, rest))
+            self.estimate = self._estimate()
             self._empty()
 
     def _empty(self) -> None:
         self._steps = self._carried = 0
         self._computing = self._passed = 0.0
 
-    @property
-    def estimate(self) -> Estimate | None:
-        """What the latest samples say, ``None`` as long as they are few."""
+    def _estimate(self) -> Estimate | None:
         if len(self._samples) < self._settings.fewest:
             return None
         low, median, high = quartiles([pace for pace, _ in self._samples])

@@ -1,26 +1,30 @@
 """A reduction under way between workers, bucket by bucket, and its beginning before the last backward pass has ended.
 
-Each bucket takes two collectives: an all-to-all brings every worker its piece of everybody's rows, and when that is
-summed in the shape of the tree, an all-gather returns it (or, where not everybody needs all sums, a second all-to-all
-brings them to those who do). While one bucket is summed, the next one travels.
-Collectives of one communicator must be started in the same order by all its members, so the order is fixed: bucket k+1
-sets out before bucket k returns, and the workers' heads set out behind the last bucket. :class:`Early` lets a thread of
-its own do this beside the backward pass, which only says which buckets are full.
+Every worker sends each other one its piece of the own rows and gets theirs for the own piece; summed in the shape of
+the tree, that goes back to all (or, where not everybody needs all sums, to those who do). While one bucket is summed,
+the next one travels.
+The members of a communicator must send in the same order in which the others receive, so the order is fixed: bucket k+1
+sets out before bucket k returns, and the workers' heads set out behind the last bucket. A thread of its own
+(:class:`Exchanger`) does this, beside the backward pass if the exchange has begun by then (:class:`Early`); the thread
+that trains only says which buckets are full.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from virtualflow.accumulation import Parts, Tensors, add_one
+from virtualflow.accumulation import Parts, Tensors, add_one, add_tensors
 from virtualflow.buckets import Bucket, plan_delivery
-from virtualflow.collectives import Collectives, Pending
+from virtualflow.collectives import Collectives, Message, Pending
+from virtualflow.errors import CommunicatorBroken
 
 Keys = list[list[tuple[int, int]]]
 """For each rank, the tree nodes that it contributes the sums of."""
@@ -48,8 +52,35 @@ class Buffers:
         self._used.clear()
 
     def clear(self) -> None:
-        """Free them. A collective under way keeps its own alive."""
+        """Free them. Messages under way keep their own alive."""
         self._kept = {}
+
+
+class Exchanger:
+    """A thread that carries out one thing after the other.
+
+    It may be left behind: gloo may never end the wait for a message whose connection closes. So it is no thread of a
+    pool, for which Python would wait at the end of the process.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="virtualflow-exchange", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Do this next; the task must not raise."""
+        self._tasks.put(task)
+
+    def close(self, patience: float) -> None:
+        """End when all that was submitted is done, which is waited for as long as ``patience`` says."""
+        self._tasks.put(None)
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # nor what it refers to, while nothing is to be done
 
 
 class Pipeline:
@@ -90,6 +121,7 @@ class Pipeline:
         """Whether a bucket's tensors are on the CPU, so that they may be written one by one."""
         self.rows = len(keys[collectives.rank])
         """How many sums this worker contributes."""
+        self._peers = [peer for peer in range(collectives.size) if peer != collectives.rank]
         size, every = collectives.size, sum(len(nodes) for nodes in keys)
         self._flat = [
             buffers.get((name, "flat", index), (self.rows * size * bucket.piece,), bucket.dtype)
@@ -97,9 +129,10 @@ class Pipeline:
         ]
         """Messages, in pieces for each member; the sums come back to the front of them."""
         self._incoming = [
-            buffers.get((name, "incoming", index), (every, bucket.piece), bucket.dtype)
+            buffers.get((name, "incoming", index), (every - self.rows, bucket.piece), bucket.dtype)
             for index, bucket in enumerate(buckets)
         ]
+        """The others' rows of the own piece."""
         self._wanted = [
             [place for place in bucket.places if needed_by is None or collectives.rank in needed_by[place]]
             for bucket in buckets
@@ -116,8 +149,7 @@ class Pipeline:
         """Where some sums are brought to this worker: the tensors that it needs, one behind the other."""
         self._submitted: SimpleQueue[int | None] = SimpleQueue()
         self._head: Tensor | None = None
-        self.heads: Future[Tensor] = Future()
-        """The members' heads, uint8 ``[size, n]``."""
+        self._heads: Future[Tensor] = Future()
         self._arrived: list[Future[None]] = [Future() for _ in buckets]
 
     # --- by the thread that trains ------------------------------------------------------------------------------------
@@ -161,25 +193,29 @@ class Pipeline:
         self._head = head
         self._submitted.put(None)
 
+    def abandon(self) -> None:
+        """Nothing more comes, and what is under way is given up, with all else between these members."""
+        self._collectives.cut()
+        self.close(None)
+
+    def exchange_heads(self, head: Tensor) -> Tensor:
+        """Nothing more comes; wait for the members' heads, uint8 ``[n]`` to ``[size, n]``.
+
+        Raises:
+            CommunicatorBroken: they will not come.
+        """
+        self.close(head)
+        return self._collectives.settle(self._heads)
+
     def result(self, index: int) -> dict[int, Tensor]:
         """Wait for a bucket's sums, by place: contiguous tensors, views of a buffer that the next reduction overwrites.
 
         Raises:
             CommunicatorBroken: they will not come.
         """
-        self._arrived[index].result()
-        bucket, flat = self._buckets[index], self._flat[index]
-        offsets = dict(zip(bucket.places, bucket.offsets, strict=True))
-        if self._deliveries:
-            flat, at = self._delivered[index], 0
-            for place in self._wanted[index]:
-                offsets[place] = at
-                at += self._templates[place].numel()
-        tensors = {}
-        for place in self._wanted[index]:
-            template, offset = self._templates[place], offsets[place]
-            tensors[place] = flat[offset : offset + template.numel()].view(template.shape).to(template.device)
-        return tensors
+        self._collectives.settle(self._arrived[index])
+        flat, wanted = (self._delivered if self._deliveries else self._flat)[index], self._wanted[index]
+        return dict(zip(wanted, unflatten(flat, [self._templates[place] for place in wanted]), strict=True))
 
     @property
     def complete(self) -> bool:
@@ -192,10 +228,17 @@ class Pipeline:
         """Carry it out; errors are told to those who wait for what is missing."""
         try:
             self._run()
+        except CommunicatorBroken as error:
+            self._fail(CommunicatorBroken(str(error)))  # its traceback would keep the buffers
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
-            if not self.heads.done():
-                self.heads.set_exception(error)
-            for waiting in self._arrived:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        try:
+            self._collectives.cut()  # the messages' memory is free for other uses from now on
+        finally:
+            futures: list[Future[Any]] = [self._heads, *self._arrived]
+            for waiting in futures:
                 if not waiting.done():
                     waiting.set_exception(error)
 
@@ -214,38 +257,63 @@ class Pipeline:
             homeward.append(self._sum_and_return(*outward.popleft()))
         if head is not None and heads is not None:
             head.wait()
-            self.heads.set_result(heads)
+            self._heads.set_result(heads)
         for index, pending in homeward:
             pending.wait()
             self._arrived[index].set_result(None)
 
     def _send(self, index: int) -> Pending:
-        row = self._buckets[index].piece * self._buckets[index].dtype.itemsize
-        out_sizes = [len(nodes) * row for nodes in self._keys]
-        in_sizes = [self.rows * row] * self._collectives.size
-        return self._collectives.start_all_to_all(
-            as_raw(self._incoming[index]), as_raw(self._flat[index]), out_sizes, in_sizes
+        pieces = self._pieces(index)
+        return self._exchange(self._arriving(index), {peer: pieces[peer] for peer in self._peers})
+
+    def _exchange(self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]) -> Pending:
+        """Receive from some members and send to some; those who come first are waited for first."""
+        return self._collectives.start_messages(
+            [
+                *(Message(peer, stretch, incoming=True) for peer, stretch in incoming.items()),
+                *(Message(peer, stretch, incoming=False) for peer, stretch in outgoing.items()),
+            ]
         )
+
+    def _pieces(self, index: int) -> Tensor:
+        """A bucket's message, ``[size, rows, piece]``: what each member gets of this worker's rows."""
+        return self._flat[index].view(self._collectives.size, self.rows, -1)
+
+    def _arriving(self, index: int) -> dict[int, Tensor]:
+        """The other members' rows of the own piece, ``[rows, piece]``."""
+        counts = [len(self._keys[peer]) for peer in self._peers]
+        return dict(zip(self._peers, torch.split(self._incoming[index], counts), strict=True))
 
     def _sum_and_return(self, index: int, pending: Pending) -> tuple[int, Pending]:
         pending.wait()
-        pieces = iter(self._incoming[index])
-        arrived = {node: next(pieces) for nodes in self._keys for node in nodes}
-        reduced = self._add_up(arrived)
-        if self._scale != 1.0:
-            reduced.mul_(self._scale)
+        rank, size, piece = self._collectives.rank, self._collectives.size, self._buckets[index].piece
+        by_member = {rank: self._pieces(index)[rank], **self._arriving(index)}
+        reduced = self._add_up(
+            {
+                node: row
+                for member, nodes in enumerate(self._keys)
+                for node, row in zip(nodes, by_member[member], strict=True)
+            }
+        )
         if self._deliveries:
-            return index, self._deliver(index, reduced)
-        whole = self._flat[index][: self._collectives.size * self._buckets[index].piece]
-        return index, self._collectives.start_all_gather(as_raw(whole), as_raw(reduced))
+            return index, self._deliver(index, reduced.mul_(self._scale) if self._scale != 1.0 else reduced)
+        rows = self._flat[index][: size * piece].view(size, piece)
+        if self._scale != 1.0:
+            torch.mul(reduced, self._scale, out=rows[rank])
+        else:
+            rows[rank].copy_(reduced)
+        return index, self._exchange({peer: rows[peer] for peer in self._peers}, dict.fromkeys(self._peers, rows[rank]))
 
     def _deliver(self, index: int, reduced: Tensor) -> Pending:
-        delivery, width = self._deliveries[index], reduced.itemsize
-        stretches = [reduced[begin:end] for every in delivery.outward for begin, end in every]
-        message = torch.cat(stretches) if stretches else reduced[:0]
-        out_sizes = [count * width for count in delivery.inward]
-        in_sizes = [sum(end - begin for begin, end in every) * width for every in delivery.outward]
-        return self._collectives.start_all_to_all(as_raw(self._delivered[index]), as_raw(message), out_sizes, in_sizes)
+        delivery, rank = self._deliveries[index], self._collectives.rank
+        landings = torch.split(self._delivered[index], list(delivery.inward))
+        parcels = [[reduced[begin:end] for begin, end in stretches] for stretches in delivery.outward]
+        if parcels[rank]:
+            torch.cat(parcels[rank], out=landings[rank])
+        return self._exchange(
+            {peer: landings[peer] for peer in self._peers if len(landings[peer])},
+            {peer: torch.cat(parcels[peer]) for peer in self._peers if parcels[peer]},
+        )
 
 
 class Early:
@@ -269,10 +337,6 @@ class Early:
         self._missing = [len(bucket.places) for bucket in buckets]
         self._staged: dict[tuple[int, int], Tensors] = {}
         self._next = 0
-
-    def start(self, pool: Executor) -> None:
-        """Let a thread of the pool exchange what comes."""
-        pool.submit(self._pipeline.run)
 
     @property
     def places(self) -> frozenset[int]:
@@ -301,6 +365,26 @@ class Early:
         self._missing[index] -= 1
         self._submit_full()
 
+    def give_rest(self, tensors: Mapping[int, Tensor | None]) -> None:
+        """The last virtual node's contributions to all places that were not given yet; they are used up."""
+        for index, bucket in enumerate(self._buckets):
+            if self._missing[index] == len(bucket.places):
+                self._give_bucket(index, [tensors[place] for place in bucket.places])
+            else:
+                for place in tensors.keys() & bucket.places:
+                    self.give(place, tensors[place])
+
+    def _give_bucket(self, index: int, last: Tensors) -> None:
+        """As :meth:`give` for every place of a bucket: a few calls for all of them."""
+        places = self._buckets[index].places
+        for row, tensors in enumerate(self._above):
+            self._pipeline.write_row(index, row, _take(tensors, places))
+        for tensors in reversed(self._merged):
+            last = add_tensors(_take(tensors, places), last)
+        self._pipeline.write_row(index, len(self._above), last)
+        self._missing[index] = 0
+        self._submit_full()
+
     def _place(self, index: int, at: int, row: int, tensor: Tensor | None) -> None:
         if self._pipeline.on_host[index]:
             self._pipeline.write(index, at, row, tensor)
@@ -324,8 +408,7 @@ class Early:
         Raises:
             CommunicatorBroken: they will not come.
         """
-        self._pipeline.close(head)
-        return self._pipeline.heads.result()
+        return self._pipeline.exchange_heads(head)
 
     def results(self) -> Iterator[dict[int, Tensor]]:
         """Wait for the sums that this worker needs, by place, bucket by bucket.
@@ -343,7 +426,14 @@ class Early:
 
     def abandon(self) -> None:
         """Nothing more will be given."""
-        self._pipeline.close(None)
+        self._pipeline.abandon()
+
+
+def _take(tensors: Tensors, places: Sequence[int]) -> Tensors:
+    taken = [tensors[place] for place in places]
+    for place in places:
+        tensors[place] = None
+    return taken
 
 
 def flatten(row: Tensor, tensors: Tensors, templates: Sequence[Tensor]) -> None:
@@ -353,6 +443,16 @@ def flatten(row: Tensor, tensors: Tensors, templates: Sequence[Tensor]) -> None:
         torch.cat(pieces, out=row)
     else:
         row.copy_(torch.cat(pieces))
+
+
+def unflatten(row: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that lie one after the other at the front of ``row``, on their devices."""
+    sizes = [template.numel() for template in templates]
+    pieces = torch.split(row[: sum(sizes)], sizes)
+    return [
+        piece.view(template.shape) if template.device == row.device else piece.view(template.shape).to(template.device)
+        for piece, template in zip(pieces, templates, strict=True)
+    ]
 
 
 def _or_zeros(tensor: Tensor | None, template: Tensor) -> Tensor:

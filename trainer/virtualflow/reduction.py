@@ -1,10 +1,10 @@
 """Canonical reduction: sums over virtual nodes whose bits do not depend on who carries which of them.
 
 Every sum has the shape of one balanced binary tree over the virtual nodes (``assignment``). A worker adds up what it
-carries as it goes and holds only the maximal subtrees of its range (:class:`Accumulator`). Between workers, slices of
-these subtrees travel by all-to-all, each worker adds its slice in tree order, and an all-gather returns the whole
-(``pipeline``): the traffic of a ring all-reduce when ranges are subtrees, and no dependence on the number of workers,
-because element by element the same additions happen in the same order.
+carries as it goes and holds only the maximal subtrees of its range (:class:`Accumulator`). Between workers, everyone
+gets its slice of all subtrees, adds it up in tree order, and sends the sum to all (``pipeline``): the traffic of a ring
+all-reduce when ranges are subtrees, and no dependence on the number of workers, because element by element the same
+additions happen in the same order.
 
 A tensor that a virtual node does not contribute counts as +0.0 everywhere, also where it could be left out: x + 0.0 is
 not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there would give different bits.
@@ -13,8 +13,7 @@ not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there wou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +21,8 @@ from torch import Tensor
 from virtualflow.accumulation import Accumulator, Parts, Tensors, add_tensors
 from virtualflow.buckets import Bucket, plan_buckets
 from virtualflow.collectives import Collectives
-from virtualflow.pipeline import Buffers, Early, Keys, Pipeline, as_raw, flatten
+from virtualflow.pipeline import Buffers, Early, Exchanger, Keys, Pipeline, as_raw, flatten, unflatten
+from virtualflow.settings import CommunicatorSettings
 from virtualflow.sharding import Keepers
 from virtualflow.summation import add_up, parts_of
 
@@ -33,7 +33,7 @@ class Reducer:
     Args:
         virtual_nodes: how many there are.
         alignment: bytes at whose multiples slices start.
-        small: up to so many bytes at each worker, subtrees are gathered whole: one collective instead of two.
+        small: up to so many bytes at each worker, subtrees are gathered whole: there and not back again.
         bucket: so many bytes travel together.
         canonical: workers contribute subtrees, summed in the shape of the tree; else one sum each (``summation``).
     """
@@ -46,11 +46,16 @@ class Reducer:
         self._bucket = bucket
         self._buffers = Buffers()
         self._keepers: Keepers | None = None
-        self._pool = ThreadPoolExecutor(1, "virtualflow-exchange")
+        self._exchanger: Exchanger | None = None
 
     def close(self) -> None:
         """End the thread that exchanges."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._leave_thread(CommunicatorSettings.wait_slice)
+
+    def _leave_thread(self, patience: float) -> None:
+        if self._exchanger is not None:
+            self._exchanger.close(patience)
+            self._exchanger = None
 
     def share(self, keepers: Keepers | None) -> None:
         """Bring the sums of the first places to their ``keepers`` only; those of further places to all."""
@@ -65,9 +70,10 @@ class Reducer:
         """An exchange is complete: free buffers that it did without."""
         self._buffers.release_unused()
 
-    def forget_buffers(self) -> None:
-        """Free the buffers: another number of workers needs other ones."""
+    def forget(self) -> None:
+        """Another communicator comes: free the buffers, and leave a thread behind that may hang in the former one."""
         self._buffers.clear()
+        self._leave_thread(0.0)
 
     def reduce(
         self,
@@ -123,7 +129,7 @@ class Reducer:
                     pipeline.write_row(index, row, [tensors[place] for place in bucket.places])
                 pipeline.submit(index)
             pipeline.close(None)
-            pipeline.run()
+            self._exchange(pipeline.run)
             for index in range(len(buckets)):
                 for place, tensor in pipeline.result(index).items():
                     result[place] = tensor
@@ -162,8 +168,13 @@ class Reducer:
         buckets = plan_buckets(templates, large, collectives.size, self._alignment, self._bucket)
         pipeline = self._pipeline(collectives, keys, buckets, templates, "early", scale)
         early = Early(pipeline, buckets, accumulator.parts, accumulator.merges(last))
-        early.start(self._pool)
+        self._exchange(pipeline.run)
         return early
+
+    def _exchange(self, task: Callable[[], None]) -> None:
+        if self._exchanger is None:
+            self._exchanger = Exchanger()
+        self._exchanger.submit(task)
 
     def _pipeline(
         self,
@@ -216,11 +227,7 @@ class Reducer:
         whole = self._add_up(arrived)
         if scale != 1.0:
             whole.mul_(scale)
-        pieces = torch.split(whole, [templates[place].numel() for place in places])
-        return [
-            (place, piece.view(templates[place].shape).to(templates[place].device))
-            for place, piece in zip(places, pieces, strict=True)
-        ]
+        return list(zip(places, unflatten(whole, [templates[place] for place in places]), strict=True))
 
 
 def _is_power_of_two(factor: float) -> bool:

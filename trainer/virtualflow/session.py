@@ -79,6 +79,7 @@ class Session:
         self._drain_until = 0.0
         self._prepared: dict[m.Generation, Communicator] = {}
         self._retired: list[Communicator] = []
+        self._closers: list[threading.Thread] = []
         self._offered: m.Plan | None = None
         self.link = Link(environment.coordinator, environment.token, self._hello, self._on_plan, link)
 
@@ -185,8 +186,15 @@ class Session:
         with self.link.changed:
             finished = [communicator for communicator in self._retired if communicator.idle]
             self._retired = [communicator for communicator in self._retired if communicator not in finished]
+        if not finished:
+            return
+        self._closers = [closer for closer in self._closers if closer.is_alive()]
         for communicator in finished:
-            communicator.close()
+            # Its threads and connections take as long to end as a step of a small model, which need not wait for that.
+            name = f"virtualflow-close-{communicator.plan.generation}"
+            closer = threading.Thread(target=communicator.close, name=name, daemon=True)
+            closer.start()
+            self._closers.append(closer)
 
     def say_broken(self, generation: m.Generation, detail: str) -> None:
         """Tell the coordinator that the communicator of ``generation`` is lost."""
@@ -333,6 +341,8 @@ class Session:
             if communicator is not None:
                 communicator.close()
         self._retired, self._prepared, self.communicator = [], {}, None
+        for closer in self._closers:
+            closer.join(self._settings.connect_timeout)
 
     # --- behind it ----------------------------------------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ class LinkSettings:
 
     heartbeat: float = 1.0
     """A sign of life in this interval, until the coordinator has said which one it wants."""
-    progress: float = 0.05
+    progress: float = 0.2
     """The leader reports its step at most this often."""
     connect_timeout: float = 3.0
     retry_first: float = 0.05
@@ -210,16 +210,22 @@ class CommunicatorSettings:
     connect_timeout: float = 10.0
     """Building the communicator of a generation: the full mesh must stand by then."""
     operation_timeout: float = 1_800.0
-    """The last resort of a collective. A dead peer is noticed by its sockets and a hung one by the coordinator, both
-    much earlier."""
+    """The last resort of a collective or message. A dead peer is noticed by its sockets and a hung one by the
+    coordinator, both much earlier."""
     wait_slice: float = 0.05
     """How long a collective is waited for before the coordinator's news are looked at."""
+    look_interval: float = 0.5
+    """How often connections are looked at while messages are waited for, from the first such slice on: gloo does not
+    wake who waits for a message of which a part is on the wire when its connection closes."""
     alignment: int = 16
     """Every segment of a message starts at a multiple of this many bytes."""
     bucket: int = 8 << 20
-    """Gradients travel in messages of at most so many bytes, the first while the backward pass still runs."""
+    """Gradients travel in messages of at most so many bytes."""
+    one_by_one: int = 1 << 16
+    """Gradients of at least so many bytes on average are taken one by one while the backward pass still runs. A call
+    for each smaller one costs more than it saves."""
     small_exchange: int = 1 << 20
-    """Gradients that make at most so many bytes at each worker are exchanged in one collective instead of two."""
+    """Gradients that make at most so many bytes at each worker are gathered whole: there and not back again."""
     stripe: int = 1 << 16
     """A tensor of a state with at least so many bytes travels by itself, striped over all donors; smaller ones go in
     one block, since each message has a cost of its own."""

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from virtualflow import trees
 from virtualflow.accumulation import Tensors
-from virtualflow.collectives import Collectives, Pending
-from virtualflow.communicator import Message
+from virtualflow.collectives import Collectives, Message, Pending
 from virtualflow.pipeline import as_raw
 from virtualflow.settings import CommunicatorSettings
 from virtualflow.sharding import Keepers, Move, kept_by, plan_keepers

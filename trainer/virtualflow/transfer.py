@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from virtualflow import trees
-from virtualflow.communicator import Message
+from virtualflow.collectives import Message
 from virtualflow.settings import CommunicatorSettings
 from virtualflow.stripes import (
     Path,

@@ -100,8 +100,13 @@ class Update:
         self._all_parameters = list(model.parameters())
         settings = CommunicatorSettings
         self._reducer = Reducer(virtual_nodes, alignment, settings.small_exchange, settings.bucket, canonical)
-        large = sum(p.numel() * p.itemsize for p in self._all_parameters) > settings.small_exchange // 2
-        self._overlap = Overlap(self._all_parameters, self._reducer, large)
+        size = sum(p.numel() * p.itemsize for p in self._all_parameters)
+        self._overlap = Overlap(
+            self._all_parameters,
+            self._reducer,
+            worthwhile=size > settings.small_exchange // 2,
+            one_by_one=size >= settings.one_by_one * len(self._all_parameters),
+        )
         self._stepping = StepInPortions(optimizer)
         self.shards = Shards(self._all_parameters, optimizer, clip_grad_norm, clip_grad_value) if shard else None
         """This worker's share of a sharded optimizer."""
@@ -169,12 +174,11 @@ class Update:
         under_way: frozenset[int] = frozenset()
         if self._overlap.watching:
             under_way, self._steady = self._overlap.settle()
-        gradients: Tensors = [
-            parameter.grad if trained else None
-            for parameter, trained in zip(self._all_parameters, self._trained, strict=True)
-        ]
-        self.clear_gradients()
-        for index, gradient in enumerate(gradients):
+        gradients: Tensors = []
+        for index, (parameter, trained) in enumerate(zip(self._all_parameters, self._trained, strict=True)):
+            gradient = parameter.grad if trained else None
+            parameter.grad = None  # so that autograd makes a new tensor for the next virtual node
+            gradients.append(gradient)
             if gradient is None:
                 continue
             if gradient.is_sparse:
@@ -458,7 +462,7 @@ class Update:
     def enter(self) -> None:
         """A generation begins: another number of workers needs other buffers."""
         self._overlap.enter()
-        self._reducer.forget_buffers()
+        self._reducer.forget()
         if self.shards is not None:
             self._reducer.share(self.shards.keepers)
 

@@ -1,0 +1,32 @@
+"""Communicators among members that are all in this process, over real connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+from virtualflow import messages as m
+from virtualflow.communicator import Communicator
+from virtualflow.settings import CommunicatorSettings
+
+
+def mesh(size: int, interrupted: dict[int, Callable[[], str | None]] | None = None) -> list[Communicator]:
+    """Communicators of ``size`` members in this process."""
+    store = c10d.HashStore()
+    members = tuple(m.Member(f"worker-{n}", f"i{n}", "127.0.0.1", n, n + 1) for n in range(size))
+    plan = m.Plan(m.Generation(1, 1), "planned", members, (), "start", "start")
+
+    def connect(rank: int) -> Communicator:
+        gloo: Any = c10d.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=20)
+        news = (interrupted or {}).get(rank, lambda: None)
+        return Communicator(plan, rank, gloo(store, rank, size, options), news, CommunicatorSettings())
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(connect, range(size)))
