@@ -55,7 +55,8 @@ class Figure:
 
 STEPS_TEXT = """\
 All sides live at once and take turns of about a second; the ratio is taken in each round, and the table shows its
-median (and the 10 % to 90 % range). Above 1, VirtualFlow makes more steps a second. Equal on all sides: model, initial
+median (and the 10 % to 90 % range) over three starts of all processes, since one and the same program is up to 5 %
+faster or slower from start to start. Above 1, VirtualFlow makes more steps a second. Equal on all sides: model, initial
 weights, optimizer, global batch, eight micro-batches a step, one thread a worker, samples loaded in the training
 process. *Plain* is PyTorch as its users run it: a shuffling `DataLoader`, gradients accumulated over the micro-batches,
 and no deterministic algorithms, also beside `bitwise`, which pays for them. With two workers it is
@@ -74,9 +75,9 @@ of 30 s would come on top of each change that leaves fewer than three workers. A
 since the last snapshot come on top."""
 
 OVERLAP_TEXT = """\
-As the first figure, two workers, on a network namespace whose loopback is limited to the speed of a link. With 24 MB
-and 82 MB of gradients the wire counts here and not the overhead, and DistributedDataParallel overlaps it with the
-backward pass of its last micro-batch."""
+As the first figure, with two workers and one start of all processes, on a network namespace whose loopback is limited
+to the speed of a link. With 24 MB and 82 MB of gradients the wire counts here and not the overhead, and
+DistributedDataParallel overlaps it with the backward pass of its last micro-batch."""
 
 JOINER_TEXT = """\
 One worker trains the digits job on one core. The ratio of its median step time after something begins on the other core

@@ -89,7 +89,7 @@ def inside(quick: bool) -> list[dict[str, Any]]:
     """The rows of one link, measured where this process is."""
     rounds, seconds = (3, 0.5) if quick else (7, 2.0)
     sides = modes()
-    return [measure_task(task, 2, sides, rounds, seconds) for task in MODELS]
+    return [measure_task(task, 2, sides, 1, rounds, seconds) for task in MODELS]
 
 
 def main() -> None:

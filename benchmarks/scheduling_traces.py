@@ -191,13 +191,17 @@ def _cells(row: Row) -> dict[str, str]:
         "a change costs": "a resize" if row.cost == "resize" else "a restart",
         "policy": row.policy,
         "median completion": f"{row.median_completion:,.0f} s",
-        "shorter": f"{row.less_completion:.0%} ({_range(row.spread_completion)})",
+        "beside Priority": f"{_than(row.less_completion, 'shorter', 'longer')} ({_range(row.spread_completion)})",
         "seeds with 48 % or more": str(row.seeds_at_48),
-        "median queueing": f"{row.less_median_queueing:.0%} less",
-        "mean queueing": f"{row.less_mean_queueing:.0%} less ({_range(row.spread_mean_queueing)})",
+        "median queueing": _than(row.less_median_queueing, "less", "more"),
+        "mean queueing": f"{_than(row.less_mean_queueing, 'less', 'more')} ({_range(row.spread_mean_queueing)})",
         "makespan": f"{row.makespan:,.0f} s",
         "resizes": str(row.resizes),
     }
+
+
+def _than(value: float, less: str, more: str) -> str:
+    return f"{abs(value):.0%} {more if value < 0 else less}" if value else "the same"
 
 
 def _range(values: tuple[float, float, float]) -> str:
