@@ -14,7 +14,11 @@ from virtualflow.communicator import Communicator
 from virtualflow.settings import CommunicatorSettings
 
 
-def mesh(size: int, interrupted: dict[int, Callable[[], str | None]] | None = None) -> list[Communicator]:
+def mesh(
+    size: int,
+    interrupted: dict[int, Callable[[], str | None]] | None = None,
+    settings: CommunicatorSettings | None = None,
+) -> list[Communicator]:
     """Communicators of ``size`` members in this process."""
     store = c10d.HashStore()
     members = tuple(m.Member(f"worker-{n}", f"i{n}", "127.0.0.1", n, n + 1) for n in range(size))
@@ -26,7 +30,7 @@ def mesh(size: int, interrupted: dict[int, Callable[[], str | None]] | None = No
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=20)
         news = (interrupted or {}).get(rank, lambda: None)
-        return Communicator(plan, rank, gloo(store, rank, size, options), news, CommunicatorSettings())
+        return Communicator(plan, rank, gloo(store, rank, size, options), news, settings or CommunicatorSettings())
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(connect, range(size)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -131,19 +134,35 @@ def test_messages_that_are_called_off_touch_no_memory_any_more() -> None:
 def test_a_message_whose_connection_closes_half_way_is_waited_for_no_longer() -> None:
     """gloo itself does not wake who waits for it."""
     giver, taker = mesh(2)
-    memory, exchanger = torch.zeros(100_000_000, dtype=torch.uint8), Exchanger()
-    waiting = in_a_thread(exchanger, taker.start_messages([Message(0, memory, incoming=True)]).wait)
-    sent = giver.start_messages([Message(1, torch.ones_like(memory), incoming=False)])
+    # So large that it cannot be through before the connection closes.
+    given, taken = (torch.empty(2 << 30, dtype=torch.uint8) for _ in range(2))
+    exchanger = Exchanger()
+    waiting = in_a_thread(exchanger, taker.start_messages([Message(0, taken, incoming=True)]).wait)
+    sent = giver.start_messages([Message(1, given, incoming=False)])
     giver.cut()
     with pytest.raises(CommunicatorBroken):
         taker.settle(waiting)
-    before = int(memory.count_nonzero())
-    assert before < len(memory)
-    assert int(memory.count_nonzero()) == before, "nothing is written any more"
     del sent
     exchanger.close(0.0)
     giver.close()
     taker.close()
+
+
+def test_waiting_long_and_often_for_slow_peers_leaves_little_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look after the connections leaves memory in gloo for ever."""
+    slice_ = 0.002
+    members = mesh(2, settings=CommunicatorSettings(wait_slice=slice_))
+    looks: list[float] = []
+    look, begin = members[0]._look, time.monotonic()
+    monkeypatch.setattr(members[0], "_look", lambda: (looks.append(time.monotonic()), look())[1])
+    for _ in range(30):
+        outcome: Future[None] = Future()
+        threading.Timer(0.03, outcome.set_result, [None]).start()
+        members[0].settle(outcome)
+    longest = 1.25 * (time.monotonic() - begin)
+    assert 1 <= len(looks) <= math.log(longest / slice_, 1.25)
+    for member in members:
+        member.close()
 
 
 def test_a_peer_that_is_lost_is_noticed_behind_one_that_is_slow() -> None:

@@ -37,6 +37,8 @@ logger = logging.getLogger("virtualflow.worker")
 
 T = TypeVar("T")
 
+_LONGER = 1.25
+"""Connections are looked after when a wait is so many times as long as the longest before, or as at the last look."""
 _NEVER_SENT = 0
 """The tag of a message that nobody sends; others count from 1."""
 
@@ -146,6 +148,8 @@ class Communicator:
         self._pending: list[c10d.Work] = []
         self._timeout = timedelta(seconds=settings.operation_timeout)
         self._tags: dict[tuple[int, bool], int] = {}
+        self._patience = settings.wait_slice
+        """How many seconds a wait may take before connections are looked after."""
 
     @classmethod
     def open(
@@ -214,12 +218,13 @@ class Communicator:
             CommunicatorBroken: a peer is lost, or the coordinator says that the generation is: then the connections
                 are cut, and the other thread is left to itself.
         """
-        slice_, look = self._settings.wait_slice, 0.0
+        slice_, begin, look = self._settings.wait_slice, time.monotonic(), self._patience
         while not outcome.done() and not wait([outcome], slice_).done:
             try:
                 self._check()
-                if time.monotonic() >= look:
-                    look = time.monotonic() + self._settings.look_interval
+                waited = time.monotonic() - begin
+                if waited >= look:
+                    look = _LONGER * waited
                     self._look()
             except CommunicatorBroken:
                 # A peer that is through may have closed its side before the other thread had its turn.
@@ -227,10 +232,14 @@ class Communicator:
                     break
                 self.cut()
                 raise
+        self._patience = max(self._patience, _LONGER * (time.monotonic() - begin))
         return outcome.result()
 
     def _look(self) -> None:
         """Raise if a connection is closed: then nothing more can be received from it.
+
+        gloo never forgets what was to be received (some 100 bytes at either end), so this is done only when a wait is
+        longer than any before: some 30 times until one takes a minute, however often members wait for each other.
 
         Raises:
             CommunicatorBroken: one is.

@@ -267,7 +267,7 @@ class Pipeline:
         return self._exchange(self._arriving(index), {peer: pieces[peer] for peer in self._peers})
 
     def _exchange(self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]) -> Pending:
-        """Receive from some members and send to some; those who come first are waited for first."""
+        """Receive from some members and send to some; what is to come is waited for first."""
         return self._collectives.start_messages(
             [
                 *(Message(peer, stretch, incoming=True) for peer, stretch in incoming.items()),

@@ -214,9 +214,6 @@ class CommunicatorSettings:
     coordinator, both much earlier."""
     wait_slice: float = 0.05
     """How long a collective is waited for before the coordinator's news are looked at."""
-    look_interval: float = 0.5
-    """How often connections are looked at while messages are waited for, from the first such slice on: gloo does not
-    wake who waits for a message of which a part is on the wire when its connection closes."""
     alignment: int = 16
     """Every segment of a message starts at a multiple of this many bytes."""
     bucket: int = 8 << 20
