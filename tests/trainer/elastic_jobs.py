@@ -45,8 +45,8 @@ PATIENCE = 30.0
 """Seconds until a wait fails; far more than anything takes."""
 
 # The coordinators here replace nobody, so there is nobody to wait for; and what a busy machine does to the speed of
-# workers must not add changes to those that a test makes.
-MEMBERSHIP = settings.MembershipSettings(restart_grace=0.0, rebalance_gain=1.0)
+# workers must not add changes to those that a test makes, nor divide one among workers that start at different speeds.
+MEMBERSHIP = settings.MembershipSettings(restart_grace=0.0, rebalance_gain=1.0, admission_window=PATIENCE)
 
 EXCHANGE = "TEST_EXCHANGE"
 """In a job's environment: ``early`` lets exchanges begin during the last backward pass, ``behind`` right behind it."""
