@@ -110,7 +110,7 @@ def _with_progress(status: JobStatus, remote: Status) -> JobStatus:
         steps_per_second=f"{remote.steps_per_second:.4g}" if remote.steps_per_second else status.steps_per_second,
         step_milliseconds=_shown(remote.step_ms) or status.step_milliseconds,
         predicted_step_milliseconds=_shown(remote.predicted_step_ms),
-        last_change=_last_change(remote.last_change) if remote.last_change is not None else status.last_change,
+        last_change=_latest_change(status, remote),
         # All that workers remember; after a start from a checkpoint that may be less than was counted before.
         changes=max(status.changes, remote.changes_total),
         repeated_steps=max(status.repeated_steps, remote.repeated_steps),
@@ -134,10 +134,20 @@ def fresh_changes(status: JobStatus, remote: Status | None) -> list[Change]:
         return []
     last = status.last_change
     known = (last.incarnation, last.generation) if last is not None else (0, 0)
-    return [c for c in remote.changes if (c.generation.incarnation, c.generation.counter) > known]
+    return [change for change in remote.changes if _order(change) > known]
 
 
-def _last_change(change: Change) -> LastChange:
+def _order(change: Change) -> tuple[int, int]:
+    return change.generation.incarnation, change.generation.counter
+
+
+def _latest_change(status: JobStatus, remote: Status) -> LastChange | None:
+    """The last change that is known; a coordinator that was replaced may not have heard of it yet."""
+    change, known = remote.last_change, status.last_change
+    if change is None:
+        return known
+    if known is not None and (known.incarnation, known.generation) > _order(change):
+        return known
     return LastChange(
         generation=change.generation.counter,
         incarnation=change.generation.incarnation,

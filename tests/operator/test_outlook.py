@@ -101,6 +101,17 @@ def test_changes_of_a_new_coordinator_are_new_also_when_its_numbers_are_lower() 
     assert stage.decide().changes == (later,)
 
 
+def test_a_coordinator_that_has_not_heard_of_the_last_change_does_not_take_it_back() -> None:
+    stage = training()
+    changes = (change(4), change(5, "restart", pause_ms=None))
+    stage.write(progress(stage, generation=5, changes=changes, last_change=changes[-1]).decide())
+    known = stage.job.status.last_change
+    plan = progress(stage, generation=5, changes=changes[:1], last_change=changes[0]).decide()
+    assert (plan.status.last_change, plan.changes) == (known, ())
+    stage.write(plan)
+    assert progress(stage, generation=5, changes=changes, last_change=changes[-1]).decide().changes == ()
+
+
 def test_a_coordinator_that_remembers_fewer_changes_takes_none_back() -> None:
     stage = training()
     stage.write(progress(stage, changes_total=5, repeated_steps=2).decide())

@@ -74,6 +74,33 @@ def test_a_change_without_survivors_is_told_when_the_training_has_gone_on_or_is_
     assert [found.cause for found in job.status().changes] == ["restart"]
 
 
+def test_a_change_without_survivors_is_told_before_the_next_one() -> None:
+    """Somebody joins right behind the first step after a restart, which no report has told of."""
+    job = running_world(2).job
+    restart = msgspec.structs.replace(change(2), cause="restart", step=7, pause_ms=None)
+    job.receive("worker-0.0", m.Resumed(restart))
+    job.receive("worker-0.0", m.Resumed(msgspec.structs.replace(change(3), step=8)))
+    status = job.status()
+    assert [found.generation for found in status.changes] == [generation(2), generation(3)]
+    assert status.last_change == status.changes[-1]
+
+
+def test_a_change_without_survivors_is_told_when_a_later_generation_trains_from_an_earlier_step() -> None:
+    job = running_world(2).job
+    job.receive("worker-0.0", m.Resumed(msgspec.structs.replace(change(2), cause="restart", step=100, pause_ms=None)))
+    job.receive("worker-0.0", m.Progress(generation(3), 51, 0, None, {}, 2.0, "training"))
+    assert [found.generation for found in job.status().changes] == [generation(2)]
+
+
+def test_a_new_coordinator_hears_at_once_of_changes_without_survivors() -> None:
+    """They are no news: whoever watches has counted them, and must not see them go and come."""
+    world = running_world(2)
+    restart = msgspec.structs.replace(change(2), cause="restart", pause_ms=None)
+    hello = world.workers["worker-0.0"].hello(world.now)
+    world.job.hello(msgspec.structs.replace(hello, changes=(restart,)))
+    assert [found.cause for found in world.job.status().changes] == ["restart"]
+
+
 def test_a_brief_status_has_the_latest_changes_and_events_and_the_same_sums() -> None:
     world = running_world(2)
     for counter in range(2, 102):

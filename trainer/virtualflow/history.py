@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -106,20 +107,26 @@ class History:
             change = msgspec.structs.replace(change, repeated_steps=max(0, self.highest_step - (change.step - 1)))
         if generation in self.changes:
             self.changes[generation] = change
-        elif change.pause_ms is None:
+        elif change.pause_ms is None and fresh:
             self._silent[generation] = change
             if len(self._silent) > MAX_CHANGES:
                 self._add(self._silent.pop(min(self._silent)))
         else:
+            self._add_silent(lambda earlier: earlier.generation < generation)  # who follows them tells them in order
             self._add(change)
 
-    def settle(self, step: int | None = None) -> bool:
-        """The training has come to ``step``, or to its end: changes before it without a pause had no survivor.
+    def settle(self, progress: m.Progress | None = None) -> bool:
+        """The training has come so far, or to its end: changes before that without a pause had no survivor.
 
         Returns:
             Whether there was one, which is news.
         """
-        settled = [known for known in sorted(self._silent) if step is None or self._silent[known].step < step]
+        if progress is None:
+            return self._add_silent(lambda _: True)
+        return self._add_silent(lambda c: c.generation < progress.generation or c.step < progress.step)
+
+    def _add_silent(self, condition: Callable[[m.Change], bool]) -> bool:
+        settled = [known for known in sorted(self._silent) if condition(self._silent[known])]
         for generation in settled:
             self._add(self._silent.pop(generation))
         return bool(settled)

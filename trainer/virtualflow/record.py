@@ -300,7 +300,7 @@ class Record:
         news = self.history.is_news(progress)
         if self.history.take_progress(progress):
             self._rebuilds = 0
-        if self.history.settle(progress.step) or news:
+        if self.history.settle(progress) or news:
             self._changed()
         else:
             self.version += 1
