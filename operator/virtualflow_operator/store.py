@@ -137,7 +137,8 @@ class Store:
 
     def former_of(self, key: Key) -> tuple[Pod, ...]:
         """Pods that had ended when they were deleted, for a while; of one name the last."""
-        return tuple(pod for _, pod in self._former.get(key, {}).values())
+        since = time.monotonic() - _REMEMBERED
+        return tuple(pod for at, pod in self._former.get(key, {}).values() if at > since)
 
     def service_of(self, key: Key, name: str) -> Service | None:
         """The service before a job's coordinator."""
@@ -243,6 +244,7 @@ class Store:
         """A pod was deleted: how it ended may be told before the coordinator tells it."""
         now = time.monotonic()
         former = {name: entry for name, entry in self._former.get(key, {}).items() if entry[0] > now - _REMEMBERED}
+        former.pop(pod.name, None)  # a namesake's end says nothing of this one's
         if pod.finished:
             former[pod.name] = (now, pod)
         if former:

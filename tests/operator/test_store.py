@@ -170,6 +170,9 @@ def test_how_a_pod_had_ended_is_remembered_of_one_that_is_deleted() -> None:
         ("digits-workers-1", "Succeeded"),
         ("digits-workers-2", "Succeeded"),
     ]
+    store.put_pod(pod(version=9, name="digits-workers-1", uid="u9"))
+    store.remove_pod("ml", "digits-workers-1", "u9")
+    assert [p.name for p in store.former_of(KEY)] == ["digits-workers-2"], "its namesake's end is not its own"
     store.forget_job(KEY)
     assert store.former_of(KEY) == ()
 
