@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 _LONGER = 1.25
 """Connections are looked after when a wait is so many times as long as the longest before, or as at the last look."""
+_LONGEST_LOOK = 10.0
+"""Seconds between two looks, and before the first, at the most."""
 _NEVER_SENT = 0
 """The tag of a message that nobody sends; others count from 1."""
 
@@ -224,7 +226,7 @@ class Communicator:
                 self._check()
                 waited = time.monotonic() - begin
                 if waited >= look:
-                    look = _LONGER * waited
+                    look = waited + min((_LONGER - 1) * waited, _LONGEST_LOOK)
                     self._look()
             except CommunicatorBroken:
                 # A peer that is through may have closed its side before the other thread had its turn.
@@ -232,14 +234,15 @@ class Communicator:
                     break
                 self.cut()
                 raise
-        self._patience = max(self._patience, _LONGER * (time.monotonic() - begin))
+        self._patience = min(max(self._patience, _LONGER * (time.monotonic() - begin)), _LONGEST_LOOK)
         return outcome.result()
 
     def _look(self) -> None:
         """Raise if a connection is closed: then nothing more can be received from it.
 
         gloo never forgets what was to be received (some 100 bytes at either end), so this is done only when a wait is
-        longer than any before: some 30 times until one takes a minute, however often members wait for each other.
+        longer than any before, and on while a long one lasts: some 25 times where none takes more than ten seconds,
+        however often members wait for each other.
 
         Raises:
             CommunicatorBroken: one is.
