@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import multiprocessing
 import os
 import re
 import socket
@@ -15,8 +14,7 @@ from typing import Any, Self
 
 import yaml
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["virtualflow_operator.main", "kopf", "kubernetes.config", "running"])
+from forking import FORKING, start
 
 _WRITE = re.compile(rb"^(POST|PUT|PATCH|DELETE) (\S+) HTTP/1\.1\r\n", re.MULTILINE)
 
@@ -71,10 +69,10 @@ class OperatorProcess:
 
     def __init__(self, kubeconfig: Path, log: Path, arguments: list[str], changes: dict[str, Any]) -> None:
         self.log = log
-        self._process = CONTEXT.Process(
+        self._process = FORKING.Process(
             target=_operate, args=(str(kubeconfig), str(log), arguments, changes), daemon=True
         )
-        self._process.start()
+        start(self._process)
 
     @property
     def pid(self) -> int:

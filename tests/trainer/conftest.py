@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 from checkpoints import tree_of, writer_to
-from elastic_jobs import ElasticJob, prepare_forkserver
+from elastic_jobs import ElasticJob
 
 from virtualflow import checkpoint_files
 from virtualflow.checkpoint import CheckpointWriter
-
-# Whichever test starts the server process first, it serves all.
-prepare_forkserver()
 
 
 @pytest.fixture

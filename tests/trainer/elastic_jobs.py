@@ -19,8 +19,7 @@ import threading
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,15 +30,13 @@ import psutil
 import torch
 from aiohttp import web
 
+from forking import FORKING, start
 from virtualflow import calls, digests, settings, trees
 from virtualflow.coordinator import Coordinator
 from virtualflow.errors import Leave
 from virtualflow.pipeline import Early
 from virtualflow.reduction import Reducer
 
-HERE = Path(__file__).parent
-# torch._dynamo is what the first optimizer of a process imports, for two seconds.
-PRELOAD = ["torch", "torch._dynamo", "numpy", "virtualflow.evaluation", "safetensors.torch", "pytest", "elastic_jobs"]
 TOKEN = "a-token-for-tests"
 PATIENCE = 30.0
 """Seconds until a wait fails; far more than anything takes."""
@@ -53,28 +50,6 @@ EXCHANGE = "TEST_EXCHANGE"
 
 BEGUN_EARLY = "an exchange has begun early"
 """What such a worker then prints each time."""
-
-_forking = multiprocessing.get_context("forkserver")
-
-
-def prepare_forkserver() -> None:
-    """Name what the server process imports; to be called before anybody starts it."""
-    _forking.set_forkserver_preload(PRELOAD)
-
-
-@contextmanager
-def _importable() -> Iterator[None]:
-    # Before Python 3.13 the server does not take over sys.path.
-    former = os.environ.get("PYTHONPATH")
-    paths = [str(HERE), str(HERE.parent.parent / "trainer"), *([former] if former else [])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    try:
-        yield
-    finally:
-        if former is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = former
 
 
 @dataclass(frozen=True)
@@ -282,13 +257,12 @@ class ElasticJob:
             settings.ENV_TOKEN: TOKEN,
             settings.ENV_WORKER: name,
         }
-        ours, theirs = _forking.Pipe(duplex=False)
+        ours, theirs = FORKING.Pipe(duplex=False)
         log = self._directory / f"{name}.log"
         log.touch()
         arguments = (self._script, self._arguments, environment, theirs, str(log))
-        process = _forking.Process(target=_work, args=arguments, name=name)
-        with _importable():
-            process.start()
+        process = FORKING.Process(target=_work, args=arguments, name=name)
+        start(process)
         theirs.close()
         self.workers[name] = _Worker(name, process, ours, log)
         return name
