@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "service"
 _KINDS = (SERVICE, COORDINATOR, WORKER)
+_IDENTITY = ("uid", "generation", "deletionTimestamp")
+"""What of a job's metadata says that it is the same and wants the same."""
 _CALL_AGAIN = 1.0
 """Seconds until a coordinator is told again what it could not be told."""
 _SETTLE = 0.05
@@ -212,6 +214,10 @@ class Controller:
         """Carry out the actions; in how many seconds to reconcile again, if that is needed."""
         again: float | None = None
         answers = dict.fromkeys(_KINDS, "")
+        making = [action for action in plan.actions if isinstance(action, CreateService | CreatePod)]
+        kinds = {SERVICE if isinstance(action, CreateService) else action.role for action in making}
+        if any(time.time() >= memory.refusals[kind].retry_at for kind in kinds):
+            await self._confirm(key, job)
         missing = any(resources.secret_name(job) in pod.waiting for pod in self._store.pods_of(key))
         if missing or (self._settings.network_policies and job.status.coordinator and not job.status.finished):
             await self._provision.support(job, missing=missing)
@@ -255,6 +261,19 @@ class Controller:
                 memory.refusals[kind].note("", 0.0)  # nothing more is wanted of that kind, or it was granted
                 again = 0.0
         return again
+
+    async def _confirm(self, key: Key, job: Job) -> None:
+        """Ask whether the job is still wanted as it was: what goes because its job does must not be made anew.
+
+        The watches of jobs and of pods are two, and that of the pods may be the faster one.
+
+        Raises:
+            RetryLater: it is deleted, or another by now.
+        """
+        await self._reread(key)
+        metadata = (self._store.job(key) or {}).get("metadata") or {}
+        if any(metadata.get(name) != job.raw["metadata"].get(name) for name in _IDENTITY):
+            raise RetryLater(0.0, "the job has changed or is deleted meanwhile")
 
     async def _delete_pod(self, key: Key, namespace: str, action: DeletePod) -> None:
         pod = next((p for p in self._store.pods_of(key) if p.uid == action.uid), None)

@@ -166,6 +166,10 @@ class Stage:
             and len([pod for pod in self.pods(name, COORDINATOR) if running(pod)]) == 1
         )
 
+    def made_twice(self) -> set[tuple[str, str, str]]:
+        """Pods that were made again after they were gone: role, job, name."""
+        return {pod for pod, times in self.made.items() if times > 1}
+
     def nothing_left(self, name: str) -> bool:
         """Whether no object of that job is there (events tell of it for an hour)."""
         kinds = (PODS, SERVICES, SECRETS, PDBS)
