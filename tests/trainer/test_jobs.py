@@ -59,6 +59,15 @@ def test_digits_gives_the_same_bits_through_a_schedule(
     assert len([change for change in finished.report["changes"] if change["cause"] != "rebalance"]) >= 3
 
 
+def test_a_worker_that_comes_much_later_than_others_does_not_stop_a_rehearsal(tmp_path: Path) -> None:
+    """The first one's change is ready while the job is held for both, and the second one's waits for it."""
+    finished = run_job(
+        tmp_path, "--workers", "2", "--schedule", "4:=4,6:=2", "tests/trainer/digits_late.py", "--steps", "20"
+    )  # fmt: skip
+    sizes = [change["to"] for change in finished.report["changes"] if change["cause"] != "rebalance"]
+    assert sizes == [3, 4, 2]
+
+
 def test_digits_gives_the_same_bits_after_the_loss_of_all_workers(undisturbed: Finished, tmp_path: Path) -> None:
     finished = run_job(
         tmp_path, "--virtual-nodes", "8", "--workers", "3", "--schedule", "50:all",

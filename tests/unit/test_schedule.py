@@ -96,6 +96,20 @@ def test_a_job_is_held_before_the_step_of_the_next_action(fired: int, in_effect:
     assert hold_step([20, 40, 60], fired, in_effect, 120) == hold
 
 
+@pytest.mark.parametrize(
+    ("fired", "riding", "hold"),
+    [
+        pytest.param(1, 39, 40, id="a part of the change gets the step that it rides on"),
+        pytest.param(1, 40, 41, id="the next part as well"),
+        pytest.param(1, 25, 39, id="where steps are left anyway, nothing changes"),
+        pytest.param(3, 118, 119, id="behind the last action, too"),
+        pytest.param(3, 119, None, id="the job may end"),
+    ],
+)
+def test_what_is_ready_is_not_held(fired: int, riding: int, hold: int | None) -> None:
+    assert hold_step([20, 40, 60], fired, False, 120, riding) == hold
+
+
 def test_a_job_of_unknown_length_is_held_where_its_last_action_fires() -> None:
     assert hold_step([20], 0, True, None) == 20
 

@@ -43,8 +43,11 @@ class Rehearsal:
 
     def hold(self, status: Status | None) -> int | None:
         """How far the job may run now; ``None``: freely."""
-        total = status.total_steps if status is not None else None
-        return hold_step([group.step for group in self._groups], self._fired, self._in_effect, total)
+        steps = [group.step for group in self._groups]
+        if status is None:
+            return hold_step(steps, self._fired, self._in_effect, None)
+        riding = status.step if _change_rides(status) else None
+        return hold_step(steps, self._fired, self._in_effect, status.total_steps, riding)
 
     def advance(self, runner: Runner) -> None:
         """Notice that the last group is in effect, and fire the next one when its step is complete."""
@@ -53,6 +56,8 @@ class Rehearsal:
             self._in_effect = settled(status, runner.crew.staff(), runner.wanted)
         if not self._in_effect or not self.unreached or status is None or status.step < self.unreached[0].step:
             return
+        if _change_rides(status):
+            return  # what comes next might undo it before it was made
         group = self.unreached[0]
         self._fired += 1
         self._in_effect = False
@@ -102,3 +107,8 @@ class Rehearsal:
 
     def _say(self, runner: Runner, step: int, what: str) -> None:
         runner.view.event(f"schedule, step {step}: {what}")
+
+
+def _change_rides(status: Status) -> bool:
+    """Whether a change is ready everywhere and will be made by the next step."""
+    return status.proposed is not None and status.prepared

@@ -125,19 +125,23 @@ def most_workers(workers: int, schedule: Iterable[Group]) -> int:
     return max(workers, *resizes, workers)
 
 
-def hold_step(steps: Sequence[int], fired: int, in_effect: bool, total_steps: int | None) -> int | None:
+def hold_step(
+    steps: Sequence[int], fired: int, in_effect: bool, total_steps: int | None, riding: int | None = None
+) -> int | None:
     """The last step that the job may complete for now; ``None``: it runs freely.
 
     While a group of actions has yet to take effect, the job stops short of the step of the group after it;
     behind the last group it stops two steps before its end, because a planned change needs one step to ride
-    on and one to show. The result is never below the step at which the next group fires, so a hold cannot
-    keep a schedule from going on.
+    on and one to show. The result is never below the step at which the next group fires, and a change that
+    is ready gets the step that it rides on, so a hold cannot keep a schedule from going on.
 
     Args:
         steps: the step of each group, ascending.
         fired: how many groups have fired.
         in_effect: whether the last group that fired is in effect; without meaning while none has.
         total_steps: the length of the job, ``None`` while it is not known.
+        riding: the last complete step, while a change is ready to be made by the next one; it may be only a part
+            of what the last group asked for, and the rest (a worker that came later) waits for it.
     """
     waiting = fired if in_effect or fired == 0 else fired - 1
     if waiting >= len(steps):
@@ -148,6 +152,8 @@ def hold_step(steps: Sequence[int], fired: int, in_effect: bool, total_steps: in
         hold = steps[waiting]
     else:
         hold = max(total_steps - 2, steps[waiting])
+    if riding is not None:
+        hold = max(hold, riding + 1)
     return None if total_steps is not None and hold >= total_steps else hold
 
 
