@@ -122,8 +122,8 @@ def _shown(milliseconds: float | None) -> str | None:
 
 
 def known_step(status: JobStatus, remote: Status | None) -> int | None:
-    """The step that the job has reached; a coordinator that waits for its workers does not know."""
-    if remote is None or remote.phase in ("waiting", "stopped") or (remote.phase == "failed" and not remote.step):
+    """The step that the job has reached; a coordinator that waits for its workers, or never had any, does not know."""
+    if remote is None or remote.phase == "waiting" or (remote.phase in ("stopped", "failed") and not remote.step):
         return status.step
     return remote.step
 

@@ -68,10 +68,17 @@ def test_moved_virtual_nodes_are_told_as_what_they_are() -> None:
     assert notice.message == "virtual nodes moved at step 70, pause 12 ms: digits-workers-1 is slow"
 
 
-def test_a_coordinator_that_waits_does_not_take_back_what_is_known() -> None:
+@pytest.mark.parametrize(
+    "facts",
+    [
+        pytest.param({"phase": "waiting"}, id="one that waits"),
+        pytest.param({"phase": "stopped", "step": 0, "total_steps": None}, id="one that was stopped while it waited"),
+    ],
+)
+def test_a_coordinator_without_workers_does_not_take_back_what_is_known(facts: dict[str, Any]) -> None:
     stage = training()
     before = stage.job.status
-    stage.link = link(remote("waiting"))
+    stage.link = link(remote(**facts))
     status = stage.decide().status
     assert (status.step, status.total_steps, status.generation) == (before.step, before.total_steps, before.generation)
 

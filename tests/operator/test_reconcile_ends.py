@@ -209,10 +209,11 @@ def test_a_suspended_job_stops_behind_one_step_and_then_loses_all_its_pods(keeps
     assert deleted(stage.decide(NOW + 1)) == [], "they hand over and end by themselves"
 
     stage.pods = [stage.pods[0], *(ended(pod, 0, word=LastWord("left", step=41)) for pod in stage.pods[1:])]
-    stage.link = link(remote("stopped"))
+    stage.link = link(remote("stopped", step=41))
     plan = stage.decide(NOW + 2)
     assert sorted(deleted(plan)) == ["digits-coordinator-0", "digits-workers-0", "digits-workers-1"]
     assert (plan.status.phase, plan.status.replicas, plan.status.workers) == ("Suspended", 0, "0/2")
+    assert plan.status.step == 41, "the step behind which they left, not the last one that was written down before"
     assert reason_of(plan, "Suspended") == ("True", reasons.SUSPENDED)
     assert ("newest checkpoint" in message_of(plan, "Suspended")) == keeps
     assert noticed(plan) == [reasons.SUSPENDED]
