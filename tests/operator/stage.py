@@ -167,7 +167,8 @@ class Stage:
         )
 
     def made_twice(self) -> set[tuple[str, str, str]]:
-        """Pods that were made again after they were gone: role, job, name."""
+        """Pods that were made again after they were gone: role, job, name. Some pods must have been made at all."""
+        assert self.made
         return {pod for pod, times in self.made.items() if times > 1}
 
     def nothing_left(self, name: str) -> bool:

@@ -44,10 +44,9 @@ class Rehearsal:
     def hold(self, status: Status | None) -> int | None:
         """How far the job may run now; ``None``: freely."""
         steps = [group.step for group in self._groups]
-        if status is None:
-            return hold_step(steps, self._fired, self._in_effect, None)
-        riding = status.step if _change_rides(status) else None
-        return hold_step(steps, self._fired, self._in_effect, status.total_steps, riding)
+        total = status.total_steps if status is not None else None
+        riding = status.step if status is not None and _change_rides(status) else None
+        return hold_step(steps, self._fired, self._in_effect, total, riding)
 
     def advance(self, runner: Runner) -> None:
         """Notice that the last group is in effect, and fire the next one when its step is complete."""
