@@ -216,7 +216,7 @@ class Controller:
         answers = dict.fromkeys(_KINDS, "")
         making = [action for action in plan.actions if isinstance(action, CreateService | CreatePod)]
         kinds = {SERVICE if isinstance(action, CreateService) else action.role for action in making}
-        if any(time.time() >= memory.refusals[kind].retry_at for kind in kinds):
+        if self._store.loses(key) and any(time.time() >= memory.refusals[kind].retry_at for kind in kinds):
             await self._confirm(key, job)
         missing = any(resources.secret_name(job) in pod.waiting for pod in self._store.pods_of(key))
         if missing or (self._settings.network_policies and job.status.coordinator and not job.status.finished):

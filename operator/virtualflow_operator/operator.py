@@ -175,7 +175,7 @@ class Operator:
             return
         metadata = body["metadata"]
         if kind == "DELETED":
-            self.store.services.remove(metadata["namespace"], metadata["name"], metadata.get("uid") or "")
+            self.store.remove_service(metadata["namespace"], metadata["name"], metadata.get("uid") or "")
             self.wake(key)
             return
         before, after = self.store.services.put(body)

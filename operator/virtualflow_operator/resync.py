@@ -76,14 +76,15 @@ async def _resync_namespace(
         return namespace is None or place[0] == namespace
 
     begun = time.monotonic()
-    for key in store.jobs.replace(await api.list(JOBS, namespace), begun, within):
-        wake(key)
-    for key in list(store.jobs.entries):
-        if within(key):
-            visit(key)
-    begun = time.monotonic()
     for key in store.replace_services(await api.list(SERVICES, namespace, OURS), begun, within):
         wake(key)
     begun = time.monotonic()
     for key in store.replace_pods(await api.list(PODS, namespace, OURS), begun, within):
         wake(key)
+    # The jobs last: one that is deleted before its pods are listed would look like one that never had any.
+    begun = time.monotonic()
+    for key in store.jobs.replace(await api.list(JOBS, namespace), begun, within):
+        wake(key)
+    for key in list(store.jobs.entries):
+        if within(key):
+            visit(key)

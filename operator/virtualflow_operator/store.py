@@ -118,6 +118,7 @@ class Store:
         self.nodes_known = True
         self._pods_of: dict[Key, dict[str, Pod]] = {}
         self._former: dict[Key, dict[str, tuple[float, Pod]]] = {}
+        self._lost_at: dict[Key, float] = {}
         self._jobs_on: dict[str, set[Key]] = {}
         self._gone_nodes: dict[str, float] = {}
 
@@ -139,6 +140,12 @@ class Store:
         """Pods that had ended when they were deleted, for a while; of one name the last."""
         since = time.monotonic() - _REMEMBERED
         return tuple(pod for at, pod in self._former.get(key, {}).values() if at > since)
+
+    def loses(self, key: Key) -> bool:
+        """Whether something of the job's is going or went lately; perhaps because the job itself is deleted."""
+        lost_at = self._lost_at.get(key)
+        recently = lost_at is not None and lost_at > time.monotonic() - _REMEMBERED
+        return recently or any(pod.terminating for pod in self.pods_of(key))
 
     def service_of(self, key: Key, name: str) -> Service | None:
         """The service before a job's coordinator."""
@@ -205,7 +212,18 @@ class Store:
         before = {place: entry.value[0] for place, entry in self.services.entries.items()}
         changed = self.services.replace([b for b in bodies if key_of(b)], begun, within)
         entries = self.services.entries
-        return {entries[place].value[0] if place in entries else before[place] for place in changed}
+        gone = {before[place] for place in changed if place not in entries}
+        self._lost_at |= dict.fromkeys(gone, time.monotonic())
+        return gone | {entries[place].value[0] for place in changed if place in entries}
+
+    def remove_service(self, namespace: str, name: str, uid: str = "") -> Key | None:
+        """Forget a service; the job that it belonged to."""
+        known = self.services.entries.get((namespace, name))
+        if known is None or not self.services.remove(namespace, name, uid):
+            return None
+        key = known.value[0]
+        self._lost_at[key] = time.monotonic()
+        return key
 
     def put_node(self, body: Object) -> set[Key]:
         """Take in a node; the jobs that have pods there, if anything that matters has changed."""
@@ -237,12 +255,13 @@ class Store:
     def forget_job(self, key: Key) -> None:
         """Nothing of that job is left."""
         self._former.pop(key, None)
+        self._lost_at.pop(key, None)
         for keys in self._jobs_on.values():
             keys.discard(key)
 
     def _note_former(self, key: Key, pod: Pod) -> None:
         """A pod was deleted: how it ended may be told before the coordinator tells it."""
-        now = time.monotonic()
+        self._lost_at[key] = now = time.monotonic()
         former = {name: entry for name, entry in self._former.get(key, {}).items() if entry[0] > now - _REMEMBERED}
         former.pop(pod.name, None)  # a namesake's end says nothing of this one's
         if pod.finished:

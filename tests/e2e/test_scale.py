@@ -39,7 +39,10 @@ JOBS_MADE = 300
 WORKERS = 3
 ADDRESS = "127.77.0.1"
 """Of all pods: a loopback address, where the stand-in for the coordinators listens."""
-BURST_SECONDS = 60.0
+MOST_PROCESSOR_SECONDS = 60.0
+"""Of the operator for all jobs: how long it takes by the clock is the API server's and the machine's affair as well."""
+MOST_REQUESTS = 14 * JOBS_MADE
+WATCH_SECONDS = 300.0
 IDLE_SECONDS = 60.0
 MOST_CORES = 0.2
 MOST_BYTES = 300e6
@@ -107,12 +110,37 @@ async def coordinators(names: dict[str, str]) -> AsyncIterator[Counter[str]]:
         await runner.cleanup()
 
 
-async def let_run(api: KubeApi, seen: set[str]) -> None:
-    """Let every pod run that has not been seen yet: what scheduler and kubelet do."""
-    pods = [pod for pod in await api.list(PODS, NAMESPACE) if pod["metadata"]["uid"] not in seen]
+async def following(api: KubeApi, resource: Resource) -> AsyncIterator[dict[str, Any]]:
+    """Yield all objects there are, and each one that has changed; a watch may end at any time."""
+    while True:
+        async for _, body in api.watch(resource, NAMESPACE, "", "", WATCH_SECONDS):
+            yield body
+        await asyncio.sleep(0.1)
+
+
+async def let_run(api: KubeApi) -> None:
+    """Let every pod run as soon as it is made, until all are: what scheduler and kubelet do."""
     status = {"status": {"phase": "Running", "podIP": ADDRESS}}
-    await asyncio.gather(*(api.patch(PODS, NAMESPACE, p["metadata"]["name"], status, "status") for p in pods))
-    seen |= {pod["metadata"]["uid"] for pod in pods}
+    seen: set[str] = set()
+    async with asyncio.TaskGroup() as patches:
+        async for pod in following(api, PODS):
+            name = pod["metadata"]["name"]
+            if name not in seen:
+                seen.add(name)
+                patches.create_task(api.patch(PODS, NAMESPACE, name, status, "status"))
+            if len(seen) == JOBS_MADE * (WORKERS + 1):
+                return
+
+
+async def all_ready(api: KubeApi) -> None:
+    """Wait until every job's status says that all its workers are ready."""
+    ready: set[str] = set()
+    async for body in following(api, JOBS):
+        status = body.get("status") or {}
+        if status.get("readyReplicas") == WORKERS == status.get("replicas"):
+            ready.add(body["metadata"]["name"])
+            if len(ready) == JOBS_MADE:
+                return
 
 
 def metrics(port: int) -> dict[str, float]:
@@ -141,13 +169,14 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_three_hundred_jobs_are_reconciled_within_a_minute_and_cost_nearly_nothing_after(
+def test_three_hundred_jobs_take_less_than_a_minute_of_a_core_and_nearly_nothing_after(
     kubeconfig: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = asyncio.run(burst(kubeconfig, tmp_path))
     with capsys.disabled():
         print("\n300 jobs of 3 workers: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
-    assert figures["burst_seconds"] <= BURST_SECONDS
+    assert figures["burst_processor_seconds"] <= MOST_PROCESSOR_SECONDS
+    assert figures["burst_requests"] <= MOST_REQUESTS
     assert figures["list_calls"] == 0
     assert figures["writes"] == 0
     assert figures["cores"] < MOST_CORES
@@ -201,21 +230,14 @@ async def served(api: KubeApi) -> None:
 
 
 async def measure(api: KubeApi, key: bytes, pid: int, port: int) -> dict[str, float]:
-    begun = time.monotonic()
+    begun, begun_processor = time.monotonic(), cpu_seconds(pid)
     made = await asyncio.gather(*(api.create(JOBS, NAMESPACE, job(n)) for n in range(JOBS_MADE)))
     names = {derive_token(key, body["metadata"]["uid"]): body["metadata"]["name"] for body in made}
-    seen: set[str] = set()
     async with coordinators(names) as asked:
-        while True:
-            await let_run(api, seen)
-            jobs = await api.list(JOBS, NAMESPACE)
-            if all((body.get("status") or {}).get("readyReplicas") == WORKERS for body in jobs):
-                break
-            assert time.monotonic() < begun + 5 * BURST_SECONDS, Counter(
-                (body.get("status") or {}).get("workers", "untouched") for body in jobs
-            )
-            await asyncio.sleep(1.0)
-        took = time.monotonic() - begun
+        async with asyncio.timeout(WATCH_SECONDS), asyncio.TaskGroup() as watches:
+            watches.create_task(let_run(api))
+            watches.create_task(all_ready(api))
+        took, spent = time.monotonic() - begun, cpu_seconds(pid) - begun_processor
         pods = await api.list(PODS, NAMESPACE)
         per_job = Counter(pod["metadata"]["labels"][LABEL_JOB] for pod in pods)
         assert set(per_job.values()) == {WORKERS + 1}
@@ -234,9 +256,10 @@ async def measure(api: KubeApi, key: bytes, pid: int, port: int) -> dict[str, fl
         assert asked["watch"] == JOBS_MADE, asked
         return {
             "burst_seconds": round(took, 1),
+            "burst_processor_seconds": round(spent, 1),
+            "burst_requests": sum(v for k, v in after.items() if k.startswith("virtualflow_api_requests_total")),
             "cores": round((cpu_seconds(pid) - processor) / seconds, 4),
             "megabytes": round(resident(pid) / 1e6, 1),
             "list_calls": lists(end) - lists(after),
             "writes": writes(end) - writes(after),
-            "requests_of_the_burst": sum(v for k, v in after.items() if k.startswith("virtualflow_api_requests_total")),
         }

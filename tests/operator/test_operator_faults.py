@@ -186,6 +186,30 @@ def test_what_goes_with_its_job_is_not_made_anew_if_pods_are_heard_of_first(tmp_
     play(tmp_path, story)
 
 
+def test_a_job_that_is_deleted_while_its_operator_begins_is_not_made_anew(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        former = stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        former.kill()
+        gate = asyncio.Event()
+        listing = Fault(verb="list", resource="pods", times=None, gate=gate)
+        stage.server.inject(listing)
+        await stage.replace(former)
+        await stage.until(lambda: listing.hits)
+        stage.delete("digits")
+        for pod in stage.pods("digits"):
+            stage.server.remove(PODS, NAMESPACE, pod["metadata"]["name"], 0)
+        await stage.until(lambda: stage.nothing_left("digits"))
+        gate.set()
+        await stage.watching()
+        await stage.quiet()
+        assert stage.made.total() == 3, stage.made
+        assert stage.server.count("create", "services") == 1
+
+    play(tmp_path, story)
+
+
 def test_an_outage_of_the_api_server_costs_the_training_nothing(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         process = stage.start()

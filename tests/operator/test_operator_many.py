@@ -25,6 +25,7 @@ def test_twenty_jobs_at_once(tmp_path: Path) -> None:
         assert stage.made_twice() == set()
         assert stage.made.total() == 60
         assert len(stage.writes()) < 20 * 18
+        assert stage.server.count("get", "virtualflowjobs") == 0, "no job has lost anything, so none is asked for"
         for name in names:
             stage.delete(name)
         await stage.until(lambda: all(stage.nothing_left(name) for name in names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -175,6 +176,39 @@ def test_how_a_pod_had_ended_is_remembered_of_one_that_is_deleted() -> None:
     assert [p.name for p in store.former_of(KEY)] == ["digits-workers-2"], "its namesake's end is not its own"
     store.forget_job(KEY)
     assert store.former_of(KEY) == ()
+
+
+def test_a_job_loses_something_while_it_goes_and_when_it_is_gone() -> None:
+    def service(uid: str) -> dict[str, Any]:
+        body = thing(1, uid, "digits-coordinator", spec={"clusterIP": "10.0.0.1"})
+        body["metadata"]["labels"] = {LABEL_JOB: "digits"}
+        return body
+
+    def leaving(store: Store) -> None:
+        body = pod(version=2)
+        body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        store.put_pod(body)
+
+    losses: list[Callable[[Store], object]] = [
+        leaving,
+        lambda store: store.remove_pod("ml", "digits-workers-0", "u1"),
+        lambda store: store.replace_pods([], time.monotonic(), lambda _: True),
+        lambda store: store.remove_service("ml", "digits-coordinator", "u2"),
+        lambda store: store.replace_services([], time.monotonic(), lambda _: True),
+    ]
+    for lose in losses:
+        store = Store()
+        assert not store.loses(KEY)
+        store.put_pod(pod())
+        store.services.put(service("u2"))
+        assert store.remove_pod("ml", "digits-workers-0", "u9") is None
+        assert store.remove_service("ml", "digits-coordinator", "u9") is None
+        assert not store.loses(KEY), "what was deleted is another one's"
+        lose(store)
+        assert store.loses(KEY)
+        assert not store.loses(("ml", "other"))
+    store.forget_job(KEY)
+    assert not store.loses(KEY)
 
 
 def test_a_deletion_that_comes_before_the_creation_counts() -> None:
