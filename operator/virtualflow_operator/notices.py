@@ -54,10 +54,14 @@ def _of_change(change: Change) -> Notice:
     pause = "" if change.pause_ms is None else f", pause {_duration(change.pause_ms)}"
     moved = f"{change.from_} to {_workers(change.to)} at step {change.step}{pause}: {change.reason}"
     if change.cause in ("lost", "broken"):
-        repeated = "no step" if not change.repeated_steps else f"{change.repeated_steps} step"
-        return Notice(reasons.RECOVERED, f"recovered, {moved}; {repeated} repeated", warning=True)
+        return Notice(
+            reasons.RECOVERED, f"recovered, {moved}; {_repeated(change.repeated_steps)} repeated", warning=True
+        )
     if change.cause == "restart":
-        return Notice(reasons.RESTARTED, f"started again with {_workers(change.to)}: {change.reason}", warning=True)
+        again = f"started again from step {max(0, change.step - 1)} with {_workers(change.to)}"
+        return Notice(
+            reasons.RESTARTED, f"{again}: {change.reason}; {_repeated(change.repeated_steps)} repeated", warning=True
+        )
     if change.cause == "rebalance":
         return Notice(reasons.REBALANCED, f"virtual nodes moved at step {change.step}{pause}: {change.reason}")
     return Notice(reasons.RESIZED, f"resized from {moved}")
@@ -65,6 +69,10 @@ def _of_change(change: Change) -> Notice:
 
 def _duration(milliseconds: float) -> str:
     return f"{milliseconds / 1000:.2f} s" if milliseconds >= 1000 else f"{milliseconds:.0f} ms"
+
+
+def _repeated(steps: int) -> str:
+    return "no step" if not steps else "1 step" if steps == 1 else f"{steps} steps"
 
 
 def _workers(count: int) -> str:

@@ -66,6 +66,21 @@ def container(job: Object, group: int = 0) -> Object:
     return found
 
 
+def spread(job: Object) -> Object:
+    """Let workers be on different nodes, so that some are left when one is lost: the scheduler may put all on one."""
+    labels = {"virtualflow.dev/job": job["metadata"]["name"], "virtualflow.dev/role": "worker"}
+    for group in job["spec"]["workerGroups"]:
+        group["template"]["spec"]["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": labels},
+            }
+        ]
+    return job
+
+
 def second_group(job: Object, name: str) -> Object:
     """Add a worker group like the first one and return it, to be changed."""
     group = copy.deepcopy(job["spec"]["workerGroups"][0]) | {"name": name}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from cluster import Metrics, Object, median_bound, until
-from cluster_jobs import Job, digits
+from cluster_jobs import Job, digits, spread
 from installation import Installed
 
 Start = Callable[[Object], Job]
@@ -95,7 +95,7 @@ def test_a_scaled_up_job_trains_with_the_new_worker_a_second_after_its_start_up_
 def test_a_power_cut_is_survived_within_the_heartbeat_limit_and_two_seconds(installed: Installed, start: Start) -> None:
     """The pause is what survivors measured: from the last step before the loss to the first one after it."""
     faults = installed.cluster.faults
-    job = start(digits("powered", steps=100_000, pause=0.05, replicas=3))
+    job = start(spread(digits("powered", steps=100_000, pause=0.05, replicas=3)))
     job.wait_training(3)
     changes = job.coordinator_status()["changesTotal"]
     coordinator = job.coordinator()["spec"]["nodeName"]

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import pytest
 from cluster import SYSTEM, Cluster, Faults, Object, until
-from cluster_jobs import Job, digits
+from cluster_jobs import Job, digits, spread
 from installation import Installed
 
 from conftest import SHARED
@@ -102,7 +102,8 @@ def test_one_job_through_everything_ends_in_the_bits_of_an_undisturbed_run(
     cluster, faults = installed.cluster, installed.cluster.faults
     undisturbed = reference(digits("story", steps=STEPS))
     volume = {"persistentVolumeClaim": {"claimName": claim}}
-    manifest = digits("story", steps=STEPS, pause=PAUSE, replicas=2, checkpoint={"volume": volume, "everySeconds": 20})
+    checkpoint = {"volume": volume, "everySeconds": 20}
+    manifest = spread(digits("story", steps=STEPS, pause=PAUSE, replicas=2, checkpoint=checkpoint))
     job = Job(cluster, namespace, "story").create(manifest)
     job.wait_training(2)
     acts = Acts(job)

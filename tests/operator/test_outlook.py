@@ -100,6 +100,26 @@ def test_changes_are_counted_once_and_told() -> None:
     assert (plan.changes, plan.notices, plan.status.changes, plan.status.repeated_steps) == ((), (), 2, 1)
 
 
+@pytest.mark.parametrize(
+    ("step", "repeated", "told"),
+    [
+        (1, 746, "started again from step 0 with 3 workers: no worker survived; 746 steps repeated"),
+        (101, 0, "started again from step 100 with 3 workers: no worker survived; no step repeated"),
+    ],
+)
+def test_that_no_worker_survived_is_a_warning_which_says_from_where_it_goes_on(
+    step: int, repeated: int, told: str
+) -> None:
+    stage = training()
+    facts: dict[str, Any] = {"step": step, "repeated_steps": repeated, "pause_ms": None, "from_": 0, "to": 3}
+    again = change(3, "restart", reason="no worker survived", **facts)
+    plan = progress(stage, generation=3, changes=(again,), last_change=again, changes_total=1).decide()
+    assert [(n.reason, n.message, n.warning) for n in plan.notices] == [(reasons.RESTARTED, told, True)]
+    last = plan.status.last_change
+    assert last is not None
+    assert (last.before, last.to, last.cause, last.repeated_steps) == (0, 3, "restart", repeated)
+
+
 def test_changes_of_a_new_coordinator_are_new_also_when_its_numbers_are_lower() -> None:
     stage = training()
     stage.write(progress(stage, generation=9, changes=(change(9),), last_change=change(9)).decide())

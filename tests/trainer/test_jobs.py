@@ -82,6 +82,20 @@ def test_digits_gives_the_same_bits_after_the_loss_of_all_workers(undisturbed: F
     assert change["pause_ms"] is None
 
 
+def test_a_job_without_checkpoints_that_loses_all_workers_begins_anew_and_says_so(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    finished = run_job(
+        tmp_path, "--virtual-nodes", "8", "--workers", "3", "--schedule", "50:all",
+        "examples/digits.py", "--steps", "120",
+    )  # fmt: skip
+    assert finished.bits == undisturbed.bits
+    (change,) = [change for change in finished.report["changes"] if change["cause"] != "rebalance"]
+    assert (change["cause"], change["from"], change["to"], change["step"]) == ("restart", 0, 3, 1)
+    assert change["repeated_steps"] >= 49
+    assert change["pause_ms"] is None
+
+
 def test_an_odd_number_of_virtual_nodes_is_ordinary(tmp_path: Path) -> None:
     script = ["examples/digits.py", "--steps", "24", "--batch-size", "168"]
     alone = run_job(tmp_path, "--virtual-nodes", "7", "--workers", "1", *script)

@@ -39,6 +39,12 @@ def change(plans: list[Plan], before: int | None = 3, **facts: Any) -> Change | 
         pytest.param([plan(1, "start", 3)], {}, None, id="nor is the start"),
         pytest.param([plan(1, "start", 3), plan(2, "start", 3)], {}, None, id="nor a start in two attempts"),
         pytest.param([plan(2, "join", 4)], {"before": None}, None, id="nor what precedes the first step"),
+        pytest.param(
+            [plan(2, "restart", 3)],
+            {"before": None},
+            ("restart", 0, 3, "restart 2", 500.0, 0),
+            id="but that all is lost, and no checkpoint, is one",
+        ),
         pytest.param([plan(2, "join", 4)], {}, ("join", 3, 4, "join 2", 500.0, 0), id="a join"),
         pytest.param([plan(2, "drain", 1)], {}, ("drain", 3, 1, "drain 2", 500.0, 0), id="a drain"),
         pytest.param([plan(2, "resize", 5)], {}, ("resize", 3, 5, "resize 2", 500.0, 0), id="a resize"),

@@ -51,7 +51,8 @@ class Stopwatch:
         Args:
             now: the time.
             step: the number of the committed step.
-            members_before: how many workers made the step before it, ``None`` at the start.
+            members_before: how many workers made the step before it, ``None`` at the start: there may have been others,
+                of whom nobody survived and no checkpoint is left, so the restart is told as one from no workers.
             generation: the running one.
         """
         passed = None if self._committed_at is None else now - self._committed_at - self._held
@@ -65,14 +66,15 @@ class Stopwatch:
                 self._latest.append(passed)
             return None
         self._latest.clear()
-        if members_before is None or all(plan.cause == "start" for plan in plans):
+        cause = _cause(plans)
+        if cause == "start" or (members_before is None and cause != "restart"):
             return None
         return m.Change(
             generation=generation,
             step=step,
-            from_=members_before,
+            from_=members_before or 0,
             to=len(plans[-1].members),
-            cause=_cause(plans),
+            cause=cause,
             reason="; ".join(plan.reason for plan in plans)[:4_000],
             pause_ms=None if passed is None else 1_000 * passed,
             repeated_steps=repeated,
