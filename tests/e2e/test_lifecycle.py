@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from cluster import SYSTEM, Cluster, Object, until
@@ -84,6 +87,26 @@ def test_a_crash_in_the_users_code_fails_the_job_with_the_last_lines_of_the_trac
     assert "in the_users_own_function" in failed["message"]
     assert status["failures"]["count"] == 2  # the first one, and the one that backoffLimit allowed
     until("its coordinator is gone", lambda: not job.pods("coordinator"), 60)
+
+
+def test_a_job_without_checkpoints_that_loses_all_workers_begins_anew_and_says_so(
+    installed: Installed, start: Start
+) -> None:
+    job = start(digits("bereft", steps=100_000, pause=0.05, replicas=2))
+    reached = job.wait_training(2)["step"]
+    processes = [process for pod in job.workers() for process in installed.cluster.processes(pod)]
+    if not processes:
+        pytest.skip("it kills the workers' processes, which it can only where nodes are processes of this machine")
+    for process in processes:
+        with suppress(ProcessLookupError):  # it went with another one
+            os.kill(process, signal.SIGKILL)
+    event = until("an event tells it", lambda: next((e for e in job.events() if e["reason"] == "Restarted"), None), 90)
+    print(event["message"])
+    assert event["type"] == "Warning"
+    assert event["message"].startswith("started again from step 0 with ")
+    status = job.status()
+    assert (status["lastChange"]["cause"], status["lastChange"]["from"]) == ("restart", 0)
+    assert status["repeatedSteps"] >= reached
 
 
 def test_a_worker_without_enough_memory_is_said_to_need_more(start: Start) -> None:
