@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from virtualflow import state
+
 
 def bits(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -110,3 +112,19 @@ def trained(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.dim() > 1]},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
+
+
+def small_model(width: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after two steps, and its optimizer."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, amsgrad=True)
+    for _ in range(2):
+        model(torch.randn(5, width)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def captured(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of both, as it travels."""
+    return state.capture(model, optimizer, None, None, {"step": 2})
