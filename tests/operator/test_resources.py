@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import SETTINGS, body, container, group
 
-from virtualflow.settings import ENV_ADDRESS, ENV_PROFILE, ENV_TOKEN, ENV_WORKER, WorkerEnvironment
+from virtualflow.environment import WorkerEnvironment
+from virtualflow.settings import ENV_ADDRESS, ENV_PROFILE, ENV_TOKEN, ENV_WORKER
 from virtualflow_operator import resources
 from virtualflow_operator.constants import CHECKPOINT_VOLUME, COORDINATOR_PORT, LABEL_JOB, MAX_JOB_NAME
 from virtualflow_operator.pod_security import violations

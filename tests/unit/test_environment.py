@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from virtualflow.environment import WorkerEnvironment
 from virtualflow.errors import ConfigurationError
-from virtualflow.settings import ENV_REPRODUCIBILITY, WorkerEnvironment
+from virtualflow.settings import ENV_REPRODUCIBILITY
 
 
 @pytest.mark.parametrize(

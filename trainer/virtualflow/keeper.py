@@ -10,7 +10,8 @@ from typing import Literal
 
 from virtualflow.checkpoint import CheckpointPolicy, CheckpointWriter
 from virtualflow.checkpoint_files import Found, JobIdentity, find_newest, load
-from virtualflow.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, WorkerEnvironment
+from virtualflow.environment import WorkerEnvironment
+from virtualflow.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS
 from virtualflow.training import Training
 
 logger = logging.getLogger("virtualflow.worker")

@@ -29,6 +29,7 @@ from virtualflow.contribution import Head
 from virtualflow.determinism import Pinned, describe_device, device_of, fingerprint, pin
 from virtualflow.digests import signature as signature_of
 from virtualflow.ending import agree_on_end, complete_leader
+from virtualflow.environment import WorkerEnvironment
 from virtualflow.errors import CommunicatorBroken, Drained, VirtualFlowError, show_errors_plainly
 from virtualflow.fusing import Fusing
 from virtualflow.keeper import Keeper, choose_policy
@@ -57,7 +58,6 @@ from virtualflow.settings import (
     CommunicatorSettings,
     LinkSettings,
     MembershipSettings,
-    WorkerEnvironment,
 )
 from virtualflow.step import Step
 from virtualflow.stopwatch import Stopwatch

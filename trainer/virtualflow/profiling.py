@@ -26,12 +26,13 @@ from torch import Tensor, nn
 
 from virtualflow.determinism import device_name, device_of
 from virtualflow.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
+from virtualflow.environment import WorkerEnvironment
 from virtualflow.errors import ConfigurationError, Profiled
 from virtualflow.loading import MicroBatch, Source, open_source
 from virtualflow.options import Options
 from virtualflow.randomness import seed_virtual_node
 from virtualflow.sampling import micro_batch
-from virtualflow.settings import LOADER_GRACE, ProfilingSettings, WorkerEnvironment
+from virtualflow.settings import LOADER_GRACE, ProfilingSettings
 from virtualflow.training import signature_hash
 
 logger = logging.getLogger("virtualflow.worker")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from virtualflow import messages as m
 from virtualflow.client import Link
 from virtualflow.communicator import Communicator
+from virtualflow.environment import WorkerEnvironment
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, Evicted, JobEnded, JobFailed, Leave
 from virtualflow.reserve import Reserve, elder, make_room, tell_room
 from virtualflow.settings import (
@@ -25,7 +26,6 @@ from virtualflow.settings import (
     CommunicatorSettings,
     LinkSettings,
     Reproducibility,
-    WorkerEnvironment,
 )
 
 logger = logging.getLogger("virtualflow.worker")

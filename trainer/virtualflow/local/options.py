@@ -13,6 +13,7 @@ from pathlib import Path
 
 from virtualflow import settings as s
 from virtualflow.device_profile import read_profile
+from virtualflow.environment import read_number
 from virtualflow.errors import ConfigurationError
 from virtualflow.local.manifest import JobManifest, load_manifest, local_command
 from virtualflow.local.schedule import Group, most_workers, parse_schedule
@@ -80,7 +81,7 @@ def resolve(arguments: Namespace) -> RunOptions:
         environment[s.ENV_PROFILE] = str(Path(arguments.profile).absolute())
     schedule = parse_schedule(arguments.schedule or "")
     if virtual_nodes is None:
-        inherited = s.read_number(s.ENV_VIRTUAL_NODES, int, 1)
+        inherited = read_number(s.ENV_VIRTUAL_NODES, int, 1)
         virtual_nodes = None if inherited is None else int(inherited)
     workers = s.WORKERS if workers is None else workers
     _check_numbers(arguments, workers, virtual_nodes, schedule)
