@@ -85,11 +85,13 @@ class Relay:
                 self._release(source, state)
 
     def ended(self, source: object, with_error: bool) -> None:
-        """A source has ended; after an error, its last traceback is somebody else's to show."""
+        """A source has ended; after an error, or when the job is failing and it was killed because it took too long to
+        end, its last traceback is somebody else's to show.
+        """
         state = self._sources.get(source)
         if state is None:
             return
-        if state.withheld and not with_error:
+        if state.withheld and not with_error and not self.withholding:
             self._release(source, state)
         state.withheld = []
 
