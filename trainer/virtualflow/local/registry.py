@@ -122,21 +122,28 @@ def find(name: str | None) -> RunningJob:
     """The running job called ``name``, or the only one.
 
     Raises:
-        ConfigurationError: there is none of that name, none at all, or several to choose from.
+        ConfigurationError: there is none of that name, none at all, or several to choose from, or it has no address
+            yet.
     """
-    jobs = [job for job in running_jobs() if job.url]
+    jobs = running_jobs()
     names = ", ".join(job.name for job in jobs)
     if name is not None:
         for job in jobs:
             if job.name == name:
-                return job
+                return _reachable(job)
         there = f"running: {names}" if jobs else "none is running"
         raise ConfigurationError(f"no job called {name!r} is running on this machine ({there})")
     if not jobs:
         raise ConfigurationError("no job is running on this machine; start one with: virtualflow run SCRIPT")
     if len(jobs) > 1:
         raise ConfigurationError(f"several jobs are running ({names}); say which one")
-    return jobs[0]
+    return _reachable(jobs[0])
+
+
+def _reachable(job: RunningJob) -> RunningJob:
+    if not job.url:
+        raise ConfigurationError(f"{job.name} is only just starting; ask again in a moment")
+    return job
 
 
 def _path(name: str) -> Path:
