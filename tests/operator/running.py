@@ -92,7 +92,7 @@ class OperatorProcess:
         """SIGTERM."""
         self._process.terminate()
 
-    async def ended(self, seconds: float = 15.0) -> int:
+    async def ended(self, seconds: float = 30.0) -> int:
         """Wait for its end; the exit code."""
         loop, over = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._process.sentinel, over.set)

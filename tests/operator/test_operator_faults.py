@@ -49,7 +49,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseExceptio
     """What became of each storm; every one has a cluster and an operator of its own, and all take place at once."""
 
     async def one(storm: list[Fault]) -> None:
-        async with staged(tmp_path_factory.mktemp("storm")) as stage, asyncio.timeout(90.0):
+        async with staged(tmp_path_factory.mktemp("storm")) as stage, asyncio.timeout(200.0):
             await weather(stage, storm)
 
     async def every() -> list[BaseException | None]:
@@ -98,19 +98,18 @@ def test_through_a_storm_jobs_become_what_they_should_and_nothing_twice(
 
 def test_a_storm_that_does_not_end_is_met_with_patience(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        stage.start(queue__backoff_first=0.2, queue__backoff_most=60.0)
+        stage.start(queue__backoff_first=0.5, queue__backoff_most=60.0)
         await stage.watching()
         fault = stage.server.inject(Fault(code=500, verb="create", resource="services", times=None))
         stage.apply("digits")
-        await stage.until(lambda: fault.hits >= 4)
+        await stage.until(lambda: fault.hits >= 5)
         tries = [r.time for r in stage.server.requests if r.resource == "services" and r.verb == "create"]
         waits = [later - earlier for earlier, later in itertools.pairwise(tries)]
         assert all(later > 1.5 * earlier for earlier, later in itertools.pairwise(waits)), waits
         stage.server.heal()
         stage.change("digits", backoffLimit=9)  # news are looked at at once, however long the wait has become
-        begin = time.monotonic()
         await stage.until(lambda: stage.trains("digits"))
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() < tries[-1] + 1.5 * waits[-1], "before the next try would have come"
 
     play(tmp_path, story)
 
@@ -156,7 +155,7 @@ def test_deletions_that_no_watch_told_of_are_healed_within_seconds(tmp_path: Pat
         stage.server.heal()
         await stage.until(lambda: len(stage.workers("digits")) == 2 and len(stage.pods("digits")) == 3)
         await stage.until(lambda: stage.server.find(SERVICES, NAMESPACE, "digits-coordinator"))
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 30  # a list of all comes every 300 s
         assert not before & {pod["metadata"]["uid"] for pod in stage.pods("digits")}
         stage.apply("letters")
         await stage.until(lambda: len(stage.workers("letters")) == 2)

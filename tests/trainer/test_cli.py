@@ -128,10 +128,12 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def sleepers(process: subprocess.Popen[str], script: str) -> list[psutil.Process]:
+    """The workers of a job; a process that is only just being started still has its parent's command line."""
     found = []
     for child in family(process):
         try:
-            if script in child.cmdline():
+            command = child.cmdline()
+            if script in command and "virtualflow" not in command:
                 found.append(child)
         except psutil.NoSuchProcess:
             continue

@@ -59,12 +59,12 @@ class Server:
 
 async def told(stream: aiohttp.ClientWebSocketResponse) -> m.ToWorker | None:
     """The next message; ``None``: the connection is closed."""
-    frame = await stream.receive(timeout=5.0)
+    frame = await stream.receive(timeout=30.0)
     return m.unpack_to_worker(frame.data) if frame.type == aiohttp.WSMsgType.BINARY else None
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while not condition():  # noqa: ASYNC110 - it looks at the state of another task
             await asyncio.sleep(0.005)
 
@@ -86,7 +86,7 @@ async def serving(settings: CoordinatorSettings = SETTINGS) -> AsyncIterator[Ser
 
 def with_server(story: Callable[[Server], Awaitable[None]], settings: CoordinatorSettings = SETTINGS) -> None:
     async def play() -> None:
-        async with serving(settings) as server, asyncio.timeout(20.0):
+        async with serving(settings) as server, asyncio.timeout(90.0):
             await story(server)
 
     asyncio.run(play())
