@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import check_audit, check_changes, run_job
 
-RUNS = int(os.environ.get("VIRTUALFLOW_CHAOS_RUNS") or 3)
+RUNS = int(os.environ.get("VIRTUALFLOW_CHAOS_RUNS") or 2)
 SEED = int(os.environ.get("VIRTUALFLOW_CHAOS_SEED") or 20_261_120)
 STEPS = 100
 ACTIONS = ["=1", "=2", "=3", "=4", "kill", "kill:2", "term", "hang", "slow:3", "fast", "coordinator", "all"]
