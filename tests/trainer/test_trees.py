@@ -137,7 +137,7 @@ NONSENSE = {
     "size-beyond-the-data": b'{"tree":null,"tensors":[["float32",[4611686018427387904]]]}',
     "dtype-is-a-list": b'{"tree":null,"tensors":[[[],[1]]]}',
     "deep-json": b'{"tree":' + b"[" * 100_000 + b"]" * 100_000 + b',"tensors":[]}',
-    "deep-tree": b'{"tree":' + b'["list",' * 900 + b"1" + b"]" * 900 + b',"tensors":[]}',
+    "deep-tree": b'{"tree":' + b'["list",' * 101 + b"1" + b"]" * 101 + b',"tensors":[]}',
     "no-such-tensor": b'{"tree":["tensor",1],"tensors":[]}',
     "short-float": b'{"tree":["float","00"],"tensors":[]}',
     "size-of-text": b'{"tree":["size","a"],"tensors":[]}',
@@ -190,6 +190,18 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
     tree.append(tree)
     with pytest.raises(ConfigurationError, match="nested too deeply"):
         trees.flatten(tree)
+
+
+def test_what_is_nested_as_deeply_as_can_be_packed_can_be_unpacked_further_down_the_stack() -> None:
+    def nested(depth: int) -> Any:
+        return {"x": nested(depth - 1)} if depth else 1
+
+    def below(frames: int, packed: torch.Tensor) -> Any:
+        return below(frames - 1, packed) if frames else trees.unpack(packed)
+
+    assert below(300, trees.pack(nested(trees.MAX_DEPTH))) == nested(trees.MAX_DEPTH)
+    with pytest.raises(ConfigurationError, match="nested too deeply"):
+        trees.pack(nested(trees.MAX_DEPTH + 1))
 
 
 def test_numbers_of_numpy_become_numbers_of_python() -> None:

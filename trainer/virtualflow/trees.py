@@ -46,6 +46,9 @@ PREFIX = struct.Struct("<8sQII")
 """Magic, length of the header, CRC-32 of the header, zero."""
 ALIGNMENT = 16
 """Of every tensor in a packed state: the size of the largest element, so that views need no copy."""
+MAX_DEPTH = 100
+"""Nests within each other. Python's own limit counts the caller's frames too: what one worker can pack, every other one
+must be able to unpack."""
 
 
 def flatten(tree: Tree, *, canonical: bool = False) -> tuple[Json, list[Tensor]]:
@@ -57,17 +60,14 @@ def flatten(tree: Tree, *, canonical: bool = False) -> tuple[Json, list[Tensor]]
     else.
     """
     tensors: list[Tensor] = []
-    try:
-        return _describe(tree, "", tensors, canonical), tensors
-    except RecursionError:
-        raise ConfigurationError("the state is nested too deeply to be saved; does it contain itself?") from None
+    return _describe(tree, "", tensors, canonical, MAX_DEPTH), tensors
 
 
 def unflatten(skeleton: Json, tensors: list[Tensor]) -> Tree:
     """The tree that ``flatten`` described, around these tensors; ValueError if it described none."""
     try:
-        return _rebuild(skeleton, tensors)
-    except (RecursionError, TypeError, struct.error) as error:
+        return _rebuild(skeleton, tensors, MAX_DEPTH)
+    except (TypeError, struct.error) as error:
         raise ValueError(f"this does not describe a state: {error}") from None
 
 
@@ -184,7 +184,7 @@ def _shape(described: Any) -> torch.Size:
     return torch.Size(described)
 
 
-def _describe(value: Tree, path: str, tensors: list[Tensor], canonical: bool) -> Json:
+def _describe(value: Tree, path: str, tensors: list[Tensor], canonical: bool, depth: int) -> Json:
     kind = type(value)
     if value is None or kind is bool:
         return value  # type: ignore[no-any-return]
@@ -201,10 +201,12 @@ def _describe(value: Tree, path: str, tensors: list[Tensor], canonical: bool) ->
         tensors.append(storable(value, path))
         return ["tensor", len(tensors) - 1]
     if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, str):
-        return _describe(value.item(), path, tensors, canonical)
+        return _describe(value.item(), path, tensors, canonical, depth)
+    if kind in TAGS and not depth:
+        raise ConfigurationError("the state is nested too deeply to be saved; does it contain itself?")
     if kind in TAGS and not issubclass(kind, dict):
         items = enumerate(value)
-        return [TAGS[kind], *(_describe(item, _join(path, n), tensors, canonical) for n, item in items)]
+        return [TAGS[kind], *(_describe(item, _join(path, n), tensors, canonical, depth - 1) for n, item in items)]
     if kind in TAGS:
         for key in value:
             if type(key) not in (str, int):
@@ -215,8 +217,8 @@ def _describe(value: Tree, path: str, tensors: list[Tensor], canonical: bool) ->
         keys = sorted(value, key=lambda key: (type(key).__name__, key)) if canonical else list(value)
         pairs: list[Json] = []
         for key in keys:
-            described = _describe(value[key], _join(path, key), tensors, canonical)
-            pairs.append([_describe(key, path, tensors, canonical), described])
+            described = _describe(value[key], _join(path, key), tensors, canonical, depth - 1)
+            pairs.append([_describe(key, path, tensors, canonical, depth - 1), described])
         return [TAGS[kind], *pairs]
     raise ConfigurationError(
         f"{path or 'the state'} holds {_article(kind)}, which cannot be saved without pickle; use "
@@ -224,7 +226,7 @@ def _describe(value: Tree, path: str, tensors: list[Tensor], canonical: bool) ->
     )
 
 
-def _rebuild(node: Json, tensors: list[Tensor]) -> Tree:
+def _rebuild(node: Json, tensors: list[Tensor], depth: int) -> Tree:
     match node:
         case None | bool() | int() | float() | str():
             return node
@@ -236,14 +238,16 @@ def _rebuild(node: Json, tensors: list[Tensor]) -> Tree:
             return struct.unpack(">d", bytes.fromhex(digits))[0]
         case ["str", str(digits)]:
             return bytes.fromhex(digits).decode("utf-8", "surrogatepass")
+        case [str(tag), *_] if not depth and tag in TAGS.values():
+            raise ValueError("this is nested too deeply to describe a state")
         case [str(tag), *items] if tag in SEQUENCES:
-            return SEQUENCES[tag]([_rebuild(item, tensors) for item in items])
+            return SEQUENCES[tag]([_rebuild(item, tensors, depth - 1) for item in items])
         case [str(tag), *pairs] if tag in MAPPINGS:
             mapping = MAPPINGS[tag]()
             for pair in pairs:
                 match pair:
                     case [key, value]:
-                        mapping[_rebuild(key, tensors)] = _rebuild(value, tensors)
+                        mapping[_rebuild(key, tensors, depth - 1)] = _rebuild(value, tensors, depth - 1)
                     case _:
                         raise ValueError(f"{pair!r} is not an entry of a dict")
             return mapping
