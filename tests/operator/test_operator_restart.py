@@ -257,7 +257,7 @@ def test_it_starts_as_users_start_it_and_ends_when_asked_to(tmp_path: Path, comm
             stage.apply("digits")
             await stage.until(lambda: stage.trains("digits"))
             process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert await process.wait() == 0
         finally:
             if process.returncode is None:

@@ -38,7 +38,7 @@ from virtualflow.pipeline import Early
 from virtualflow.reduction import Reducer
 
 TOKEN = "a-token-for-tests"
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds until a wait fails; far more than anything takes."""
 
 # The coordinators here replace nobody, so there is nobody to wait for; and what a busy machine does to the speed of
@@ -373,7 +373,7 @@ class ElasticJob:
         shutil.rmtree(self._temporary)
         children = [pid for worker in self.workers.values() for pid in worker.children]
         processes = [psutil.Process(pid) for pid in children if psutil.pid_exists(pid)]
-        _, alive = psutil.wait_procs(processes, timeout=5)
+        _, alive = psutil.wait_procs(processes, timeout=30)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE], "loader processes stay"
 
 

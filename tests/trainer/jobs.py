@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 240
+LIMIT = 480
 """Seconds after which a job of the suite is taken to hang."""
 
 

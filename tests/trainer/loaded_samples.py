@@ -139,7 +139,7 @@ def follow_a_random_script(
                 assert_same(source.fetch(epoch, step, node), expected(epoch, step, node))
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "did not come true in time"

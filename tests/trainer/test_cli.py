@@ -282,7 +282,7 @@ def test_nothing_outlives_a_runner_that_is_killed(command_line: CommandLine) -> 
     children = family(process)
     assert len(children) == 3
     process.kill()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
     code, _, err = command_line.run("status")
     assert (code, "no job is running" in err) == (2, True)
@@ -316,7 +316,7 @@ def test_a_running_job_is_found_scaled_and_stopped(command_line: CommandLine) ->
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 130
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
     assert command_line.leftovers() == []
 
@@ -381,7 +381,7 @@ def test_an_interrupted_run_goes_on_where_it_was_stopped(command_line: CommandLi
     assert process.returncode == 130
     assert "stopped after step" in err.splitlines()[-1]
     assert "resumes" in err.splitlines()[-1]
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
     code, _, err = command_line.run("run", "--report", "two.json", *again, *_options(steps=60))
     assert code == 0, err

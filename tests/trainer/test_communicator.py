@@ -124,7 +124,7 @@ def test_messages_that_are_called_off_touch_no_memory_any_more() -> None:
     answer, sent = torch.zeros(1), torch.ones(10_000_000, dtype=torch.uint8)
     with pytest.raises(CommunicatorBroken):
         giver.start_messages([Message(1, answer, incoming=True), Message(1, sent, incoming=False)]).wait()
-    assert isinstance(waiting.exception(timeout=20), CommunicatorBroken), "its thread has come back"
+    assert isinstance(waiting.exception(timeout=60), CommunicatorBroken), "its thread has come back"
     assert not memory.any()
     exchanger.close(20.0)
     giver.close()

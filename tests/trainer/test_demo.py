@@ -38,7 +38,7 @@ def start(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[
         env=environment(**more),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
     )
 
 

@@ -39,7 +39,7 @@ class Table:
     def __init__(self, size: int) -> None:
         self.size = size
         self.kinds: set[str] = set()
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=60)
         self._letters: dict[tuple[int, int], SimpleQueue[Tensor]] = {
             (sender, receiver): SimpleQueue() for sender in range(size) for receiver in range(size)
         }
@@ -84,7 +84,7 @@ class Seat:
         return Letters(self, messages)
 
     def settle(self, outcome: Future[T]) -> T:
-        return outcome.result(timeout=20)
+        return outcome.result(timeout=60)
 
     def cut(self) -> None:
         self.table.abort()
@@ -106,7 +106,7 @@ class Letters:
                 table.letters(rank, message.peer).put(message.stretch.clone())
         for message in self.messages:
             if message.incoming:
-                arrived = table.letters(message.peer, rank).get(timeout=20)
+                arrived = table.letters(message.peer, rank).get(timeout=60)
                 assert (arrived.dtype, arrived.numel()) == (message.stretch.dtype, message.stretch.numel())
                 message.stretch.copy_(arrived.view(message.stretch.shape))
 

@@ -146,7 +146,7 @@ class FakeApi:
         """Return how many watches of a resource are open."""
         return sum(kind is self.kind(resource) for kind in self._frontend.watches.values())
 
-    async def wait_for(self, condition: Callable[[], T], seconds: float = 10.0) -> T:
+    async def wait_for(self, condition: Callable[[], T], seconds: float = 60.0) -> T:
         """Return the condition's value as soon as it is true; asked again after every change and every request."""
         try:
             async with asyncio.timeout(seconds):
