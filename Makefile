@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 RUNS ?= 20
+# Of the tests; each of them starts some of its own. 0: none but this one, for --pdb.
+PROCESSES ?= 2
 # For the images: a mirror's --build-arg, or --network=host under a proxy.
 BUILD_ARGS ?=
 VENV := .venv
@@ -20,7 +22,7 @@ demo: $(STAMP) ## watch a job being resized, drained and killed, and end in the 
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) ## run the tests; ARGS="-k digits" selects
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/ruff check .
