@@ -22,7 +22,7 @@ demo: $(STAMP) ## watch a job being resized, drained and killed, and end in the 
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) ## run the tests; ARGS="-k digits" selects
-	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/ruff check .
