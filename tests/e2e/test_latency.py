@@ -44,7 +44,7 @@ def test_the_coordinator_is_told_of_a_lost_pod_at_once(installed: Installed, sta
     job = start(digits("told", steps=100_000, pause=0.05, replicas=3))
     job.wait_training(3)
     before = cluster.metrics()
-    for _ in range(5):
+    for _ in range(3):
         node = job.workers()[0]["spec"]["nodeName"]
         here = {pod["metadata"]["uid"] for pod in job.workers() if pod["spec"]["nodeName"] == node}
         cluster.kubectl("taint", "node", node, f"{TAINT}=now:NoSchedule")
@@ -62,7 +62,7 @@ def test_the_coordinator_is_told_of_a_lost_pod_at_once(installed: Installed, sta
     bound, count = median_bound(before.histogram(name), after.histogram(name))
     mean = spent(before, after, name) / count
     print(f"told of {count} losses: median at most {bound} s, mean {mean:.3f} s after the watch event")
-    assert count >= 5
+    assert count >= 3
     assert bound <= SLACK * 0.5
 
 

@@ -25,8 +25,8 @@ from virtualflow.settings import SignalSettings
 from virtualflow.signals import CoordinatorClient
 from virtualflow_operator.constants import COORDINATOR_PORT
 
-STEPS = 3000
-PAUSE = 0.1
+STEPS = 2400
+PAUSE = 0.25
 """Seconds that each step takes longer: the training lasts until all has happened, and leaves the processors alone."""
 
 
