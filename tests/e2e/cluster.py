@@ -65,17 +65,12 @@ def command(*words: str | Path, stdin: str | None = None, timeout: float = 60, c
     return done.stdout
 
 
-SLACK = 3
-"""A limit of time is what a machine of its own needs; where others compute as well, things take longer."""
-
-
 def until(what: str, check: Callable[[], T | None], seconds: float, every: float = 0.2) -> T:
-    """Return what ``check`` returns as soon as that is true; an error after :data:`SLACK` times ``seconds``.
+    """Return what ``check`` returns as soon as that is true; AssertionError when it takes more than ``seconds``.
 
     An API server that does not answer, or an object that is not there (yet), counts as not yet.
     """
-    limit = SLACK * seconds
-    deadline, last = time.monotonic() + limit, ""
+    deadline, last = time.monotonic() + seconds, ""
     while True:
         try:
             found = check()
@@ -85,7 +80,7 @@ def until(what: str, check: Callable[[], T | None], seconds: float, every: float
         except (Refused, urllib3.exceptions.HTTPError, LookupError) as error:
             last = f" ({type(error).__name__}: {error})"
         if time.monotonic() >= deadline:
-            raise AssertionError(f"waited {limit:.0f} s in vain until {what}{last}")
+            raise AssertionError(f"waited {seconds:.0f} s in vain until {what}{last}")
         time.sleep(every)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cluster import SLACK, Metrics, Object, median_bound, until
+from cluster import Metrics, Object, median_bound, until
 from cluster_jobs import Job, digits, spread
 from installation import Installed
 
@@ -38,13 +38,13 @@ def change(job: Job, after: int, *causes: str, seconds: float = 60) -> Object:
 TAINT = "ToBeDeletedByClusterAutoscaler"
 
 
-def test_the_coordinator_is_told_of_a_lost_pod_at_once(installed: Installed, start: Start) -> None:
+def test_the_coordinator_is_told_of_a_lost_pod_within_half_a_second(installed: Installed, start: Start) -> None:
     """By taints: a worker whose pod is deleted or dies tells the coordinator itself, often before the operator can."""
     cluster = installed.cluster
     job = start(digits("told", steps=100_000, pause=0.05, replicas=3))
     job.wait_training(3)
     before = cluster.metrics()
-    for _ in range(3):
+    for _ in range(5):
         node = job.workers()[0]["spec"]["nodeName"]
         here = {pod["metadata"]["uid"] for pod in job.workers() if pod["spec"]["nodeName"] == node}
         cluster.kubectl("taint", "node", node, f"{TAINT}=now:NoSchedule")
@@ -62,8 +62,8 @@ def test_the_coordinator_is_told_of_a_lost_pod_at_once(installed: Installed, sta
     bound, count = median_bound(before.histogram(name), after.histogram(name))
     mean = spent(before, after, name) / count
     print(f"told of {count} losses: median at most {bound} s, mean {mean:.3f} s after the watch event")
-    assert count >= 3
-    assert bound <= SLACK * 0.5
+    assert count >= 5
+    assert bound <= 0.5
 
 
 def spent(before: Metrics, after: Metrics, name: str) -> float:
@@ -89,7 +89,7 @@ def test_a_scaled_up_job_trains_with_the_new_worker_a_second_after_its_start_up_
         )
         waited.append(started - begun)
         job.kubectl("scale", "vfj", "joined", "--replicas=1")
-    assert min(waited) <= SLACK * 1.0, waited
+    assert min(waited) <= 1.0, waited  # a machine that others use as well may slow down one or two
 
 
 def test_a_power_cut_is_survived_within_the_heartbeat_limit_and_two_seconds(installed: Installed, start: Start) -> None:
@@ -108,7 +108,7 @@ def test_a_power_cut_is_survived_within_the_heartbeat_limit_and_two_seconds(inst
         faults.start_node(node)
     until(f"{node} is ready again", lambda: node in installed.cluster.nodes(), 120)
     print(f"a power cut paused the training for {lost['pauseMs'] / 1000:.2f} s: {lost['reason']}")
-    assert lost["pauseMs"] <= (5 + SLACK * 2) * 1000
+    assert lost["pauseMs"] <= (5 + 2) * 1000
     assert lost["repeatedSteps"] <= 1
 
 
@@ -127,6 +127,6 @@ def test_a_worker_that_falls_silent_is_given_up_within_the_heartbeat_limit_and_t
         os.kill(process, signal.SIGSTOP)
     lost = change(job, changes, "lost", "broken")
     print(f"a silent worker paused the training for {lost['pauseMs'] / 1000:.2f} s: {lost['reason']}")
-    assert lost["pauseMs"] <= (5 + SLACK * 2) * 1000
+    assert lost["pauseMs"] <= (5 + 2) * 1000
     assert lost["repeatedSteps"] <= 1
     job.wait_training(3)  # its pod is replaced

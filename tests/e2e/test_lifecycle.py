@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from cluster import SLACK, SYSTEM, Cluster, Object, until
+from cluster import SYSTEM, Cluster, Object, until
 from cluster_jobs import TRAINER_IMAGE, Job, container, digits, script, second_group
 from installation import Installed
 
@@ -214,7 +214,7 @@ def fail_over(cluster: Cluster) -> None:
     )
 
 
-def test_another_operator_takes_over_within_seconds(installed: Installed, start: Start) -> None:
+def test_another_operator_takes_over_within_15_seconds(installed: Installed, start: Start) -> None:
     cluster = installed.cluster
     job = start(digits("led", steps=3000, pause=0.05))
     job.wait_training(2)
@@ -225,7 +225,7 @@ def test_another_operator_takes_over_within_seconds(installed: Installed, start:
     until("the new leader has made a worker", lambda: len(job.workers()) == 3, 30)
     acting = time.monotonic() - begun
     print(f"another operator led after {seconds:.1f} s and had acted after {acting:.1f} s")
-    assert seconds <= SLACK * 15
+    assert seconds <= 15
     status = job.wait_training(3)
     assert status.get("repeatedSteps", 0) == 0
 

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import yaml
-from cluster import SLACK, Object
+from cluster import Object
 from cluster_jobs import MANIFEST, Job
 from installation import Installed
 
 
-def test_from_helm_install_to_the_first_reconciled_job_is_a_matter_of_a_minute(installed: Installed) -> None:
+def test_from_helm_install_to_the_first_reconciled_job_is_a_minute_at_most(installed: Installed) -> None:
     if installed.first_job_seconds is None:
         pytest.skip("the operator was installed before; run without VIRTUALFLOW_E2E_KEEP to time its installation")
     print(f"from helm install to the first reconciled job: {installed.first_job_seconds:.1f} s")
-    assert installed.first_job_seconds <= SLACK * 60
+    assert installed.first_job_seconds <= 60
 
 
 def test_the_example_trains_to_the_digest_of_a_run_on_this_machine(

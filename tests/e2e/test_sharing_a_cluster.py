@@ -82,7 +82,7 @@ class Sharing:
             told = time.monotonic()
             until(f"{what}: they have left", lambda: not self.leaving() or self.pods() == wanted, 90)
             left = time.monotonic()
-            until(f"{what}: pods are {wanted}", lambda: self.pods() == wanted, seconds)
+            until(f"{what}: pods are {wanted}", lambda: self.pods() == wanted, seconds - (told - begun))
         except AssertionError as error:
             given = {name: job.status().get("allocation") for name, job in self.jobs.items()}
             raise AssertionError(f"{error}; they are {self.pods()}, and given is {json.dumps(given)}") from None

@@ -281,5 +281,5 @@ def test_closing_without_a_connection_is_quick() -> None:
     while not link.started:
         time.sleep(0.001)
     link.close()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 2.0
     assert not link.connected

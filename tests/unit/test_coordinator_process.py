@@ -69,7 +69,7 @@ def test_two_hundred_workers_fit_into_a_small_pod_and_sigterm_ends_it_at_once(tm
             child.send_signal(signal.SIGTERM)
             while child.poll() is None:
                 await asyncio.sleep(0.01)
-                assert time.monotonic() - began < 20.0, "it waits for those who do not listen"
+                assert time.monotonic() - began < 3.0
             assert child.returncode == 0
             await watcher.close()
             for stream in streams:
