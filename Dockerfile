@@ -56,7 +56,7 @@ extras = project["optional-dependencies"]; \
 
 # The project itself, as a thin layer over either environment: its console scripts name the environment's python.
 FROM build AS project
-COPY pyproject.toml LICENSE ./
+COPY pyproject.toml LICENSE README.md ./
 COPY trainer trainer
 COPY operator operator
 RUN pip wheel --quiet --no-deps --wheel-dir dist . \
@@ -83,7 +83,7 @@ FROM runtime AS operator
 COPY --from=operator-dependencies /opt/virtualflow /opt/virtualflow
 COPY --from=project /project /opt/virtualflow
 # Whatever the operator imports is there.
-RUN python -c 'import importlib, pkgutil, virtualflow.cli, virtualflow.coordinator, virtualflow_operator as package; \
+RUN python -c 'import importlib, pkgutil, virtualflow.launcher.cli, virtualflow.coordinator.server, virtualflow_operator as package; \
 [importlib.import_module(m.name) for m in pkgutil.walk_packages(package.__path__, "virtualflow_operator.") \
  if not m.name.endswith("__main__")]'
 # The coordinator, health, metrics.
@@ -117,6 +117,9 @@ WORKDIR /workspace
 COPY --from=trainer-dependencies /opt/virtualflow /opt/virtualflow
 COPY --from=project /project /opt/virtualflow
 COPY examples examples
+# Freed gradients are kept for the next virtual node (the GNU C library), as under `virtualflow run`.
+ENV MALLOC_TRIM_THRESHOLD_=268435456 \
+    MALLOC_MMAP_THRESHOLD_=33554432
 CMD ["python"]
 ARG VERSION=0.1.0
 ARG REVISION=unknown

@@ -11,18 +11,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint e2e chaos bench image clean
+.PHONY: help venv demo test test-all lint docs e2e chaos bench dist image clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## set up .venv with the library and its development tools
 
 demo: $(STAMP) ## watch a job being resized, drained and killed, and end in the same bits
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) ## run the tests; ARGS="-k digits" selects
-	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(STAMP) ## run the tests, but those of every night; ARGS="-k digits" selects
+	@$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(ARGS)
+
+test-all: $(STAMP) ## run all tests, with more examples: every night, and before a release
+	@$(BIN)/python -m pytest --nightly -n $(PROCESSES) --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/ruff check .
@@ -30,15 +33,27 @@ lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+docs: $(STAMP) ## build the documentation site in build/site; every warning and dead link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@! grep -rlE '<(script|img|link)[^>]*(src|href)="?https?://' build/site --include='*.html' || { echo "these pages load something from another host" >&2; exit 1; }
+	@echo "build/site/index.html"
+
 e2e: $(STAMP) ## test on the cluster of KUBECONFIG, or on a kind cluster of its own
 	@$(BIN)/python -m pytest --timeout=900 tests/e2e $(ARGS)
 
 chaos: $(STAMP) ## compare RUNS random schedules (20) bit for bit with an undisturbed run
-	@VIRTUALFLOW_CHAOS_RUNS=$(RUNS) $(BIN)/python -m pytest --timeout=0 tests/trainer/test_chaos.py $(ARGS)
+	@VIRTUALFLOW_CHAOS_RUNS=$(RUNS) $(BIN)/python -m pytest --nightly --timeout=0 tests/trainer/jobs/test_chaos.py $(ARGS)
 
-bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write docs/benchmarks.md; ARGS="steps --quick"
+bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write docs/explanation/benchmarks.md; ARGS="steps --quick"
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,bench]' -c constraints.txt
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks $(ARGS)
+
+dist: $(STAMP) ## write the wheel, the sdist and the packaged chart to dist/; helm comes from the PATH
+	@command -v helm >/dev/null || { echo "make dist packs the chart with helm, which is not on the PATH: install Helm 3.8 or newer (https://helm.sh)" >&2; exit 1; }
+	@rm -rf dist
+	@$(BIN)/python -m hatchling build -d dist
+	@helm package charts/virtualflow --destination dist
+	@ls dist
 
 image: ## build virtualflow-operator:dev and virtualflow-trainer:dev
 	docker build $(BUILD_ARGS) --target operator -t virtualflow-operator:dev .
@@ -57,5 +72,5 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "$(PYTHON) cannot make virtual environments: install its venv module (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,operator,dev]' -c constraints.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,operator,dev,docs]' -c constraints.txt
 	@touch $@

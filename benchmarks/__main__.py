@@ -16,7 +16,7 @@ def main() -> None:
     known = "\n".join(f"  {name:16} {figure.title}" for name, figure in FIGURES.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description=f"Measure, and write docs/benchmarks.md.\n\n{known}\n  {'report':16} measure nothing",
+        description=f"Measure, and write docs/explanation/benchmarks.md.\n\n{known}\n  {'report':16} measure nothing",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help="what to measure (default: all)")

@@ -26,8 +26,8 @@ import psutil
 
 from benchmarks.crowd import PATIENCE, Crowd
 from benchmarks.jobs import ROOT, environment
-from virtualflow import messages as m
-from virtualflow.settings import MembershipSettings
+from virtualflow.coordinator.settings import MembershipSettings
+from virtualflow.protocol import messages as m
 
 TOKEN = secrets.token_hex(16)
 
@@ -65,9 +65,7 @@ class Meter:
     async def generation(self, name: str) -> AsyncIterator[None]:
         """From the end of the block to a new plan at everyone who is told; then until all have entered it."""
         crowd = self._crowd
-        known = max(
-            (worker.newest.generation for worker in crowd.living() if worker.newest), default=m.Generation(0, 0)
-        )
+        known = max((worker.newest.generation for worker in crowd.living() if worker.newest), default=m.NO_GENERATION)
 
         def told() -> bool:
             return all(worker.newest and worker.newest.generation > known for worker in crowd.living())

@@ -13,8 +13,9 @@ from functools import lru_cache
 
 import aiohttp
 
-from virtualflow import messages as m
-from virtualflow.settings import MAX_MESSAGE, LinkSettings
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_MESSAGE
+from virtualflow.transport.settings import LinkSettings
 
 PATIENCE = 120.0
 """Seconds that anything may take before the measurement is given up."""

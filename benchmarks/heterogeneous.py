@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from virtualflow.assignment import assign
+from virtualflow.coordinator.assignment import assign
 
 PARAMETERS = 25_557_032
 """Of ResNet-50; its gradients are sent in single precision."""

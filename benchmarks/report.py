@@ -1,4 +1,4 @@
-"""``docs/benchmarks.md`` and its plots, made from the files of the figures that have been measured."""
+"""``docs/explanation/benchmarks.md`` and its plots, made from the files of the figures that have been measured."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from benchmarks import plots
 from benchmarks.figures import FIGURES, Figure, number
 from benchmarks.jobs import ROOT
 
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
-PICTURES = "images/benchmarks"
+DOCUMENT = ROOT / "docs" / "explanation" / "benchmarks.md"
+PICTURES = "../images/benchmarks"
 
 OPENING = """\
 # Benchmarks
 
-VirtualFlow beside what one would run instead, on one machine, in one run: `make bench` measures all figures again and
-writes this page. `python -m benchmarks steps --quick` measures one of them with fewer rounds; `python -m benchmarks
-report` only writes the page, from the files in [benchmarks/results](../benchmarks/results), which hold every single
-sample. Ratios are between two sides that took turns; absolute times say little about other machines.
-[performance.md](performance.md) says where the time goes.
+VirtualFlow beside what one would run instead, on one machine, in one run. `make bench` measures all figures again and
+writes this page. `python -m benchmarks steps --quick` measures one of them with fewer rounds. `python -m benchmarks
+report` only writes the page, from the files in `benchmarks/results/`, which hold every single sample. Ratios are
+between two sides that took turns; absolute times say little about other machines. [Performance](performance.md) says
+where the time goes.
 """
 
 

@@ -21,7 +21,7 @@ import msgspec
 from benchmarks.traces.generate import DIRECTORY, like_paper
 from benchmarks.traces.workloads import RECORDED_FAIR_SHARE, RECORDED_PRIORITY, START_UP, TWENTY, Recorded
 from virtualflow_operator.scheduling import POLICIES
-from virtualflow_operator.settings import SimulationSettings
+from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
 from virtualflow_operator.simulator.measures import Measures, measure, percentile
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
 from virtualflow_operator.simulator.trace import JobEvent, Trace, read
@@ -65,7 +65,7 @@ class Row:
 
 def play(trace: Trace, policy: str, cost: ResizeCost, knowledge: Knowledge = "all") -> Measures:
     """One policy on one trace."""
-    return measure(simulate(trace, POLICIES[policy], cost, knowledge=knowledge))
+    return measure(simulate(trace, POLICIES[policy], cost, SchedulingSettings(), knowledge=knowledge))
 
 
 def less(value: float, baseline: float) -> float:

@@ -1,6 +1,6 @@
 """Writes resource.md from the CustomResourceDefinitions, so that what a user reads is what the API server enforces.
 
-python docs/generate_resource.py > docs/resource.md
+python docs/generate_resource.py > docs/reference/resource.md
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Schema = Mapping[str, Any]
 RowWriter = Callable[[str, Schema, bool], str]
 
 INTRODUCTION = """\
-# The resource
+# Custom resources
 
 <!-- Made from crds/virtualflowjobs.yaml by docs/generate_resource.py. Do not edit it here. -->
 
@@ -29,7 +29,8 @@ INTRODUCTION = """\
 
 - API version `{group}/{version}`, kind `{kind}`, short name `{short}`; `kubectl get {category}` lists jobs too.
 - `kubectl explain {short}.spec` shows these fields in a terminal.
-- An example to begin with is [examples/digits.yaml](../examples/digits.yaml).
+- [examples/digits.yaml](../../examples/digits.yaml) is an example to begin with.
+- [Queues](#the-queue) are on this page, too.
 - `metadata.name`: {name} It must match `{pattern}`.
 
 Fields in **bold** are required. `[]` stands for the entries of a list.
@@ -38,8 +39,8 @@ Fields in **bold** are required. `[]` stands for the entries of a list.
 RULES = """\
 ## Rules
 
-Kubernetes 1.25 and newer check these when a job is created or changed. Older versions do not, so the operator checks
-them again and says what is wrong in the job's conditions, with the reason `InvalidSpec`.
+The API server checks these when a job is created or changed. The operator checks them again, and says what is wrong in
+the job's conditions, with the reason `InvalidSpec`.
 """
 
 SCALE = """\
@@ -95,14 +96,15 @@ def generate(crd: Mapping[str, Any]) -> str:
 
 QUEUE = """\
 
-# The queue
+## The queue
 
 <!-- Made from crds/virtualflowqueues.yaml. -->
 
 {description}
 
 - API version `{group}/{version}`, kind `{kind}`, short name `{short}`; it has no namespace.
-- [operations.md](operations.md#queues) says how to use it; [examples/queue.yaml](../examples/queue.yaml) is one.
+- [Share a cluster with queues](../how-to/queues.md) says how to use it.
+- [examples/queue.yaml](../../examples/queue.yaml) is one.
 """
 
 
@@ -119,15 +121,15 @@ def generate_queue(crd: Mapping[str, Any]) -> str:
             kind=names["kind"],
             short=names["shortNames"][0],
         ),
-        f"## spec of a queue\n\n{spec['description']}\n\n" + "".join(_tables(spec, TABLE, _spec_row)),
-        "## Rules of a queue\n\n" + "".join(f"- {rule}\n" for rule in _rules(spec, "")),
-        f"## status of a queue\n\n{status['description']} Its condition `Ready` has the reasons of\n"
-        "[operations.md](operations.md#reasons).\n\n" + "".join(_tables(status, STATUS_TABLE, _status_row)),
+        f"### spec of a queue\n\n{spec['description']}\n\n" + "".join(_tables(spec, TABLE, _spec_row, "####")),
+        "### Rules of a queue\n\n" + "".join(f"- {rule}\n" for rule in _rules(spec, "")),
+        f"### status of a queue\n\n{status['description']} Its condition `Ready` has the reasons of\n"
+        "[the list](reasons.md#of-a-queue).\n\n" + "".join(_tables(status, STATUS_TABLE, _status_row, "####")),
     ]
     return "\n".join(parts)
 
 
-def _tables(schema: Schema, head: str, row: RowWriter) -> Iterator[str]:
+def _tables(schema: Schema, head: str, row: RowWriter, level: str = "###") -> Iterator[str]:
     """A table of the fields of ``schema`` itself, then one for each of them that has fields, under a heading."""
     required = schema.get("required", [])
     yield head
@@ -138,7 +140,7 @@ def _tables(schema: Schema, head: str, row: RowWriter) -> Iterator[str]:
             continue  # they have a section of their own
         inner = field.get("items", field)
         if inner.get("properties"):
-            yield f"\n### {key}{'[]' if 'items' in field else ''}\n\n{head}"
+            yield f"\n{level} {key}{'[]' if 'items' in field else ''}\n\n{head}"
             yield from (row(*below) for below in _fields(inner, ""))
 
 

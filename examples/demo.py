@@ -204,8 +204,8 @@ def conclude(console: Console, outcomes: Sequence[Outcome]) -> int:
     for name, noun in (("digest", "weights"), ("optimizer_digest", "optimizer states")):
         if len({outcome.report[name] for outcome in outcomes}) > 1:
             console.print(
-                f"[bold red]The {noun} differ.[/bold red] This should not happen; docs/determinism.md says how to find "
-                "out why."
+                f"[bold red]The {noun} differ.[/bold red] This should not happen; docs/how-to/compare-digests.md says "
+                "how to find out why."
             )
             return 1
     console.print(

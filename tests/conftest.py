@@ -11,13 +11,39 @@ from multiprocessing.util import Finalize
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples in every run, so that a failure is a change's; VIRTUALFLOW_RANDOM_EXAMPLES=1 looks for others.
-# How long an example takes says more about the machine than about the change.
-for name, derandomize in (("same", True), ("random", False)):
+EXAMPLES = {"default": 25, "nightly": 200}
+"""What hypothesis tries where a test does not say otherwise; one that does, says it for 100 (see ``tiers``)."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that makes the tests those of every night."""
+    parser.addoption("--nightly", action="store_true", help="run the tests marked nightly, too, and try more examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples are tried, before any test is imported.
+
+    They are the same in every run, so that a failure is a change's; VIRTUALFLOW_RANDOM_EXAMPLES=1 looks for others.
+    How long an example takes says more about the machine than about the change.
+    """
     settings.register_profile(
-        name, derandomize=derandomize, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        "chosen",
+        max_examples=EXAMPLES["nightly" if config.getoption("nightly") else "default"],
+        derandomize=not os.environ.get("VIRTUALFLOW_RANDOM_EXAMPLES"),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
-settings.load_profile("random" if os.environ.get("VIRTUALFLOW_RANDOM_EXAMPLES") else "same")
+    settings.load_profile("chosen")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked nightly, but at night."""
+    if config.getoption("nightly"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("nightly") is not None]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("nightly") is None]
 
 
 @pytest.fixture(scope="session", autouse=True)

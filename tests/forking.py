@@ -18,19 +18,24 @@ FORKING.set_forkserver_preload(
         "torch",
         "torch._dynamo",  # what the first optimizer of a process imports, for two seconds
         "numpy",
-        "virtualflow.evaluation",
+        "sklearn.datasets",  # of the examples
+        "virtualflow.worker.evaluation",
         "safetensors.torch",
         "pytest",
         "elastic_jobs",
-        "virtualflow_operator.main",
+        "virtualflow_operator.controllers.main",
         "kopf",
         "kubernetes.config",
         "running",
+        "programs",
+        "frozen",
     ]
 )
 
 _HERE = Path(__file__).parent
-_PATHS = [_HERE / "trainer", _HERE / "operator", _HERE, _HERE.parent / "trainer", _HERE.parent / "operator"]
+PATHS = [str(_HERE / "trainer"), str(_HERE / "operator"), str(_HERE)]
+"""Where modules of tests lie that several of them share."""
+_PRODUCT = [str(_HERE.parent / "trainer"), str(_HERE.parent / "operator")]
 
 
 def start(process: BaseProcess) -> None:
@@ -43,7 +48,7 @@ def start(process: BaseProcess) -> None:
 def _importable() -> Iterator[None]:
     # Before Python 3.13 the server does not take over sys.path.
     former = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, _PATHS), *([former] if former else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, *_PRODUCT, *([former] if former else [])])
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from virtualflow.calls import Status, WorkerStatus
+from virtualflow.protocol.http_api import Status, WorkerStatus
 
 _NOTHING = Status(
     phase="waiting",

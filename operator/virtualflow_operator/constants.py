@@ -47,5 +47,21 @@ CHECKPOINT_VOLUME = "virtualflow-checkpoints"
 CHECKPOINT_MOUNT = "/virtualflow/checkpoints"
 TERMINATION_LOG = "/dev/termination-log"
 
-MAX_JOB_NAME = 40
-"""Characters of a job's name: the names of its objects are longer, and a Service's has at most 63."""
+TERMINATION_TAINTS = (
+    # AWS node termination handler
+    "aws-node-termination-handler/spot-itn",
+    "aws-node-termination-handler/scheduled-maintenance",
+    "aws-node-termination-handler/asg-lifecycle-termination",
+    "aws-node-termination-handler/rebalance-recommendation",
+    # GKE: preemption and maintenance of the machine
+    "cloud.google.com/impending-node-termination",
+    # Karpenter: v1, and before
+    "karpenter.sh/disrupted",
+    "karpenter.sh/disruption",
+    # Cluster autoscaler, once it has decided
+    "ToBeDeletedByClusterAutoscaler",
+    # Azure node termination handlers, and what cloud providers set for machines that are switched off
+    "aks-node-termination-handler/preempt",
+    "node.cloudprovider.kubernetes.io/shutdown",
+)
+"""Taints by which well-known programs announce that a node will go; more by ``--extra-taints``."""

@@ -16,7 +16,12 @@ from typing import Literal
 
 from virtualflow.errors import ConfigurationError
 
-PodSecurity = Literal["privileged", "baseline", "restricted"]
+ENV_PREFIX = "VIRTUALFLOW_OPERATOR_"
+"""Each flag has an environment variable: ``--log-level`` is ``VIRTUALFLOW_OPERATOR_LOG_LEVEL``."""
+
+BACKOFF_MOST = 300.0
+"""Seconds of the longest wait after a crash; no first wait is longer."""
+
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 PullPolicy = Literal["Always", "IfNotPresent", "Never"]
@@ -90,7 +95,7 @@ class CrashSettings:
 
     backoff_first: float = 10.0
     """The wait before a first restart (``--backoff-seconds``); it doubles with every crash without progress."""
-    backoff_most: float = 300.0
+    backoff_most: float = BACKOFF_MOST
     """The longest such wait."""
     reset: float = 600.0
     """Crashes that are further apart than this begin again with the first wait."""
@@ -154,13 +159,13 @@ class SimulationSettings:
 
     join: float = 6.0
     """Seconds until a new worker counts: ``kubectl scale`` to its first step took 5.7 s on a cluster, most of it the
-    container's own start (docs/performance.md). The others train meanwhile."""
+    container's own start (docs/explanation/performance.md). The others train meanwhile."""
     pause: float = 0.5
-    """Seconds that everyone loses at a change: 0.15 to 0.32 s measured for a small state (docs/benchmarks.md), 0.42 s
-    where a joiner is sent 604 MB (docs/performance.md)."""
+    """Seconds that everyone loses at a change: 0.15 to 0.32 s measured for a small state, 0.42 s where a joiner is sent
+    604 MB (docs/explanation/benchmarks.md and performance.md)."""
     restart: float = 30.0
     """Seconds that a restart takes the whole job, for comparison: ``torchrun`` took 25 to 39 s for the same changes
-    (docs/benchmarks.md)."""
+    (docs/explanation/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +198,8 @@ class OperatorSettings:
     """Where jobs are taken care of (``--namespaces``); empty: everywhere."""
     key_file: Path = Path("/etc/virtualflow/key/key")
     """The operator's key, from which the jobs' tokens are derived (``--key-file``)."""
+    key_id: str = ""
+    """Which key that is: in the names of the Secrets that are made by it. Found out at the start."""
     health_port: int = 8081
     """Of ``/healthz`` and ``/readyz`` (``--health-port``); 0: any free one."""
     metrics_port: int = 8080
@@ -203,8 +210,6 @@ class OperatorSettings:
     """Whether each job gets a NetworkPolicy (``--network-policies``)."""
     operator_labels: Mapping[str, str] = field(default_factory=dict)
     """Labels that select the operator's pods in those policies (``--operator-labels``)."""
-    pod_security: PodSecurity = "baseline"
-    """The Pod Security Standard that worker templates must keep to (``--pod-security``)."""
     extra_taints: tuple[str, ...] = ()
     """Keys of taints that announce a node's loss, beside the well-known ones (``--extra-taints``)."""
     log_format: LogFormat = "text"
@@ -219,10 +224,10 @@ class OperatorSettings:
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     sharing: SharingSettings = field(default_factory=SharingSettings)
 
-    resync: float = 300.0
+    relist: float = 300.0
     """Every job is looked at this often even when nothing happens (``--resync-seconds``)."""
-    resync_jitter: float = 0.1
-    """By what share of itself a resync comes earlier or later, so that jobs made together drift apart."""
+    relist_jitter: float = 0.1
+    """By what share of itself a relist comes earlier or later, so that jobs made together drift apart."""
     request_timeout: float = 10.0
     """How long a call to the API server may take."""
     progress_interval: float = 5.0

@@ -1,4 +1,7 @@
-"""A hundred manifests that nobody should send: each is refused, or answered by a condition that says why."""
+"""A hundred manifests that nobody should send: each is refused, or answered by a condition that says why.
+
+What the API server stores stays there for the next operator to read, so one takes over in the end.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 from cluster import Cluster, Metrics, Object, until
 from cluster_jobs import Job, digits
-from installation import Installed
+from installation import Installed, wait_for_operators
 
 POD = "spec.workerGroups.0.template.spec"
 CONTAINER = f"{POD}.containers.0"
@@ -20,18 +23,27 @@ IDLE_SECONDS = 20.0
 ANSWERS = ("InvalidSpec", "TemplateRejected", "Unschedulable", "CannotStart")
 
 
+MOST_LEVELS = 9_900
+"""Of a part of an object: the API server refuses objects of more than 10,000."""
+
+
 def deep(levels: int) -> str:
     """Return a mark for mappings within mappings, more than a client's own encoder can nest."""
     return f"@deep {levels}@"
 
 
+def number(text: str) -> str:
+    """Return a mark for a number that a client's own encoder would not write."""
+    return f"@number {text}@"
+
+
 def written(job: Object, most: int) -> str:
-    """Return the JSON of a job, its marks replaced by at most so many levels."""
+    """Return the JSON of a job, its marks replaced; by at most so many levels."""
     text = json.dumps(job)
     for mark, levels in re.findall(r'("@deep (\d+)@")', text):
         depth = min(int(levels), most)
         text = text.replace(mark, '{"a":' * depth + "1" + "}" * depth)
-    return text
+    return re.sub(r'"@number (.*?)@"', r"\1", text)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -158,8 +170,27 @@ CASES: dict[str, dict[str, Any]] = {
     "resources that are no quantity": {f"{CONTAINER}.resources": {"requests": {"cpu": "lots"}}},
     "a request above its limit": {f"{CONTAINER}.resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}},
     "more memory than there is": {f"{CONTAINER}.resources": {"requests": {"memory": "999Ti"}}},
-    "a thousand levels": {f"{POD}.nodeSelector": deep(1000)},
     "a hundred levels": {f"{POD}.nodeSelector": deep(100)},
+    "twelve hundred levels": {f"{POD}.nodeSelector": deep(1_200)},
+    "all levels there are in a pod": {f"{POD}.unknown": deep(MOST_LEVELS)},
+    "all levels there are in a template": {"spec.workerGroups.0.template.unknown": deep(MOST_LEVELS)},
+    "all levels there are in a template's metadata": {
+        "spec.workerGroups.0.template.metadata": {"unknown": deep(MOST_LEVELS)}
+    },
+    "all levels there are in a container": {f"{CONTAINER}.unknown": deep(MOST_LEVELS)},
+    "all levels there are in a variable": {f"{CONTAINER}.env": [{"name": "A", "unknown": deep(MOST_LEVELS)}]},
+    "all levels there are in the coordinator": {
+        "spec.coordinator": {"template": {"spec": {"unknown": deep(MOST_LEVELS)}}}
+    },
+    "all levels there are in the checkpoints' volume": {
+        "spec.checkpoint": {"volume": {"emptyDir": {"unknown": deep(MOST_LEVELS)}}}
+    },
+    "a number of five thousand digits": {f"{POD}.unknown": number("1" * 5_000)},
+    "a number beyond all numbers": {f"{POD}.terminationGracePeriodSeconds": number("1e400")},
+    "a great number": {f"{POD}.terminationGracePeriodSeconds": number("1e300")},
+    "half a character": {f"{CONTAINER}.args": ["\ud800"]},
+    "a character that ends strings": {f"{CONTAINER}.image": "a\0b"},
+    "four hundred thousand mappings": {f"{POD}.unknown": [{}] * 400_000},
     "two megabytes of nothing": {"spec.workerGroups.0.template.metadata": {"annotations": {"a": "x" * 2_000_000}}},
     "twice the same group": {"spec.workerGroups": "twice"},
     "two containers of one name": {f"{POD}.containers": [{"name": "a", "image": "x"}, {"name": "a", "image": "x"}]},
@@ -189,6 +220,7 @@ def test_each_of_a_hundred_hostile_manifests_is_refused_or_answered(installed: I
     cluster = installed.cluster
     assert len(CASES) >= 100
     operators = {pod["metadata"]["uid"]: restarts(pod) for pod in cluster.operators()}
+    cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=baseline")
     refused, taken = send_all(cluster, namespace)
     begun = time.monotonic()
     waiting, reasons = dict(taken), {}
@@ -206,8 +238,16 @@ def test_each_of_a_hundred_hostile_manifests_is_refused_or_answered(installed: I
     assert not waiting, f"nobody says what is wrong with: {', '.join(waiting.values())}"
 
     assert {pod["metadata"]["uid"]: restarts(pod) for pod in cluster.operators()} == operators
+    cut = cluster.metrics().total("virtualflow_objects_cut_total", kind="VirtualFlowJob")
+    assert cut >= sum(
+        any(place in case for place in (" levels there are", "twelve hundred")) for case in taken.values()
+    )
+    cluster.fail_over()
+    wait_for_operators(cluster)
+    operators = {pod["metadata"]["uid"]: restarts(pod) for pod in cluster.operators()}
     job = Job(cluster, namespace, "well").create(digits("well", steps=20))
     job.wait_phase("Complete", 120)
+    assert {pod["metadata"]["uid"]: restarts(pod) for pod in cluster.operators()} == operators
     before, since = settled(cluster), time.monotonic()
     time.sleep(IDLE_SECONDS)  # the length of the measurement
     requests = made(cluster.metrics()) - made(before)
@@ -219,7 +259,7 @@ def test_each_of_a_hundred_hostile_manifests_is_refused_or_answered(installed: I
 def send_all(cluster: Cluster, namespace: str) -> tuple[int, dict[str, str]]:
     """Send all manifests: how many were refused, and the cases of the jobs that were taken, by name."""
     # Old API servers take twice the time for each further level, whatever the resource.
-    refused, taken, most = 0, {}, 1000 if cluster.minor >= 25 else 12
+    refused, taken, most = 0, {}, MOST_LEVELS if cluster.minor >= 25 else 12
     for number, (case, changes) in enumerate(CASES.items()):
         manifest = build(number, changes)
         code = cluster.post(cluster.path("vfj", namespace), written(manifest, most))

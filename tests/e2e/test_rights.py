@@ -36,12 +36,12 @@ def rights(cluster: Cluster, account: str, namespace: str) -> set[Right]:
 
 
 def documented(everywhere: bool) -> set[Right]:
-    """Return the rights in the table of docs/security.md: everywhere, or only in the operator's own namespace.
+    """Return the rights in the table of docs/how-to/security.md: everywhere, or only in the operator's own namespace.
 
     A row is: API group, resource (with ``named X`` where it is one object only), verbs, where, why.
     """
     found: set[Right] = set()
-    text = (ROOT / "docs" / "security.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "security.md").read_text()
     for line in text.splitlines():
         cells = [cell.strip().replace("`", "") for cell in line.strip().strip("|").split("|")]
         if len(cells) < 4 or not re.fullmatch(r"core|[a-z.]*[a-z0-9]+(\.[a-z0-9]+)+|policy", cells[0]):
@@ -62,10 +62,10 @@ def test_the_operators_account_may_do_what_the_table_says_and_nothing_else(
     cluster = installed.cluster
     anybody = rights(cluster, "nobody", namespace)
     table = documented(everywhere=True)
-    assert table, "docs/security.md has a table of the operator's rights"
+    assert table, "docs/how-to/security.md has a table of the operator's rights"
     assert rights(cluster, OPERATOR, namespace) - anybody == table
     own = documented(everywhere=False)
-    assert own, "docs/security.md has the rights in the operator's own namespace"
+    assert own, "docs/how-to/security.md has the rights in the operator's own namespace"
     assert rights(cluster, OPERATOR, SYSTEM) - anybody == table | own
 
 

@@ -21,8 +21,8 @@ from cluster_jobs import Job, digits, spread
 from installation import Installed
 
 from conftest import SHARED
-from virtualflow.settings import SignalSettings
-from virtualflow.signals import CoordinatorClient
+from virtualflow.protocol.http_client import CoordinatorClient
+from virtualflow.protocol.settings import SignalSettings
 from virtualflow_operator.constants import COORDINATOR_PORT
 
 STEPS = 2400

@@ -1,32 +1,50 @@
 """What holds the fake API server equal to a real one: the same test runs against both.
 
-The real one is that of KUBECONFIG; the account must be allowed to create namespaces and CustomResourceDefinitions.
+The real one is that of KUBECONFIG, where the account must be allowed to create namespaces and
+CustomResourceDefinitions, or else one of the tests' own, where its programs are at hand.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import inspect
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import pytest
 import yaml
 from fake_api import FakeApi
 
-from virtualflow_operator.kube import JOBS, PODS, SECRETS, AlreadyExists, ApiError, KubeApi, NotFound, Object, Resource
+import kube_apiserver
+from virtualflow_operator.k8s.client import (
+    JOBS,
+    PODS,
+    SECRETS,
+    AlreadyExists,
+    ApiError,
+    KubeApi,
+    NotFound,
+    Object,
+    Resource,
+)
 
 DEFINITION = yaml.safe_load((Path(__file__).parents[2] / "crds" / "virtualflowjobs.yaml").read_text())
 DEFINITIONS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
-HOW = "set KUBECONFIG to a cluster where you may create namespaces and definitions (kind create cluster makes one)"
+HOW = (
+    f"{kube_apiserver.HOW}, or set KUBECONFIG to a cluster where you may create namespaces and definitions "
+    "(kind create cluster makes one)"
+)
 LIMIT = 60.0
 """Seconds for one test."""
 
@@ -34,9 +52,11 @@ LIMIT = 60.0
 class Cluster:
     """One API server, real or fake, and a namespace in it that is this test's own."""
 
-    def __init__(self, api: KubeApi, namespace: str) -> None:
+    def __init__(self, api: KubeApi, namespace: str, own: bool = False) -> None:
         self.api = api
         self.namespace = namespace
+        self.own = own
+        """It is a real API server of the tests' own."""
         self.client = api._client
 
     async def send(
@@ -52,8 +72,11 @@ class Cluster:
         response = await self._call("GET", resource.path(self.namespace), None, "application/json", query)
         assert response.status == 200
         try:
-            async for line in response.response.content:
-                yield json.loads(line)
+            rest = b""
+            async for chunk in response.response.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    yield json.loads(line)
         finally:
             response.response.close()
 
@@ -140,18 +163,34 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(0.05)
 
 
+async def connected(**options: Any) -> KubeApi:
+    """Connect to the real one."""
+    path = os.environ.get("KUBECONFIG") or _own_server()
+    with mock.patch.dict(os.environ, KUBECONFIG=path):
+        return await KubeApi.connect(**options)
+
+
+@functools.cache
+def _own_server() -> str:
+    """Start a server that ends with this process; the path of its kubeconfig."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vf-api-", ignore_cleanup_errors=True))
+    return str(stack.enter_context(kube_apiserver.api_server(Path(folder))))
+
+
 @functools.cache
 def unreachable() -> str:
     """Return why there is no real API server; empty when there is one."""
-    if not os.environ.get("KUBECONFIG"):
-        return f"no cluster: {HOW}"
+    if not os.environ.get("KUBECONFIG") and not kube_apiserver.at_hand():
+        return f"no API server: {HOW}"
 
     async def ask() -> str:
-        async with await KubeApi.connect(request_timeout=3) as api:
+        async with await connected(request_timeout=3) as api:
             try:
                 await api.list(NAMESPACES)
             except ApiError as error:
-                return f"the cluster of KUBECONFIG does not answer ({error}): {HOW}"
+                return f"the API server does not answer ({error}): {HOW}"
         return ""
 
     return asyncio.run(ask())
@@ -165,16 +204,20 @@ async def cluster_of(where: str) -> AsyncIterator[Cluster]:
             server = await stack.enter_async_context(FakeApi(token="secret"))
             api = await stack.enter_async_context(KubeApi.at(server.url, token="secret"))
         else:
-            api = await stack.enter_async_context(await KubeApi.connect())
+            api = await stack.enter_async_context(await connected())
         with suppress(AlreadyExists):
             await api.create(DEFINITIONS, None, DEFINITION)
 
         async def is_established() -> bool:
             definition = await api.get(DEFINITIONS, None, DEFINITION["metadata"]["name"])
             conditions = definition.get("status", {}).get("conditions") or []
-            return any((c["type"], c["status"]) == ("Established", "True") for c in conditions) and await api.offers(
-                JOBS
-            )
+            if not any((c["type"], c["status"]) == ("Established", "True") for c in conditions):
+                return False
+            try:
+                await api.list(JOBS)
+            except NotFound:  # established, and not served yet
+                return False
+            return True
 
         await eventually(is_established)
         namespace = f"contract-{uuid.uuid4().hex[:8]}"
@@ -189,7 +232,7 @@ async def cluster_of(where: str) -> AsyncIterator[Cluster]:
                 return True
 
             await eventually(admits_pods)
-            yield Cluster(api, namespace)
+            yield Cluster(api, namespace, own=where == "real" and not os.environ.get("KUBECONFIG"))
         finally:
             await api.delete(NAMESPACES, None, namespace)
 

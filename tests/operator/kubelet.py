@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import functools
 import os
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -18,13 +17,13 @@ from aiohttp import web
 from fake_api import FakeApi
 from trainers import Trainer, Training
 
-from virtualflow import calls
-from virtualflow import messages as m
-from virtualflow.coordinator import Coordinator
-from virtualflow.last_word import LastWord
-from virtualflow.settings import CoordinatorSettings, MembershipSettings
+from virtualflow.coordinator.server import Coordinator
+from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
+from virtualflow.protocol import http_api
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE
-from virtualflow_operator.kube import PODS, SECRETS, SERVICES, Object
+from virtualflow_operator.k8s.client import PODS, SECRETS, SERVICES, Object
 
 NODES = ("node-a", "node-b", "node-c")
 Key = tuple[str, str]
@@ -41,6 +40,17 @@ def _addresses() -> Iterator[str]:
 ADDRESSES = _addresses()
 
 
+class _ToldCoordinator(Coordinator):
+    """A coordinator that repeats what it was told."""
+
+    told: Callable[[object], None]
+
+    def call(self, call: http_api.Call) -> str:
+        if isinstance(call, http_api.GoneCall | http_api.DrainCall | http_api.StopCall):
+            self.told(call)
+        return super().call(call)
+
+
 class CoordinatorPod:
     """A coordinator that listens, and what it was told."""
 
@@ -53,25 +63,12 @@ class CoordinatorPod:
             admission_window=0.2,
         )
         settings = CoordinatorSettings(membership=membership, goodbye=0.05)
-        self.coordinator = Coordinator(token, int(options["--wanted"]), settings, int(options["--minimum"]))
-        job = self.coordinator.job
-        for name in ("gone", "drain"):
-            setattr(job, name, self._noting(getattr(job, name), told))
-        stop = job.request_stop
-        job.request_stop = lambda reason: (told(calls.StopCall(reason)), stop(reason))[1]  # type: ignore[method-assign]
+        self.coordinator = _ToldCoordinator(token, int(options["--wanted"]), settings, int(options["--minimum"]))
+        self.coordinator.told = told
         self._address, self._runner = (
             address,
             web.AppRunner(self.coordinator.application(), access_log=None, shutdown_timeout=0.05),
         )
-
-    @staticmethod
-    def _noting(act: Callable[[Any], str], told: Callable[[object], None]) -> Callable[[Any], str]:
-        @functools.wraps(act)
-        def noting(call: Any) -> str:
-            told(call)
-            return act(call)
-
-        return noting
 
     async def start(self) -> None:
         await self._runner.setup()
@@ -137,7 +134,7 @@ class Kubelet:
         """Let the user's code of a worker raise."""
         pod = self.server.find(PODS, namespace, name)
         assert pod is not None
-        word = LastWord("failed", 1, error=error, traceback=f"Traceback\n{error}")
+        word = TerminationMessage("failed", 1, error=error, traceback=f"Traceback\n{error}")
         self._kill(pod["metadata"]["uid"])
         self._ended((namespace, name), 1, word)
 
@@ -276,7 +273,7 @@ class Kubelet:
         if coordinator is not None:
             self._spawn(coordinator.stop())
 
-    def _ended(self, key: Key, code: int, word: LastWord | None) -> None:
+    def _ended(self, key: Key, code: int, word: TerminationMessage | None) -> None:
         """A worker's process has ended."""
         pod = self.server.find(PODS, *key)
         if pod is None:

@@ -35,7 +35,7 @@ EVERYTHING: Object = {
     "image": {"repository": "registry.example.com/ml/operator", "digest": "sha256:" + "0" * 64, "pullPolicy": "Always"},
     "imagePullSecrets": [{"name": "first"}, {"name": "second"}],
     "replicas": 3,
-    "jobs": {"podSecurity": "restricted", "extraTaints": ["example.com/leaving", "reclaimed"], "metrics": False},
+    "jobs": {"extraTaints": ["example.com/leaving", "reclaimed"], "metrics": False},
     "operator": {
         "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
         "extraArgs": ["--log-level=debug"],

@@ -1,17 +1,17 @@
-"""The operator's rights as docs/security.md has them: the chart grants these, and the operator uses no others."""
+"""The operator's rights as docs/how-to/security.md has them: the chart grants these, and it uses no others."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "security.md"
 
 Rule = tuple[str, str, str, str]
 """API group, resource, verb, and the only name that it holds for (empty: any)."""
 
 
 def documented(where: str) -> set[Rule]:
-    """Return the rights that the table of docs/security.md gives the operator there."""
+    """Return the rights that the table of docs/how-to/security.md gives the operator there."""
     rules = set()
     for line in DOCUMENT.read_text().splitlines():
         cells = [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
@@ -19,5 +19,5 @@ def documented(where: str) -> set[Rule]:
             resource, _, name = cells[1].partition(" named ")
             group = "" if cells[0] == "core" else cells[0]
             rules |= {(group, resource, verb, name) for verb in cells[2].split(", ")}
-    assert rules, f"docs/security.md has no rights {where!r}"
+    assert rules, f"docs/how-to/security.md has no rights {where!r}"
     return rules

@@ -44,8 +44,9 @@ def _operate(kubeconfig: str, log: str, arguments: list[str], changes: dict[str,
     os.environ["KUBECONFIG"] = kubeconfig
     from kubernetes.config import kube_config
 
-    from virtualflow_operator import logs, main
-    from virtualflow_operator.options import read_settings
+    from virtualflow_operator.controllers import main
+    from virtualflow_operator.controllers.flags import read_settings
+    from virtualflow_operator.observability import logs
 
     kube_config.KUBE_CONFIG_DEFAULT_LOCATION = kubeconfig  # read when it was imported
     settings = read_settings(arguments, {})
@@ -175,5 +176,5 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-COMMAND = [sys.executable, "-c", "import sys; from virtualflow_operator.main import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from virtualflow_operator.controllers.main import main; sys.exit(main())"]
 """``virtualflow-operator`` as a shell would start it."""

@@ -8,21 +8,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from statuses import coordinator_status
-from virtualflow.calls import LostWorker, Status, WorkerStatus
-from virtualflow.last_word import LastWord
-from virtualflow.messages import Change, Generation, encode
-from virtualflow_operator import resources
-from virtualflow_operator.decision import Scene, Verdict
-from virtualflow_operator.job_status import merge_patch, write_status
-from virtualflow_operator.plan import Action, Call, CreatePod, DeletePod, Plan, TellDrain, TellGone
-from virtualflow_operator.reconcile import reconcile
+from virtualflow.protocol.http_api import LostWorker, Status, WorkerStatus
+from virtualflow.protocol.messages import Change, Generation, encode
+from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow_operator.api.job_status import merge_patch, write_status
+from virtualflow_operator.api.objects import Job, Link, Node, Pod, Service, format_time, read_job, read_pod
+from virtualflow_operator.jobs import manifests
+from virtualflow_operator.jobs.actions import Action, Call, CreatePod, DeletePod, Plan, TellDrain, TellGone
+from virtualflow_operator.jobs.reconcile import reconcile
+from virtualflow_operator.jobs.scene import Scene, Verdict
 from virtualflow_operator.settings import OperatorSettings
-from virtualflow_operator.view import Job, Link, Node, Pod, Service, format_time, read_job, read_pod
 
 NOW = 1_700_000_000.0
-SETTINGS = OperatorSettings(image="virtualflow-operator:test")
+SETTINGS = OperatorSettings(image="virtualflow-operator:test", key_id="0123abcd")
 Spec = dict[str, Any]
-RAISED = LastWord("failed", step=40, error="ValueError: odd batch", traceback="Traceback\n  train.py\nValueError: odd")
+RAISED = TerminationMessage(
+    "failed", step=40, error="ValueError: odd batch", traceback="Traceback\n  train.py\nValueError: odd"
+)
 
 
 def container(**fields: Any) -> Spec:
@@ -47,12 +49,12 @@ def accepted(raw: Spec, **status: Any) -> Spec:
     job = read_job(raw)
     known = {
         "phase": "Running",
-        "templateHash": resources.templates_hash(job),
+        "templateHash": manifests.templates_hash(job),
         "coordinator": "digits-coordinator-0",
         "startTime": format_time(NOW - 100),
         "virtualNodes": job.spec.virtual_nodes,
         "reproducibility": job.spec.reproducibility,
-        "selector": resources.selector(job),
+        "selector": manifests.selector(job),
     }
     return raw | {"status": known | status}
 
@@ -62,7 +64,7 @@ def worker(job: Job, ordinal: int = 0, *, group: str = "workers", **facts: Any) 
     chosen = next((g for g in job.spec.worker_groups if g.name == group), None)
     manifest: Spec = {"metadata": {"name": f"{job.name}-{group}-{ordinal}"}}
     if chosen is not None:
-        manifest = resources.worker_pod(job, chosen, ordinal, "10.0.0.1", SETTINGS)
+        manifest = manifests.worker_pod(job, chosen, ordinal, "10.0.0.1", SETTINGS)
     made = read_pod(manifest | {"metadata": manifest["metadata"] | {"uid": f"{group}-{ordinal}"}})
     running = dataclasses.replace(
         made,
@@ -79,7 +81,7 @@ def worker(job: Job, ordinal: int = 0, *, group: str = "workers", **facts: Any) 
 
 def coordinator(job: Job, ordinal: int = 0, **facts: Any) -> Pod:
     """A running coordinator's pod."""
-    manifest = resources.coordinator_pod(job, ordinal, SETTINGS)
+    manifest = manifests.coordinator_pod(job, ordinal, SETTINGS)
     made = read_pod(manifest | {"metadata": manifest["metadata"] | {"uid": f"coordinator-{ordinal}"}})
     running = dataclasses.replace(made, phase="Running", node="node-c", ip="10.1.0.1", created=NOW - 95)
     return dataclasses.replace(running, **facts)
@@ -96,7 +98,13 @@ def homeless(pod: Pod, since: float = NOW - 60) -> Pod:
 
 
 def ended(
-    pod: Pod, code: int = 1, *, reason: str = "Error", message: str = "", word: LastWord | None = None, **facts: Any
+    pod: Pod,
+    code: int = 1,
+    *,
+    reason: str = "Error",
+    message: str = "",
+    word: TerminationMessage | None = None,
+    **facts: Any,
 ) -> Pod:
     """The same pod once its program has ended; read from JSON, as the last word is."""
     text = encode(word).decode() if word is not None else message
@@ -143,7 +151,7 @@ def change(counter: int, cause: str = "join", **facts: Any) -> Change:
 
 
 def verdict_of(raw: Spec, error: str = "", at: float = NOW - 1) -> Verdict:
-    return Verdict(resources.templates_hash(read_job(raw)), at, error)
+    return Verdict(manifests.templates_hash(read_job(raw)), at, error)
 
 
 def link(status: Status | None, *, connected: bool = True, since: float = NOW - 50, pod: str = "coordinator-0") -> Link:
@@ -171,7 +179,16 @@ class Stage:
     @property
     def scene(self) -> Scene:
         pods, former = tuple(self.pods), tuple(self.former)
-        return Scene(self.job, pods, former, self.service, self.nodes, self.link, self.verdict, self.trouble)
+        return Scene(
+            job=self.job,
+            pods=pods,
+            former=former,
+            service=self.service,
+            nodes=self.nodes,
+            link=self.link,
+            verdict=self.verdict,
+            trouble=self.trouble,
+        )
 
     def decide(self, now: float = NOW) -> Plan:
         """The plan; deciding twice about the same gives the same."""
@@ -253,4 +270,4 @@ def message_of(plan: Plan, kind: str) -> str:
 
 
 def noticed(plan: Plan) -> list[str]:
-    return [notice.reason for notice in plan.notices]
+    return [event.reason for event in plan.events]

@@ -11,11 +11,11 @@ from typing import Any
 
 from scenes import NOW, body, given_up, remote, seen
 
-from virtualflow.calls import LostWorker, Status
-from virtualflow.last_word import LastWord
-from virtualflow.messages import encode
+from virtualflow.protocol.http_api import LostWorker, Status
+from virtualflow.protocol.messages import encode
+from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow_operator.api.objects import Pod, format_time, read_pod
 from virtualflow_operator.constants import COORDINATOR, LABEL_ATTEMPT, LABEL_ORDINAL, LABEL_ROLE, WORKER
-from virtualflow_operator.view import Pod, format_time, read_pod
 
 Body = dict[str, Any]
 KEY = ("ml", "digits")
@@ -131,7 +131,7 @@ class Cluster:
             if process.states.get(uid) in ("training", "ready"):
                 process.states[uid] = "draining"  # SIGTERM: it asks to be relieved
 
-    def end(self, name: str, code: int, word: LastWord | None = None) -> None:
+    def end(self, name: str, code: int, word: TerminationMessage | None = None) -> None:
         message = encode(word).decode() if word is not None else ""
         state = {"terminated": {"exitCode": code, "message": message, "finishedAt": format_time(self.now)}}
         phase = "Failed" if code else "Succeeded"
@@ -226,6 +226,6 @@ class Cluster:
             if (state == "draining" and at_it) or (process.stop and state != "silent"):
                 del process.states[uid]
                 if uid in present and not present[uid].finished:
-                    self.end(present[uid].name, 0, LastWord("left", step=self.step))
+                    self.end(present[uid].name, 0, TerminationMessage("left", step=self.step))
         if process.stop:
             process.phase = "stopped"

@@ -7,10 +7,10 @@ import copy
 from scenes import NOW, SETTINGS, given_up
 from small_cluster import KEY, Cluster
 
+from virtualflow_operator.api.job_status import merge_patch, write_status
+from virtualflow_operator.api.objects import Link, read_job
 from virtualflow_operator.constants import WORKER
-from virtualflow_operator.decision import Scene, Verdict
-from virtualflow_operator.job_status import merge_patch, write_status
-from virtualflow_operator.plan import (
+from virtualflow_operator.jobs.actions import (
     Action,
     Call,
     CheckTemplates,
@@ -23,10 +23,10 @@ from virtualflow_operator.plan import (
     TellGone,
     TellScale,
 )
-from virtualflow_operator.reconcile import reconcile
-from virtualflow_operator.store import Store
-from virtualflow_operator.survey import take_survey
-from virtualflow_operator.view import Link, read_job
+from virtualflow_operator.jobs.pod_classification import classify_pods
+from virtualflow_operator.jobs.reconcile import reconcile
+from virtualflow_operator.jobs.scene import Scene, Verdict
+from virtualflow_operator.k8s.cache import Store
 
 
 class Operator:
@@ -82,13 +82,13 @@ class Operator:
         if service is not None:
             self.store.services.put(service)
         scene = Scene(
-            read_job(copy.deepcopy(cluster.job)),
-            self.store.pods_of(KEY),
-            self.store.former_of(KEY),
-            self.store.service_of(KEY, "digits-coordinator"),
-            self.store.node_map(),
-            self.link,
-            self.verdict,
+            job=read_job(copy.deepcopy(cluster.job)),
+            pods=self.store.pods_of(KEY),
+            former=self.store.former_of(KEY),
+            service=self.store.service_of(KEY, "digits-coordinator"),
+            nodes=self.store.node_map(),
+            link=self.link,
+            verdict=self.verdict,
         )
         plan = reconcile(scene, cluster.now, SETTINGS)
         assert plan == reconcile(scene, cluster.now, SETTINGS), "the same makes the same plan"
@@ -160,19 +160,19 @@ def check(scene: Scene, plan: Plan, now: float) -> None:
     assert not {pod.name for pod in scene.pods} & set(made), "no name that is taken is made"
     uids = [action.uid for action in plan.actions if isinstance(action, DeletePod)]
     assert len(uids) == len(set(uids)), f"nothing is deleted twice: {plan.actions}"
-    survey = take_survey(job, scene.pods, scene.nodes, link, now, SETTINGS)
+    pods = classify_pods(job, scene.pods, nodes=scene.nodes, link=link, now=now, settings=SETTINGS)
     new = sum(1 for a in plan.actions if isinstance(a, CreatePod) and a.role == WORKER)
     if new:
-        counted = [p for p in survey.of("healthy", "planned") if p.pod.uid not in uids]
-        target = job.spec.desired + (1 if survey.of("planned") else 0)
+        counted = [p for p in pods.of("healthy", "planned") if p.pod.uid not in uids]
+        target = job.spec.desired + (1 if pods.of("planned") else 0)
         assert len(counted) + new <= target, "no more are made than there are to be"
         assert len(counted) + new <= job.spec.most + 1
     told = {name for call in plan.calls if isinstance(call, TellDrain) for name in call.workers}
     busy = link is not None and link.connected and link.status is not None and link.status.phase == "training"
-    deleted = [placed for placed in survey.workers if placed.pod.uid in uids]
+    deleted = [placed for placed in pods.workers if placed.pod.uid in uids]
     for placed in deleted:
         if busy and placed.standing == "training" and placed.fate not in ("lost", "left", "crashed", "disrupted"):
             assert placed.pod.name in told or job.status.finished, f"{placed.pod.name} is deleted without a word"
-    keepers = [p for p in survey.workers if p.pod.live and p.pod.uid not in uids and p.ready]
+    kept = [p for p in pods.workers if p.pod.live and p.pod.uid not in uids and p.ready]
     if busy and not (job.spec.suspend or job.status.finished) and any(p.fate == "planned" and p.ready for p in deleted):
-        assert keepers, "somebody keeps the state while the others are replaced"
+        assert kept, "somebody keeps the state while the others are replaced"

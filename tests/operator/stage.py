@@ -18,7 +18,7 @@ from rights import documented
 from running import OperatorProcess, write_kubeconfig
 
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_ROLE, WORKER
-from virtualflow_operator.kube import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES, Object
+from virtualflow_operator.k8s.client import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES, Object
 
 T = TypeVar("T")
 CRDS = Path(__file__).parents[2] / "crds"
@@ -33,7 +33,7 @@ SECONDS = 60.0
 QUICK: dict[str, Any] = {
     "queue__backoff_first": 0.1,
     "queue__backoff_most": 1.0,
-    "resync_jitter": 0.0,
+    "relist_jitter": 0.0,
     "finish_grace": 5.0,
 }
 FLAGS = ["--image=operator:test", "--health-port=0", "--metrics-port=0", "--lease-seconds=60"]
@@ -239,7 +239,7 @@ async def staged(directory: Path) -> AsyncIterator[Stage]:
         assert "Traceback (most recent" not in process.output(), f"a defect:\n{process.output()[-4_000:]}"
     resources = {resource for resource, _ in RIGHTS}
     used = {(request.resource, request.verb) for request in server.requests if request.resource in resources}
-    assert used <= RIGHTS, f"docs/security.md gives no right to {used - RIGHTS}"
+    assert used <= RIGHTS, f"docs/how-to/security.md gives no right to {used - RIGHTS}"
 
 
 def play(directory: Path, story: Callable[[Stage], Awaitable[None]], seconds: float = 200.0) -> None:

@@ -11,16 +11,15 @@ from collections.abc import Callable
 
 import aiohttp
 
-from virtualflow import messages as m
-from virtualflow.last_word import LastWord
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.termination_message import TerminationMessage
 
-NOTHING = m.Generation(0, 0)
 DIGEST = "d" * 64
 STEP_SECONDS = 0.03
 """How long a step takes, and the pause after which a worker dials its coordinator again."""
 HEARTBEAT_STEPS = 20
 
-Exit = Callable[[int, LastWord | None], None]
+Exit = Callable[[int, TerminationMessage | None], None]
 
 
 class Trainer:
@@ -66,7 +65,7 @@ class Trainer:
 
     @property
     def generation(self) -> m.Generation:
-        return self.plan.generation if self.plan is not None else NOTHING
+        return self.plan.generation if self.plan is not None else m.NO_GENERATION
 
     def say(self, message: m.FromWorker, *, keep: bool = False) -> None:
         if keep:
@@ -91,7 +90,7 @@ class Trainer:
         self._task.cancel()
         self.training.lost(self)
 
-    def exit(self, code: int, word: LastWord | None) -> None:
+    def exit(self, code: int, word: TerminationMessage | None) -> None:
         """End by itself."""
         if self.alive:
             self.alive = False
@@ -202,13 +201,15 @@ class Training:
             case m.Drain():
                 trainer.draining = True
             case m.Refuse(reason):
-                trainer.exit(75, LastWord("refused", self.step, reason=reason))
+                trainer.exit(75, TerminationMessage("refused", self.step, reason=reason))
             case m.End(failed, reason):
-                trainer.exit(1 if failed else 0, LastWord("ended", self.step, reason=reason))
+                trainer.exit(1 if failed else 0, TerminationMessage("ended", self.step, reason=reason))
             case m.Release():
-                word = LastWord("left", self.step)
+                word = TerminationMessage("left", self.step)
                 if not trainer.leaving:
-                    word = LastWord("done", self.step, digest=DIGEST, optimizer_digest=DIGEST, metrics={"loss": 0.5})
+                    word = TerminationMessage(
+                        "done", self.step, digest=DIGEST, optimizer_digest=DIGEST, metrics={"loss": 0.5}
+                    )
                 trainer.exit(0, word)
         self.ponder()
 
@@ -217,7 +218,7 @@ class Training:
         for trainer in self.trainers.values():
             if trainer.draining and trainer.plan is None and not trainer.leaving and trainer.alive:
                 trainer.leaving = True
-                trainer.say(m.Left(NOTHING, 0), keep=True)
+                trainer.say(m.Left(m.NO_GENERATION, 0), keep=True)
         plans = [t.newest for t in self.trainers.values() if t.newest is not None and t.alive]
         newest = max(plans, key=lambda plan: plan.generation, default=None)
         if newest is None or (self.plan is not None and newest.generation <= self.plan.generation):

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from virtual_time import now
 
-from virtualflow_operator.queue import WorkQueue
+from virtualflow_operator.controllers.workqueue import WorkQueue
 from virtualflow_operator.settings import QueueSettings
 
 SETTINGS = QueueSettings(concurrency=2, backoff_first=0.5, backoff_most=60.0, stop_limit=10.0)

@@ -10,10 +10,11 @@ import torch
 from elastic_jobs import die_here
 from torch import Tensor, nn
 
-from virtualflow.collectives import Pending
-from virtualflow.communicator import Communicator
+from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.errors import CommunicatorBroken
-from virtualflow.settings import ENV_WORKER, MembershipSettings
+from virtualflow.protocol.settings import ENV_WORKER
+from virtualflow.transport.gloo import Communicator
+from virtualflow.transport.interface import Pending
 
 HASTY = MembershipSettings(restart_grace=0.0, suspicion_grace=0.02)
 """Nobody dies of the faults here, so there is no news to wait for."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from virtualflow.checkpoint import CheckpointPolicy, CheckpointWriter
-from virtualflow.checkpoint_files import Found, JobIdentity, find_newest, load
+from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load
+from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 
 WEIGHT = {"shape": [10, 64], "dtype": "float32", "trained": True}
 SIGNATURE = {

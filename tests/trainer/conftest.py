@@ -11,8 +11,8 @@ import pytest
 from checkpoints import tree_of, writer_to
 from elastic_jobs import ElasticJob
 
-from virtualflow import checkpoint_files
-from virtualflow.checkpoint import CheckpointWriter
+from virtualflow.state import checkpoint_format
+from virtualflow.state.checkpoint_writer import CheckpointWriter
 
 
 @pytest.fixture
@@ -48,14 +48,14 @@ def events() -> list[str]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """A disk that is as slow as the test wants: (it has started to write, let it go on)."""
     started, go_on = threading.Event(), threading.Event()
-    write = checkpoint_files.save_file
+    write = checkpoint_format.save_file
 
     def slow(*args: Any, **options: Any) -> None:
         started.set()
         assert go_on.wait(60)
         write(*args, **options)
 
-    monkeypatch.setattr(checkpoint_files, "save_file", slow)
+    monkeypatch.setattr(checkpoint_format, "save_file", slow)
     yield started, go_on
     go_on.set()
 

@@ -8,7 +8,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from virtualflow.settings import ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER
+from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -29,13 +29,17 @@ import msgspec
 import psutil
 import torch
 from aiohttp import web
+from injected import inject
 
 from forking import FORKING, start
-from virtualflow import calls, digests, settings, trees
-from virtualflow.coordinator import Coordinator
+from virtualflow.coordinator.server import Coordinator
+from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.errors import Leave
-from virtualflow.pipeline import Early
-from virtualflow.reduction import Reducer
+from virtualflow.protocol import http_api
+from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER
+from virtualflow.reduction.early import Early
+from virtualflow.reduction.reducer import Reducer
+from virtualflow.state import codec, digests
 
 TOKEN = "a-token-for-tests"
 PATIENCE = 60.0
@@ -43,7 +47,7 @@ PATIENCE = 60.0
 
 # The coordinators here replace nobody, so there is nobody to wait for; and what a busy machine does to the speed of
 # workers must not add changes to those that a test makes, nor divide one among workers that start at different speeds.
-MEMBERSHIP = settings.MembershipSettings(restart_grace=0.0, rebalance_gain=1.0, admission_window=PATIENCE)
+MEMBERSHIP = MembershipSettings(restart_grace=0.0, rebalance_gain=1.0, admission_window=PATIENCE)
 
 EXCHANGE = "TEST_EXCHANGE"
 """In a job's environment: ``early`` lets exchanges begin during the last backward pass, ``behind`` right behind it."""
@@ -84,22 +88,21 @@ def _returned(plain: Any) -> Any:
 
 def _pack(kind: str, value: Any = None, text: str = "", trace: str = "") -> bytes:
     """How a worker ended, as bytes: by the library's own description of nests, exact to the bit."""
-    return trees.pack({"kind": kind, "value": _plain(value), "text": text, "trace": trace}).numpy().tobytes()
+    return codec.pack({"kind": kind, "value": _plain(value), "text": text, "trace": trace}).numpy().tobytes()
 
 
 def _unpack(raw: bytes) -> dict[str, Any]:
-    told: dict[str, Any] = trees.unpack(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    told: dict[str, Any] = codec.unpack(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     return told | {"value": _returned(told["value"])}
 
 
 def _begin_early(one_by_one: bool) -> None:
     """Let exchanges of the small models here begin during the backward pass, as those of large ones do."""
-    settings.CommunicatorSettings.small_exchange, settings.CommunicatorSettings.bucket = 0, 256
-    settings.CommunicatorSettings.one_by_one = 0 if one_by_one else 1 << 30
+    inject(reduction={"small_exchange": 0, "bucket": 256, "one_by_one": 0 if one_by_one else 1 << 30})
     begin = Reducer.begin
 
-    def counting(*arguments: Any) -> Early | None:
-        early = begin(*arguments)
+    def counting(*arguments: Any, **options: Any) -> Early | None:
+        early = begin(*arguments, **options)
         if early is not None:
             print(BEGUN_EARLY, flush=True)
         return early
@@ -157,11 +160,11 @@ def _work(
 class _CoordinatorThread:
     """A real coordinator, on a thread of its own."""
 
-    def __init__(self, wanted: int, membership: settings.MembershipSettings) -> None:
+    def __init__(self, wanted: int, membership: MembershipSettings) -> None:
         self.url = ""
         self._ready = threading.Event()
         self._wanted = wanted
-        self._settings = settings.CoordinatorSettings(membership=membership)
+        self._settings = CoordinatorSettings(membership=membership)
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
@@ -201,7 +204,7 @@ class ElasticJob:
         workers: int,
         hold: int | None = None,
         environment: Mapping[str, str] | None = None,
-        membership: settings.MembershipSettings | None = None,
+        membership: MembershipSettings | None = None,
     ) -> None:
         self.workers: dict[str, _Worker] = {}
         self._directory = directory
@@ -224,11 +227,11 @@ class ElasticJob:
         """The coordinator's, for workers that a test starts itself."""
         return self._coordinator.url
 
-    def status(self) -> calls.Status:
-        return msgspec.json.decode(self._request("status", None), type=calls.Status)
+    def status(self) -> http_api.Status:
+        return msgspec.json.decode(self._request("status", None), type=http_api.Status)
 
     def call(self, name: str, **values: Any) -> str:
-        return msgspec.json.decode(self._request(name, msgspec.json.encode(values)), type=calls.Answer).message
+        return msgspec.json.decode(self._request(name, msgspec.json.encode(values)), type=http_api.Answer).message
 
     def _request(self, name: str, body: bytes | None) -> bytes:
         headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -236,7 +239,9 @@ class ElasticJob:
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return bytes(answer.read())
 
-    def wait_for(self, holds: Callable[[calls.Status], bool], what: str, patience: float = PATIENCE) -> calls.Status:
+    def wait_for(
+        self, holds: Callable[[http_api.Status], bool], what: str, patience: float = PATIENCE
+    ) -> http_api.Status:
         deadline = time.monotonic() + patience
         while True:
             status = self.status()
@@ -253,9 +258,9 @@ class ElasticJob:
         name = f"worker-{len(self.workers)}"
         environment = {
             **self._environment,
-            settings.ENV_COORDINATOR: self._coordinator.url,
-            settings.ENV_TOKEN: TOKEN,
-            settings.ENV_WORKER: name,
+            ENV_COORDINATOR: self._coordinator.url,
+            ENV_TOKEN: TOKEN,
+            ENV_WORKER: name,
         }
         ours, theirs = FORKING.Pipe(duplex=False)
         log = self._directory / f"{name}.log"
@@ -270,7 +275,7 @@ class ElasticJob:
     def hold(self, step: int | None) -> None:
         self.call("hold", step=step)
 
-    def reach(self, step: int) -> calls.Status:
+    def reach(self, step: int) -> http_api.Status:
         """Let the job go on to ``step``, and wait until it is held there."""
         self.hold(step)
         return self.wait_for(lambda status: status.step == step and status.phase == "training", f"step {step}")
@@ -315,7 +320,7 @@ class ElasticJob:
         self._await_proposal(set(), set(names))
 
     def _await_proposal(self, there: set[str], not_there: set[str]) -> None:
-        def proposed(status: calls.Status) -> bool:
+        def proposed(status: http_api.Status) -> bool:
             names = {worker.worker for worker in status.workers if worker.incarnation in status.proposed_workers}
             return status.prepared and there <= names and not (not_there & names)
 
@@ -393,6 +398,6 @@ def alone(script: Callable[..., Any], *arguments: Any, environment: Mapping[str,
 
 def die_here(worker: str) -> None:
     """SIGKILL this process if it is that worker."""
-    if os.environ.get(settings.ENV_WORKER) == worker:
+    if os.environ.get(ENV_WORKER) == worker:
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)

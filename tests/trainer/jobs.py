@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import programs
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 480
 """Seconds after which a job of the suite is taken to hang."""
@@ -32,22 +34,23 @@ class Finished:
         return self.report["digest"], self.report["optimizer_digest"]
 
 
-def run_job(directory: Path, *arguments: str | Path, limit: float = LIMIT) -> Finished:
-    """Run ``virtualflow run`` with a report and an audit in ``directory``; it must succeed."""
+def run_job(directory: Path, *arguments: str | int | Path, interpreters: bool = False) -> Finished:
+    """Run ``virtualflow run`` with a report and an audit in ``directory``; it must succeed.
+
+    Its processes are forks of one that has imported torch (see ``programs``), or ``interpreters`` of their own.
+    """
     report, audit = directory / "report.json", directory / "audit.jsonl"
     report.unlink(missing_ok=True)
     audit.unlink(missing_ok=True)
     command = [sys.executable, "-m", "virtualflow", "run", "--plain", "--report", str(report), "--audit", str(audit)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "trainer"), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
-    process = subprocess.run(
-        [*command, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
+    whole = [*command, *map(str, arguments)]
+    if interpreters:
+        process = subprocess.run(
+            whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+        )
+    else:
+        process = programs.run(whole, cwd=ROOT, env=environment, timeout=LIMIT)
     assert process.returncode == 0, f"{arguments}\n{process.stdout}\n{process.stderr}"
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     return Finished(process.returncode, process.stdout, process.stderr, json.loads(report.read_text()), lines)
@@ -74,7 +77,6 @@ def check_changes(finished: Finished) -> None:
         assert most is None or change["repeated_steps"] <= most, change
 
 
-def check_survivors(finished: Finished, killed: int) -> None:
-    """No process was started again under a name that it bore, but for those that were killed."""
-    restarted = sum(len(pids) - 1 for pids in finished.report["pids"].values())
-    assert restarted <= killed, finished.report["pids"]
+def check_survivors(finished: Finished, started: int) -> None:
+    """No more processes were started than were asked for, or were to take the place of those that had gone."""
+    assert sum(map(len, finished.report["pids"].values())) <= started, finished.report["pids"]

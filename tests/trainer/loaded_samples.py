@@ -16,15 +16,16 @@ import psutil
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from virtualflow.loading import LoaderOptions, MapSource, MicroBatch, Source, open_source
-from virtualflow.randomness import seed_samples, seed_stream_sample
-from virtualflow.sampling import Plan
+from virtualflow.data.map_source import LoaderOptions, MapSource, MicroBatch, Source, open_source
+from virtualflow.data.rng import seed_samples, seed_stream_sample
+from virtualflow.data.sampling import Plan
+from virtualflow.data.settings import LoadingSettings
 
 SEED = 7
 NODES = 6
 BATCH = 12
 SIZE = 67  # five full batches and one of 7, which is 2, 1, 1, 1, 1, 1
-GRACE = 1.0
+SETTINGS = LoadingSettings(grace=1.0)
 
 
 class Augmented(Dataset[torch.Tensor]):
@@ -75,7 +76,7 @@ def opened(dataset: Any, *, epochs: int | None = None, **options: Any) -> Iterat
         drop_last=False,
         epochs=epochs,
         options=LoaderOptions(**options),
-        close_grace=GRACE,
+        settings=SETTINGS,
     )
     try:
         yield source
@@ -174,7 +175,7 @@ def opened_in_order(dataset: Any, *, virtual_nodes: int = 1, **options: Any) -> 
         virtual_nodes=virtual_nodes,
         epochs=1,
         options=LoaderOptions(**options),
-        close_grace=0.2,
+        settings=LoadingSettings(grace=0.2),
     )
     try:
         yield source
@@ -182,9 +183,15 @@ def opened_in_order(dataset: Any, *, virtual_nodes: int = 1, **options: Any) -> 
         source.close()
 
 
+SERVERS = ("resource_tracker", "forkserver", "etcd", "kube-")
+"""Children of a process of tests that are there for all of them."""
+
+
 def loader_processes() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children()
-        if not any(server in " ".join(child.cmdline()) for server in ("resource_tracker", "forkserver"))
+        if not any(
+            server in " ".join(child.cmdline()) for server in ("resource_tracker", "forkserver", "etcd", "kube-")
+        )
     ]

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from virtualflow import messages as m
-from virtualflow.communicator import Communicator
-from virtualflow.settings import CommunicatorSettings
+from virtualflow.protocol import messages as m
+from virtualflow.transport.gloo import Communicator
+from virtualflow.transport.settings import CommunicatorSettings
 
 
 def mesh(

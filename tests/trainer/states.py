@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from virtualflow import state
+from virtualflow.state import capture
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -127,4 +127,4 @@ def small_model(width: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def captured(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of both, as it travels."""
-    return state.capture(model, optimizer, None, None, {"step": 2})
+    return capture.capture(model, optimizer, None, None, {"step": 2})

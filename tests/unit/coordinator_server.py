@@ -10,9 +10,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from virtualflow import messages as m
-from virtualflow.coordinator import Coordinator
-from virtualflow.settings import CoordinatorSettings, MembershipSettings
+from virtualflow.coordinator.server import Coordinator
+from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
+from virtualflow.protocol import messages as m
 
 TOKEN = "the job's token"
 RIGHT = {"Authorization": f"Bearer {TOKEN}"}
@@ -45,7 +45,7 @@ class Server:
 
     def __init__(self, coordinator: Coordinator, url: str, client: aiohttp.ClientSession) -> None:
         self.coordinator, self.url, self.client = coordinator, url, client
-        self.job = coordinator.job
+        self.state = coordinator.state
         self._streams: list[aiohttp.ClientWebSocketResponse] = []
 
     async def worker(self, name: str, incarnation: str = "", **facts: object) -> aiohttp.ClientWebSocketResponse:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from virtualflow.assignment import assign
-from virtualflow.cluster import Cluster, Decision, Worker
-from virtualflow.messages import Cause, Generation, Member, Plan
-from virtualflow.settings import MembershipSettings
+from virtualflow.coordinator.assignment import assign
+from virtualflow.coordinator.settings import MembershipSettings
+from virtualflow.coordinator.snapshot import Cluster, Decision, Worker
+from virtualflow.protocol.messages import Cause, Generation, Member, Plan
 
 NOW = 1_000.0
 SETTINGS = MembershipSettings()

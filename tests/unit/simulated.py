@@ -1,4 +1,4 @@
-"""A job without processes and sockets: workers that follow the protocol of a session, around a real ``Job``.
+"""A job without processes and sockets: workers that follow the protocol of a session, around the real state of a job.
 
 Time stands still but for :meth:`World.pass_time`. Messages wait on both sides until they are delivered, and are lost
 with the connection. What the model knows of the numerics is who has the state of which training, and at which step.
@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from virtualflow import messages as m
-from virtualflow.job import Job
-from virtualflow.settings import MembershipSettings
+from driven import Driven
 
-NOTHING = m.Generation(0, 0)
+from virtualflow.coordinator.settings import MembershipSettings
+from virtualflow.coordinator.state import JobState
+from virtualflow.protocol import messages as m
+
 VIRTUAL_NODES = 4
 SETTINGS = MembershipSettings()
 BUILD_LIMIT = 10.0
-
-
-def holds(plan: m.Plan, incarnation: str) -> bool:
-    return any(member.incarnation == incarnation for member in plan.members)
 
 
 @dataclass
@@ -65,7 +62,7 @@ class Worker:
 
     @property
     def generation(self) -> m.Generation:
-        return self.plan.generation if self.plan is not None else NOTHING
+        return self.plan.generation if self.plan is not None else m.NO_GENERATION
 
     def say(self, message: m.FromWorker, keep: bool = False) -> None:
         if keep:
@@ -94,11 +91,11 @@ class Worker:
         )
 
 
-class World:
+class World(Driven):
     """The workers, and the coordinator that they talk to."""
 
     def __init__(self, wanted: int, minimum: int = 1, patient: bool = False) -> None:
-        self.now = 1_000.0
+        super().__init__(1_001, wanted, SETTINGS, now=1_000.0)
         self.patient = patient
         """The coordinator decides on what is said at one moment together, instead of after each message."""
         self.undecided = False
@@ -115,7 +112,7 @@ class World:
 
     def start_coordinator(self) -> None:
         self.coordinators += 1
-        self.job = Job(1_000 + self.coordinators, self.wanted, SETTINGS, self.now, 0.0, self.minimum)
+        self.state = JobState(1_000 + self.coordinators, self.wanted, SETTINGS, self.now, self.minimum)
         for worker in self.workers.values():
             self.disconnect(worker, tell=False, pause=1.0)
 
@@ -126,7 +123,7 @@ class World:
 
     def disconnect(self, worker: Worker, tell: bool = True, pause: float = 0.05) -> None:
         if worker.connected and tell:
-            self.job.disconnected(worker.incarnation)
+            self.lose_connection(worker.incarnation)
         worker.connected, worker.reconnect_at = False, self.now + pause
         worker.out.clear()
         worker.inbox.clear()
@@ -157,18 +154,16 @@ class World:
 
     def turn(self) -> None:
         self.undecided = False
-        self.job.set_time(self.now, 0.0)
-        begun = self.job.running is not None or self.job.proposed is not None
-        self.wake_at = self.job.decide()
-        founded = self.job.proposed
-        if not begun and founded is not None and self.job.running is None:
-            assert len(founded.members) >= min(self.job.minimum, VIRTUAL_NODES), "too few to begin"
+        begun = self.state.running is not None or self.state.proposed is not None
+        self.wake_at = self.decide()
+        initial = self.state.proposed
+        if not begun and initial is not None and self.state.running is None:
+            assert len(initial.members) >= min(self.state.minimum, VIRTUAL_NODES), "too few to begin"
         assert self.wake_at is None or self.wake_at > self.now, "a busy loop"
         self.send()
 
     def send(self) -> None:
-        outbox, self.job.outbox = self.job.outbox, []
-        for incarnation, message in outbox:
+        for incarnation, message in self.take_outbox():
             m.unpack_to_worker(m.pack(message))
             worker = self.workers[incarnation]
             if isinstance(message, m.Plan):
@@ -178,12 +173,12 @@ class World:
             if worker.connected and worker.alive:
                 worker.inbox.append(message)
             if isinstance(message, m.Refuse):
-                self.job.disconnected(incarnation)  # the server closes that connection, half open or not
+                self.lose_connection(incarnation)  # the server closes that connection, half open or not
 
     def check(self, plan: m.Plan) -> None:
         assert len(plan.members) <= VIRTUAL_NODES
-        carried = [node for member in plan.members for node in member.virtual_nodes]
-        assert carried == (list(range(VIRTUAL_NODES)) if plan.members else [])
+        assigned = [node for member in plan.members for node in member.virtual_nodes]
+        assert assigned == (list(range(VIRTUAL_NODES)) if plan.members else [])
         assert plan.members or plan.mode == "planned"
 
     def pass_time(self, seconds: float) -> None:
@@ -194,8 +189,7 @@ class World:
             self.now = max(soon, self.now + 1e-6)
             for worker in self.workers.values():
                 if worker.connected and worker.alive and not worker.hung and worker.over is None:
-                    self.job.set_time(self.now, 0.0)
-                    self.job.receive(worker.incarnation, m.Heartbeat())
+                    self.hear(worker.incarnation, m.Heartbeat())
             self.turn()
             for worker in list(self.workers.values()):
                 self.advance(worker)
@@ -221,10 +215,9 @@ class World:
     def connect(self, worker: Worker) -> bool:
         if worker.connected or self.now < worker.reconnect_at:
             return False
-        self.job.set_time(self.now, 0.0)
         self.send()  # what a former connection was still to be told is not for this one
         worker.connected = True
-        refusal = self.job.hello(worker.hello(self.now))
+        refusal = self.admit(worker.hello(self.now))
         if refusal is not None:
             worker.over, worker.connected = f"refused: {refusal}", False
         else:
@@ -235,8 +228,7 @@ class World:
     def deliver(self, worker: Worker) -> bool:
         if worker.out and worker.connected:
             message = m.unpack_from_worker(m.pack(worker.out.popleft()))
-            self.job.set_time(self.now, 0.0)
-            self.job.receive(worker.incarnation, message)
+            self.hear(worker.incarnation, message)
             self.turn_soon()
             return True
         if not worker.inbox:
@@ -245,7 +237,7 @@ class World:
             case m.Plan() as plan:
                 if worker.newest is None or plan.generation > worker.newest.generation:
                     worker.newest, worker.newest_at = plan, self.now
-                    if holds(plan, worker.incarnation) and plan.generation > worker.generation and worker.builds:
+                    if plan.includes(worker.incarnation) and plan.generation > worker.generation and worker.builds:
                         worker.say(m.Publish(plan.generation, "0", b"address"), keep=True)
             case m.Drain(deadline, _):
                 worker.draining, worker.deadline = True, self.now + deadline
@@ -259,7 +251,7 @@ class World:
 
     def build(self, worker: Worker) -> bool:
         plan = worker.newest
-        if plan is None or not holds(plan, worker.incarnation) or plan.generation <= worker.generation:
+        if plan is None or not plan.includes(worker.incarnation) or plan.generation <= worker.generation:
             return False
         if plan.generation in worker.prepared or plan.generation in worker.reported or not worker.builds:
             return False
@@ -307,7 +299,7 @@ class World:
             self.begin(worker, plan)
             return True
         if worker.draining and not worker.has_state:
-            self.leave(worker, NOTHING)
+            self.leave(worker, m.NO_GENERATION)
             return True
         return False
 
@@ -340,8 +332,8 @@ class World:
             lineage, step = donor.lineage, donor.step
         else:
             # One that wakes up or comes back just then was not to be known of: either this generation is withdrawn and
-            # its members are given up when they say that they are in it, or it is refused itself.
-            known = plan.generation not in self.job._withdrawn
+            # its members are declared lost when they say that they are in it, or it is refused itself.
+            known = plan.generation not in self.state.withdrawn
             alive = [x for x in self.workers.values() if x.runs and x.connected and x.has_state and not x.leaving]
             assert not (known and alive), f"began anew while {[x.name for x in alive]} had the state"
             self.lineages += 1
@@ -354,7 +346,7 @@ class World:
         return True
 
     def notice(self, worker: Worker) -> bool:
-        """A collective is void: a peer's sockets are closed, or the coordinator says so."""
+        """A collective has failed: a peer's sockets are closed, or the coordinator says so."""
         plan = worker.plan
         if plan is None or worker.awaiting or worker.agreed is not None:
             return False
@@ -374,11 +366,11 @@ class World:
         return True
 
     def switch(self, worker: Worker) -> bool:
-        """Carry out what was agreed on in the last exchange."""
+        """Carry out what was agreed on in the last step."""
         plan, worker.agreed = worker.agreed, None
         if plan is None:
             return False
-        if holds(plan, worker.incarnation):
+        if plan.includes(worker.incarnation):
             self.begin(worker, plan)
         else:
             self.leave(worker, plan.generation)
@@ -407,7 +399,7 @@ class World:
         plan = worker.newest
         if plan is None or plan.mode != "planned" or plan.generation <= worker.generation:
             return None
-        return plan if not holds(plan, worker.incarnation) or plan.generation in worker.prepared else None
+        return plan if not plan.includes(worker.incarnation) or plan.generation in worker.prepared else None
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -429,14 +421,14 @@ class World:
 
 def assert_together(world: World, living: list[Worker]) -> None:
     """All of ``living`` are in one generation, or wait for a place in it."""
-    running = world.job.running
-    assert running is not None, world.job.reason
+    running = world.state.running
+    assert running is not None, world.state.reason
     inside = [worker for worker in living if worker.plan == running]
     assert {worker.incarnation for worker in inside} == {x.incarnation for x in running.members}
     assert all(worker.synced and not worker.awaiting for worker in inside)
     assert len(inside) == min(len(living), VIRTUAL_NODES)
     assert not any(worker.draining for worker in living)
-    assert len(world.job.roster.workers) <= len(living) + 1, "the dead are remembered for ever"
+    assert len(world.state.roster.workers) <= len(living) + 1, "the dead are remembered for ever"
     before = inside[0].step
     world.settle(1.0)
     assert inside[0].step > before, "the training stands still"
@@ -447,7 +439,7 @@ def running_world(workers: int = 2) -> World:
     for number in range(workers):
         world.start_worker(f"worker-{number}").ready = True
     world.settle(5.0)
-    assert world.job.phase == "training"
+    assert world.state.phase == "training"
     return world
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from virtualflow._version import __version__
 from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError
 
 if TYPE_CHECKING:
-    from virtualflow.checkpoint import CheckpointPolicy
-    from virtualflow.entry import elastic
-    from virtualflow.evaluation import evaluate
-    from virtualflow.loop import Run
-    from virtualflow.step import Step
+    from virtualflow.state import CheckpointPolicy
+    from virtualflow.worker.entry import elastic
+    from virtualflow.worker.evaluation import evaluate
+    from virtualflow.worker.run import Run
+    from virtualflow.worker.step import Step
 
 __all__ = [
     "CheckpointPolicy",
@@ -26,17 +27,17 @@ __all__ = [
     "Run",
     "Step",
     "VirtualFlowError",
+    "__version__",
     "elastic",
     "evaluate",
 ]
-__version__ = "0.1.0"
 
 _LAZY = {
-    "CheckpointPolicy": "virtualflow.checkpoint",
-    "Run": "virtualflow.loop",
-    "Step": "virtualflow.step",
-    "elastic": "virtualflow.entry",
-    "evaluate": "virtualflow.evaluation",
+    "CheckpointPolicy": "virtualflow.state.checkpoint_writer",
+    "Run": "virtualflow.worker.run",
+    "Step": "virtualflow.worker.step",
+    "elastic": "virtualflow.worker.entry",
+    "evaluate": "virtualflow.worker.evaluation",
 }
 
 
@@ -49,6 +50,6 @@ def __getattr__(name: str) -> Any:
 
 
 if os.getpid() == 1:
-    from virtualflow.first_process import prepare_worker
+    from virtualflow._pid1 import prepare_worker
 
     prepare_worker()

@@ -2,7 +2,7 @@
 
 import sys
 
-from virtualflow.cli import main
+from virtualflow.launcher.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

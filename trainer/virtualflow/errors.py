@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 
 class VirtualFlowError(Exception):
     """Base of every error that the library raises on purpose."""
+
+    shown = False
+    """Whether the user has read it already (:func:`show`)."""
 
 
 class ConfigurationError(VirtualFlowError, ValueError):
@@ -19,7 +23,7 @@ class CoordinatorAbsent(ConfigurationError):
 
 
 class CommunicatorBroken(VirtualFlowError):
-    """A collective failed or was abandoned: the attempt is void and the next generation repeats it."""
+    """A collective failed or was abandoned: the attempt is aborted and the next generation repeats it."""
 
 
 class Leave(SystemExit):
@@ -55,19 +59,32 @@ class JobFailed(Leave):
 
 
 class Evicted(Leave):
-    """The coordinator gave this process up or refused it; it may be started again: exit code 75 (EX_TEMPFAIL)."""
+    """The coordinator declared this process lost or refused it; it may be started again: exit code 75 (EX_TEMPFAIL)."""
 
     exit_code = 75
 
 
+def show(error: VirtualFlowError) -> None:
+    """Print an error that the library raised on purpose as its sentence, once."""
+    if not error.shown:
+        print(f"virtualflow: {error}", file=sys.stderr, flush=True)
+        error.shown = True
+
+
+class _PlainErrors:
+    """The hook of :func:`show_errors_plainly`."""
+
+    def __init__(self, former: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self._former = former
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, VirtualFlowError):
+            show(error)
+        else:
+            self._former(kind, error, trace)
+
+
 def show_errors_plainly() -> None:
     """Let an error that the library raised on purpose end a script with its sentence, not with a traceback."""
-    former = sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, VirtualFlowError):
-            print(f"virtualflow: {error}", file=sys.stderr)
-        else:
-            former(kind, error, trace)
-
-    sys.excepthook = show
+    if not isinstance(sys.excepthook, _PlainErrors):
+        sys.excepthook = _PlainErrors(sys.excepthook)

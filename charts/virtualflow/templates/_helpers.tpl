@@ -85,7 +85,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- join "," $pairs -}}
 {{- end -}}
 
-{{/* What the operator may do where its jobs are. docs/security.md says why it needs each of them. */}}
+{{/* What the operator may do where its jobs are. docs/how-to/security.md says why it needs each of them. */}}
 {{- define "virtualflow.jobRules" -}}
 - apiGroups: [virtualflow.dev]
   resources: [virtualflowjobs]
@@ -104,7 +104,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
   verbs: [get, list, watch, create, patch]
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [create, delete]
+  verbs: [create]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]

@@ -109,6 +109,27 @@ class Capacity:
 
 
 @dataclass(frozen=True)
+class Shortage:
+    """Why a job can never run: what its minimum needs, and the most that it could have."""
+
+    minimum: int
+    """Workers."""
+    needed: int
+    """Units."""
+    offered: int
+    """Units."""
+    where: str
+    """Of what those are the most."""
+
+    def told(self, amount: Callable[[int], str] = "{} units".format) -> str:
+        """In words, with ``amount`` for a number of units."""
+        return (
+            f"cannot run: its minimum of {self.minimum} workers needs {amount(self.needed)} and {self.where} is "
+            f"{amount(self.offered)}; lower the minimum or raise that"
+        )
+
+
+@dataclass(frozen=True)
 class Allocation:
     """What a job gets."""
 
@@ -118,6 +139,8 @@ class Allocation:
     """Why this number, in one sentence for the job's status."""
     on_demand: int = 0
     """How many of the workers must be on on-demand nodes; the others go on spot nodes first."""
+    shortage: Shortage | None = None
+    """Why it can never run, if so."""
 
 
 Policy = Callable[[float, Sequence[Demand], Capacity, SchedulingSettings], dict[str, Allocation]]

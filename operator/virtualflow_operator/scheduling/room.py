@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
+from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Shortage
 
 Bottleneck = Literal["", "capacity", "on-demand", "namespace"]
 
@@ -79,11 +79,8 @@ def sort_out(demands: Iterable[Demand], capacity: Capacity) -> tuple[list[Demand
             "namespace": (capacity.limits.get(demand.namespace, 0), f"the limit of namespace {demand.namespace}"),
             "on-demand": (capacity.on_demand, "the on-demand capacity of the queue"),
         }.get(lack, (capacity.total, "the capacity of the queue"))
-        never[demand.name] = Allocation(
-            0,
-            f"cannot run: its minimum of {demand.minimum} workers needs {demand.minimum * demand.units} units and "
-            f"{where} is {offered} units; lower the minimum or raise that",
-        )
+        shortage = Shortage(demand.minimum, demand.minimum * demand.units, offered, where)
+        never[demand.name] = Allocation(0, shortage.told(), shortage=shortage)
     return able, never
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from virtualflow.cli import EXIT_FAILED, EXIT_USAGE, Parser, complain
 from virtualflow.errors import ConfigurationError
+from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
 from virtualflow_operator.scheduling import POLICIES, policy
-from virtualflow_operator.settings import SimulationSettings
+from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
 from virtualflow_operator.simulator.measures import Measures, measure
 from virtualflow_operator.simulator.plots import draw
 from virtualflow_operator.simulator.simulation import ResizeCost, Result, simulate
@@ -34,16 +34,15 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigurationError: the request makes no sense; one sentence says what to do.
     """
-    given = _parser().parse_args(arguments)
-    cost = _cost(given)
+    defaults = SimulationSettings()
+    given = parser(defaults).parse_args(arguments)
+    cost = _cost(given, defaults)
     trace = read(given.trace)
     if given.capacity is not None:
-        if given.capacity < 1:
-            raise ConfigurationError(f"--capacity {given.capacity}: give 1 or more units")
         trace = trace.on(given.capacity)
     chosen = {name: policy(name) for name in given.policy or POLICIES}
     results = {
-        name: simulate(trace, decide, cost, knowledge=given.knowledge, every=given.every)
+        name: simulate(trace, decide, cost, SchedulingSettings(), knowledge=given.knowledge, every=given.every)
         for name, decide in chosen.items()
     }
     measured = {name: measure(result) for name, result in results.items()}
@@ -59,12 +58,12 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_FAILED if any(result.unfinished for result in results.values()) else 0
 
 
-def _parser() -> Parser:
-    defaults = SimulationSettings()
+def parser(defaults: SimulationSettings) -> Parser:
+    """The parser of the command."""
     parser = Parser(
         prog="virtualflow simulate",
         description="Play a trace of jobs against scheduling policies, the ones that the operator runs.",
-        epilog="docs/simulator.md says what a trace looks like and what the columns of the table mean.",
+        epilog="docs/explanation/simulator.md says what a trace looks like and what the columns of the table mean.",
         allow_abbrev=False,
     )
     parser.add_argument("trace", type=Path, metavar="TRACE", help="a CSV or JSON file")
@@ -74,7 +73,16 @@ def _parser() -> Parser:
         metavar="P",
         help=f"one of {', '.join(POLICIES)}; repeatable (default: all)",
     )
-    parser.add_argument("--capacity", type=int, metavar="N", help="units, in place of the nodes of the trace")
+    parser.add_argument(
+        "--capacity",
+        metavar="N",
+        help="units, in place of the nodes of the trace",
+        type=int,
+        action=Number,
+        least=1,
+        most=sys.maxsize,
+        must="give 1 or more units",
+    )
     parser.add_argument(
         "--join",
         type=float,
@@ -99,8 +107,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _cost(given: argparse.Namespace) -> ResizeCost:
-    defaults = SimulationSettings()
+def _cost(given: argparse.Namespace, defaults: SimulationSettings) -> ResizeCost:
     if given.restart and given.pause is not None:
         raise ConfigurationError("--restart stops the whole job already; leave out --pause beside it")
     if given.restart:

@@ -31,7 +31,7 @@ def draw(results: Mapping[str, Result], directory: Path) -> list[Path]:
         from matplotlib.figure import Figure as _Figure
     except ModuleNotFoundError:
         raise ConfigurationError(
-            "the plots need matplotlib, which is not installed; run pip install matplotlib, or leave out --plots"
+            "the plots need matplotlib, not installed here; run: pip install 'virtualflow[plots]', or leave out --plots"
         ) from None
     pictures = {
         "allocation.png": _allocation(results, _Figure(figsize=(9, 2.6 * len(results)), layout="constrained")),

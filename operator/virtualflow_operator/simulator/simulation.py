@@ -95,7 +95,7 @@ class _Job:
     resumes: float = 0.0
     """No progress before that."""
     plan: int = 0
-    """Counts the expected ends: an event of an earlier one is void."""
+    """Counts the expected ends: an event of an earlier one no longer counts."""
     started: float | None = None
     queued: float = 0.0
     service: float = 0.0
@@ -129,13 +129,19 @@ def simulate(
     trace: Trace,
     policy: Policy,
     cost: ResizeCost,
-    settings: SchedulingSettings | None = None,
+    settings: SchedulingSettings,
+    *,
     knowledge: Knowledge = "all",
     every: float | None = None,
 ) -> Result:
     """Play ``trace`` against ``policy``.
 
     Args:
+        trace: the jobs and the capacity.
+        policy: decides.
+        cost: of each change.
+        settings: of the policy.
+        knowledge: of the policy, about the jobs' speeds.
         every: seconds between decisions that nothing else causes; ``None``: none of these.
 
     Raises:
@@ -146,7 +152,7 @@ def simulate(
         raise ConfigurationError(f"decide every {every:g} seconds: give 1 or more, or leave it out")
     if not any(isinstance(event, NodeEvent) for event in trace.events):
         raise ConfigurationError("there is no capacity in the trace; add rows with event=node, or give --capacity")
-    return _Simulation(trace, policy, cost, settings or SchedulingSettings(), knowledge, every).run()
+    return _Simulation(trace, policy, cost, settings, knowledge=knowledge, every=every).run()
 
 
 class PolicyError(AssertionError):
@@ -163,6 +169,7 @@ class _Simulation:
         policy: Policy,
         cost: ResizeCost,
         settings: SchedulingSettings,
+        *,
         knowledge: Knowledge,
         every: float | None,
     ) -> None:
@@ -335,15 +342,15 @@ class _Simulation:
 
     def _outcome(self, job: _Job) -> Outcome:
         return Outcome(
-            job.job,
-            job.started,
-            job.finished,
-            job.queued,
-            job.service,
-            job.resizes,
-            job.suspensions,
-            tuple(job.changes),
-            job.reason,
+            job=job.job,
+            started=job.started,
+            finished=job.finished,
+            queued=job.queued,
+            service=job.service,
+            resizes=job.resizes,
+            suspensions=job.suspensions,
+            changes=tuple(job.changes),
+            reason=job.reason,
         )
 
 

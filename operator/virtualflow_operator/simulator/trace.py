@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -201,7 +200,7 @@ def _json(path: Path, text: str) -> Iterator[tuple[str, Event]]:
     try:
         trace = msgspec.json.decode(text, type=Trace)
     except msgspec.DecodeError as error:
-        raise ConfigurationError(f"{path}: {error}; see docs/simulator.md for the format") from None
+        raise ConfigurationError(f"{path}: {error}; see docs/explanation/simulator.md for the format") from None
     for index, event in enumerate(trace.events):
         yield f"{path}, events[{index}]", event
 
@@ -224,45 +223,56 @@ def _csv(path: Path, text: str) -> Iterator[tuple[str, Event]]:
             raise ConfigurationError(f"{where}: {len(cells)} cells; give {len(columns)}, as in the first line")
         row = {column: cell.strip() for column, cell in zip(columns, cells, strict=True) if cell.strip()}
         try:
-            yield where, msgspec.convert(_typed(row), type=Event, strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigurationError(f"{where}: {_say(str(error), row)}") from None
+            yield where, _event(row)
         except ValueError as error:
             raise ConfigurationError(f"{where}: {error}") from None
 
 
-_KINDS = {"time": "a number", "weight": "a number", "on_demand": "true or false", "spot": "true or false"}
-"""What belongs into a cell; a whole number into the others that are not text."""
+_KINDS: dict[str, type[Event]] = {"job": JobEvent, "node": NodeEvent, "gone": GoneEvent}
+_CELLS = {
+    "time": "give a number",
+    "weight": "give a number",
+    "on_demand": "give true or false",
+    "spot": "give true or false",
+    "throughput": "write workers:steps per second, such as 1:2.0 4:6.5",
+}
+"""What to do about a cell that makes no sense; the others that are not text take whole numbers."""
 
 
-def _say(problem: str, row: Mapping[str, str]) -> str:
-    """What is wrong with a row, in the words of the file."""
-    event = row.get("event")
-    if "Invalid value" in problem or event is None:
-        return f"event={event or ''}: give job, node or gone"
-    named = re.search(r"field `(\w+)`", problem)
-    if named is not None and "missing" in problem:
-        return f"{named[1]} is empty; a {event} needs it"
-    if named is not None:
-        return f"{named[1]}={row[named[1]]}: a {event} has no {named[1]}; leave the cell empty"
-    cell = re.search(r"`\$\.(\w+)", problem)
-    if cell is not None and cell[1] == "throughput":
-        return f"throughput={row['throughput']}: write workers:steps per second, such as 1:2.0 4:6.5"
-    if cell is not None and cell[1] in row:
-        return f"{cell[1]}={row[cell[1]]}: give {_KINDS.get(cell[1], 'a whole number')}"
-    return problem
+def _event(row: Mapping[str, str]) -> Event:
+    """The event of a row.
+
+    Raises:
+        ValueError: it is none; the sentence is in the words of the file.
+    """
+    event = row.get("event", "")
+    kind = _KINDS.get(event)
+    if kind is None:
+        raise ValueError(f"event={event}: give job, node or gone")
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    values: dict[str, Any] = {}
+    for column, cell in row.items():
+        if column in fields:
+            values[column] = _value(column, cell, fields[column].type)
+        elif column != "event":
+            raise ValueError(f"{column}={cell}: a {event} has no {column}; leave the cell empty")
+    for name, field in fields.items():
+        if field.required and name not in values:
+            raise ValueError(f"{name} is empty; a {event} needs it")
+    return kind(**values)
 
 
-def _typed(row: Mapping[str, str]) -> dict[str, Any]:
-    typed: dict[str, Any] = dict(row)
-    if "throughput" in row:
-        pairs = [pair.partition(":") for pair in row["throughput"].split()]
-        if not all(colon for _, colon, _ in pairs):
-            raise ValueError(f"throughput={row['throughput']}: write workers:steps per second, such as 1:2.0 4:6.5")
-        typed["throughput"] = {workers: speed for workers, _, speed in pairs}
-        if len(typed["throughput"]) < len(pairs):
-            raise ValueError(f"throughput={row['throughput']}: give each number of workers once")
-    return typed
+def _value(column: str, cell: str, kind: Any) -> Any:
+    raw: object = cell
+    if column == "throughput":
+        pairs = [pair.partition(":") for pair in cell.split()]
+        raw = {workers: speed for workers, _, speed in pairs}
+        if len({workers for workers, _, _ in pairs}) < len(pairs):
+            raise ValueError(f"throughput={cell}: give each number of workers once")
+    try:
+        return msgspec.convert(raw, kind, strict=False)
+    except msgspec.ValidationError:
+        raise ValueError(f"{column}={cell}: {_CELLS.get(column, 'give a whole number')}") from None
 
 
 def write(trace: Trace, path: Path, comment: Iterable[str] = ()) -> None:

@@ -170,10 +170,6 @@ class FakeApi:
         namespace = manifest["metadata"].get("namespace", "default") if kind.namespaced else None
         return self.store.create(kind, namespace, manifest)
 
-    def withhold(self, resource: ResourceLike) -> None:
-        """Serve a resource no longer, as clusters do that are too old for it."""
-        del self.store.kinds[resource.group, resource.version, resource.plural]
-
     def add_namespace(self, name: str) -> None:
         self.store.create(kinds.NAMESPACES, None, {"metadata": {"name": name}})
 

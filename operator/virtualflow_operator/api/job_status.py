@@ -1,0 +1,165 @@
+"""``status`` of a ``VirtualFlowJob``: its types, and how it is read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from virtualflow_operator.api.job_spec import Base, Reproducibility
+
+Phase = Literal["Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed"]
+PHASES: tuple[Phase, ...] = ("Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed")
+ConditionType = Literal["Ready", "Progressing", "Degraded", "Suspended", "Allocated", "Complete", "Failed"]
+Truth = Literal["True", "False", "Unknown"]
+
+
+class Condition(Base, frozen=True):
+    """One aspect of the job, as by the API conventions."""
+
+    type: str
+    status: Truth
+    reason: str
+    message: str
+    last_transition_time: str
+    observed_generation: int = 0
+
+
+class Share(Base, frozen=True):
+    """The virtual nodes that are assigned to a worker."""
+
+    worker: str
+    virtual_nodes: str
+    """A range, such as ``0-3``."""
+    node: str = ""
+
+
+class Allocation(Base, frozen=True):
+    """What its queue has given the job."""
+
+    queue: str
+    workers: int
+    reason: str
+    since: str
+    """When it began to run, or to wait."""
+    resized_time: str
+    waited_seconds: int = 0
+    """How long the wait was that ended when it began to run."""
+
+
+class Measured(Base, frozen=True):
+    """How fast the job was with so many workers."""
+
+    workers: int
+    steps_per_second: str
+
+
+class LastChange(Base, frozen=True):
+    """The latest membership change."""
+
+    before: int = msgspec.field(name="from")
+    to: int
+    cause: str
+    reason: str
+    step: int
+    pause_milliseconds: int | None = None
+    repeated_steps: int = 0
+    generation: int = 0
+    incarnation: int = 0
+    """Of the coordinator that made the generation: together they grow for ever."""
+
+
+class Failures(Base, frozen=True):
+    """Crashes without progress in between, and what is needed to count each once."""
+
+    count: int = 0
+    """Crashes in a row without a step between them; what ``backoffLimit`` limits."""
+    streak: int = 0
+    """Crashes close to each other; what the back-off grows with."""
+    step: int = 0
+    """The step that the job had reached at the latest crash."""
+    last_time: str | None = None
+    retry_time: str | None = None
+    """No worker is started before then."""
+    message: str = ""
+    counted: tuple[str, ...] = ()
+    """Uids of the crashed pods, still present, that are counted already."""
+
+
+class JobStatus(Base, frozen=True):
+    """``status`` of a job."""
+
+    phase: Phase = "Pending"
+    conditions: tuple[Condition, ...] = ()
+    observed_generation: int = 0
+    replicas: int = 0
+    ready_replicas: int = 0
+    selector: str = ""
+    workers: str = ""
+    """Training and wanted workers, such as ``2/3``."""
+    generation: int = 0
+    virtual_nodes: int | None = None
+    reproducibility: Reproducibility | None = None
+    allocation: Allocation | None = None
+    scaling: tuple[Measured, ...] = ()
+    """The latest first."""
+    assignment: tuple[Share, ...] = ()
+    step: int | None = None
+    total_steps: int | None = None
+    epoch: int | None = None
+    loss: str | None = None
+    steps_per_second: str | None = None
+    step_milliseconds: str | None = None
+    predicted_step_milliseconds: str | None = None
+    last_change: LastChange | None = None
+    changes: int = 0
+    repeated_steps: int = 0
+    attempt: int = 0
+    failures: Failures = Failures()
+    template_hash: str | None = None
+    coordinator: str | None = None
+    scale_down_since: str | None = None
+    start_time: str | None = None
+    completion_time: str | None = None
+    digest: str | None = None
+    optimizer_digest: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job is over for good."""
+        return self.phase in ("Complete", "Failed")
+
+    def condition(self, kind: ConditionType) -> Condition | None:
+        """The condition of that type, if it was ever set."""
+        return next((condition for condition in self.conditions if condition.type == kind), None)
+
+
+def read_status(status: Mapping[str, Any] | None) -> JobStatus:
+    """Read ``status`` of a job; one that is not of the schema counts as empty: all of it can be found out again."""
+    try:
+        return msgspec.convert(status or {}, JobStatus)
+    except msgspec.ValidationError:
+        return JobStatus()
+
+
+def write_status(status: JobStatus) -> dict[str, Any]:
+    """``status`` as JSON has it."""
+    written: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(status))
+    # What people and autoscalers look at is there from the beginning, also where it has its default.
+    shown = {"phase": status.phase, "replicas": status.replicas, "readyReplicas": status.ready_replicas}
+    return written | shown | {"changes": status.changes, "repeatedSteps": status.repeated_steps}
+
+
+def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch (RFC 7386) that turns ``old`` into ``new``; empty when they are equal."""
+    patch: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            inner = merge_patch(before, value)
+            if inner:
+                patch[key] = inner
+        elif key not in old or before != value:
+            patch[key] = value
+    return patch

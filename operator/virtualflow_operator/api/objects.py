@@ -1,0 +1,313 @@
+"""What the reconciler knows of the cluster, as plain values read from raw objects.
+
+Objects come as JSON from the API server; of a pod's three hundred fields, a decision needs two dozen. Times are Unix
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+
+from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.termination_message import TerminationMessage, decode_termination_message
+from virtualflow_operator.api.job_spec import JobSpec, Object, read_spec
+from virtualflow_operator.api.job_status import JobStatus, read_status
+from virtualflow_operator.api.quantities import Requests, pod_requests
+from virtualflow_operator.constants import (
+    ANNOTATION_CONTAINER,
+    ANNOTATION_TEMPLATE,
+    COORDINATOR,
+    GROUP,
+    KIND,
+    LABEL_ATTEMPT,
+    LABEL_CAPACITY,
+    LABEL_GROUP,
+    LABEL_ORDINAL,
+    LABEL_ROLE,
+    WORKER,
+)
+
+
+def parse_time(text: str | None) -> float | None:
+    """Unix seconds of a Kubernetes timestamp; ``None`` for none or for what is no time."""
+    if not text:
+        return None
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def format_time(seconds: float) -> str:
+    """The Kubernetes timestamp of Unix seconds."""
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a worker's container ended."""
+
+    code: int
+    reason: str
+    message: str
+    last_word: TerminationMessage | None
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod of a job."""
+
+    name: str
+    uid: str
+    owner: str
+    """Uid of the job that controls it."""
+    role: str
+    group: str = ""
+    ordinal: int = 0
+    ground: str = ""
+    """``on-demand`` or ``spot``, where its job tells them apart."""
+    attempt: int = 0
+    template: str = ""
+    """Hash of the template that it was made from."""
+    node: str = ""
+    ip: str = ""
+    phase: str = "Pending"
+    created: float = 0.0
+    deleting_at: float | None = None
+    """When the kubelet will kill it; set for a pod that is being deleted."""
+    reason: str = ""
+    disrupted: str = ""
+    """Why the cluster takes it away, by its DisruptionTarget condition."""
+    unschedulable: str = ""
+    """What the scheduler says, if it finds no place."""
+    unschedulable_since: float | None = None
+    waiting: str = ""
+    """Why its container does not start."""
+    lacks_config: bool = False
+    """Whether that is because a Secret or ConfigMap that it names is not there."""
+    requests: Requests = ()
+    finished_at: float | None = None
+    exit: Exit | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether its processes have ended for good."""
+        return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def terminating(self) -> bool:
+        """Whether it is being deleted."""
+        return self.deleting_at is not None
+
+    @property
+    def live(self) -> bool:
+        """Whether it runs or may yet run, and nobody has asked it to go."""
+        return not (self.finished or self.terminating)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node, as far as the pods on it are concerned."""
+
+    name: str
+    gone: bool = False
+    """It does not exist any more."""
+    ready: bool = True
+    shutting_down: bool = False
+    cordoned: bool = False
+    taints: tuple[str, ...] = ()
+    """Keys of its taints that keep pods away or evict them."""
+    allocatable: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ForeignPod:
+    """A pod that is no job's, as far as it takes something of its node."""
+
+    node: str
+    requests: Requests
+
+
+@dataclass(frozen=True)
+class Service:
+    """The service before a job's coordinator."""
+
+    address: str
+    ordinal: int | None
+    """The coordinator that it leads to."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The operator's connection to a job's coordinator."""
+
+    pod: str
+    """Uid of the coordinator's pod."""
+    connected: bool
+    since: float
+    """Since when it is connected, or not."""
+    status: Status | None = None
+    refused: str = ""
+    """Why the coordinator does not talk to this operator."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A ``VirtualFlowJob``."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    spec: JobSpec
+    status: JobStatus
+    raw: Object
+    """The whole object."""
+    fault: str = ""
+    """What is wrong with the structure of ``spec``, if it cannot be read."""
+
+
+def read_job(body: Object) -> Job:
+    """Read a job; one with a spec that cannot be read bears the reason in ``fault``."""
+    metadata, fault = body["metadata"], ""
+    try:
+        spec = read_spec(body.get("spec") or {})
+    except msgspec.ValidationError as error:
+        spec, fault = _unreadable(body), f"spec cannot be read: {error}; correct it."
+    return Job(
+        metadata["namespace"],
+        metadata["name"],
+        metadata["uid"],
+        metadata.get("generation", 0),
+        spec,
+        read_status(body.get("status")),
+        body,
+        fault,
+    )
+
+
+def _unreadable(body: Object) -> JobSpec:
+    """A specification that nothing is done about; whose job it is counts nevertheless."""
+    spec = body.get("spec")
+    manager = spec.get("managedBy") if isinstance(spec, Mapping) else None
+    return JobSpec(worker_groups=(), managed_by=manager if isinstance(manager, str) else None)
+
+
+def read_pod(body: Object) -> Pod:
+    """Read a pod."""
+    metadata, status = body["metadata"], body.get("status") or {}
+    labels: Mapping[str, str] = metadata.get("labels") or {}
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
+    scheduled, target = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
+    homeless = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
+    owner: Mapping[str, Any] = next((ref for ref in metadata.get("ownerReferences") or [] if _is_job(ref)), {})
+    states = _container_states(body)
+    ended = next((state["terminated"] for state in states if "terminated" in state), None)
+    waits: Mapping[str, Any] = next((state["waiting"] for state in states if "waiting" in state), {})
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        owner=owner.get("uid", ""),
+        role=COORDINATOR if labels.get(LABEL_ROLE) == COORDINATOR else WORKER,
+        group=labels.get(LABEL_GROUP, ""),
+        ordinal=_number(labels.get(LABEL_ORDINAL)),
+        ground=labels.get(LABEL_CAPACITY, ""),
+        attempt=_number(labels.get(LABEL_ATTEMPT)),
+        template=(metadata.get("annotations") or {}).get(ANNOTATION_TEMPLATE, ""),
+        node=(body.get("spec") or {}).get("nodeName") or "",
+        ip=status.get("podIP") or "",
+        phase=_phase(body, ended),
+        created=parse_time(metadata.get("creationTimestamp")) or 0.0,
+        deleting_at=parse_time(metadata.get("deletionTimestamp")),
+        reason=status.get("reason") or "",
+        disrupted=_sentence(target) if target.get("status") == "True" else "",
+        unschedulable=scheduled.get("message") or "no node fits" if homeless else "",
+        unschedulable_since=parse_time(scheduled.get("lastTransitionTime")) if homeless else None,
+        waiting="" if waits.get("reason") in (None, "ContainerCreating", "PodInitializing") else _sentence(waits),
+        lacks_config=waits.get("reason") == "CreateContainerConfigError",
+        requests=pod_requests(body.get("spec")),
+        finished_at=parse_time((ended or {}).get("finishedAt")),
+        exit=None if ended is None else _exit(ended),
+    )
+
+
+def _is_job(ref: Mapping[str, Any]) -> bool:
+    """Whether an owner reference says that a job controls the object."""
+    group = str(ref.get("apiVersion") or "").partition("/")[0]
+    return bool(ref.get("controller")) and ref.get("kind") == KIND and group == GROUP
+
+
+def _phase(body: Object, ended: Mapping[str, Any] | None) -> str:
+    """The pod's phase; beside sidecars that run on, a worker is over when the container that trains is."""
+    phase: str = (body.get("status") or {}).get("phase") or "Pending"
+    if phase == "Running" and ended is not None and (body.get("spec") or {}).get("restartPolicy") == "Never":
+        return "Failed" if ended.get("exitCode") else "Succeeded"
+    return phase
+
+
+def _container_states(body: Object) -> list[Mapping[str, Any]]:
+    """States of the container that trains, and of init containers that failed or cannot start."""
+    status = body.get("status") or {}
+    containers = (body.get("spec") or {}).get("containers") or [{}]
+    # A mesh may put its proxy first; what we made says which container is ours.
+    marked = (body["metadata"].get("annotations") or {}).get(ANNOTATION_CONTAINER)
+    trains = marked or containers[0].get("name")
+    states = [c.get("state") or {} for c in status.get("containerStatuses") or [] if c.get("name") == trains]
+    for container in status.get("initContainerStatuses") or []:
+        state = container.get("state") or {}
+        if "waiting" in state or (state.get("terminated") or {}).get("exitCode"):
+            states.append(state)
+    return states
+
+
+def read_foreign_pod(body: Object) -> ForeignPod:
+    """Read a pod of others; one that has ended, or has no node yet, takes nothing."""
+    node = (body.get("spec") or {}).get("nodeName") or ""
+    ended = (body.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    return ForeignPod("", ()) if ended or not node else ForeignPod(node, pod_requests(body.get("spec")))
+
+
+def _exit(ended: Mapping[str, Any]) -> Exit:
+    message = ended.get("message") or ""
+    return Exit(ended.get("exitCode", 0), ended.get("reason") or "", message, decode_termination_message(message))
+
+
+def _sentence(state: Mapping[str, Any]) -> str:
+    return ": ".join(part for part in (state.get("reason"), state.get("message")) if part)
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0
+
+
+def read_node(body: Object) -> Node:
+    """Read a node."""
+    spec, status = body.get("spec") or {}, body.get("status") or {}
+    ready: Mapping[str, Any] = next((c for c in status.get("conditions") or [] if c.get("type") == "Ready"), {})
+    taints = tuple(taint["key"] for taint in spec.get("taints") or [] if taint.get("effect") != "PreferNoSchedule")
+    return Node(
+        name=body["metadata"]["name"],
+        ready=ready.get("status", "True") == "True",
+        shutting_down=ready.get("status") == "False" and "shutting down" in (ready.get("message") or ""),
+        cordoned=bool(spec.get("unschedulable")),
+        taints=taints,
+        allocatable=status.get("allocatable") or {},
+        labels=body["metadata"].get("labels") or {},
+    )
+
+
+def read_service(body: Object) -> Service:
+    """Read the service before a coordinator."""
+    spec = body.get("spec") or {}
+    ordinal = (spec.get("selector") or {}).get(LABEL_ORDINAL)
+    return Service(spec.get("clusterIP") or "", int(ordinal) if ordinal and ordinal.isdigit() else None)
+
+
+Standing = Literal["absent", "starting", "ready", "training", "draining", "silent", "done"]
+"""How the coordinator sees a pod's worker."""

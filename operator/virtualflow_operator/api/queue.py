@@ -1,0 +1,155 @@
+"""A ``VirtualFlowQueue`` as the operator reads and writes it: typed, with the defaults of the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from virtualflow_operator.api.job_spec import Base, Object
+from virtualflow_operator.api.job_status import Condition
+from virtualflow_operator.constants import MANAGER
+
+DEFAULT_POLICY = "WeightedFairShare"
+MAX_ALLOCATIONS = 100
+"""Jobs that a queue's status lists: a summary, as the whole would grow with every job."""
+
+
+SelectorOperator = Literal["In", "NotIn", "Exists", "DoesNotExist"]
+
+
+class Demand(Base, frozen=True):
+    """One of a label selector's ``matchExpressions``."""
+
+    key: str
+    operator: SelectorOperator
+    values: tuple[str, ...] = ()
+
+    def met_by(self, labels: Mapping[str, str]) -> bool:
+        """Whether an object with these labels meets it; as in Kubernetes, ``NotIn`` holds for a missing label."""
+        if self.operator == "Exists":
+            return self.key in labels
+        if self.operator == "DoesNotExist":
+            return self.key not in labels
+        return (labels.get(self.key) in self.values) == (self.operator == "In")
+
+
+class Selector(Base, frozen=True):
+    """A label selector; an empty one selects everything."""
+
+    match_labels: dict[str, str] = msgspec.field(default_factory=dict)
+    match_expressions: tuple[Demand, ...] = ()
+
+    @property
+    def demands(self) -> tuple[Demand, ...]:
+        """All that it demands, in one form."""
+        equal = (Demand(key, "In", (value,)) for key, value in sorted(self.match_labels.items()))
+        return (*equal, *self.match_expressions)
+
+    def selects(self, labels: Mapping[str, str]) -> bool:
+        """Whether it selects an object with these labels."""
+        return all(demand.met_by(labels) for demand in self.demands)
+
+
+class Limit(Base, frozen=True):
+    """The most that a namespace's jobs have together."""
+
+    namespace: str
+    capacity: int
+
+
+class QueueSpec(Base, frozen=True):
+    """``spec`` of a queue."""
+
+    node_selector: Selector | None = None
+    resource: str | None = None
+    capacity: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    spot_selector: Selector | None = None
+    policy: str = DEFAULT_POLICY
+    limits: tuple[Limit, ...] = ()
+
+
+class CapacityStatus(Base, frozen=True):
+    """What there is to share, in units of the resource."""
+
+    total: str
+    on_demand: str
+    spot: str
+    used_by_others: str
+    allocated: str
+    nodes: int
+
+
+class JobCounts(Base, frozen=True, omit_defaults=False):
+    """Jobs in the queue."""
+
+    running: int = 0
+    waiting: int = 0
+
+
+class Given(Base, frozen=True):
+    """One job's part."""
+
+    namespace: str
+    name: str
+    workers: int
+
+
+class QueueStatus(Base, frozen=True):
+    """``status`` of a queue."""
+
+    conditions: tuple[Condition, ...] = ()
+    observed_generation: int = 0
+    capacity: CapacityStatus | None = None
+    jobs: JobCounts = JobCounts()
+    allocations: tuple[Given, ...] = ()
+
+    @property
+    def ready(self) -> Condition | None:
+        """Its only condition."""
+        return next((condition for condition in self.conditions if condition.type == "Ready"), None)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A ``VirtualFlowQueue``."""
+
+    name: str
+    uid: str
+    generation: int
+    spec: QueueSpec
+    status: QueueStatus
+    raw: Object
+    fault: str = ""
+    """What is wrong with the structure of ``spec``, if it cannot be read."""
+
+
+def read_queue(body: Object) -> Queue:
+    """Read a queue; one with a spec that cannot be read bears the reason in ``fault``."""
+    metadata, fault = body["metadata"], ""
+    try:
+        spec = msgspec.convert(body.get("spec") or {}, QueueSpec)
+    except msgspec.ValidationError as error:
+        spec, fault = QueueSpec(), f"spec cannot be read: {error}; correct it."
+    try:
+        status = msgspec.convert(body.get("status") or {}, QueueStatus)
+    except msgspec.ValidationError:
+        status = QueueStatus()  # all of it can be found out again
+    return Queue(metadata["name"], metadata.get("uid") or "", metadata.get("generation", 0), spec, status, body, fault)
+
+
+def write_queue_status(status: QueueStatus) -> dict[str, Any]:
+    """``status`` as JSON has it."""
+    written: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(status))
+    return written | {"jobs": {"running": status.jobs.running, "waiting": status.jobs.waiting}}
+
+
+def queue_of(body: Object) -> str | None:
+    """The queue that a job names, if it is this operator's."""
+    spec = body.get("spec")
+    if not isinstance(spec, Mapping) or spec.get("managedBy") not in (None, "", MANAGER):
+        return None
+    name = spec.get("queue")
+    return name if isinstance(name, str) and name else None

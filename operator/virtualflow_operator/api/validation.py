@@ -1,0 +1,152 @@
+"""What no schema says of a job: what the operator builds upon in parts that the CustomResourceDefinition leaves open.
+
+Types, ranges and rules of the schema are the API server's to check, and what else is in a pod is checked by a dry run.
+An object of an older schema may break any of them: what cannot be read is a fault of the object, never an error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from virtualflow.protocol.settings import (
+    ENV_ADDRESS,
+    ENV_CHECKPOINT_DIR,
+    ENV_COORDINATOR,
+    ENV_PROFILE,
+    ENV_REPRODUCIBILITY,
+    ENV_TERMINATION_LOG,
+    ENV_TOKEN,
+    ENV_VIRTUAL_NODES,
+    ENV_WORKER,
+)
+from virtualflow_operator.api.job_spec import JobSpec, Object, without_nulls
+from virtualflow_operator.constants import CHECKPOINT_VOLUME
+
+OPERATOR_VARIABLES: Final = (
+    ENV_COORDINATOR,
+    ENV_TOKEN,
+    ENV_WORKER,
+    ENV_ADDRESS,
+    ENV_VIRTUAL_NODES,
+    ENV_CHECKPOINT_DIR.removesuffix("_DIR"),
+    ENV_REPRODUCIBILITY.removesuffix("DUCIBILITY"),
+    ENV_TERMINATION_LOG.removesuffix("_LOG"),
+    ENV_PROFILE,
+)
+"""Environment variables whose names begin like this are the operator's to set; a rule of the schema says the same."""
+
+MAX_TEMPLATE: Final = 262_144
+"""Characters of a pod template or volume as JSON; the API server refuses much larger pods anyway."""
+
+MAX_DEPTH: Final = 64
+"""Levels of lists and mappings in a pod template or volume; a pod's own fields need about 15."""
+
+
+class _Part(msgspec.Struct, rename="camel"):
+    """A part of a pod template that the operator reads or adds to; all else in it goes through untouched."""
+
+
+class _Named(_Part):
+    name: str = ""
+
+
+class _Container(_Part):
+    env: list[_Named] = []
+    volume_mounts: list[Object] = []
+
+
+class _Pod(_Part):
+    containers: list[_Container] = []
+    init_containers: list[Object] = []
+    volumes: list[_Named] = []
+    restart_policy: str | None = None
+
+
+class _Metadata(_Part):
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class _CoordinatorTemplate(_Part):
+    spec: _Pod = msgspec.field(default_factory=_Pod)
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+
+
+class _WorkerPod(_Pod):
+    containers: Annotated[list[_Container], msgspec.Meta(min_length=1)]
+
+
+class _WorkerTemplate(_Part):
+    spec: _WorkerPod
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+
+
+def find_problems(spec: JobSpec) -> list[str]:
+    """What is wrong with a job that could be read, a sentence each, in the order of the fields; empty: nothing is."""
+    counts = {
+        "virtualNodes": spec.virtual_nodes,
+        "replicas": spec.replicas,
+        "minReplicas": spec.min_replicas,
+        "maxReplicas": spec.max_replicas,
+        "weight": spec.weight,
+    }
+    problems = [
+        f"{key} must be at least 1; correct it." for key, value in counts.items() if value is not None and value < 1
+    ]
+    for index, group in enumerate(spec.worker_groups):
+        problems += _template_problems(group.template, f"workerGroups[{index}].template", _WorkerTemplate)
+    place = "coordinator.template"
+    problems += _template_problems(spec.coordinator.template, place, _CoordinatorTemplate)
+    if spec.checkpoint is not None and (problem := _too_large(spec.checkpoint.volume, "checkpoint.volume")) is not None:
+        problems.append(problem)
+    return problems
+
+
+def _template_problems(
+    template: Object, place: str, kind: type[_WorkerTemplate | _CoordinatorTemplate]
+) -> Iterator[str]:
+    if (problem := _too_large(template, place)) is not None:
+        yield problem
+        return
+    try:
+        read = msgspec.convert(without_nulls(template), kind)
+    except msgspec.ValidationError as error:
+        yield f"{place} cannot be read: {error}; correct it."
+        return
+    if read.spec.restart_policy not in (None, "Never") or (kind is _CoordinatorTemplate and read.spec.restart_policy):
+        yield f"{place}.spec.restartPolicy is the operator's to choose; remove it."
+    if any(volume.name == CHECKPOINT_VOLUME for volume in read.spec.volumes):
+        yield f"{place}.spec.volumes: The volume {CHECKPOINT_VOLUME} is the operator's; choose another name."
+    for number, container in enumerate(read.spec.containers):
+        for index, variable in enumerate(container.env):
+            if variable.name.startswith(OPERATOR_VARIABLES):
+                at = f"{place}.spec.containers[{number}].env[{index}].name"
+                yield f"{at}: The operator sets this environment variable; remove it from the template."
+
+
+def _too_large(value: object, place: str) -> str | None:
+    """Say when ``value`` is larger or deeper than any real pod; whoever walks through it later may then recurse."""
+    size, level, current = 2, 0, [value]
+    while current:
+        below: list[Any] = []
+        for item in current:
+            if isinstance(item, str):
+                size += len(item)
+            elif isinstance(item, Mapping):
+                size += sum(len(key) + 4 for key in item if isinstance(key, str))
+                below += item.values()
+            elif isinstance(item, list | tuple):
+                below += item
+            if size + 2 * len(below) > MAX_TEMPLATE:
+                break  # enough is known, and the rest may be a million entries
+        size += 2 * len(below)
+        level += 1
+        if size > MAX_TEMPLATE:
+            return f"{place} is larger than {MAX_TEMPLATE} characters; move large values into a ConfigMap."
+        if below and level >= MAX_DEPTH:
+            return f"{place} is nested deeper than {MAX_DEPTH} levels; simplify it."
+        current = below
+    return None

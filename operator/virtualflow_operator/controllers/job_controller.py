@@ -1,0 +1,384 @@
+"""Carries out what the reconciler decides, one job at a time: calls, pods, status, events, in that order.
+
+Everything may fail or be done twice. An error of the API server leaves the rest of the plan for the next try, which
+begins from what is true then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from virtualflow_operator.api import Job, JobStatus, Pod, merge_patch, read_job, write_status
+from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
+from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
+from virtualflow_operator.controllers.provisioner import Provisioner, Refusal, ignoring
+from virtualflow_operator.controllers.queue_controller import QueueController
+from virtualflow_operator.controllers.workqueue import RetryLater
+from virtualflow_operator.jobs import (
+    CheckTemplates,
+    CreatePod,
+    CreateService,
+    DeleteJob,
+    DeletePod,
+    Plan,
+    PointService,
+    Scene,
+    TellDrain,
+    TellGone,
+    Verdict,
+    manifests,
+    reconcile,
+)
+from virtualflow_operator.k8s import (
+    JOBS,
+    PODS,
+    SERVICES,
+    ApiError,
+    Conflict,
+    EventRecorder,
+    Key,
+    KubeApi,
+    NotFound,
+    Store,
+)
+from virtualflow_operator.observability import JobSample, Metrics, job_context
+from virtualflow_operator.settings import OperatorSettings
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "service"
+_KINDS = (SERVICE, COORDINATOR, WORKER)
+_IDENTITY = ("uid", "generation", "deletionTimestamp")
+"""What of a job's metadata says that it is the same and wants the same."""
+_CALL_AGAIN = 1.0
+"""Seconds until a coordinator is told again what it could not be told."""
+_SETTLE = 0.05
+"""Seconds between two reconciliations of a job that follow from one another."""
+
+
+@dataclass
+class _Memory:
+    """What is remembered of a job between two reconciliations, and may be lost."""
+
+    uid: str
+    verdict: Verdict | None = None
+    refusals: dict[str, Refusal] = field(default_factory=lambda: {kind: Refusal() for kind in _KINDS})
+    """By what was refused: the service, the coordinator, workers."""
+    lost_at: float | None = None
+    """Since when (monotonic) a loss is known that nobody has recovered from."""
+
+    @property
+    def trouble(self) -> str:
+        """What the API server refuses, in words."""
+        return next((refusal.reason for refusal in self.refusals.values() if refusal.reason), "")
+
+
+class JobController:
+    """The operator's work on jobs; ``process`` is what the work-queue runs.
+
+    Args:
+        api: the API server.
+        store: what the watches have told.
+        links: the connections to the coordinators.
+        events: the recorder.
+        metrics: what is counted.
+        key: the operator's, from which the jobs' tokens are derived.
+        settings: the operator's.
+        queue_controller: says what queues have given jobs.
+    """
+
+    def __init__(
+        self,
+        *,
+        api: KubeApi,
+        store: Store,
+        links: CoordinatorLinks,
+        events: EventRecorder,
+        metrics: Metrics,
+        key: bytes,
+        settings: OperatorSettings,
+        queue_controller: QueueController,
+    ) -> None:
+        self._api, self._store, self._links = api, store, links
+        self._queue_controller = queue_controller
+        self._events, self._metrics, self._key, self._settings = events, metrics, key, settings
+        self._provisioner = Provisioner(api, store, metrics, key, settings)
+        self._memories: dict[Key, _Memory] = {}
+        self.touched: dict[Key, float] = {}
+        """When (monotonic) the oldest news came that a job was not reconciled for."""
+
+    async def process(self, key: Key) -> float | None:
+        """Reconcile a job; in how many seconds to do it again, if so.
+
+        Raises:
+            ApiError: the API server could not be asked; the queue tries again.
+            RetryLater: something had changed meanwhile.
+        """
+        with job_context(*key):
+            touched = self.touched.pop(key, None)
+            body = self._store.job(key)
+            if body is None:
+                return await self._bury(key)
+            job = read_job(body)
+            if job.spec.managed_by not in (None, "", MANAGER):
+                return None  # another controller's
+            if body["metadata"].get("deletionTimestamp"):
+                if not await self._dismiss(key, [pod for pod in self._store.pods_of(key) if pod.owner == job.uid]):
+                    self._links.drop(key)
+                return None
+            return await self._reconcile(key, job, touched)
+
+    async def _reconcile(self, key: Key, job: Job, touched: float | None) -> float | None:
+        memory = self._memories.get(key)
+        if memory is None or memory.uid != job.uid:
+            memory = self._memories[key] = _Memory(job.uid)
+        await self._clear_predecessor(key, job)
+        self._follow(key, job)
+        queue = self._store.queue(job.spec.queue) if job.spec.queue else None
+        scene = Scene(
+            job=job,
+            pods=self._store.pods_of(key),
+            former=self._store.former_of(key),
+            service=self._store.service_of(key, manifests.coordinator_name(job)),
+            nodes=self._store.node_map(),
+            link=self._links.view(key),
+            verdict=memory.verdict,
+            trouble=memory.trouble,
+            grant=self._queue_controller.grant(key, job),
+            queue=queue.spec if queue is not None else None,
+        )
+        now = time.time()
+        plan = reconcile(scene, now, self._settings)
+        again = await self._tell(key, plan, memory, touched)
+        failure: ApiError | None = None
+        try:
+            acted = await self._act(key, job, plan, memory)
+            again = acted if acted is not None else again
+        except ApiError as error:
+            failure = error  # what is known is written down all the same
+        written = await self._write_status(key, job, plan)
+        if written:
+            self._queue_controller.note_status(job, plan.status)
+        for event in plan.events:
+            await self._events.record(job.raw, "Warning" if event.warning else "Normal", event.reason, event.message)
+        self._measure(key, plan, memory)
+        if failure is not None:
+            raise failure
+        if again is not None:
+            return again
+        retries = [refusal.retry_at for refusal in memory.refusals.values() if refusal.reason]
+        wakes = [wake for wake in (plan.wake_at, *retries) if wake is not None]
+        if written:
+            # Some of what is decided waits until it is written down; mostly there is nothing more to do.
+            wakes.append(now + _SETTLE)
+        return max(_SETTLE, min(wakes) - time.time()) if wakes else None
+
+    def _follow(self, key: Key, job: Job) -> None:
+        """Keep the connection to the coordinator that the status names."""
+        name = job.status.coordinator
+        pods = self._store.pods_of(key)
+        coordinator = next((p for p in pods if p.name == name and p.owner == job.uid and p.live), None)
+        if job.status.finished and coordinator is None:
+            self._links.drop(key)
+        elif name is not None:
+            known = self._links.view(key)
+            if coordinator is None and known is not None and any(p.uid == known.pod for p in pods):
+                return  # it is ending, and may still say how the training did
+            self._links.follow(key, job.uid, coordinator)
+        else:
+            self._links.drop(key)
+
+    async def _tell(self, key: Key, plan: Plan, memory: _Memory, touched: float | None) -> float | None:
+        """Make the calls to the coordinator; in how many seconds to try again, if it was not to be reached."""
+        for call in plan.calls:
+            outcome = await self._links.send(key, call)
+            if isinstance(call, TellDrain | TellGone):
+                logger.info("%s: %s", call.workers if isinstance(call, TellDrain) else call.worker, call.reason)
+                if outcome == "ok" and touched is not None:
+                    self._metrics.loss_told(time.monotonic() - touched)
+            if isinstance(call, TellGone) and call.trained:
+                memory.lost_at = touched if touched is not None else time.monotonic()
+            if outcome == "unreachable":
+                return _CALL_AGAIN  # the others would fare no better
+        return None
+
+    # --- the API server ----------------------------------------------------------------------------------------------
+
+    async def _act(self, key: Key, job: Job, plan: Plan, memory: _Memory) -> float | None:
+        """Carry out the actions; in how many seconds to reconcile again, if that is needed."""
+        again: float | None = None
+        answers = dict.fromkeys(_KINDS, "")
+        making = [action for action in plan.actions if isinstance(action, CreateService | CreatePod)]
+        kinds = {SERVICE if isinstance(action, CreateService) else action.role for action in making}
+        if self._store.loses(key) and any(time.time() >= memory.refusals[kind].retry_at for kind in kinds):
+            await self._confirm(key, job)
+        missing = any(pod.lacks_config for pod in self._store.pods_of(key))
+        if missing or (self._settings.network_policies and job.status.coordinator and not job.status.finished):
+            await self._provisioner.support(job, missing=missing)
+        for action in plan.actions:
+            match action:
+                case CheckTemplates():
+                    memory.verdict = await self._provisioner.check(job, action)
+                    again = 0.0
+                case CreateService(manifest):
+                    if time.time() < memory.refusals[SERVICE].retry_at:
+                        answers[SERVICE] = memory.refusals[SERVICE].reason
+                        continue
+                    answers[SERVICE] = await self._provisioner.service(job, manifest)
+                    memory.refusals[SERVICE].note(answers[SERVICE], self._settings.crashes.backoff_most)
+                    again = 0.0
+                case PointService(name, selector):
+                    body = await self._api.patch(SERVICES, job.namespace, name, {"spec": {"selector": selector}})
+                    self._store.services.put(body)
+                case DeletePod():
+                    await self._delete_pod(key, job.namespace, action)
+                case DeleteJob():
+                    logger.info("deleting the job: it was over for ttlSecondsAfterFinished")
+                    await ignoring(self._api.delete(JOBS, job.namespace, job.name, uid=job.uid), NotFound, Conflict)
+                case CreatePod():
+                    pass  # together, below
+        for role in (COORDINATOR, WORKER):  # the coordinator first: a quota's last place is not for a worker
+            creations = [a for a in plan.actions if isinstance(a, CreatePod) and a.role == role]
+            refusal = memory.refusals[role]
+            if not creations:
+                continue
+            if time.time() < refusal.retry_at:
+                answers[role] = refusal.reason
+                break
+            answers[role] = await self._provisioner.pods(key, job, creations)
+            refusal.note(answers[role], self._settings.crashes.backoff_most)
+            again = 0.0 if answers[role] else again
+            if answers[role]:
+                break
+        for kind, reason in answers.items():
+            if not reason and memory.refusals[kind].reason:
+                memory.refusals[kind].note("", 0.0)  # nothing more is wanted of that kind, or it was granted
+                again = 0.0
+        return again
+
+    async def _confirm(self, key: Key, job: Job) -> None:
+        """Ask whether the job is still wanted as it was: what goes because its job does must not be made anew.
+
+        The watches of jobs and of pods are two, and that of the pods may be the faster one.
+
+        Raises:
+            RetryLater: it is deleted, or another by now.
+        """
+        await self._reread(key)
+        metadata = (self._store.job(key) or {}).get("metadata") or {}
+        if any(metadata.get(name) != job.raw["metadata"].get(name) for name in _IDENTITY):
+            raise RetryLater(0.0, "the job has changed or is deleted meanwhile")
+
+    async def _delete_pod(self, key: Key, namespace: str, action: DeletePod) -> None:
+        pod = next((p for p in self._store.pods_of(key) if p.uid == action.uid), None)
+        if pod is None or pod.terminating:
+            return
+        logger.info("deleting the pod %s: %s", action.name, action.reason)
+        grace = None if action.grace is None else int(action.grace)
+        try:
+            rest = await self._api.delete(PODS, namespace, action.name, uid=action.uid, grace_seconds=grace)
+            if (rest.get("metadata") or {}).get("deletionTimestamp"):
+                self._store.put_pod(rest)  # before another decision is made from what was
+        except (NotFound, Conflict):
+            self._store.remove_pod(namespace, action.name, action.uid)
+        self._metrics.pod_deleted(action.cause)
+
+    async def _write_status(self, key: Key, job: Job, plan: Plan) -> bool:
+        """Write the status if it differs, on top of the version that the decision was made from; whether it did."""
+        old = job.raw.get("status") or {}
+        patch = merge_patch(old, write_status(plan.status))
+        if not patch:
+            return False
+        version = job.raw["metadata"].get("resourceVersion")
+        body = {"metadata": {"resourceVersion": version}, "status": patch}
+        try:
+            written = await self._api.patch(JOBS, job.namespace, job.name, body, "status")
+        except Conflict:
+            await self._reread(key)
+            raise RetryLater(0.02, "the job has changed meanwhile") from None
+        except NotFound:
+            self._store.jobs.remove(job.namespace, job.name, job.uid)
+            raise RetryLater(0.0, "the job is deleted") from None
+        self._store.jobs.put(written)
+        if written["metadata"].get("resourceVersion") == version:
+            # The schema in the cluster is older and drops what is new: nothing to settle, and no reason to hurry.
+            logger.warning("the API server does not keep %s of the status; upgrade the CRD", ", ".join(sorted(patch)))
+            return False
+        return True
+
+    async def _reread(self, key: Key) -> None:
+        try:
+            self._store.jobs.put(await self._api.get(JOBS, *key))
+        except NotFound:
+            self._store.jobs.remove(*key)
+
+    # --- jobs that are no more ---------------------------------------------------------------------------------------
+
+    async def _bury(self, key: Key) -> float | None:
+        """A job was deleted: its pods go by themselves, but need not train until their grace is over."""
+        pods = self._store.pods_of(key)
+        if pods:
+            try:
+                self._store.jobs.put(await self._api.get(JOBS, *key))
+                return 0.0  # it is there after all
+            except NotFound:
+                if await self._dismiss(key, [pod for pod in pods if pod.owner]):
+                    return None  # the end of a pod or of the coordinator wakes it again
+        self._links.drop(key)
+        memory = self._memories.pop(key, None)
+        if memory is not None:
+            self._provisioner.forget(memory.uid)
+        self._metrics.forget_job(*key)
+        self._store.forget_job(key)
+        return None
+
+    async def _dismiss(self, key: Key, pods: list[Pod]) -> bool:
+        """End the pods of a deleted job; whether its workers are leaving together, for which they need the coordinator.
+
+        The garbage collector deletes the coordinator as well, and may be faster: then each waits for its grace alone.
+        """
+        working = any(pod.role == WORKER and not pod.finished for pod in pods)
+        leaving = working and await self._links.stop(key, "the job is deleted")
+        await self._end(key, [pod for pod in pods if not (leaving and pod.role == COORDINATOR)])
+        return leaving
+
+    async def _clear_predecessor(self, key: Key, job: Job) -> None:
+        """Pods of an earlier job of this name stand in the way of this one's."""
+        former = [pod for pod in self._store.pods_of(key) if pod.owner and pod.owner != job.uid]
+        await self._end(key, former)
+
+    async def _end(self, key: Key, pods: list[Pod]) -> None:
+        grace = int(self._settings.orphan_grace)
+        for pod in pods:
+            if pod.deleting_at is not None and pod.deleting_at <= time.time() + grace + 1:
+                continue
+            logger.info("deleting the pod %s: its job is deleted", pod.name)
+            try:
+                await self._api.delete(PODS, key[0], pod.name, uid=pod.uid, grace_seconds=grace)
+            except (NotFound, Conflict):
+                self._store.remove_pod(key[0], pod.name, pod.uid)  # no watch has told of its end
+
+    # --- metrics -----------------------------------------------------------------------------------------------------
+
+    def _measure(self, key: Key, plan: Plan, memory: _Memory) -> None:
+        for change in plan.changes:
+            seconds = None if change.pause_ms is None else change.pause_ms / 1000
+            self._metrics.change(change.cause, seconds, change.repeated_steps)
+            if change.cause in ("lost", "broken", "restart") and memory.lost_at is not None:
+                self._metrics.recovered(time.monotonic() - memory.lost_at)
+                memory.lost_at = None
+        self._metrics.job(*key, _sample(plan.status, plan.workers_wanted))
+
+
+def _sample(status: JobStatus, wanted: int) -> JobSample:
+    return JobSample(
+        phase=status.phase,
+        workers_wanted=wanted,
+        workers_ready=status.ready_replicas,
+        step=status.step,
+        total_steps=status.total_steps,
+        steps_per_second=float(status.steps_per_second) if status.steps_per_second else None,
+        loss=float(status.loss) if status.loss else None,
+    )

@@ -1,0 +1,344 @@
+"""The running operator: what the watches wake, and everything that has to be started and stopped with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, Self
+
+from virtualflow.errors import ConfigurationError
+from virtualflow_operator.api import Object, queue_of
+from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
+from virtualflow_operator.controllers.job_controller import JobController
+from virtualflow_operator.controllers.queue_controller import QueueController
+from virtualflow_operator.controllers.workqueue import QueueHooks, WorkQueue
+from virtualflow_operator.jobs import fingerprint
+from virtualflow_operator.k8s import (
+    ApiError,
+    DeepObjects,
+    Elector,
+    EventRecorder,
+    ForeignPodWatch,
+    Key,
+    KubeApi,
+    Store,
+    key_of,
+    leave_at_once,
+    queue_key,
+    relist,
+)
+from virtualflow_operator.observability import HealthServer, Metrics, queue_moves
+from virtualflow_operator.settings import OperatorSettings
+
+logger = logging.getLogger(__name__)
+
+_RELIST_AFTER = 2.0
+"""Seconds between a watch that began anew and the list that finds what it missed."""
+_SPREAD = 30.0
+"""Seconds over which a relist spreads the jobs of which it tells nothing new."""
+
+
+class Manager:
+    """One process of the operator, from the lease to the last event."""
+
+    def __init__(
+        self,
+        settings: OperatorSettings,
+        api: KubeApi,
+        lease_api: KubeApi,
+        key: bytes,
+        metrics: Metrics,
+        too_deep: DeepObjects,
+    ) -> None:
+        self.settings = settings = replace(settings, key_id=fingerprint(key))
+        self.metrics = metrics
+        self.too_deep = too_deep
+        self.store = Store()
+        self._api, self._lease_api = api, lease_api
+        hooks = QueueHooks(metrics.queue_depth, metrics.queue_wait, metrics.reconciled, metrics.reconcile_error)
+        self.queue: WorkQueue[Key] = WorkQueue(
+            settings.queue,
+            expected=(ApiError,),
+            hooks=hooks,
+            describe=lambda key: f"{key[0]}/{key[1]}" if key[0] else f"the queue {key[1]}",
+        )
+        self.links = CoordinatorLinks(key, self.queue.add, settings, metrics)
+        events = EventRecorder(api, settings.events, instance=settings.lease.identity)
+        self.queue_controller = QueueController(
+            api=api,
+            store=self.store,
+            links=self.links,
+            metrics=metrics,
+            wake=self.wake,
+            wake_queue=self.wake_queue,
+            settings=settings,
+        )
+        self.job_controller = JobController(
+            api=api,
+            store=self.store,
+            links=self.links,
+            events=events,
+            metrics=metrics,
+            key=key,
+            settings=settings,
+            queue_controller=self.queue_controller,
+        )
+        self.foreign_pods = ForeignPodWatch(api, self.store, self.wake_queues, settings)
+        self.elector = Elector(lease_api, settings.lease)
+        self.health: HealthServer | None = None
+        self._stack = contextlib.AsyncExitStack()
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._relist_soon = asyncio.Event()
+        self._started = False
+        self._stopping = False
+
+    @classmethod
+    async def start(cls, settings: OperatorSettings) -> Self:
+        """Serve health and metrics, wait for the lease, fill the caches and begin to reconcile.
+
+        Raises:
+            ConfigurationError: the key cannot be read, or a port is taken.
+        """
+        metrics = Metrics(job_metrics=settings.job_metrics)
+        key = read_key(settings)
+        too_deep = DeepObjects(metrics.object_cut)
+
+        async def connect() -> KubeApi:
+            seconds, observe = settings.request_timeout, metrics.api_request
+            return await KubeApi.connect(request_timeout=seconds, observe=observe, too_deep=too_deep)
+
+        api, lease_api = await connect(), await connect()
+        manager = cls(settings, api, lease_api, key, metrics, too_deep)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(api.close)
+            stack.push_async_callback(lease_api.close)
+            manager.health = await stack.enter_async_context(
+                HealthServer(
+                    alive=queue_moves(manager.queue),
+                    ready=manager.readiness,
+                    metrics=metrics,
+                    health_port=settings.health_port,
+                    metrics_port=settings.metrics_port,
+                )
+            )
+            await manager.lead()
+            manager._stack = stack.pop_all()
+        return manager
+
+    async def lead(self) -> None:
+        """Wait for the lease; then begin."""
+        await self.elector.acquire()
+        self.metrics.leads(True)
+        self._run("lease", self.elector.hold())
+        await self._fill()
+        self._follow_foreign_pods()
+        self._run("queue", self.queue.run(self._process))
+        self._run("relist", self._keep_listed())
+        self._started = True
+
+    async def _process(self, key: Key) -> float | None:
+        """Decide about a job or a queue; in how many seconds to do it again, if so."""
+        return await (self.job_controller.process(key) if key[0] else self.queue_controller.decide(key))
+
+    def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Have this done until :meth:`stop`; should it ever end by itself, so does the process, and starts again."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._notice_end)
+        self._tasks.append(task)
+
+    def _notice_end(self, task: asyncio.Task[Any]) -> None:
+        if self._stopping or task.cancelled():
+            return
+        logger.critical("%s ended by itself; please report it", task.get_name(), exc_info=task.exception())
+        leave_at_once(f"its part {task.get_name()} ended")
+
+    async def stop(self) -> None:
+        """Let running reconciliations end, close all connections, give the lease back."""
+        logger.info("stopping")
+        self._stopping = True
+        self.queue.stop()
+        for task in self._tasks:
+            if task.get_name() == "queue":
+                await asyncio.wait({task}, timeout=self.settings.queue.stop_limit + 2)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.foreign_pods.close()
+        await self.links.close()
+        await self.elector.release()
+        self.metrics.leads(False)
+        await self._stack.aclose()
+
+    def readiness(self) -> str | None:
+        """``None`` when this process does its part: it leads and its caches are filled, or it stands by."""
+        if self._started or not self.elector.leads():
+            return self.elector.problem if not self._started else None
+        return "the caches are being filled"
+
+    # --- what the watches tell ---------------------------------------------------------------------------------------
+
+    def see_job(self, kind: str | None, body: Object) -> None:
+        """A job has changed; ``kind`` as in a watch event, ``None`` for one that was listed."""
+        key = (body["metadata"]["namespace"], body["metadata"]["name"])
+        if kind == "DELETED":
+            self.store.jobs.remove(*key, uid=body["metadata"].get("uid") or "")
+            self.queue.forget(key)
+            self.wake(key)
+            self.wake_queue(queue_of(body))
+            return
+        self._note_listing(kind)
+        before, after = self.store.jobs.put(body)
+        if after is None or (before is not None and _essence(before) == _essence(after)):
+            return  # our own status, coming back
+        self.wake(key)
+        for name in {queue_of(after), queue_of(before) if before is not None else None}:
+            self.wake_queue(name)
+
+    def see_pod(self, kind: str | None, body: Object) -> None:
+        """A pod has changed."""
+        metadata = body["metadata"]
+        if kind == "DELETED":
+            key = self.store.remove_pod(metadata["namespace"], metadata["name"], metadata.get("uid") or "")
+        else:
+            self._note_listing(kind)
+            key = self.store.put_pod(body)
+        if key is not None:
+            self.wake(key)
+            self.wake_queues()  # queues may share nodes, so a worker of one is a foreign pod to another
+
+    def see_service(self, kind: str | None, body: Object) -> None:
+        """A coordinator's service has changed."""
+        key = key_of(body)
+        if key is None:
+            return
+        metadata = body["metadata"]
+        if kind == "DELETED":
+            self.store.remove_service(metadata["namespace"], metadata["name"], metadata.get("uid") or "")
+            self.wake(key)
+            return
+        before, after = self.store.services.put(body)
+        if before != after:
+            self.wake(key)
+
+    def see_node(self, kind: str | None, body: Object) -> None:
+        """A node has changed."""
+        metadata = body["metadata"]
+        before = self.store.nodes.entries.get(("", metadata["name"]))
+        if kind == "DELETED":
+            keys = self.store.remove_node(metadata["name"], metadata.get("uid") or "")
+        else:
+            keys = self.store.put_node(body)
+        for key in keys:
+            self.wake(key)
+        after = self.store.nodes.entries.get(("", metadata["name"]))
+        if (before.value if before else None) != (after.value if after else None):
+            self.queue_controller.try_again()
+            self.wake_queues()
+
+    def see_queue(self, kind: str | None, body: Object) -> None:
+        """A queue has changed."""
+        name, uid = body["metadata"]["name"], body["metadata"].get("uid") or ""
+        if kind == "DELETED":
+            self.store.queues.remove("", name, uid)
+        else:
+            self._note_listing(kind)
+            before, after = self.store.queues.put(body)
+            if before is not None and after is not None and _essence(before.raw) == _essence(after.raw):
+                return  # our own status, coming back
+        self._follow_foreign_pods()
+        self.wake_queue(name)
+
+    def _follow_foreign_pods(self) -> None:
+        """Follow the pods of others while a queue counts what they take."""
+        self.foreign_pods.want(any(entry.value.spec.resource for entry in self.store.queues.entries.values()))
+
+    def wake_queue(self, name: str | None) -> None:
+        """Have a queue decided about."""
+        if name is not None:
+            self.queue.add(queue_key(name), self.settings.sharing.debounce)
+
+    def wake_queues(self) -> None:
+        """Have all queues decided about."""
+        for _, name in self.store.queues.entries:
+            self.wake_queue(name)
+
+    def wake(self, key: Key) -> None:
+        """Have a job reconciled."""
+        self.job_controller.touched.setdefault(key, time.monotonic())
+        self.queue.add(key, self.settings.queue.debounce)
+
+    # --- lists -------------------------------------------------------------------------------------------------------
+
+    def _note_listing(self, kind: str | None) -> None:
+        """A watch that begins lists what there is, and does not say what is gone: our own list does."""
+        if kind is None and self._started:
+            self._relist_soon.set()
+
+    async def _fill(self) -> None:
+        """Fill the caches before the first decision, however long the API server takes."""
+        delay = self.settings.queue.backoff_first
+        while True:
+            try:
+                await self._list(self.wake)
+                return
+            except ApiError as error:
+                logger.warning("the caches cannot be filled, next try in %.1f s: %s", delay, error)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, self.settings.queue.backoff_most)
+
+    async def _list(self, visit: Callable[[Key], None]) -> None:
+        await relist(self._api, self.store, self.settings.namespaces, self.wake, visit)
+
+    async def _keep_listed(self) -> None:
+        """List everything now and then, and soon after a watch had to begin anew."""
+        begun, delay = time.monotonic(), _RELIST_AFTER
+        while True:
+            jitter = 1 + self.settings.relist_jitter * (2 * random.random() - 1)
+            try:
+                async with asyncio.timeout(self.settings.relist * jitter):
+                    await self._relist_soon.wait()
+                # kopf opens its watches right after the start, from what was listed a moment ago.
+                fresh = time.monotonic() - begun < _RELIST_AFTER
+                await asyncio.sleep(delay)
+                self._relist_soon.clear()
+                if fresh:
+                    continue
+            except TimeoutError:
+                pass
+            try:
+                await self._list(lambda key: self.queue.add(key, random.random() * _SPREAD))
+                self._follow_foreign_pods()
+                delay = _RELIST_AFTER
+            except ApiError as error:
+                delay = min(2 * delay, self.settings.queue.backoff_most)
+                logger.warning("the relist failed, next try in %.0f s: %s", delay, error)
+                self._relist_soon.set()
+
+
+def _essence(body: Object) -> tuple[Any, ...]:
+    """What of a job calls for a reconciliation: not its status, which is our own word."""
+    metadata = body["metadata"]
+    return metadata.get("generation"), metadata.get("uid"), metadata.get("deletionTimestamp"), body.get("spec")
+
+
+def read_key(settings: OperatorSettings) -> bytes:
+    """The operator's key.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is too short to be one.
+    """
+    try:
+        key = settings.key_file.read_bytes().strip()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the operator's key {settings.key_file} cannot be read ({error.strerror}); mount the chart's Secret or "
+            "name another file with --key-file"
+        ) from error
+    if len(key) < 32:
+        raise ConfigurationError(f"the operator's key {settings.key_file} must have at least 32 characters")
+    return key

@@ -1,0 +1,184 @@
+"""Makes what a job needs: its Secret, service, disruption budget, network policy and pods.
+
+What the API server refuses is an answer, not an error: it goes into the job's status,
+and is tried again after longer and longer waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+from virtualflow_operator.api import Job, Object
+from virtualflow_operator.constants import LABEL_JOB
+from virtualflow_operator.jobs import CheckTemplates, CreatePod, Verdict, manifests
+from virtualflow_operator.k8s import (
+    NETWORK_POLICIES,
+    PDBS,
+    PODS,
+    SECRETS,
+    SERVICES,
+    AlreadyExists,
+    ApiError,
+    Forbidden,
+    Invalid,
+    Key,
+    KubeApi,
+    Store,
+)
+from virtualflow_operator.observability import Metrics
+from virtualflow_operator.settings import OperatorSettings
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WAIT = 5.0
+"""Seconds after a first refusal until it is tried again; they double."""
+_BATCH = 16
+"""Pods made at once for one job: others wait for connections too."""
+_SECRET_AGAIN = 10.0
+"""Seconds between two looks at a Secret that pods say is missing."""
+
+
+@dataclass
+class Refusal:
+    """What the API server refuses of one kind, and until when it makes no sense to ask again."""
+
+    reason: str = ""
+    count: int = 0
+    retry_at: float = 0.0
+    """Unix seconds."""
+
+    def note(self, reason: str, most: float) -> None:
+        """Take note of an answer; an empty reason: it was granted, or is not needed any more."""
+        if not reason:
+            self.reason, self.count, self.retry_at = "", 0, 0.0
+            return
+        self.reason, self.count = reason, self.count + 1
+        delay = min(_FIRST_WAIT * 2 ** min(self.count - 1, 10), most)
+        self.retry_at = time.time() + delay
+        logger.warning("the API server refuses what the job needs, next try in %.0f s: %s", delay, reason)
+
+
+class Provisioner:
+    """Makes objects of jobs.
+
+    Args:
+        api: the API server.
+        store: what is made is known at once.
+        metrics: counts the pods.
+        key: the operator's, from which the jobs' tokens are derived.
+        settings: the operator's.
+    """
+
+    def __init__(self, api: KubeApi, store: Store, metrics: Metrics, key: bytes, settings: OperatorSettings) -> None:
+        self._api, self._store, self._metrics = api, store, metrics
+        self._key, self._settings = key, settings
+        self._supported: dict[str, float] = {}
+
+    def forget(self, uid: str) -> None:
+        """That job is no more."""
+        self._supported.pop(uid, None)
+
+    async def check(self, job: Job, action: CheckTemplates) -> Verdict:
+        """Have the API server look at the templates without storing anything."""
+        for manifest in action.manifests:
+            try:
+                await self._api.create(PODS, job.namespace, manifest, dry_run=True)
+            except (Invalid, Forbidden) as error:
+                if "exceeded quota" in error.message:
+                    continue  # which says nothing about the template
+                logger.info("the API server refuses a template: %s", error)
+                return Verdict(action.template_hash, time.time(), error.message)
+        return Verdict(action.template_hash, time.time())
+
+    async def service(self, job: Job, manifest: Object) -> str:
+        """Make the coordinator's service; why not, if it cannot be."""
+        name = manifest["metadata"]["name"]
+        try:
+            self._store.services.put(await self._api.create(SERVICES, job.namespace, manifest))
+        except AlreadyExists:
+            body = await self._api.get(SERVICES, job.namespace, name)
+            owners = body["metadata"].get("ownerReferences") or []
+            if not any(owner.get("uid") == job.uid for owner in owners):
+                return f"a Service {name} that is not this job's is in the way; delete it or rename the job"
+            self._store.services.put(body)
+        except (Invalid, Forbidden) as error:
+            return error.message
+        return ""
+
+    async def pods(self, key: Key, job: Job, creations: Sequence[CreatePod]) -> str:
+        """Make pods and what they need; why the API server refuses, empty if it does not."""
+        refusal = await self.support(job)
+        for first in range(0, len(creations), _BATCH):
+            if not refusal:
+                refusal = await self._batch(key, job, creations[first : first + _BATCH])
+        return refusal
+
+    async def _batch(self, key: Key, job: Job, creations: Sequence[CreatePod]) -> str:
+        results = await asyncio.gather(
+            *(self._api.create(PODS, job.namespace, creation.manifest) for creation in creations),
+            return_exceptions=True,
+        )
+        refusal, unexpected, taken = "", None, []
+        for creation, result in zip(creations, results, strict=True):
+            if isinstance(result, dict):
+                logger.info("created the pod %s", creation.name)
+                self._store.put_pod(result)
+                self._metrics.pod_created(creation.role)
+            elif isinstance(result, AlreadyExists):
+                taken.append(creation.name)
+            elif isinstance(result, Invalid | Forbidden):
+                refusal = result.message
+            else:
+                unexpected = result
+        if taken:
+            await self.refresh(key)
+            strangers = set(taken) - {pod.name for pod in self._store.pods_of(key)}
+            if strangers:
+                refusal = f"a pod {min(strangers)} that is not this job's is in the way; delete it or rename the job"
+        if unexpected is not None:
+            raise unexpected
+        return refusal
+
+    async def refresh(self, key: Key) -> None:
+        """The store has missed something of this job: list its pods."""
+        begun = time.monotonic()
+        bodies = await self._api.list(PODS, key[0], f"{LABEL_JOB}={key[1]}")
+        names = {pod.name for pod in self._store.pods_of(key)}
+        self._store.replace_pods(bodies, begun, lambda place: place[0] == key[0] and place[1] in names)
+
+    async def support(self, job: Job, *, missing: bool = False) -> str:
+        """See to Secret, disruption budget and network policy, once; why not, if one of them cannot be made.
+
+        Args:
+            job: whose they are.
+            missing: whether a pod lacks something that it names: the Secret, perhaps.
+        """
+        seen_to = self._supported.get(job.uid)
+        if seen_to is not None and not (missing and time.monotonic() > seen_to + _SECRET_AGAIN):
+            return ""
+        secret = manifests.secret(job, manifests.derive_token(self._key, job.uid), self._settings)
+        try:
+            # It cannot be read, and need not be: one of that name has the token of this job by this key.
+            await ignoring(self._api.create(SECRETS, job.namespace, secret), AlreadyExists)
+            if self._settings.network_policies:
+                policy = manifests.network_policy(job, self._settings)
+                await ignoring(self._api.create(NETWORK_POLICIES, job.namespace, policy), AlreadyExists)
+        except (Invalid, Forbidden) as error:
+            return error.message
+        try:
+            await ignoring(self._api.create(PDBS, job.namespace, manifests.disruption_budget(job)), AlreadyExists)
+        except (Invalid, Forbidden) as error:
+            logger.warning("the job goes without a disruption budget: %s", error)
+        self._supported[job.uid] = time.monotonic()
+        return ""
+
+
+async def ignoring(call: Awaitable[object], *errors: type[ApiError]) -> None:
+    """Await ``call``; these errors mean that there was nothing to do."""
+    with contextlib.suppress(*errors):
+        await call

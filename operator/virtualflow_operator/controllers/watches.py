@@ -1,0 +1,149 @@
+"""Where kopf wakes the operator: watches put keys on the work-queue, and nothing else.
+
+Import this module and run kopf (``virtualflow-operator`` does; so does
+``kopf run -m virtualflow_operator.controllers.watches -A``). There are no handlers of changes, timers or daemons: those
+write into users' objects, and end silently when a write fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import kopf
+
+from virtualflow.errors import ConfigurationError
+from virtualflow_operator.api import Object
+from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
+from virtualflow_operator.controllers.flags import read_settings
+from virtualflow_operator.controllers.manager import Manager
+from virtualflow_operator.k8s import OURS, bounded_response
+
+
+class Undiffed(kopf.DiffBaseStorage):
+    """Keeps nothing of objects, since no handler asks what has changed: to copy each of them at every event would be a
+    quarter of the operator's work when jobs come in hundreds.
+    """
+
+    def build(self, *, body: kopf.Body, extra_fields: object = None) -> kopf.BodyEssence:
+        """Return nothing of the object."""
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> None:
+        """Return what was known: nothing."""
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Write nothing into the object."""
+
+
+class Session(kopf.AiohttpSession):
+    """What kopf itself would connect with, but for how deep it reads: without that, one object would end its watch.
+
+    Equal to any other with the same credentials, by which kopf knows those that were refused before.
+    """
+
+    def __init__(self, info: kopf.ConnectionInfo, response_class: type[aiohttp.ClientResponse]) -> None:
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+            headers=info.as_http_headers(),
+            proxy=info.proxy_url,
+            trust_env=info.trust_env,
+            response_class=response_class,
+        )
+        super().__init__(
+            server=info.server,
+            priority=info.priority,
+            default_namespace=info.default_namespace,
+            expiration=info.expiration,
+            aiohttp_session=session,
+        )
+        object.__setattr__(self, "_info", info)  # the base class is frozen
+        self._info: kopf.ConnectionInfo
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Session) and self._info == other._info
+
+    def __hash__(self) -> int:
+        return hash(self._info)
+
+
+@kopf.on.login()
+async def log_in(memo: kopf.Memo, **about: Any) -> Session | None:
+    """Log in as the Kubernetes client would: as the pod's service account, or as a kubeconfig says."""
+
+    def too_deep(kind: str, metadata: Object) -> None:
+        manager: Manager | None = memo.get("manager")
+        if manager is not None:
+            manager.too_deep(kind, metadata)
+
+    info = await asyncio.to_thread(kopf.login_via_client, **about)
+    return Session(info, bounded_response(too_deep)) if info is not None else None
+
+
+@kopf.on.startup()
+async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
+    """Wait for the lease, fill the caches, and begin; no watch is opened before this returns."""
+    configure(settings)
+    try:
+        own = memo.get("operator_settings") or read_settings()
+        memo["manager"] = await Manager.start(own)
+    except ConfigurationError as error:
+        raise kopf.PermanentError(str(error)) from error  # to try again would not help
+
+
+@kopf.on.cleanup()
+async def stop(memo: kopf.Memo, **_: Any) -> None:
+    """End what runs and give the lease back."""
+    manager: Manager | None = memo.get("manager")
+    if manager is not None:
+        await manager.stop()
+
+
+@kopf.on.event(GROUP, VERSION, PLURAL)
+async def on_job(event: Any, memo: kopf.Memo, **_: Any) -> None:
+    """A job was made, changed or deleted."""
+    memo["manager"].see_job(event["type"], event["object"])
+
+
+@kopf.on.event("v1", "pods")
+async def on_pod(event: Any, memo: kopf.Memo, **_: Any) -> None:
+    """A pod of a job has changed."""
+    memo["manager"].see_pod(event["type"], event["object"])
+
+
+@kopf.on.event("v1", "services")
+async def on_service(event: Any, memo: kopf.Memo, **_: Any) -> None:
+    """A coordinator's service has changed."""
+    memo["manager"].see_service(event["type"], event["object"])
+
+
+@kopf.on.event("v1", "nodes")
+async def on_node(event: Any, memo: kopf.Memo, **_: Any) -> None:
+    """A node was cordoned, tainted, lost or found."""
+    memo["manager"].see_node(event["type"], event["object"])
+
+
+@kopf.on.event(GROUP, VERSION, QUEUE_PLURAL)
+async def on_queue(event: Any, memo: kopf.Memo, **_: Any) -> None:
+    """A queue was made, changed or deleted."""
+    memo["manager"].see_queue(event["type"], event["object"])
+
+
+def configure(settings: kopf.OperatorSettings) -> None:
+    """Set kopf up as a shell that only watches."""
+    settings.watching.label_selectors["v1", "pods"] = OURS
+    settings.watching.label_selectors["v1", "services"] = OURS
+    settings.watching.chunk_size = 500
+    settings.watching.reconnect_backoff = 0.5
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 5
+    settings.execution.default_backoff = 5
+    settings.queueing.error_delays = (1, 2, 4, 8, 15, 30, 60)
+    settings.posting.enabled = False
+    settings.posting.loggers = False
+    settings.peering.standalone = True
+    settings.scanning.disabled = True
+    settings.persistence.finalizer = f"{GROUP}/unused"
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
+    settings.persistence.diffbase_storage = Undiffed()

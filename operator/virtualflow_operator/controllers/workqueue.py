@@ -1,0 +1,287 @@
+"""The work-queue between the watches and the reconciler: events only name a key, the queue decides when it runs.
+
+A key runs once at a time and never twice for the same news; one that fails waits longer every time, alone. There is no
+loop that polls: a timer stands at the earliest due time, and everything else happens when a key is added or a run ends.
+All methods belong to the thread of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from virtualflow_operator.settings import QueueSettings
+
+logger = logging.getLogger(__name__)
+
+K = TypeVar("K", bound=Hashable)
+
+CANCEL_LIMIT = 1.0
+"""Seconds that cancelled runs get to end at shutdown."""
+_EARLY = 1e-6
+"""Seconds by which a timer may come early without being set again."""
+
+
+class RetryLater(Exception):
+    """A run cannot go on yet, through nobody's fault: the key runs again after ``after`` seconds, without back-off."""
+
+    def __init__(self, after: float, reason: str) -> None:
+        super().__init__(reason)
+        self.after = after
+        self.reason = reason
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class QueueHooks:
+    """Who wants to know what the queue does; the metrics, usually."""
+
+    depth: Callable[[int], None] = _ignore
+    """Keys that are due and wait for a place, whenever that number changes."""
+    waited: Callable[[float], None] = _ignore
+    """Seconds between a key's due time and the beginning of its run."""
+    ran: Callable[[float], None] = _ignore
+    """Seconds that a run took, however it ended."""
+    failed: Callable[[str], None] = _ignore
+    """The error's class name, for every failed run."""
+
+
+_NO_HOOKS = QueueHooks()
+
+
+class WorkQueue(Generic[K]):
+    """Keys and the times at which they are due; see the module for what is promised.
+
+    Args:
+        settings: places, back-off and limits.
+        expected: errors that a run may well raise (an API server that is away): logged in one line, without a
+            traceback. All others are defects and logged as such; neither kind stops the queue.
+        hooks: told what happens.
+        describe: how a key reads in the log.
+    """
+
+    def __init__(
+        self,
+        settings: QueueSettings,
+        *,
+        expected: tuple[type[Exception], ...] = (),
+        hooks: QueueHooks = _NO_HOOKS,
+        describe: Callable[[K], str] = str,
+    ) -> None:
+        self._settings = settings
+        self._expected = expected
+        self._hooks = hooks
+        self._describe = describe
+        self._order = itertools.count()
+        self._later: dict[K, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, K]] = []  # holds stale entries; _later says which ones count
+        self._ready: dict[K, float] = {}  # due times; in the order in which they became due
+        self._running: dict[K, asyncio.Task[float | None]] = {}
+        self._again: dict[K, float] = {}  # added while running
+        self._forgotten: set[K] = set()  # while running
+        self._slow: set[K] = set()
+        self._failures: dict[K, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._process: Callable[[K], Awaitable[float | None]] | None = None
+        self._stopping = asyncio.Event()
+        self._depth = 0
+
+    def add(self, key: K, after: float = 0.0) -> None:
+        """Have ``key`` run in ``after`` seconds, or earlier if it is due earlier already.
+
+        One run answers for everything that was added before it began: a later due time of the same key is dropped,
+        and the run says itself when it wants to be repeated. A key that runs just now runs again afterwards.
+        """
+        due = self._now() + max(after, 0.0)
+        if key in self._running:
+            self._again[key] = min(due, self._again.get(key, due))
+        else:
+            self._schedule(key, due)
+        self._pump()
+
+    def forget(self, key: K) -> None:
+        """Drop a key that is gone: its back-off, its due time, and what its present run asks for when it ends.
+
+        What is added while that run goes on is kept: it may be a successor of the same name.
+        """
+        self._failures.pop(key, None)
+        if key in self._running:
+            self._forgotten.add(key)
+        else:
+            self._later.pop(key, None)
+            self._ready.pop(key, None)
+            self._pump()
+
+    def failures(self, key: K) -> int:
+        """How many runs of ``key`` have failed in a row."""
+        return self._failures.get(key, 0)
+
+    def overdue(self) -> float:
+        """For how many seconds the oldest key has waited for a place; 0 when none waits."""
+        return max(0.0, self._now() - next(iter(self._ready.values()))) if self._ready else 0.0
+
+    def __len__(self) -> int:
+        """Keys that are known: due, to come and running."""
+        return len(self._later) + len(self._ready) + len(self._running)
+
+    def stop(self) -> None:
+        """Begin no more runs; :meth:`run` returns when those under way have ended or their time is up."""
+        self._stopping.set()
+
+    async def run(self, process: Callable[[K], Awaitable[float | None]]) -> None:
+        """Run ``process`` for every key that is due, until :meth:`stop`; it returns the seconds until the next run.
+
+        If this call is cancelled, the runs under way are cancelled too.
+        """
+        if self._process is not None:
+            raise RuntimeError("the queue runs already")
+        self._process = process
+        limit = 0.0
+        try:
+            self._pump()
+            await self._stopping.wait()
+            limit = self._settings.stop_limit
+        finally:
+            self._stopping.set()
+            self._disarm()
+            await self._drain(limit)
+            self._process = None
+
+    async def _drain(self, limit: float) -> None:
+        if limit > 0 and self._running:
+            await asyncio.wait(self._running.values(), timeout=limit)
+        rest = set(self._running.values())
+        for task in rest:
+            task.cancel()
+        if rest:
+            logger.warning("%d runs did not end in time and were cancelled", len(rest))
+            await asyncio.wait(rest, timeout=CANCEL_LIMIT)
+
+    def _schedule(self, key: K, due: float) -> None:
+        """Let a key that does not run be due at ``due``, unless it is due earlier."""
+        if key in self._ready or (key in self._later and self._later[key][0] <= due):
+            return
+        entry = (due, next(self._order))
+        self._later[key] = entry
+        heapq.heappush(self._heap, (*entry, key))
+        if len(self._heap) > 2 * len(self._later) + 64:
+            self._heap = [(*entry, key) for key, entry in self._later.items()]
+            heapq.heapify(self._heap)
+
+    def _pump(self) -> None:
+        """Begin what is due as far as there are places, and set the timer to what comes next."""
+        now = self._now()
+        while (earliest := self._earliest()) is not None and earliest <= now + _EARLY:
+            due, _, key = heapq.heappop(self._heap)
+            del self._later[key]
+            self._ready[key] = due
+        while self._process is not None and not self._stopping.is_set() and self._ready:
+            if len(self._running) - len(self._slow) >= self._settings.concurrency:
+                break
+            key = next(iter(self._ready))
+            self._begin(key, self._ready.pop(key), now)
+        self._disarm()
+        if self._process is not None and not self._stopping.is_set() and (earliest := self._earliest()) is not None:
+            self._timer = asyncio.get_running_loop().call_at(earliest, self._pump)
+        if len(self._ready) != self._depth:
+            self._depth = len(self._ready)
+            self._hooks.depth(self._depth)
+
+    def _begin(self, key: K, due: float, now: float) -> None:
+        task = asyncio.get_running_loop().create_task(self._run_once(key), name=f"run {self._describe(key)}")
+        self._running[key] = task
+        lender = asyncio.get_running_loop().call_later(self._settings.slow_after, self._lend, key)
+        task.add_done_callback(partial(self._finished, key, now, lender))
+        self._hooks.waited(max(0.0, now - due))
+
+    async def _run_once(self, key: K) -> float | None:
+        assert self._process is not None
+        async with asyncio.timeout(self._settings.run_limit):
+            return await self._process(key)
+
+    def _lend(self, key: K) -> None:
+        """A run is slow: let another key have its place."""
+        if len(self._slow) < self._settings.slow_most:
+            self._slow.add(key)
+            self._pump()
+
+    def _finished(self, key: K, begun: float, lender: asyncio.TimerHandle, task: asyncio.Task[float | None]) -> None:
+        """A run has ended: see when the key is to run again. Its error is read here, so that none needs catching."""
+        lender.cancel()
+        del self._running[key]
+        self._slow.discard(key)
+        forgotten = key in self._forgotten
+        self._forgotten.discard(key)
+        added = self._again.pop(key, None)
+        error = None if task.cancelled() else task.exception()
+        now = self._now()
+        wait: float | None
+        if isinstance(error, RetryLater):
+            wait = max(error.after, 0.0)
+        elif error is not None or task.cancelled():
+            wait = self._backoff(key)
+        else:
+            wait = task.result()
+            self._failures.pop(key, None)
+        if forgotten:
+            self._failures.pop(key, None)
+        elif wait is not None:
+            self._schedule(key, now + max(wait, 0.0))
+        if added is not None:
+            self._schedule(key, added)
+        self._pump()
+        self._hooks.ran(now - begun)
+        self._report(key, task.cancelled(), error, wait)
+
+    def _backoff(self, key: K) -> float:
+        """Count a failure and return the wait that follows it, in seconds."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        # 2.0 ** 1024 overflows, and a key may fail for weeks.
+        return min(self._settings.backoff_first * 2.0 ** min(failures - 1, 64), self._settings.backoff_most)
+
+    def _report(self, key: K, cancelled: bool, error: BaseException | None, wait: float | None) -> None:
+        name, failures = self._describe(key), self._failures.get(key, 0)
+        if isinstance(error, RetryLater):
+            logger.info("%s waits %.3g s: %s", name, error.after, error.reason)
+        elif error is not None and isinstance(error, self._expected):
+            self._hooks.failed(type(error).__name__)
+            logger.warning("%s failed (%d in a row), next try in %.3g s: %s", name, failures, wait, error)
+        elif error is not None:
+            self._hooks.failed(type(error).__name__)
+            logger.error(
+                "%s failed by a defect (%d in a row), next try in %.3g s; please report it",
+                name,
+                failures,
+                wait,
+                exc_info=error,
+            )
+        elif cancelled and not self._stopping.is_set():
+            self._hooks.failed("CancelledError")
+            logger.warning("%s was cancelled, next try in %.3g s", name, wait)
+
+    def _earliest(self) -> float | None:
+        """The earliest due time to come; stale entries before it are dropped."""
+        while self._heap:
+            due, order, key = self._heap[0]
+            if self._later.get(key) == (due, order):
+                return due
+            heapq.heappop(self._heap)
+        return None
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,45 @@
+"""What is to be done for one job, given the job, its pods and its coordinator's status: pure decisions, and the
+manifests that they ask for.
+"""
+
+from __future__ import annotations
+
+from virtualflow_operator.jobs.actions import (
+    Call,
+    CheckTemplates,
+    CreatePod,
+    CreateService,
+    DeleteJob,
+    DeletePod,
+    Plan,
+    PointService,
+    TellDrain,
+    TellGone,
+    TellScale,
+    TellStop,
+)
+from virtualflow_operator.jobs.manifests import derive_token, fingerprint
+from virtualflow_operator.jobs.pod_classification import find_worker
+from virtualflow_operator.jobs.reconcile import reconcile
+from virtualflow_operator.jobs.scene import Scene, Verdict
+
+__all__ = [
+    "Call",
+    "CheckTemplates",
+    "CreatePod",
+    "CreateService",
+    "DeleteJob",
+    "DeletePod",
+    "Plan",
+    "PointService",
+    "Scene",
+    "TellDrain",
+    "TellGone",
+    "TellScale",
+    "TellStop",
+    "Verdict",
+    "derive_token",
+    "find_worker",
+    "fingerprint",
+    "reconcile",
+]

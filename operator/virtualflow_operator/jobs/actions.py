@@ -1,0 +1,135 @@
+"""What a reconciliation decides: calls to the coordinator, changes in the cluster, and the job's next status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from virtualflow.protocol.messages import Change
+from virtualflow_operator.api import JobStatus, Object
+
+# --- to the coordinator; each may safely be repeated ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TellDrain:
+    """These workers will be taken away."""
+
+    workers: tuple[str, ...]
+    deadline: float
+    """Seconds from now."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class TellGone:
+    """That process does not exist any more."""
+
+    worker: str
+    incarnation: str
+    reason: str
+    trained: bool = False
+    """Whether the others have to recover from it."""
+
+
+@dataclass(frozen=True)
+class TellScale:
+    """How many workers there are to be, and how many it takes to begin."""
+
+    workers: int
+    minimum: int
+
+
+@dataclass(frozen=True)
+class TellStop:
+    """All workers leave at the same step, after a checkpoint."""
+
+    reason: str
+
+
+Call = TellDrain | TellGone | TellScale | TellStop
+
+# --- to the API server ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckTemplates:
+    """Ask the API server whether it would take these pods; the answer goes into the next status."""
+
+    manifests: tuple[Object, ...]
+    template_hash: str
+
+
+@dataclass(frozen=True)
+class CreateService:
+    """The coordinator's Service."""
+
+    manifest: Object
+
+
+@dataclass(frozen=True)
+class PointService:
+    """Lead the coordinator's Service to another pod."""
+
+    name: str
+    selector: dict[str, str]
+
+
+@dataclass(frozen=True)
+class CreatePod:
+    """A worker or coordinator."""
+
+    role: str
+    manifest: Object
+
+    @property
+    def name(self) -> str:
+        """The pod's name."""
+        name: str = self.manifest["metadata"]["name"]
+        return name
+
+
+@dataclass(frozen=True)
+class DeletePod:
+    """That very pod, not a later one of its name."""
+
+    name: str
+    uid: str
+    reason: str
+    cause: str
+    """One of a few words, for the metric."""
+    grace: float | None = None
+    """Seconds until it is killed; ``None``: what the pod says."""
+
+
+@dataclass(frozen=True)
+class DeleteJob:
+    """The job has been over for long enough."""
+
+
+Action = CheckTemplates | CreateService | PointService | CreatePod | DeletePod | DeleteJob
+
+
+@dataclass(frozen=True)
+class EventMessage:
+    """Something that a person would want to know: an event on the job."""
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One decision of the reconciler, in the order in which it is carried out."""
+
+    status: JobStatus
+    calls: tuple[Call, ...] = ()
+    actions: tuple[Action, ...] = ()
+    events: tuple[EventMessage, ...] = ()
+    """Emitted once the status has been written."""
+    changes: tuple[Change, ...] = ()
+    """Membership changes that this status counts and the former did not."""
+    wake_at: float | None = None
+    """Decide again then at the latest; Unix seconds."""
+    workers_wanted: int = 0
+    """How many workers the job is to have, by its user or its queue."""

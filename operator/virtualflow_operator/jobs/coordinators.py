@@ -1,0 +1,79 @@
+"""A running job has exactly one coordinator, with a service that leads to it."""
+
+from __future__ import annotations
+
+from virtualflow_operator.api import Pod
+from virtualflow_operator.constants import COORDINATOR
+from virtualflow_operator.jobs import event_messages, manifests
+from virtualflow_operator.jobs.actions import CreatePod, CreateService, PointService, TellScale
+from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
+from virtualflow_operator.jobs.scene import Facts
+
+_AGAIN = 10.0
+"""Seconds between two coordinators of which the first ended by itself."""
+
+
+def keep_coordinator(facts: Facts, draft: Draft, *, accepted: bool) -> None:
+    """Keep one coordinator.
+
+    Args:
+        facts: what there is.
+        draft: what is decided.
+        accepted: whether the API server takes the present templates: only then is one replaced for its template.
+    """
+    service, pods = facts.scene.service, facts.pods
+    here = [pod for pod in pods.coordinators if pod.live and not _is_lost(pod, facts, draft, accepted)]
+    leads_to = service.ordinal if service is not None else None
+    chosen = next((pod for pod in here if pod.ordinal == leads_to), here[0] if here else None)
+    for pod in pods.coordinators:
+        if pod.finished and chosen is None and facts.now < pod.created + _AGAIN:
+            draft.wake(pod.created + _AGAIN)
+            return  # the kubelet has refused it, and would refuse the next one as quickly
+        if pod is not chosen and not pod.terminating:
+            draft.delete(pod, "it is lost or not needed", "coordinator", FAILED_GRACE if pod not in here else None)
+    prefix = manifests.coordinator_name(facts.job)
+    if chosen is not None:
+        ordinal = chosen.ordinal
+    else:
+        ordinal = next(n for n in range(len(pods.names) + 1) if f"{prefix}-{n}" not in pods.names)
+        manifest = manifests.coordinator_pod(draft.job, ordinal, facts.settings)
+        draft.actions.append(CreatePod(COORDINATOR, manifest))
+        if pods.coordinators:
+            draft.events.append(event_messages.coordinator_replaced())
+    if service is None:
+        draft.actions.append(CreateService(manifests.service(facts.job, ordinal)))
+    elif leads_to != ordinal:
+        draft.actions.append(PointService(prefix, manifests.service_selector(facts.job, ordinal)))
+    draft.amend(coordinator=f"{prefix}-{ordinal}")
+
+
+def _is_lost(pod: Pod, facts: Facts, draft: Draft, accepted: bool) -> bool:
+    """Whether a coordinator that should run is of no use any more."""
+    if accepted and pod.template != manifests.coordinator_hash(facts.job):
+        return True
+    link = facts.link if facts.link is not None and facts.link.pod == pod.uid else None
+    if link is not None and link.connected:
+        return link.status is not None and link.status.phase == "stopped"
+    node = (facts.scene.nodes or {}).get(pod.node) if pod.node else None
+    if node is not None and node.gone:
+        return True
+    if node is not None and not node.ready and not node.shutting_down:
+        # Right after an outage of the API server all nodes look lost: let it answer first.
+        answer_by = link.since + facts.settings.coordinator_patience if link is not None else facts.now
+        draft.wake(answer_by)
+        return facts.now >= answer_by
+    if link is None or link.status is None or pod.phase != "Running":
+        return False  # one that has never answered may be starting, or out of the operator's reach
+    answer_by = link.since + facts.settings.coordinator_patience
+    draft.wake(answer_by)
+    return facts.now >= answer_by
+
+
+def tell_scale(facts: Facts, draft: Draft) -> None:
+    """Tell the coordinator how many workers there are to be."""
+    remote = facts.remote
+    if not facts.connected or remote is None or remote.phase in ("done", "stopped", "failed"):
+        return
+    desired, minimum = facts.spec.desired, min(facts.spec.min_replicas, facts.spec.most)
+    if (remote.wanted, remote.minimum) != (desired, minimum):
+        draft.calls.append(TellScale(desired, minimum))

@@ -1,0 +1,119 @@
+"""How a job ends, or an attempt at it: each function returns the status that says so, or ``None`` when it is not so."""
+
+from __future__ import annotations
+
+from virtualflow.protocol.http_api import Status
+from virtualflow_operator import reasons
+from virtualflow_operator.api import JobStatus, parse_time
+from virtualflow_operator.jobs import event_messages, phases
+from virtualflow_operator.jobs.actions import DeleteJob
+from virtualflow_operator.jobs.backoff import count_crash, count_failed_attempt, count_refusal
+from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
+from virtualflow_operator.jobs.job_status_builder import build_status
+from virtualflow_operator.jobs.scene import Facts
+
+
+def completed(facts: Facts, draft: Draft) -> JobStatus | None:
+    """The training is complete, by the coordinator's word or else by its workers' termination messages."""
+    remote = facts.remote
+    if remote is not None and remote.phase == "done":
+        return phases.complete(build_status(facts, draft.status), facts.job, remote, facts.now)
+    ended = [worker for worker in facts.pods.workers if worker.pod.finished and worker.saw_the_end]
+    if not ended or any(worker.pod.live and worker.standing != "absent" for worker in facts.pods.workers):
+        return None
+    message = ended[0].pod.exit.last_word if ended[0].pod.exit is not None else None
+    assert message is not None
+    return phases.complete(build_status(facts, draft.status), facts.job, message, facts.now)
+
+
+def out_of_time(facts: Facts, draft: Draft) -> JobStatus | None:
+    """The job was not done in its time."""
+    limit, started = facts.spec.active_deadline_seconds, parse_time(draft.status.start_time)
+    if limit is None or started is None or facts.spec.suspend:
+        return None
+    draft.wake(started + limit)
+    if facts.now < started + limit:
+        return None
+    message = f"the job was not done {limit} s after its start (activeDeadlineSeconds)"
+    return phases.failed(build_status(facts, draft.status), facts.job, reasons.DEADLINE, message, facts.now)
+
+
+def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
+    """The coordinator says that the job has failed: all start again, or that was the last attempt."""
+    remote = facts.remote
+    if remote is None or remote.phase != "failed":
+        return None
+    message = _explain_failure(remote)
+    crashed = [worker.pod for worker in facts.pods.of("crashed")]
+    crashes = facts.settings.crashes
+    failures = count_failed_attempt(draft.status.failures, crashed, draft.step, message, facts.now, crashes)
+    draft.amend(failures=failures)
+    if failures.count > facts.spec.backoff_limit:
+        return _give_up(facts, draft, message)
+    attempt = draft.status.attempt + 1
+    draft.events.append(event_messages.attempt_failed(attempt, message))
+    draft.amend(attempt=attempt, coordinator=None)
+    draft.wake(facts.now + 0.01)
+    return phases.back_off(build_status(facts.without_link(), draft.status), facts.job, facts.now)
+
+
+def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
+    """Put crashed pods into the books; they are deleted once that is written."""
+    crashed, refused = facts.pods.of("crashed"), facts.pods.of("refused")
+    known = draft.status.failures.counted
+    if not crashed and not refused and not known:
+        return None
+    fresh = [worker for worker in crashed if worker.pod.uid not in known]
+    fresh_refused = [worker for worker in refused if worker.pod.uid not in known]
+    draft.events += [event_messages.crashed(worker.message) for worker in fresh]
+    draft.events += [event_messages.lost(worker.pod.name, worker.message) for worker in fresh_refused]
+    message = fresh[0].message if fresh else ""
+    pods, crashes = [worker.pod for worker in crashed], facts.settings.crashes
+    failures = count_crash(draft.status.failures, pods, draft.step, message, facts.now, crashes)
+    why = fresh_refused[0].message if fresh_refused else message
+    failures = count_refusal(failures, pods, [worker.pod for worker in refused], why, facts.now, crashes)
+    draft.amend(failures=failures)
+    if fresh and failures.count > facts.spec.backoff_limit:
+        return _give_up(facts, draft, message)
+    return None
+
+
+def _give_up(facts: Facts, draft: Draft, message: str) -> JobStatus:
+    count, limit = draft.status.failures.count, facts.spec.backoff_limit
+    text = f"it failed {count} times without progress in between (backoffLimit {limit}): {message}"
+    return phases.failed(build_status(facts, draft.status), facts.job, reasons.BACK_OFF_LIMIT, text, facts.now)
+
+
+def _explain_failure(remote: Status) -> str:
+    """The error, and the traceback's last lines."""
+    message = remote.error or "the workers do not say why"
+    lines = (remote.traceback or "").rstrip().splitlines()[-12:]
+    return "\n".join([message, *lines]) if lines else message
+
+
+def clear_up(facts: Facts, draft: Draft) -> None:
+    """A job that is over: let its workers end, take the rest away, and in the end the job itself."""
+    finished_at = parse_time(draft.status.completion_time) or facts.now
+    grace_ends = finished_at + facts.settings.finish_grace
+    patient = draft.status.phase == "Complete" and facts.now < grace_ends
+    waited_for = False
+    for worker in facts.pods.workers:
+        if not worker.pod.live:
+            waited_for = waited_for or (worker.pod.terminating and not worker.pod.finished and patient)
+        elif patient and worker.standing in ("training", "draining", "done"):
+            waited_for = True
+        else:
+            draft.delete(worker.pod, "the job is over", "finished", FAILED_GRACE)
+    if waited_for:
+        draft.wake(grace_ends)
+    for pod in facts.pods.stale:
+        if not pod.terminating:
+            draft.delete(pod, "of an earlier attempt", "attempt")
+    for pod in facts.pods.coordinators:
+        if not pod.terminating and not waited_for:
+            draft.delete(pod, "the job is over", "finished")
+    if facts.spec.ttl_seconds_after_finished is not None:
+        expires = finished_at + facts.spec.ttl_seconds_after_finished
+        draft.wake(expires)
+        if facts.now >= expires:
+            draft.actions.append(DeleteJob())

@@ -1,0 +1,119 @@
+"""Events of a job in words: what a person would want to know, once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from virtualflow.protocol.messages import Change
+from virtualflow_operator import reasons
+from virtualflow_operator.api import JobStatus
+from virtualflow_operator.jobs.actions import EventMessage
+
+
+def lost(worker: str, why: str) -> EventMessage:
+    """A worker is lost."""
+    return EventMessage(reasons.LOST, f"{worker} is lost: {why}", warning=True)
+
+
+def draining(workers: Iterable[str], why: str) -> EventMessage:
+    """Workers are relieved."""
+    return EventMessage(reasons.DRAINING, f"draining {_listed(workers)}: {why}")
+
+
+def creating(workers: Iterable[str]) -> EventMessage:
+    """Workers are made."""
+    return EventMessage(reasons.CREATED, f"creating {_listed(workers)}")
+
+
+def crashed(why: str) -> EventMessage:
+    """A worker ended in the user's code."""
+    return EventMessage(reasons.CRASHED, why, warning=True)
+
+
+def attempt_failed(attempt: int, why: str) -> EventMessage:
+    """All workers start again; attempts are counted from 1."""
+    return EventMessage(reasons.CRASHED, f"attempt {attempt} failed: {why}", warning=True)
+
+
+def coordinator_replaced() -> EventMessage:
+    """The job's coordinator is lost."""
+    return EventMessage(reasons.COORDINATOR_LOST, "the coordinator is replaced; training goes on without it meanwhile")
+
+
+def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]) -> list[EventMessage]:
+    """What a person would want to know of the way from one status to the next."""
+    found = [_of_change(change) for change in changes if change.cause != "start"]
+    if new.phase == "Running" and old.phase != "Running" and not changes:
+        again = f", from step {new.step}" if old.attempt or (old.step or 0) > 0 else ""
+        found.append(EventMessage(reasons.TRAINING, f"training with {_workers(max(new.ready_replicas, 1))}{again}"))
+    if new.phase == "Suspended" and old.phase != "Suspended":
+        condition = new.condition("Suspended")
+        found.append(
+            EventMessage(
+                reasons.SUSPENDED, f"suspended at step {new.step or 0}. {condition.message if condition else ''}"
+            )
+        )
+    if old.phase == "Suspended" and new.phase == "Pending":
+        found.append(EventMessage(reasons.RESUMED, f"resuming from step {new.step or 0} or the checkpoint before it"))
+    given, before_given = new.allocation, old.allocation
+    if given is not None and (before_given is None or before_given.workers != given.workers):
+        name = reasons.ALLOCATED if given.workers else reasons.QUEUED
+        count = _workers(given.workers) if given.workers else "no workers"
+        found.append(EventMessage(name, f"the queue {given.queue} gives it {count}: {given.reason}"))
+    if new.phase == "Complete" and old.phase != "Complete":
+        digest = f"; digest {new.digest}" if new.digest else ""
+        found.append(EventMessage(reasons.COMPLETE, f"training complete after {new.step} steps{digest}"))
+    if new.phase == "Failed" and old.phase != "Failed":
+        condition = new.condition("Failed")
+        assert condition is not None
+        found.append(EventMessage(condition.reason, condition.message, warning=True))
+    before, after = old.condition("Progressing"), new.condition("Progressing")
+    obstacles = (
+        reasons.INVALID_SPEC,
+        reasons.TEMPLATE_REJECTED,
+        reasons.CREATION_REFUSED,
+        reasons.UNSCHEDULABLE,
+        reasons.CANNOT_START,
+    )
+    if after is not None and after.reason == reasons.EFFICIENT and (before is None or before.reason != after.reason):
+        found.append(EventMessage(after.reason, after.message))
+    if after is not None and after.reason in obstacles and (before is None or before.reason != after.reason):
+        found.append(EventMessage(after.reason, after.message, warning=True))
+    return found
+
+
+def _of_change(change: Change) -> EventMessage:
+    pause = "" if change.pause_ms is None else f", pause {_duration(change.pause_ms)}"
+    moved = f"{change.from_} to {_workers(change.to)} at step {change.step}{pause}: {change.reason}"
+    if change.cause in ("lost", "broken"):
+        return EventMessage(
+            reasons.RECOVERED, f"recovered, {moved}; {_repeated(change.repeated_steps)} repeated", warning=True
+        )
+    if change.cause == "restart":
+        again = f"started again from step {max(0, change.step - 1)} with {_workers(change.to)}"
+        return EventMessage(
+            reasons.RESTARTED, f"{again}: {change.reason}; {_repeated(change.repeated_steps)} repeated", warning=True
+        )
+    if change.cause == "rebalance":
+        return EventMessage(reasons.REBALANCED, f"virtual nodes moved at step {change.step}{pause}: {change.reason}")
+    return EventMessage(reasons.RESIZED, f"resized from {moved}")
+
+
+def _duration(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:.2f} s" if milliseconds >= 1000 else f"{milliseconds:.0f} ms"
+
+
+def _repeated(steps: int) -> str:
+    return "no step" if not steps else "1 step" if steps == 1 else f"{steps} steps"
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names as a sentence has them, however many there are."""
+    shown = list(names)
+    if len(shown) > 8:
+        shown = [*shown[:7], f"{len(shown) - 7} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)

@@ -1,0 +1,226 @@
+"""How a job looks that is to run: its status, made from its pods and from what the coordinator says.
+
+Pure. Nothing here depends on anything that changes by itself, so that a job in which nothing happens is never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.messages import Change
+from virtualflow_operator import reasons
+from virtualflow_operator.api import JobStatus, LastChange, Link, Node, Phase, Pod, Share, parse_time
+from virtualflow_operator.jobs.conditions import Aspect, with_conditions
+from virtualflow_operator.jobs.node_fit import never_fits
+from virtualflow_operator.jobs.phases import limited
+from virtualflow_operator.jobs.pod_classification import PodClassification
+from virtualflow_operator.jobs.scene import Facts
+from virtualflow_operator.jobs.worker_plan import WorkerPlan
+from virtualflow_operator.queues import remember
+
+
+def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None) -> JobStatus:
+    """The status of a job that is not over, from what there is and what the coordinator says.
+
+    Args:
+        facts: what there is.
+        status: as far as it was decided already.
+        plan: what is to be done about the number of workers, if that was decided.
+    """
+    spec, remote, workers = facts.spec, facts.remote, facts.pods.workers
+    live = [w for w in workers if w.pod.live and w.fate in ("healthy", "planned", "stuck", "announced")]
+    if remote is not None and facts.connected:
+        ready = sum(1 for worker in workers if worker.standing == "training" and not worker.pod.finished)
+    else:  # the coordinator is away: those who trained go on
+        ready = min(status.ready_replicas, sum(worker.pod.phase == "Running" for worker in live))
+    begun = ready > 0 or (remote is not None and remote.phase in ("training", "evaluating"))
+    status = msgspec.structs.replace(
+        status,
+        phase=_phase(status, begun, bool(live), facts.now),
+        replicas=len(live),
+        ready_replicas=ready,
+        workers=f"{ready}/{spec.desired}",
+        assignment=_assignment(facts.pods, remote) if remote is not None and remote.workers else status.assignment,
+    )
+    if spec.queue or spec.elasticity.min_efficiency:
+        scaling = remember(status.scaling, remote if facts.connected else None)
+        status = msgspec.structs.replace(status, scaling=scaling)
+    if remote is not None:
+        status = _with_progress(status, remote)
+    status = with_conditions(
+        status,
+        facts.job.generation,
+        facts.now,
+        _ready(facts.link, begun, ready, min(spec.min_replicas, spec.most)),
+        _progressing(facts, status, plan, begun),
+        _degraded(facts, status, ready, begun),
+        ("Suspended", "False", reasons.NOT_SUSPENDED, "The job is not suspended."),
+        ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
+        ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
+    )
+    limit = facts.granted.limit
+    return limited(status, facts.job, limit, facts.now) if limit else status
+
+
+def _phase(status: JobStatus, begun: bool, live: bool, now: float) -> Phase:
+    if begun:
+        return "Running"
+    retry = parse_time(status.failures.retry_time)
+    if not live and retry is not None and now < retry:
+        return "BackOff"
+    return "Running" if live and status.phase == "Running" else "Pending"
+
+
+def _assignment(pods: PodClassification, remote: Status) -> tuple[Share, ...]:
+    nodes = {worker.pod.name: worker.pod.node for worker in pods.workers}
+    assigned = [worker for worker in remote.workers if worker.last > worker.first]
+    shares = [Share(w.worker, _range(w.first, w.last), nodes.get(w.worker, "")) for w in assigned]
+    return tuple(sorted(shares, key=lambda share: (len(share.worker), share.worker)))
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if last == first + 1 else f"{first}-{last - 1}"
+
+
+def _with_progress(status: JobStatus, remote: Status) -> JobStatus:
+    loss = remote.metrics.get("loss")
+    return msgspec.structs.replace(
+        status,
+        generation=remote.generation or status.generation,
+        step=known_step(status, remote),
+        total_steps=remote.total_steps if remote.total_steps is not None else status.total_steps,
+        epoch=remote.epoch if remote.step else status.epoch,
+        loss=f"{loss:.6g}" if loss is not None else status.loss,
+        steps_per_second=f"{remote.steps_per_second:.4g}" if remote.steps_per_second else status.steps_per_second,
+        step_milliseconds=_shown(remote.step_ms) or status.step_milliseconds,
+        predicted_step_milliseconds=_shown(remote.predicted_step_ms),
+        last_change=_latest_change(status, remote),
+        # All that workers remember; after a start from a checkpoint that may be less than was counted before.
+        changes=max(status.changes, remote.changes_total),
+        repeated_steps=max(status.repeated_steps, remote.repeated_steps),
+    )
+
+
+def _shown(milliseconds: float | None) -> str | None:
+    return f"{milliseconds:.4g}" if milliseconds else None
+
+
+def known_step(status: JobStatus, remote: Status | None) -> int | None:
+    """The step that the job has reached; a coordinator that waits for its workers, or never had any, does not know."""
+    if remote is None or remote.phase == "waiting" or (remote.phase in ("stopped", "failed") and not remote.step):
+        return status.step
+    return remote.step
+
+
+def fresh_changes(old: JobStatus, new: JobStatus, remote: Status | None) -> list[Change]:
+    """Membership changes that one status shows and the one before it did not, oldest first."""
+    if remote is None or new.last_change == old.last_change:
+        return []
+    last = old.last_change
+    known = (last.incarnation, last.generation) if last is not None else (0, 0)
+    return [change for change in remote.changes if _order(change) > known]
+
+
+def _order(change: Change) -> tuple[int, int]:
+    return change.generation.incarnation, change.generation.counter
+
+
+def _latest_change(status: JobStatus, remote: Status) -> LastChange | None:
+    """The last change that is known; a coordinator that was replaced may not have heard of it yet."""
+    change, known = remote.last_change, status.last_change
+    if change is None:
+        return known
+    if known is not None and (known.incarnation, known.generation) > _order(change):
+        return known
+    return LastChange(
+        generation=change.generation.counter,
+        incarnation=change.generation.incarnation,
+        before=change.from_,
+        to=change.to,
+        cause=change.cause,
+        reason=change.reason,
+        step=change.step,
+        pause_milliseconds=None if change.pause_ms is None else round(change.pause_ms),
+        repeated_steps=change.repeated_steps,
+    )
+
+
+def _ready(link: Link | None, begun: bool, ready: int, minimum: int) -> Aspect:
+    if link is not None and link.refused:
+        message = (
+            f"The coordinator does not talk to the operator ({link.refused}): give the operator its former key back, "
+            "or suspend the job and resume it."
+        )
+        return ("Ready", "Unknown", reasons.TOKEN_REFUSED, message)
+    if begun and (link is None or not link.connected):
+        message = "The operator does not reach the coordinator; workers that train go on."
+        return ("Ready", "Unknown", reasons.COORDINATOR_UNREACHABLE, message)
+    if begun and ready >= minimum:
+        return ("Ready", "True", reasons.TRAINING, "Workers are training.")
+    message = f"Waiting for workers; training begins with {minimum} of them."
+    if begun:
+        message = f"Fewer workers train than minReplicas ({minimum}); they go on."
+    return ("Ready", "False", reasons.WAITING, message)
+
+
+def _progressing(facts: Facts, status: JobStatus, plan: WorkerPlan | None, begun: bool) -> Aspect:
+    rejection, trouble = facts.rejection, facts.scene.trouble
+    if rejection:
+        message = f"The API server refuses the worker pod: {rejection}"
+        return ("Progressing", "False", reasons.TEMPLATE_REJECTED, message)
+    if trouble and not begun:
+        message = f"The API server refuses what the job needs: {trouble}"
+        return ("Progressing", "False", reasons.CREATION_REFUSED, message)
+    if status.phase == "BackOff":
+        message = f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
+        return ("Progressing", "False", reasons.BACK_OFF, message)
+    if not begun:
+        obstacle = _obstacle(facts)
+        if obstacle is not None:
+            return ("Progressing", "False", *obstacle)
+        return ("Progressing", "True", reasons.STARTING, "Workers are starting.")
+    planned = facts.pods.of("planned")
+    if planned:
+        names = ", ".join(worker.pod.name for worker in planned[:8])
+        return ("Progressing", "True", reasons.ROLLING, f"To be replaced, one at a time: {names}.")
+    if plan is not None and (plan.create or plan.retire):
+        return ("Progressing", "True", reasons.SCALING, "The number of workers is changing.")
+    return ("Progressing", "True", reasons.TRAINING, "Workers are training.")
+
+
+def _obstacle(facts: Facts) -> tuple[str, str] | None:
+    """Why a worker that should run does not: a reason and a sentence."""
+    pods = (*facts.pods.coordinators, *(worker.pod for worker in facts.pods.workers))
+    live = [pod for pod in pods if pod.live]
+    for pod in live:
+        if pod.waiting:
+            return reasons.CANNOT_START, _why_not(pod, facts.scene.nodes)
+    for pod in live:
+        if pod.unschedulable:
+            why = _why_not(pod, facts.scene.nodes)
+            return reasons.UNSCHEDULABLE, f"{why[:1].upper()}{why[1:]}"
+    return None
+
+
+def _degraded(facts: Facts, status: JobStatus, ready: int, begun: bool) -> Aspect:
+    desired, retry = facts.spec.desired, parse_time(status.failures.retry_time)
+    if not begun or ready >= desired:
+        return ("Degraded", "False", reasons.AS_WANTED, "As many workers train as are wanted, or they are starting.")
+    causes = (_why_not(worker.pod, facts.scene.nodes) for worker in facts.pods.workers)
+    why = next(filter(None, causes), facts.rejection or facts.scene.trouble)
+    if not why and retry is not None and facts.now < retry:
+        why = f"no worker is made before {status.failures.retry_time}, because of those that ended too soon"
+    message = f"Fewer workers train than the {desired} that are wanted: {why or 'the others are starting'}."
+    return ("Degraded", "True", reasons.FEWER_WORKERS, message)
+
+
+def _why_not(pod: Pod, nodes: Mapping[str, Node] | None) -> str:
+    """Why a pod that should run does not, if that can be told."""
+    if pod.live and pod.waiting:
+        return f"{pod.name} cannot start: {pod.waiting}"
+    if pod.live and pod.unschedulable:
+        return f"no node takes {pod.name}: {never_fits(pod, nodes) or pod.unschedulable}"
+    return ""

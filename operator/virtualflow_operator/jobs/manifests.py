@@ -1,0 +1,400 @@
+"""What a job consists of in the cluster, as manifests. Pure: the same job gives the same manifests.
+
+A worker's pod is the user's template plus what makes it a worker; the template itself goes through untouched, whatever
+fields it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from virtualflow.protocol.settings import (
+    DRAIN_GRACE,
+    ENV_ADDRESS,
+    ENV_CHECKPOINT_DIR,
+    ENV_CHECKPOINT_KEEP,
+    ENV_CHECKPOINT_SECONDS,
+    ENV_CHECKPOINT_STEPS,
+    ENV_COORDINATOR,
+    ENV_PROFILE,
+    ENV_REPRODUCIBILITY,
+    ENV_TERMINATION_LOG,
+    ENV_TOKEN,
+    ENV_VIRTUAL_NODES,
+    ENV_WORKER,
+)
+from virtualflow_operator.api import Job, Node, Object, WorkerGroup, without_nulls
+from virtualflow_operator.constants import (
+    ANNOTATION_CONTAINER,
+    ANNOTATION_TEMPLATE,
+    API_VERSION,
+    APP_NAME,
+    CHECKPOINT_MOUNT,
+    CHECKPOINT_VOLUME,
+    COORDINATOR,
+    COORDINATOR_PORT,
+    COORDINATOR_PORT_NAME,
+    KIND,
+    LABEL_ATTEMPT,
+    LABEL_COMPONENT,
+    LABEL_GROUP,
+    LABEL_INSTANCE,
+    LABEL_JOB,
+    LABEL_MANAGED_BY,
+    LABEL_NAME,
+    LABEL_ORDINAL,
+    LABEL_PART_OF,
+    LABEL_ROLE,
+    MANAGED_BY,
+    TERMINATION_LOG,
+    TOKEN_KEY,
+    WORKER,
+)
+from virtualflow_operator.settings import OperatorSettings
+
+UNSCHEDULABLE_TAINT = "node.kubernetes.io/unschedulable"
+"""The taint of a cordoned node."""
+_USER = 65532
+"""The user that coordinators run as: `nonroot` by convention."""
+
+
+def derive_token(key: bytes, uid: str) -> str:
+    """The token of the job with that uid: whoever has the operator's key can tell it, and nobody else."""
+    return hmac.new(key, uid.encode(), hashlib.sha256).hexdigest()
+
+
+def selector(job: Job) -> str:
+    """The label selector of a job's workers, as the scale subresource shows it."""
+    return f"{LABEL_JOB}={job.name},{LABEL_ROLE}={WORKER}"
+
+
+def labels(job: Job, role: str) -> dict[str, str]:
+    """Labels that every object of a job bears."""
+    return {
+        LABEL_NAME: APP_NAME,
+        LABEL_INSTANCE: job.name,
+        LABEL_COMPONENT: role,
+        LABEL_PART_OF: APP_NAME,
+        LABEL_MANAGED_BY: MANAGED_BY,
+        LABEL_JOB: job.name,
+    }
+
+
+def fingerprint(key: bytes) -> str:
+    """Which key it is, for names: nothing can be told from it about the key."""
+    return hashlib.sha256(b"virtualflow key " + key).hexdigest()[:8]
+
+
+def secret_name(job: Job, settings: OperatorSettings) -> str:
+    """The name of the Secret with the job's token; a job and a key have one, so one that exists is the right one."""
+    return f"{job.name}-virtualflow-token-{job.uid[:8]}-{settings.key_id}"
+
+
+def coordinator_name(job: Job) -> str:
+    """The name of the Service before the job's coordinator, and the beginning of its pod's."""
+    return f"{job.name}-{COORDINATOR}"
+
+
+def template_hash(job: Job, group: WorkerGroup) -> str:
+    """What a worker's pod is made from; a pod with another hash is replaced. A profile is but a first guess."""
+    checkpoint = job.raw["spec"].get("checkpoint")
+    return _hash({"template": group.template, "checkpoint": checkpoint})
+
+
+def coordinator_hash(job: Job) -> str:
+    """What the coordinator's pod is made from."""
+    return _hash({"template": job.spec.coordinator.template, "heartbeat": job.spec.elasticity.heartbeat_limit_seconds})
+
+
+def templates_hash(job: Job) -> str:
+    """All templates of the job."""
+    return _hash([coordinator_hash(job), *(template_hash(job, group) for group in job.spec.worker_groups)])
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, settings: OperatorSettings) -> Object:
+    """The pod of a worker.
+
+    Args:
+        job: whose worker it is.
+        group: whose template it is made from.
+        ordinal: the number in its name.
+        address: the coordinator's, without a port.
+        settings: the operator's.
+    """
+    template = without_nulls(group.template)
+    spec: Object = template.get("spec") or {}
+    spec["restartPolicy"] = "Never"
+    spec.setdefault("terminationGracePeriodSeconds", job.spec.elasticity.drain_grace_seconds)
+    spec.setdefault("automountServiceAccountToken", False)
+    spec.setdefault("affinity", _away_from(job, COORDINATOR))
+    container = spec["containers"][0]
+    log = container.setdefault("terminationMessagePath", TERMINATION_LOG)
+    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    container["env"] = [*_environment(job, group, address, log, settings), *(container.get("env") or [])]
+    if job.spec.checkpoint is not None:
+        mounts = container.setdefault("volumeMounts", [])
+        mounts.append({"name": CHECKPOINT_VOLUME, "mountPath": CHECKPOINT_MOUNT})
+        spec.setdefault("volumes", []).append({"name": CHECKPOINT_VOLUME, **job.spec.checkpoint.volume})
+    metadata = _metadata(job, f"{job.name}-{group.name}-{ordinal}", WORKER, template.get("metadata") or {})
+    metadata["labels"] |= {LABEL_ROLE: WORKER, LABEL_GROUP: group.name, LABEL_ORDINAL: str(ordinal)}
+    metadata["labels"][LABEL_ATTEMPT] = str(job.status.attempt)
+    metadata["annotations"][ANNOTATION_TEMPLATE] = template_hash(job, group)
+    metadata["annotations"].setdefault(ANNOTATION_CONTAINER, container.get("name", ""))
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def keep_off(pod: Object, nodes: Mapping[str, Node]) -> None:
+    """Keep a new worker off nodes that workers are taken from, where its template tolerates what the taints say.
+
+    Without that, it may be scheduled to the very node that its predecessor leaves, again and again.
+    """
+    spec = pod["spec"]
+    tolerated = {toleration.get("key") for toleration in spec.get("tolerations") or []}
+    names = [
+        name
+        for name, node in nodes.items()
+        if None in tolerated or "" in tolerated or tolerated.intersection((*node.taints, UNSCHEDULABLE_TAINT))
+    ]
+    if not names:
+        return
+    affinity = spec.setdefault("affinity", {})
+    required = affinity.setdefault("nodeAffinity", {}).setdefault(
+        "requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": []}
+    )
+    terms = required.setdefault("nodeSelectorTerms", [])
+    for term in terms or [{}]:  # the terms are alternatives: each must say it
+        term.setdefault("matchFields", []).append(
+            {"key": "metadata.name", "operator": "NotIn", "values": sorted(names)}
+        )
+        if not terms:
+            terms.append(term)
+
+
+def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings: OperatorSettings) -> list[Object]:
+    """What a worker is told (the outside contracts in docs/design.md)."""
+    host = f"[{address}]" if ":" in address else address
+    spec = job.spec
+    values: dict[str, str] = {
+        ENV_COORDINATOR: f"http://{host}:{COORDINATOR_PORT}",
+        ENV_VIRTUAL_NODES: str(job.status.virtual_nodes or spec.virtual_nodes),
+        ENV_REPRODUCIBILITY: job.status.reproducibility or spec.reproducibility,
+        ENV_TERMINATION_LOG: log,
+    }
+    if group.profile is not None:
+        values[ENV_PROFILE] = group.profile
+    if spec.checkpoint is not None:
+        directory = (spec.checkpoint.directory or job.uid).strip("/")
+        values[ENV_CHECKPOINT_DIR] = f"{CHECKPOINT_MOUNT}/{directory}"
+        values[ENV_CHECKPOINT_SECONDS] = str(spec.checkpoint.every_seconds)
+        values[ENV_CHECKPOINT_KEEP] = str(spec.checkpoint.keep)
+        if spec.checkpoint.every_steps is not None:
+            values[ENV_CHECKPOINT_STEPS] = str(spec.checkpoint.every_steps)
+    return [
+        _token_variable(job, settings),
+        {"name": ENV_WORKER, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": ENV_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        *({"name": name, "value": value} for name, value in values.items()),
+    ]
+
+
+def _token_variable(job: Job, settings: OperatorSettings) -> Object:
+    reference = {"name": secret_name(job, settings), "key": TOKEN_KEY}
+    return {"name": ENV_TOKEN, "valueFrom": {"secretKeyRef": reference}}
+
+
+def coordinator_pod(job: Job, ordinal: int, settings: OperatorSettings) -> Object:
+    """The pod of a coordinator; what ``spec.coordinator.template`` says is merged over it."""
+    container = _coordinator_container(job, settings)
+    spec: Object = {
+        "restartPolicy": "Always",
+        # It ends at once, unless its job is just stopping.
+        "terminationGracePeriodSeconds": int(DRAIN_GRACE) + 5,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "affinity": _away_from(job, WORKER),
+        "containers": [container],
+    }
+    if settings.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    template = without_nulls(job.spec.coordinator.template)
+    overrides: Object = template.get("spec") or {}
+    containers = overrides.pop("containers", None) or [{}]
+    merged = _merge(container, containers[0])
+    # What makes it a coordinator is not the template's business; further variables are welcome.
+    merged |= {key: container[key] for key in ("name", "command", "args", "ports")}
+    merged["env"] = [*(containers[0].get("env") or []), *container["env"]]
+    spec["containers"] = [merged, *containers[1:]]
+    metadata = _metadata(job, f"{coordinator_name(job)}-{ordinal}", COORDINATOR, template.get("metadata") or {})
+    metadata["labels"] |= {LABEL_ROLE: COORDINATOR, LABEL_ORDINAL: str(ordinal)}
+    metadata["labels"][LABEL_ATTEMPT] = str(job.status.attempt)
+    metadata["annotations"][ANNOTATION_TEMPLATE] = coordinator_hash(job)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": _merge(spec, overrides)}
+
+
+def _coordinator_container(job: Job, settings: OperatorSettings) -> Object:
+    elasticity = job.spec.elasticity
+    return {
+        "name": COORDINATOR,
+        "image": settings.image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["virtualflow", "coordinator"],
+        "args": [
+            *("--host", "0.0.0.0"),  # a pod's own address is not known before it runs
+            *("--port", str(COORDINATOR_PORT)),
+            *("--wanted", str(job.spec.desired)),
+            *("--minimum", str(min(job.spec.min_replicas, job.spec.most))),
+            *("--startup-grace", str(elasticity.startup_grace_seconds)),
+            *("--heartbeat-limit", str(elasticity.heartbeat_limit_seconds)),
+        ],
+        "env": [_token_variable(job, settings)],
+        "ports": [{"name": COORDINATOR_PORT_NAME, "containerPort": COORDINATOR_PORT}],
+        "readinessProbe": {
+            "httpGet": {"path": "/healthz", "port": COORDINATOR_PORT_NAME},
+            "periodSeconds": 5,
+            "timeoutSeconds": 3,
+        },
+        "livenessProbe": {
+            "httpGet": {"path": "/healthz", "port": COORDINATOR_PORT_NAME},
+            "initialDelaySeconds": 10,
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+        },
+        "resources": {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "512Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings are merged, everything else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        before = merged.get(key)
+        merged[key] = _merge(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _away_from(job: Job, role: str) -> Object:
+    """Coordinator and workers rather on different nodes: then no single power cut takes both."""
+    term = {
+        "labelSelector": {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: role}},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    return {
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 50, "podAffinityTerm": term}]
+        }
+    }
+
+
+def service(job: Job, ordinal: int) -> Object:
+    """The stable address of the job's coordinator; it leads to one pod, so that a lost one is out at once."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, coordinator_name(job), COORDINATOR),
+        "spec": {
+            "type": "ClusterIP",
+            "selector": service_selector(job, ordinal),
+            "publishNotReadyAddresses": True,  # workers connect as soon as it listens, not a probe's period later
+            "ports": [{"name": COORDINATOR_PORT_NAME, "port": COORDINATOR_PORT, "targetPort": COORDINATOR_PORT}],
+        },
+    }
+
+
+def service_selector(job: Job, ordinal: int) -> dict[str, str]:
+    """The labels of the coordinator's pod with that ordinal."""
+    return {LABEL_JOB: job.name, LABEL_ROLE: COORDINATOR, LABEL_ORDINAL: str(ordinal)}
+
+
+def secret(job: Job, token: str, settings: OperatorSettings) -> Object:
+    """The job's token, for its coordinator and its workers; nobody changes it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(job, secret_name(job, settings), COORDINATOR),
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": {TOKEN_KEY: token},
+    }
+
+
+def disruption_budget(job: Job) -> Object:
+    """Evictions leave one worker, which keeps the state of the training, until a successor runs.
+
+    Not ``maxUnavailable``: that counts from the workers wanted, and a job that runs with fewer than it wants, which is
+    nothing unusual, would keep its nodes from ever being drained.
+    """
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _metadata(job, _own_name(job), WORKER),
+        "spec": {"minAvailable": 1, "selector": {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: WORKER}}},
+    }
+
+
+def network_policy(job: Job, settings: OperatorSettings) -> Object:
+    """Nobody but the job's own pods reaches its pods, and the operator its coordinator: gloo, NCCL and TCP stores know
+    no passwords.
+    """
+    operator = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": settings.lease.namespace}},
+        "podSelector": {"matchLabels": dict(settings.operator_labels)},
+    }
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        # Policies add up: one for an operator that has moved comes beside the former.
+        "metadata": _metadata(job, f"{_own_name(job)}-{_hash(operator)[:8]}", WORKER),
+        "spec": {
+            "podSelector": {"matchLabels": {LABEL_JOB: job.name}},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": {"matchLabels": {LABEL_JOB: job.name}}}]},
+                {"from": [operator], "ports": [{"protocol": "TCP", "port": COORDINATOR_PORT}]},
+            ],
+        },
+    }
+
+
+def _own_name(job: Job) -> str:
+    """A name that no earlier or later job of the same name uses."""
+    return f"{job.name}-{job.uid[:8]}"
+
+
+def _metadata(job: Job, name: str, role: str, template: Mapping[str, Any] | None = None) -> Object:
+    """Name, labels and owner of one of the job's objects; labels and annotations of a template stay, ours win."""
+    template = template or {}
+    return {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": {**(template.get("labels") or {}), **labels(job, role)},
+        "annotations": {**(template.get("annotations") or {})},
+        "ownerReferences": [
+            {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": job.name,
+                "uid": job.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }

@@ -1,0 +1,83 @@
+"""Which nodes a worker of a queue may run on: node affinity in its pod. Pure.
+
+The queue's nodes are demanded of every worker, because the queue counts on no others. Where a job keeps its minimum off
+spot nodes, each worker is made for one of the two grounds: on-demand ones keep off spot nodes, the others prefer them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from virtualflow_operator.api import Demand, JobSpec, Object, QueueSpec, SelectorOperator
+from virtualflow_operator.constants import LABEL_CAPACITY, ON_DEMAND, SPOT
+from virtualflow_operator.jobs.pod_classification import ClassifiedPod
+
+_OPPOSITE: dict[SelectorOperator, SelectorOperator] = {
+    "In": "NotIn",
+    "NotIn": "In",
+    "Exists": "DoesNotExist",
+    "DoesNotExist": "Exists",
+}
+_PREFERENCE = 100
+"""The weight of a preference for spot nodes: the most that Kubernetes knows."""
+
+
+def tells_apart(spec: JobSpec, queue: QueueSpec | None) -> bool:
+    """Whether the job's workers are made for on-demand and for spot nodes."""
+    return queue is not None and queue.spot_selector is not None and spec.elasticity.min_replicas_on == "OnDemand"
+
+
+def choose_grounds(count: int, spec: JobSpec, workers: Iterable[ClassifiedPod]) -> list[str]:
+    """The ground of each of ``count`` new workers: as many on-demand ones as the minimum still lacks, then spot ones.
+
+    Args:
+        count: how many are made.
+        spec: the job's.
+        workers: those that it has.
+    """
+    have = sum(1 for worker in workers if worker.fate == "healthy" and worker.pod.ground == ON_DEMAND)
+    lacking = max(min(spec.min_replicas, spec.desired) - have, 0)
+    return [ON_DEMAND if index < lacking else SPOT for index in range(count)]
+
+
+def confine(pod: Object, queue: QueueSpec, ground: str = "") -> None:
+    """Let a worker's pod run on its queue's nodes only, and on its ground.
+
+    Args:
+        pod: its manifest, which is changed.
+        queue: the queue's spec.
+        ground: ``on-demand``, ``spot``, or empty where that makes no difference.
+    """
+    terms: list[list[Demand]] = [list(queue.node_selector.demands)] if queue.node_selector is not None else [[]]
+    spot = queue.spot_selector.demands if queue.spot_selector is not None else ()
+    if ground:
+        pod["metadata"]["labels"][LABEL_CAPACITY] = ground
+    if ground == ON_DEMAND and spot:
+        # Off spot nodes means that one of what makes them so does not hold: terms are alternatives.
+        terms = [[*term, Demand(d.key, _OPPOSITE[d.operator], d.values)] for term in terms for d in spot]
+    _demand(pod["spec"], [term for term in terms if term])
+    if ground == SPOT and spot:
+        affinity = pod["spec"].setdefault("affinity", {}).setdefault("nodeAffinity", {})
+        affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(
+            {"weight": _PREFERENCE, "preference": {"matchExpressions": [_written(demand) for demand in spot]}}
+        )
+
+
+def _demand(spec: Object, terms: Sequence[Sequence[Demand]]) -> None:
+    """Demand that one of these terms holds, beside what the template demands."""
+    if not terms:
+        return
+    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    required = affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    own: list[dict[str, Any]] = required.get("nodeSelectorTerms") or [{}]
+    required["nodeSelectorTerms"] = [
+        {**term, "matchExpressions": [*(term.get("matchExpressions") or []), *(_written(demand) for demand in ours)]}
+        for term in own
+        for ours in terms
+    ]
+
+
+def _written(demand: Demand) -> dict[str, Any]:
+    values = {"values": list(demand.values)} if demand.values else {}
+    return {"key": demand.key, "operator": demand.operator, **values}

@@ -1,0 +1,147 @@
+"""How a job looks that does not simply run: it makes no sense, is limited, starts again, is suspended, queued, or over.
+
+Pure. Each function amends what ``build_status`` made of the job.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow_operator import reasons
+from virtualflow_operator.api import ConditionType, Job, JobStatus, format_time
+from virtualflow_operator.jobs.conditions import Aspect, amend
+from virtualflow_operator.queues import MAX_MESSAGE
+
+_OF_WHAT_RUNS: tuple[ConditionType, ...] = ("Ready", "Progressing", "Degraded")
+
+
+def invalid(status: JobStatus, job: Job, faults: str, now: float) -> JobStatus:
+    """A specification that makes no sense; what runs goes on."""
+    message = f"The specification makes no sense, and nothing that runs is changed: {faults}"
+    return amend(status, job, now, ("Progressing", "False", reasons.INVALID_SPEC, message))
+
+
+def limited(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
+    """It trains as it should, with fewer workers than its user asks for, and nothing else is to be said of it."""
+    progressing = status.condition("Progressing")
+    if progressing is None or progressing.reason != reasons.TRAINING:
+        return status
+    return amend(status, job, now, ("Progressing", "True", reasons.EFFICIENT, f"Workers are training. {why}"))
+
+
+def back_off(status: JobStatus, job: Job, now: float) -> JobStatus:
+    """All workers start again, after a wait."""
+    message = f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
+    status = msgspec.structs.replace(status, phase="BackOff", ready_replicas=0, workers=f"0/{job.spec.desired}")
+    return amend(
+        status,
+        job,
+        now,
+        ("Ready", "False", reasons.BACK_OFF, "The workers start again after a wait."),
+        ("Progressing", "False", reasons.BACK_OFF, message),
+    )
+
+
+def suspending(status: JobStatus, job: Job, now: float) -> JobStatus:
+    """The workers are leaving."""
+    status = msgspec.structs.replace(status, phase="Suspending")
+    return amend(
+        status,
+        job,
+        now,
+        ("Progressing", "True", reasons.SUSPENDING, "The workers leave, after a checkpoint if there is one."),
+    )
+
+
+def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
+    """The workers have left."""
+    status = msgspec.structs.replace(
+        status,
+        phase="Suspended",
+        replicas=0,
+        ready_replicas=0,
+        workers=f"0/{job.spec.desired}",
+        assignment=(),
+        start_time=None,
+        coordinator=None,
+        steps_per_second=None,
+        step_milliseconds=None,
+        predicted_step_milliseconds=None,
+        scale_down_since=None,
+    )
+    kept = (
+        "It resumes from its newest checkpoint."
+        if job.spec.checkpoint
+        else ("It has no spec.checkpoint: it will begin from the first step, to the same bits.")
+    )
+    return amend(
+        status,
+        job,
+        now,
+        *_at_rest(reasons.SUSPENDED, "The job is suspended; set spec.suspend to false to resume it."),
+        ("Suspended", "True", reasons.SUSPENDED, f"The workers have left. {kept}"),
+    )
+
+
+def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
+    """The job has no workers because its queue gives it none: suspended if it ever ran, else still to begin."""
+    ran = job.status.phase in ("Suspending", "Suspended") or (job.status.step or 0) > 0
+    status = suspended(status, job, now)
+    if not ran:
+        status = msgspec.structs.replace(status, phase="Pending")
+    message = f"The queue {job.spec.queue} has no workers for it: {why}"
+    kept = "It goes on from its newest checkpoint" if job.spec.checkpoint else "It begins from the first step"
+    return amend(
+        status,
+        job,
+        now,
+        *_at_rest(reasons.QUEUED, message[:MAX_MESSAGE]),
+        (
+            "Suspended",
+            "True" if ran else "False",
+            reasons.QUEUED,
+            f"It waits for workers of its queue. {kept}, by itself.",
+        ),
+    )
+
+
+def complete(status: JobStatus, job: Job, ended: Status | TerminationMessage, now: float) -> JobStatus:
+    """The training is over, and this came of it, in the coordinator's words or a worker's."""
+    loss = ended.metrics.get("loss")
+    status = msgspec.structs.replace(
+        status,
+        phase="Complete",
+        ready_replicas=0,
+        digest=ended.digest,
+        optimizer_digest=ended.optimizer_digest,
+        step=ended.step,
+        loss=f"{loss:.6g}" if loss is not None else status.loss,
+        completion_time=format_time(now),
+    )
+    return _over(status, job, now, reasons.COMPLETE, f"The training is complete after {ended.step} steps.", "Complete")
+
+
+def failed(status: JobStatus, job: Job, reason: str, message: str, now: float) -> JobStatus:
+    """The job has failed for good."""
+    status = msgspec.structs.replace(status, phase="Failed", ready_replicas=0, completion_time=format_time(now))
+    return _over(status, job, now, reason, f"{message[:1].upper()}{message[1:]}", "Failed")
+
+
+def _over(status: JobStatus, job: Job, now: float, reason: str, message: str, which: ConditionType) -> JobStatus:
+    status = msgspec.structs.replace(
+        status, workers=f"0/{job.spec.desired}", steps_per_second=None, predicted_step_milliseconds=None
+    )
+    return amend(
+        status,
+        job,
+        now,
+        *_at_rest(reasons.FINISHED, "The job is over."),
+        (which, "True", reason, message),
+    )
+
+
+def _at_rest(reason: str, message: str) -> tuple[Aspect, ...]:
+    """Nothing runs, and nothing is to, for one reason."""
+    return tuple((kind, "False", reason, message) for kind in _OF_WHAT_RUNS)

@@ -1,0 +1,228 @@
+"""The pods of a job, sorted by what is to become of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from virtualflow.protocol.http_api import LostWorker, Status, WorkerStatus
+from virtualflow.protocol.termination_message import EXIT_EVICTED
+from virtualflow_operator.api import Job, Link, Node, Pod, Standing
+from virtualflow_operator.constants import COORDINATOR, WORKER
+from virtualflow_operator.jobs.disruptions import disrupted_by_cluster, find_disruption, never_began
+from virtualflow_operator.jobs.manifests import template_hash
+from virtualflow_operator.settings import OperatorSettings
+
+Fate = Literal[
+    "healthy",
+    "planned",
+    "stuck",
+    "announced",
+    "leaving",
+    "lost",
+    "declared-lost",
+    "left",
+    "crashed",
+    "disrupted",
+    "refused",
+]
+"""``healthy``: one of those that the job is to have. ``planned``: to be replaced first, then relieved. ``stuck``: no
+node has room, and another group may. ``announced``: to be relieved at once. ``leaving``: terminating already. ``lost``:
+dead, its pod still there. ``declared-lost``: alive perhaps, but the coordinator went on without it. ``left``,
+``crashed``, ``disrupted``, ``refused``: ended, by itself, in the user's code, by the cluster, because coordinator or
+kubelet would not have it."""
+
+LEFT = "it has left"
+_HEARD: tuple[Standing, ...] = ("starting", "ready", "training", "draining")
+
+
+@dataclass(frozen=True)
+class ClassifiedPod:
+    """A worker's pod, how the coordinator sees it, and what is to become of it."""
+
+    pod: Pod
+    standing: Standing
+    fate: Fate
+    reason: str = ""
+    """Why, in one line."""
+    detail: str = ""
+    """More lines, such as a traceback's."""
+    outdated: bool = False
+    """Whether it is to be replaced because the job has changed, and not because of its node."""
+    incarnation: str = ""
+    """Of the process that the coordinator knows; empty: none."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it trains, or could at once."""
+        return self.standing in ("ready", "training")
+
+    @property
+    def message(self) -> str:
+        """Why, in full."""
+        return f"{self.reason}\n{self.detail}" if self.detail else self.reason
+
+    @property
+    def saw_the_end(self) -> bool:
+        """Whether it saw the end of the training: then its pod and its log stay."""
+        word = self.pod.exit.last_word if self.pod.exit is not None else None
+        return word is not None and word.kind == "done"
+
+
+@dataclass(frozen=True)
+class PodClassification:
+    """All pods that bear a job's label."""
+
+    workers: tuple[ClassifiedPod, ...]
+    """Of the attempt under way."""
+    stale: tuple[Pod, ...]
+    """Of earlier attempts, or of groups that the job has no more; coordinators too."""
+    coordinators: tuple[Pod, ...]
+    names: frozenset[str]
+    """Names that are taken, also by pods of a namesake that is being deleted."""
+
+    def of(self, *fates: Fate) -> list[ClassifiedPod]:
+        """Workers with one of these fates."""
+        return [worker for worker in self.workers if worker.fate in fates]
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What the fate of a pod depends on, beside itself."""
+
+    nodes: Mapping[str, Node] | None
+    status: Status | None
+    now: float
+    settings: OperatorSettings
+    templates: Mapping[str, str] | None
+    """The hash of each group's template; ``None``: no pod is to go because of its template."""
+
+
+class _Finding(NamedTuple):
+    fate: Fate
+    reason: str = ""
+    outdated: bool = False
+
+
+def classify_pods(
+    job: Job,
+    pods: Sequence[Pod],
+    *,
+    nodes: Mapping[str, Node] | None,
+    link: Link | None,
+    now: float,
+    settings: OperatorSettings,
+    changeable: bool = True,
+) -> PodClassification:
+    """Sort the pods of ``job``.
+
+    Args:
+        job: whose they are.
+        pods: all that bear its label.
+        nodes: by name; ``None``: the operator may not look at nodes.
+        link: to the coordinator of the attempt, if there is one.
+        now: Unix seconds.
+        settings: the operator's.
+        changeable: whether the specification makes sense; without, no pod is to go because of it.
+    """
+    own = [pod for pod in pods if pod.owner == job.uid]
+    status = link.status if link is not None else None
+    connected = link is not None and link.connected
+    # One that was not asked yet may hear them all: right after an outage of the API server, all nodes look lost.
+    unasked = link is not None and not connected and now < link.since + settings.coordinator_patience
+    templates = {group.name: template_hash(job, group) for group in job.spec.worker_groups} if changeable else None
+    around = _Surroundings(nodes, status, now, settings, templates)
+    workers, stale = [], []
+    for pod in sorted((p for p in own if p.role == WORKER), key=lambda p: (p.group, p.ordinal)):
+        if pod.attempt != job.status.attempt:
+            stale.append(pod)
+            continue
+        known = find_worker(status, pod)
+        standing: Standing = known.state if known is not None else "absent"
+        heard: Standing = standing if connected else "starting" if unasked else "absent"
+        found = _find_fate(pod, heard, around)
+        reason, _, detail = found.reason.partition("\n")
+        incarnation = known.incarnation if known is not None else ""
+        workers.append(ClassifiedPod(pod, standing, found.fate, reason, detail, found.outdated, incarnation))
+    coordinators = [pod for pod in own if pod.role == COORDINATOR]
+    return PodClassification(
+        tuple(workers),
+        tuple(stale + [pod for pod in coordinators if pod.attempt != job.status.attempt]),
+        tuple(sorted((p for p in coordinators if p.attempt == job.status.attempt), key=lambda p: p.ordinal)),
+        frozenset(pod.name for pod in pods),
+    )
+
+
+def find_worker(status: Status | None, pod: Pod) -> WorkerStatus | None:
+    """What the coordinator says about the process in ``pod``; one of the same name elsewhere is another."""
+    if status is None or not pod.ip:
+        return None
+    return next((w for w in status.workers if w.worker == pod.name and w.address == pod.ip), None)
+
+
+def has_left(pod: Pod) -> bool:
+    """Whether its worker went as it should: the others need nothing more of it."""
+    spoke = pod.exit is not None and pod.exit.last_word is not None
+    return pod.phase == "Succeeded" and (pod.terminating or spoke)
+
+
+def _declared_lost(status: Status | None, pod: Pod) -> LostWorker | None:
+    if status is None or not pod.ip:
+        return None
+    return next((lost for lost in status.lost if lost.worker == pod.name and lost.address == pod.ip), None)
+
+
+def _find_fate(pod: Pod, standing: Standing, around: _Surroundings) -> _Finding:
+    if pod.finished:
+        return _find_end(pod)
+    node = around.nodes.get(pod.node) if around.nodes is not None else None
+    disruption = find_disruption(pod, node, standing, around.settings.extra_taints)
+    declared_lost = _declared_lost(around.status, pod) if standing not in _HEARD else None
+    if disruption is not None and disruption.kind == "lost":
+        return _Finding("lost", disruption.reason)
+    if pod.terminating:
+        return _Finding("leaving", disruption.reason if disruption else "")
+    if declared_lost is not None:
+        return _Finding("declared-lost", declared_lost.reason)
+    if disruption is not None:
+        return _Finding("announced" if disruption.kind == "now" else "planned", disruption.reason)
+    templates = around.templates
+    if templates is not None and pod.group not in templates:
+        return _Finding("planned", f"the job has no worker group {pod.group} any more", outdated=True)
+    if templates is not None and pod.template != templates[pod.group]:
+        return _Finding("planned", "its template has changed", outdated=True)
+    since = pod.unschedulable_since
+    if pod.unschedulable and since is not None and around.now >= since + around.settings.unschedulable_patience:
+        return _Finding("stuck", pod.unschedulable)
+    return _Finding("healthy")
+
+
+def _find_end(pod: Pod) -> _Finding:
+    """How a pod has ended."""
+    if has_left(pod):
+        return _Finding("left", LEFT)
+    if pod.phase == "Succeeded":
+        why = "it ended with exit code 0 before the training was complete; its script must train with vf.elastic"
+        return _Finding("crashed", f"{pod.name}: {why}")
+    fault = disrupted_by_cluster(pod)
+    if not fault:
+        return _Finding("crashed", describe_crash(pod))
+    evicted = pod.exit is not None and pod.exit.code == EXIT_EVICTED
+    again = not pod.terminating and (evicted or never_began(pod))
+    return _Finding("refused" if again else "disrupted", fault)
+
+
+def describe_crash(pod: Pod) -> str:
+    """Why a worker failed, in a sentence; its traceback's last lines after it, where there are any."""
+    ended = pod.exit
+    if ended is None:
+        return f"{pod.name} failed: {pod.reason or 'no container says why'}"
+    word = ended.last_word
+    if word is not None and word.error:
+        tail = f"\n{word.traceback.rstrip()}" if word.traceback else ""
+        return f"{pod.name} failed: {word.error}{tail}"
+    if ended.reason == "OOMKilled":
+        return f"{pod.name} was killed for using more memory than its limit; raise resources.limits.memory"
+    lines = "\n".join(ended.message.strip().splitlines()[-12:])
+    return f"{pod.name} ended with exit code {ended.code}" + (f":\n{lines}" if lines else "; see its log")

@@ -1,0 +1,103 @@
+"""One decision about one job: what is there, what should be, and what to do next. Pure and level-triggered.
+
+The same arguments give the same plan, every action may be repeated, and nothing is remembered but in the job's status.
+The first rule that applies says how the job stands; each rule is a function in a module of its own.
+"""
+
+from __future__ import annotations
+
+from virtualflow_operator.api import JobStatus, format_time, parse_time
+from virtualflow_operator.constants import MANAGER
+from virtualflow_operator.jobs import endings, manifests, phases
+from virtualflow_operator.jobs.actions import Plan
+from virtualflow_operator.jobs.coordinators import keep_coordinator, tell_scale
+from virtualflow_operator.jobs.draft import Draft
+from virtualflow_operator.jobs.job_status_builder import build_status
+from virtualflow_operator.jobs.losses import delete_ended, tell_losses
+from virtualflow_operator.jobs.scene import Facts, Scene, gather_facts
+from virtualflow_operator.jobs.suspension import suspend
+from virtualflow_operator.jobs.workers import delete_former_attempts, keep_workers, templates_accepted
+from virtualflow_operator.settings import OperatorSettings
+
+
+def reconcile(scene: Scene, now: float, settings: OperatorSettings) -> Plan:
+    """Decide about a job at ``now`` (Unix seconds)."""
+    if scene.job.spec.managed_by not in (None, "", MANAGER):
+        return Plan(scene.job.status)
+    facts = gather_facts(scene, now, settings)
+    draft = Draft(facts)
+    return draft.plan(_decide(facts, draft))
+
+
+def _decide(facts: Facts, draft: Draft) -> JobStatus:
+    """Apply the rules in their order; the job's next status."""
+    # A job that is over is cleared up, and nothing else happens to it.
+    if draft.status.finished:
+        endings.clear_up(facts, draft)
+        return draft.status
+
+    # The coordinator hears whom it loses, whatever else is the matter.
+    tell_losses(facts, draft)
+    delete_ended(facts, draft)
+
+    # The training is complete, the job failed too often or took too long, or all start again after a wait.
+    ended = (
+        endings.completed(facts, draft)
+        or endings.out_of_time(facts, draft)
+        or endings.attempt_failed(facts, draft)
+        or endings.crashed_too_often(facts, draft)
+    )
+    if ended is not None:
+        return ended
+
+    # A specification that makes no sense changes nothing that runs; to suspend it is possible all the same.
+    faults = "; ".join(facts.faults)
+    without_workers = facts.granted.waits and not facts.pods.workers
+    if faults and not facts.scene.job.spec.suspend and not without_workers:
+        draft.wake(parse_time(draft.status.failures.retry_time))
+        return phases.invalid(build_status(facts, draft.status), facts.job, faults, facts.now)
+
+    _fix_for_life(facts, draft)
+
+    # Suspended, or without workers by its queue's decision.
+    if facts.spec.suspend:
+        status = suspend(facts, draft)
+        return phases.invalid(status, facts.job, faults, facts.now) if faults else status
+
+    return _run(facts, draft)
+
+
+def _fix_for_life(facts: Facts, draft: Draft) -> None:
+    """Write down what a job keeps for life, and since when it runs."""
+    status, spec = draft.status, facts.spec
+    draft.amend(
+        virtual_nodes=status.virtual_nodes or spec.virtual_nodes,
+        reproducibility=status.reproducibility or spec.reproducibility,
+        selector=manifests.selector(facts.job),
+        start_time=status.start_time or (None if spec.suspend else format_time(facts.now)),
+    )
+
+
+def _run(facts: Facts, draft: Draft) -> JobStatus:
+    """A coordinator, its service, and as many workers as the job is to have."""
+    delete_former_attempts(facts, draft)
+    accepted = templates_accepted(facts, draft)
+    if draft.status.template_hash is None:
+        return build_status(facts, draft.status)
+
+    retry_at = parse_time(draft.status.failures.retry_time)
+    waiting = retry_at is not None and facts.now < retry_at
+    if waiting:
+        draft.wake(retry_at)
+        if not any(worker.pod.live for worker in facts.pods.workers):
+            return build_status(facts, draft.status)
+
+    keep_coordinator(facts, draft, accepted=accepted)
+    tell_scale(facts, draft)
+    for worker in facts.pods.workers:
+        if worker.pod.live and worker.pod.unschedulable_since is not None:
+            draft.wake(worker.pod.unschedulable_since + facts.settings.unschedulable_patience)
+
+    # What runs goes on as it is; with templates that are refused, what is lost meanwhile cannot be replaced.
+    plan = keep_workers(facts, draft, waiting=waiting) if accepted else None
+    return build_status(facts, draft.status, plan)

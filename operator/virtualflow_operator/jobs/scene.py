@@ -1,0 +1,118 @@
+"""What a decision about a job is made of: what there is, and what follows from that at once. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from virtualflow.protocol.http_api import Status
+from virtualflow_operator.api import (
+    Job,
+    JobSpec,
+    Link,
+    Node,
+    Pod,
+    QueueSpec,
+    Service,
+    find_problems,
+)
+from virtualflow_operator.jobs import manifests
+from virtualflow_operator.jobs.pod_classification import PodClassification, classify_pods
+from virtualflow_operator.queues import Grant, Granted, settle_grant
+from virtualflow_operator.settings import OperatorSettings
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the API server said about the templates with that hash."""
+
+    template_hash: str
+    at: float
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """All that is known of a job."""
+
+    job: Job
+    pods: tuple[Pod, ...] = ()
+    """All that bear the job's label."""
+    former: tuple[Pod, ...] = ()
+    """Those that had ended when they were deleted, as they were last seen."""
+    service: Service | None = None
+    nodes: Mapping[str, Node] | None = None
+    """``None``: the operator may not look at nodes."""
+    link: Link | None = None
+    verdict: Verdict | None = None
+    trouble: str = ""
+    """What the API server refused the last time, in words."""
+    grant: Grant | None = None
+    """What the job's queue has decided, if it has one."""
+    queue: QueueSpec | None = None
+    """The job's queue, if there is one of that name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A scene at one moment, as the rules see it."""
+
+    scene: Scene
+    now: float
+    settings: OperatorSettings
+    granted: Granted
+    faults: tuple[str, ...]
+    """What is wrong with the specification, in sentences."""
+    pods: PodClassification
+    link: Link | None
+    """To the coordinator of the attempt under way."""
+
+    @property
+    def job(self) -> Job:
+        """The job as its queue lets it be."""
+        return self.granted.job
+
+    @property
+    def spec(self) -> JobSpec:
+        """Its specification."""
+        return self.granted.job.spec
+
+    @property
+    def remote(self) -> Status | None:
+        """What the coordinator said last."""
+        return self.link.status if self.link is not None else None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the coordinator is to be reached."""
+        return self.link is not None and self.link.connected
+
+    @property
+    def rejection(self) -> str:
+        """Why the API server refuses the present templates; empty: it does not, for all that is known."""
+        verdict = self.scene.verdict
+        current = verdict is not None and verdict.template_hash == manifests.templates_hash(self.job)
+        return verdict.error if verdict is not None and current else ""
+
+    @property
+    def rest(self) -> str:
+        """Why the job is to have no workers, in words."""
+        return f"the queue {self.spec.queue} gives it none" if self.granted.waits else "the job is suspended"
+
+    def without_link(self) -> Facts:
+        """The same when what the coordinator says is of an attempt that is over."""
+        return replace(self, link=None)
+
+
+def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
+    """See what follows from a scene."""
+    granted = settle_grant(scene.job, scene.grant)
+    faults = tuple([scene.job.fault] if scene.job.fault else find_problems(scene.job.spec))
+    attempt = granted.status.attempt
+    attempts = {pod.uid: pod.attempt for pod in scene.pods}
+    earlier = scene.link is not None and attempts.get(scene.link.pod, attempt) != attempt
+    link = None if earlier else scene.link
+    pods = classify_pods(
+        granted.job, scene.pods, nodes=scene.nodes, link=link, now=now, settings=settings, changeable=not faults
+    )
+    return Facts(scene=scene, now=now, settings=settings, granted=granted, faults=faults, pods=pods, link=link)

@@ -1,0 +1,130 @@
+"""How many workers to make and in which groups, and whom to relieve. Pure.
+
+Workers are made in the first group that has room; a group with a worker that no node takes is passed over, and that
+worker stays as a request for capacity until others have taken its place. Workers that are to be reworker (a changed
+template, a cordoned node) get a successor first, one at a time, and leave when it is ready; those that never ran have
+nothing to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from virtualflow_operator.api import WorkerGroup
+from virtualflow_operator.constants import ON_DEMAND
+from virtualflow_operator.jobs.pod_classification import ClassifiedPod
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What to do about the number of workers."""
+
+    create: tuple[tuple[WorkerGroup, int], ...] = ()
+    """Group and ordinal of each new worker."""
+    retire: tuple[ClassifiedPod, ...] = ()
+    """Whom to relieve."""
+    withdraw: tuple[ClassifiedPod, ...] = ()
+    """Those that never ran and are not needed any more."""
+
+
+def plan_workers(
+    desired: int,
+    workers: Sequence[ClassifiedPod],
+    groups: Sequence[WorkerGroup],
+    names: Collection[str],
+    prefix: str,
+    *,
+    refused: bool = False,
+) -> WorkerPlan:
+    """Bring the number of workers to ``desired``.
+
+    Args:
+        desired: how many there are to be.
+        workers: those that run or may run: healthy, planned and stuck ones count, others are ignored.
+        groups: in order of preference.
+        names: names of pods that are taken.
+        prefix: what names of workers begin with: the job's name.
+        refused: whether the API server lets no further pod be made at present (a quota, usually).
+    """
+    unborn = [worker for worker in workers if _never_ran(worker)]
+    here = [worker for worker in workers if worker.fate in ("healthy", "planned") and worker not in unborn]
+    stuck = [worker for worker in workers if worker.fate == "stuck"]
+    planned = [worker for worker in here if worker.fate == "planned"]
+    target = desired + (1 if planned else 0)
+    rank = {group.name: index for index, group in enumerate(groups)}
+    scheduled = sum(1 for worker in here if worker.pod.node)
+    withdraw = (*unborn, *_withdraw(sorted(stuck, key=lambda p: _dispensable(p, rank)), max(target - scheduled, 0)))
+    if len(here) < target:
+        created = _place(target - len(here), [*here, *stuck], groups, names, prefix)
+        retire = _relieve_in_place(here, planned, full=refused or bool(stuck))
+        return WorkerPlan(created, retire, withdraw)
+    if len(here) > target:
+        order = sorted(here, key=lambda worker: _dispensable(worker, rank))
+        # Successors may all be starting yet: somebody keeps the state of the training for them.
+        kept = next((worker for worker in reversed(order) if worker.ready), None)
+        order = [worker for worker in order if worker is not kept]
+        return WorkerPlan(retire=tuple(order[: len(here) - target]), withdraw=withdraw)
+    if planned:
+        first = min(planned, key=lambda worker: _dispensable(worker, rank))
+        if sum(1 for worker in here if worker.ready and worker is not first) >= desired:
+            return WorkerPlan(retire=(first,), withdraw=withdraw)
+    return WorkerPlan(withdraw=withdraw)
+
+
+def _withdraw(stuck: Sequence[ClassifiedPod], needed: int) -> tuple[ClassifiedPod, ...]:
+    """Who of those in want of a node need not stay; the last one of a group says that the group is full."""
+    left, gone = list(stuck), []
+    for worker in stuck:
+        alone = sum(1 for other in left if other.pod.group == worker.pod.group) == 1
+        if len(left) > needed and not (needed and alone):
+            left.remove(worker)
+            gone.append(worker)
+    return tuple(gone)
+
+
+def _never_ran(worker: ClassifiedPod) -> bool:
+    """Whether an outdated pod has not begun: its image or its size may be the very thing that was mended."""
+    return worker.outdated and worker.pod.phase == "Pending" and worker.standing == "absent"
+
+
+def _relieve_in_place(
+    here: Sequence[ClassifiedPod], planned: Sequence[ClassifiedPod], *, full: bool
+) -> tuple[ClassifiedPod, ...]:
+    """On a full cluster a successor finds no node before somebody leaves; others must be there to keep the state."""
+    all_ready = len(here) > 1 and all(worker.ready for worker in here)
+    return (planned[0],) if planned and full and all_ready else ()
+
+
+def _dispensable(worker: ClassifiedPod, rank: Mapping[str, int]) -> tuple[bool, bool, bool, bool, int, int]:
+    """Sort key: who goes first. To be replaced anyway; without a node; not connected; on a spot node; of a less
+    preferred group.
+    """
+    return (
+        worker.fate != "planned",
+        bool(worker.pod.node),
+        worker.standing not in ("absent", "starting"),
+        worker.pod.ground == ON_DEMAND,
+        -rank.get(worker.pod.group, len(rank)),
+        -worker.pod.ordinal,
+    )
+
+
+def _place(
+    count: int, workers: Sequence[ClassifiedPod], groups: Sequence[WorkerGroup], names: Collection[str], prefix: str
+) -> tuple[tuple[WorkerGroup, int], ...]:
+    taken = set(names)
+    # Those that are to be reworker do not count: their successor may be one too many for a while.
+    sizes = {g.name: sum(1 for p in workers if p.pod.group == g.name and p.fate != "planned") for g in groups}
+    full = {worker.pod.group for worker in workers if worker.fate == "stuck"}
+    created: list[tuple[WorkerGroup, int]] = []
+    for _ in range(count):
+        room = (g for g in groups if g.name not in full and (g.max_replicas is None or sizes[g.name] < g.max_replicas))
+        group = next(room, None)
+        if group is None:
+            break
+        ordinal = next(n for n in range(len(taken) + 1) if f"{prefix}-{group.name}-{n}" not in taken)
+        taken.add(f"{prefix}-{group.name}-{ordinal}")
+        sizes[group.name] += 1
+        created.append((group, ordinal))
+    return tuple(created)

@@ -1,0 +1,57 @@
+"""The API server at arm's length: a client, a cache of what the watches have told, leader election, events."""
+
+from __future__ import annotations
+
+from virtualflow_operator.k8s.cache import Key, Store, key_of, queue_key
+from virtualflow_operator.k8s.client import (
+    JOBS,
+    NETWORK_POLICIES,
+    PDBS,
+    PODS,
+    QUEUES,
+    SECRETS,
+    SERVICES,
+    AlreadyExists,
+    ApiError,
+    Conflict,
+    Forbidden,
+    Invalid,
+    KubeApi,
+    NotFound,
+    Resource,
+)
+from virtualflow_operator.k8s.event_recorder import EventRecorder
+from virtualflow_operator.k8s.foreign_pods import ForeignPodWatch
+from virtualflow_operator.k8s.leader_election import Elector, leave_at_once
+from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
+from virtualflow_operator.k8s.relist import OURS, relist
+
+__all__ = [
+    "JOBS",
+    "NETWORK_POLICIES",
+    "OURS",
+    "PDBS",
+    "PODS",
+    "QUEUES",
+    "SECRETS",
+    "SERVICES",
+    "AlreadyExists",
+    "ApiError",
+    "Conflict",
+    "DeepObjects",
+    "Elector",
+    "EventRecorder",
+    "Forbidden",
+    "ForeignPodWatch",
+    "Invalid",
+    "Key",
+    "KubeApi",
+    "NotFound",
+    "Resource",
+    "Store",
+    "bounded_response",
+    "key_of",
+    "leave_at_once",
+    "queue_key",
+    "relist",
+]

@@ -1,0 +1,218 @@
+"""Events on jobs: what a person reads at the end of ``kubectl describe``, a sentence at a time and never a flood.
+
+Names follow from what is said, so that a restarted operator finds the event that it made before. Only ``create`` and
+``patch`` are needed: the answer to a patch tells the count that nobody may read. An event that cannot be written is
+logged and counted; it never stops the work that it tells of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from virtualflow_operator.constants import API_VERSION, KIND, MANAGER
+from virtualflow_operator.k8s.client import EVENTS, AlreadyExists, ApiError, NotFound, Resource
+from virtualflow_operator.settings import EventSettings
+
+logger = logging.getLogger(__name__)
+
+EventType = Literal["Normal", "Warning"]
+
+MAX_REASON = 128
+MAX_PREFIX = 200
+"""Characters of a job's name that go into an event's: with a dot and the hash it must stay within 253."""
+MAX_INSTANCE = 128
+
+V = TypeVar("V")
+
+
+class EventApi(Protocol):
+    """What of ``KubeApi`` events need."""
+
+    async def create(self, resource: Resource, namespace: str | None, body: dict[str, Any]) -> dict[str, Any]:
+        """Create an object."""
+
+    async def patch(self, resource: Resource, namespace: str | None, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Merge into an object and return the outcome."""
+
+
+@dataclass
+class _Bucket:
+    """The events that one job may still have."""
+
+    tokens: float
+    filled: float
+    dropped: int = 0
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An event that exists, as far as is known."""
+
+    count: int
+    at: float
+
+
+class EventRecorder:
+    """Writes events on jobs.
+
+    Args:
+        api: the API server.
+        settings: limits.
+        instance: which replica says it, usually the pod's name.
+        on_error: told the class name of every API error.
+        clock: steady, in seconds.
+        wall: for the timestamps.
+    """
+
+    def __init__(
+        self,
+        api: EventApi,
+        settings: EventSettings | None = None,
+        *,
+        instance: str = "",
+        on_error: Callable[[str], object] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._api = api
+        self._settings = settings or EventSettings()
+        self._instance = (instance or MANAGER)[:MAX_INSTANCE]
+        self._on_error = on_error
+        self._clock = clock
+        self._wall = wall
+        self._buckets: _Latest[_Bucket] = _Latest(self._settings.objects)
+        self._written: _Latest[_Written] = _Latest(self._settings.objects)
+
+    async def record(self, job: dict[str, Any], kind: EventType, reason: str, message: str) -> None:
+        """Write an event on ``job``, or count up the one that says the same; raises nothing that the API server does.
+
+        Args:
+            job: the resource as the API server gave it; its metadata is what counts.
+            kind: ``Warning`` for what somebody may have to act on.
+            reason: one word in CamelCase.
+            message: a sentence; it is cut where the API server's limit is.
+        """
+        metadata = job["metadata"]
+        uid = str(metadata.get("uid") or "")
+        if not self._admit(uid, metadata["name"], reason, message):
+            return
+        name = event_name(metadata["name"], uid, reason, message)
+        try:
+            await self._write(metadata, name, kind, reason, message)
+        except ApiError as error:
+            self._written.pop(name)
+            self._on_error(type(error).__name__)
+            logger.warning("could not write the event %s on %s: %s", reason, metadata["name"], error)
+
+    async def _write(self, metadata: dict[str, Any], name: str, kind: EventType, reason: str, message: str) -> None:
+        namespace, now = metadata["namespace"], self._clock()
+        known = self._written.get(name)
+        if known is not None and now - known.at <= self._settings.repeat_window:
+            try:
+                await self._count_up(namespace, name, known.count)
+            except NotFound:
+                pass  # it was deleted, or lived longer than the API server keeps events
+            else:
+                return
+        try:
+            await self._api.create(EVENTS, namespace, self._body(metadata, name, kind, reason, message))
+        except AlreadyExists:
+            event = await self._api.patch(EVENTS, namespace, name, {"lastTimestamp": self._now()})
+            count = event.get("count")
+            await self._count_up(namespace, name, count if isinstance(count, int) and count > 0 else 1)
+        else:
+            self._written.put(name, _Written(1, now))
+
+    async def _count_up(self, namespace: str, name: str, count: int) -> None:
+        body = {"count": count + 1, "lastTimestamp": self._now()}
+        await self._api.patch(EVENTS, namespace, name, body)
+        self._written.put(name, _Written(count + 1, self._clock()))
+
+    def _body(self, metadata: dict[str, Any], name: str, kind: EventType, reason: str, message: str) -> dict[str, Any]:
+        now = self._now()
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": metadata["namespace"]},
+            "involvedObject": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "namespace": metadata["namespace"],
+                "name": metadata["name"],
+                "uid": metadata.get("uid"),
+                "resourceVersion": metadata.get("resourceVersion"),
+            },
+            "type": kind,
+            "reason": reason[:MAX_REASON],
+            "message": _cut(message, self._settings.message_bytes),
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+            "source": {"component": MANAGER},
+            "reportingComponent": MANAGER,
+            "reportingInstance": self._instance,
+        }
+
+    def _admit(self, uid: str, name: str, reason: str, message: str) -> bool:
+        """Take a token of the job's bucket; without one the event goes to the log only."""
+        now = self._clock()
+        bucket = self._buckets.get(uid)
+        if bucket is None:
+            bucket = _Bucket(float(self._settings.burst), now)
+        bucket.tokens = min(self._settings.burst, bucket.tokens + (now - bucket.filled) / self._settings.refill)
+        bucket.filled = now
+        self._buckets.put(uid, bucket)
+        if bucket.tokens < 1:
+            bucket.dropped += 1
+            level = logging.WARNING if bucket.dropped == 1 else logging.DEBUG
+            logger.log(level, "too many events on %s; this one is only logged: %s: %s", name, reason, message)
+            return False
+        if bucket.dropped:
+            logger.info("%d events on %s were only logged", bucket.dropped, name)
+            bucket.dropped = 0
+        bucket.tokens -= 1
+        return True
+
+    def _now(self) -> str:
+        return self._wall().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class _Latest(Generic[V]):
+    """The latest used entries; the longest unused go first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._entries: OrderedDict[str, V] = OrderedDict()
+
+    def get(self, key: str) -> V | None:
+        return self._entries.get(key)
+
+    def put(self, key: str, value: V) -> None:
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        while len(self._entries) > self._most:
+            self._entries.popitem(last=False)
+
+    def pop(self, key: str) -> None:
+        self._entries.pop(key, None)
+
+
+def event_name(job: str, uid: str, reason: str, message: str) -> str:
+    """Return the name of the event that says this of this very job."""
+    digest = hashlib.sha256("\0".join((uid, reason, message)).encode("utf-8", "replace")).hexdigest()[:16]
+    return f"{job[:MAX_PREFIX].rstrip('-.')}.{digest}"
+
+
+def _cut(text: str, most: int) -> str:
+    """Cut a text to so many bytes of UTF-8, at a whole character."""
+    encoded = text.encode("utf-8", "replace")
+    if len(encoded) <= most:
+        return encoded.decode()
+    return encoded[: most - len("…".encode())].decode(errors="ignore") + "…"

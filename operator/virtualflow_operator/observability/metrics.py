@@ -1,0 +1,274 @@
+"""Every metric of the operator, once; the dashboard and the alerts of the chart use these names.
+
+What is true of jobs just now (phases, workers, progress) is kept as one mapping and read when somebody scrapes, so that
+the sums and the series of single jobs cannot drift apart, and a job's series vanish with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from virtualflow._version import __version__
+
+PHASES = ("Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed")
+"""Phases that are exposed even when no job is in them."""
+
+PAUSES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Buckets for pauses of the training and for recoveries, in seconds."""
+CALLS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Buckets for what takes one or a few calls, in seconds."""
+
+
+@dataclass(frozen=True)
+class JobSample:
+    """What is true of one job just now; ``None`` is not known (yet), and has no series."""
+
+    phase: str
+    workers_wanted: int = 0
+    workers_ready: int = 0
+    step: int | None = None
+    total_steps: int | None = None
+    steps_per_second: float | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class QueueSample:
+    """What is true of one ``VirtualFlowQueue`` just now."""
+
+    ready: bool = False
+    capacity: float = 0.0
+    """Of its resource, or in workers."""
+    allocated: float = 0.0
+    running: int = 0
+    waiting: int = 0
+
+
+class Metrics:
+    """The operator's metrics, in a registry of their own.
+
+    Args:
+        job_metrics: whether single jobs have series.
+    """
+
+    def __init__(self, *, job_metrics: bool = True) -> None:
+        # Otherwise every counter brings a second series with the time of its creation. It is the library's only switch.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = registry = CollectorRegistry()
+        self._jobs = _Jobs(job_metrics)
+        self._queues = _Queues()
+        registry.register(self._jobs)
+        registry.register(self._queues)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+
+        self._changes = counter("virtualflow_membership_changes_total", "Changes of the workers of jobs.", "cause")
+        self._repeated = counter("virtualflow_repeated_steps_total", "Steps that were repeated after a loss.", "cause")
+        self._pause = histogram(
+            "virtualflow_change_pause_seconds", "How long a change held up the training.", PAUSES, "cause"
+        )
+        self._recovery = histogram(
+            "virtualflow_recovery_seconds", "From a lost pod being seen to the training going on.", PAUSES
+        )
+        self._loss_told = histogram(
+            "virtualflow_loss_told_seconds",
+            "From the watch event of a lost pod, or of one about to be lost, to the coordinator having been told.",
+            PAUSES,
+        )
+        self._reconcile = histogram("virtualflow_reconcile_duration_seconds", "One reconciliation of a job.", CALLS)
+        self._errors = counter("virtualflow_reconcile_errors_total", "Reconciliations that failed.", "kind")
+        self._depth = Gauge(
+            "virtualflow_queue_depth", "Jobs that are due and wait to be reconciled.", registry=registry
+        )
+        self._wait = histogram("virtualflow_queue_wait_seconds", "From a job being due to its reconciliation.", CALLS)
+        self._requests = counter(
+            "virtualflow_api_requests_total",
+            "Requests to the API server; code 0: no answer.",
+            "method",
+            "resource",
+            "code",
+        )
+        self._request_seconds = histogram(
+            "virtualflow_api_request_duration_seconds", "Requests to the API server.", CALLS, "method"
+        )
+        self._cut = counter(
+            "virtualflow_objects_cut_total", "Objects that are nested too deep to be read as a whole.", "kind"
+        )
+        self._calls = counter("virtualflow_coordinator_calls_total", "Calls to coordinators.", "call", "outcome")
+        self._created = counter("virtualflow_pods_created_total", "Pods that were created.", "role")
+        self._deleted = counter("virtualflow_pods_deleted_total", "Pods that were deleted.", "reason")
+        self._leader = Gauge("virtualflow_leader", "1: this replica leads; 0: it stands by.", registry=registry)
+        Gauge("virtualflow_build_info", "The operator's version.", ("version",), registry=registry).labels(
+            __version__
+        ).set(1)
+
+    def change(self, cause: str, pause_seconds: float | None, repeated: int) -> None:
+        """Count a change of a job's workers: what held up the training for how long, and the steps repeated."""
+        self._changes.labels(cause).inc()
+        self._repeated.labels(cause).inc(max(repeated, 0))
+        if pause_seconds is not None:
+            self._pause.labels(cause).observe(pause_seconds)
+
+    def recovered(self, seconds: float) -> None:
+        """Note how long after a lost pod was seen the training went on."""
+        self._recovery.observe(seconds)
+
+    def loss_told(self, seconds: float) -> None:
+        """Note how long after the watch event of a loss its coordinator knew."""
+        self._loss_told.observe(seconds)
+
+    def reconciled(self, seconds: float) -> None:
+        """Note how long one reconciliation took."""
+        self._reconcile.observe(seconds)
+
+    def reconcile_error(self, kind: str) -> None:
+        """Count a reconciliation that failed, by the error's class name."""
+        self._errors.labels(kind).inc()
+
+    def queue_depth(self, depth: int) -> None:
+        """Set how many jobs are due and wait."""
+        self._depth.set(depth)
+
+    def queue_wait(self, seconds: float) -> None:
+        """Note how long a job that was due had to wait."""
+        self._wait.observe(seconds)
+
+    def api_request(self, method: str, resource: str, code: int, seconds: float) -> None:
+        """Count a request to the API server; fits ``KubeApi``'s ``observe``."""
+        self._requests.labels(method, resource, str(code)).inc()
+        self._request_seconds.labels(method).observe(seconds)
+
+    def object_cut(self, kind: str) -> None:
+        """Count an object, or a change of one, that is nested too deep to be read as a whole."""
+        self._cut.labels(kind).inc()
+
+    def coordinator_call(self, call: str, outcome: str) -> None:
+        """Count a call to a coordinator."""
+        self._calls.labels(call, outcome).inc()
+
+    def pod_created(self, role: str) -> None:
+        """Count a pod that was created: ``worker`` or ``coordinator``."""
+        self._created.labels(role).inc()
+
+    def pod_deleted(self, reason: str) -> None:
+        """Count a pod that was deleted, by why."""
+        self._deleted.labels(reason).inc()
+
+    def leads(self, leading: bool) -> None:
+        """Set whether this replica leads."""
+        self._leader.set(leading)
+
+    def job(self, namespace: str, name: str, sample: JobSample) -> None:
+        """Set what is true of a job."""
+        self._jobs.samples[namespace, name] = sample
+
+    def forget_job(self, namespace: str, name: str) -> None:
+        """Remove a job that is gone, with its series."""
+        self._jobs.samples.pop((namespace, name), None)
+
+    def shared(self, queue: str, sample: QueueSample) -> None:
+        """Set what is true of a queue."""
+        self._queues.samples[queue] = sample
+
+    def forget_queue(self, queue: str) -> None:
+        """Remove a queue that is gone, with its series."""
+        self._queues.samples.pop(queue, None)
+
+    def exposition(self) -> bytes:
+        """Return everything in the text format of Prometheus."""
+        return generate_latest(self.registry)
+
+
+class _Jobs(Collector):
+    """The gauges that follow from the jobs."""
+
+    def __init__(self, single: bool) -> None:
+        self.samples: dict[tuple[str, str], JobSample] = {}
+        self._single = single
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Compute all of them at this moment."""
+        samples = list(self.samples.items())
+        phases = GaugeMetricFamily("virtualflow_jobs", "Jobs, by phase.", labels=("phase",))
+        for phase, count in (dict.fromkeys(PHASES, 0) | Tally(sample.phase for _, sample in samples)).items():
+            phases.add_metric((phase,), count)
+        yield phases
+        yield GaugeMetricFamily(
+            "virtualflow_workers_wanted",
+            "Workers that all jobs together want.",
+            value=sum(sample.workers_wanted for _, sample in samples),
+        )
+        yield GaugeMetricFamily(
+            "virtualflow_workers_ready",
+            "Workers that train, of all jobs together.",
+            value=sum(sample.workers_ready for _, sample in samples),
+        )
+        if self._single:
+            for field, text in _SINGLE.items():
+                family = GaugeMetricFamily(f"virtualflow_job_{field}", text, labels=("job_namespace", "job_name"))
+                for key, sample in samples:
+                    value = getattr(sample, field)
+                    if value is not None:
+                        family.add_metric(key, value)
+                yield family
+
+
+class _Queues(Collector):
+    """The gauges of each ``VirtualFlowQueue``; there are few, and those who run the cluster make them."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, QueueSample] = {}
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Compute all of them at this moment."""
+        samples = sorted(self.samples.items())
+        for field, text in _OF_A_QUEUE.items():
+            family = GaugeMetricFamily(f"virtualflow_shared_{field}", text, labels=("queue",))
+            for name, sample in samples:
+                family.add_metric((name,), float(getattr(sample, field)))
+            yield family
+        jobs = GaugeMetricFamily("virtualflow_shared_jobs", "Jobs of the queue.", labels=("queue", "state"))
+        for name, sample in samples:
+            jobs.add_metric((name, "running"), sample.running)
+            jobs.add_metric((name, "waiting"), sample.waiting)
+        yield jobs
+
+
+_OF_A_QUEUE = {
+    "ready": "1: the queue gives out what it has; 0: its condition Ready says why not.",
+    "capacity": "What the jobs of the queue may have together, of its resource or in workers.",
+    "allocated": "What they have been given of it.",
+}
+
+_SINGLE = {
+    "step": "Steps that the job has completed.",
+    "total_steps": "Steps that the job takes in all.",
+    "steps_per_second": "The job's present speed.",
+    "loss": "The job's latest loss.",
+    "workers_ready": "The job's workers that train.",
+    "workers_wanted": "The workers that the job wants.",
+}
+
+
+def metric_names() -> frozenset[str]:
+    """Return every metric's name; a histogram's series add ``_bucket``, ``_sum`` and ``_count`` to it."""
+    return frozenset(
+        f"{family.name}_total" if family.type == "counter" else family.name for family in Metrics().registry.collect()
+    )

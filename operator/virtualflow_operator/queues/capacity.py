@@ -1,0 +1,173 @@
+"""What a queue has to share: nodes that are fit for work, less what other pods request there. Pure.
+
+Everything is counted in whole units: thousandths of a CPU, else the resource's own (GPUs, bytes). What a worker
+requests is rounded up, what a node can give down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import Any
+
+from virtualflow_operator.api import JobSpec, Node, Object, QueueSpec, WorkerGroup, parse_quantity, pod_requests, total
+from virtualflow_operator.constants import TERMINATION_TAINTS
+
+_KUBERNETES = "node.kubernetes.io/"
+"""Taints of this prefix tell what is the matter with a node; workers tolerate them only by accident."""
+
+
+def scale_of(resource: str | None) -> int:
+    """Units in one of the resource."""
+    return 1_000 if resource == "cpu" else 1
+
+
+def in_units(amount: str | float | Decimal, resource: str | None, *, up: bool) -> int:
+    """A quantity in units; 0 for what is none."""
+    number = amount if isinstance(amount, Decimal) else parse_quantity(amount)
+    scaled = (number or Decimal(0)) * scale_of(resource)
+    return int(scaled.to_integral_value(ROUND_CEILING if up else ROUND_FLOOR))
+
+
+def shown(units: int, resource: str | None) -> str:
+    """Units as people write them."""
+    scale = scale_of(resource)
+    return f"{units / scale:.10g}" if scale > 1 else str(units)
+
+
+def in_words(units: int, resource: str | None) -> str:
+    """Units with what they are of, as a sentence has them."""
+    if resource is None:
+        return "1 worker" if units == 1 else f"{units} workers"
+    if resource == "memory":
+        return f"{units / 2**30:.4g}Gi of memory"
+    return f"{shown(units, resource)} {resource}"
+
+
+def requested(requests: Iterable[Mapping[str, str]], resource: str) -> int:
+    """Units that a pod requests; 0 if that is less, which the API server refuses."""
+    return max(in_units(total(requests, resource), resource, up=True), 0)
+
+
+def worker_units(spec: JobSpec, resource: str | None) -> int:
+    """Units of one worker, by the group that asks for most; 0: none asks for the resource."""
+    if resource is None:
+        return 1
+    return max((_template_units(group.template, resource) for group in _used(spec)), default=0)
+
+
+def _used(spec: JobSpec) -> list[WorkerGroup]:
+    return [group for group in spec.worker_groups if group.max_replicas != 0]
+
+
+def _template_units(template: Object, resource: str) -> int:
+    return requested(pod_requests(template.get("spec")), resource)
+
+
+def tolerated(spec: JobSpec) -> frozenset[str]:
+    """Keys of the taints that a job's workers tolerate; the empty key stands for all."""
+    return frozenset(
+        str(toleration.get("key") or "")
+        for group in _used(spec)
+        for toleration in _tolerations(group.template)
+        if isinstance(toleration, Mapping) and toleration.get("effect") != "PreferNoSchedule"
+    )
+
+
+def _tolerations(template: Object) -> list[Any]:
+    pod = template.get("spec")
+    found = pod.get("tolerations") if isinstance(pod, Mapping) else None
+    return found if isinstance(found, list) else []
+
+
+@dataclass(frozen=True)
+class QueueCapacity:
+    """What a queue has, in units."""
+
+    on_demand: int = 0
+    spot: int = 0
+    used_by_others: int = 0
+    selected: int = 0
+    """Nodes that its selector selects."""
+    nodes: frozenset[str] = frozenset()
+    """Those of them that are fit for work."""
+    unfit: Mapping[str, str] = field(default_factory=dict)
+    """Why the others are not."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.on_demand + self.spot
+
+
+def measure_capacity(
+    spec: QueueSpec,
+    nodes: Mapping[str, Node],
+    *,
+    others: Mapping[str, int],
+    alive: Mapping[str, int],
+    tolerations: Collection[frozenset[str]],
+    grain: int = 1,
+    leaving: Collection[str] = (),
+) -> QueueCapacity:
+    """Count what a queue has.
+
+    Args:
+        spec: the queue's.
+        nodes: by name.
+        others: units that pods which are not workers of the queue request on each node.
+        alive: units of workers of the queue that train on nodes which look lost. After an outage of the API server all
+            nodes look lost: those workers show that theirs are not.
+        tolerations: keys of the taints that each job of the queue tolerates.
+        grain: no worker takes less than a multiple of this, so less than that on a node is of no use.
+        leaving: keys of taints that announce a node's loss, beside the well-known ones.
+    """
+    if spec.resource is None:
+        return QueueCapacity(on_demand=spec.capacity or 0)
+    selected = {
+        name: node
+        for name, node in nodes.items()
+        if not node.gone and (spec.node_selector is None or spec.node_selector.selects(node.labels))
+    }
+    on_demand = spot = used = 0
+    fit, unfit = set(), {}
+    for name, node in selected.items():
+        amount = alive.get(name, 0)
+        fault = unfitness(node, tolerations, leaving)
+        if not fault:
+            fit.add(name)
+            allocatable = in_units(node.allocatable.get(spec.resource, "0"), spec.resource, up=False)
+            used += min(others.get(name, 0), allocatable)
+            amount = max(allocatable - others.get(name, 0), 0) // grain * grain
+        else:
+            unfit[name] = fault
+            if node.ready or not amount:
+                continue
+            fit.add(name)
+        if spec.spot_selector is not None and spec.spot_selector.selects(node.labels):
+            spot += amount
+        else:
+            on_demand += amount
+    if spec.capacity is not None:
+        most = spec.capacity * scale_of(spec.resource)
+        on_demand = min(on_demand, most)
+        spot = min(spot, most - on_demand)
+    return QueueCapacity(on_demand, spot, used, len(selected), frozenset(fit), unfit)
+
+
+def unfitness(node: Node, tolerations: Collection[frozenset[str]], leaving: Collection[str] = ()) -> str:
+    """Why no worker is to be put on a node; empty: one may be."""
+    if not node.ready:
+        return "it is not ready"
+    if node.cordoned:
+        return "it is cordoned"
+    if node.shutting_down:
+        return "it is shutting down"
+    for taint in node.taints:
+        if taint in TERMINATION_TAINTS or taint in leaving or taint.startswith(_KUBERNETES):
+            return f"it has the taint {taint}"
+    # With no job to ask, the taints that keep other pods away from accelerators are taken to be tolerated.
+    if node.taints and tolerations and not any("" in keys or keys.issuperset(node.taints) for keys in tolerations):
+        return f"no job tolerates its taint {node.taints[0]}"
+    return ""

@@ -1,0 +1,175 @@
+"""What a queue has given a job, and what the job makes of it. Pure.
+
+A grant acts as ``kubectl scale`` and ``suspend`` would: the reconciler sees the job with that many ``replicas``, or
+suspended. The user's own fields are never written, so what is under version control stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from virtualflow_operator import reasons
+from virtualflow_operator.api import Allocation, Condition, Job, JobSpec, JobStatus, Truth, format_time, parse_time
+from virtualflow_operator.queues.scaling_history import efficient_limit, no_further
+
+MAX_MESSAGE = 4_096
+"""Characters of a condition's message; the API takes 32,768, people less."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a queue has decided about one job."""
+
+    uid: str
+    """Of the job."""
+    queue: str
+    workers: int
+    reason: str
+    """Why so many, in a sentence."""
+    code: str = reasons.ALLOCATED
+    """The reason of the condition ``Allocated``."""
+    since: float = 0.0
+    """When the job began to run, or to wait; Unix seconds, whole ones, as its status has them."""
+    resized: float = 0.0
+    """When its number of workers last changed."""
+    waited: float = 0.0
+    """Seconds of the wait that ended when it began to run."""
+
+    def changed(self, workers: int, reason: str, code: str, now: float, *, partly: bool = False) -> Grant:
+        """The next grant of the same job.
+
+        Args:
+            workers: how many it has from now on.
+            reason: why.
+            code: the reason of the condition.
+            now: Unix seconds.
+            partly: more are to follow as soon as those of others have left; the change is over when they have.
+        """
+        moment = float(int(now))
+        after = replace(self, workers=workers, reason=reason, code=code)
+        if workers == self.workers:
+            return after
+        resized = self.resized if partly else moment
+        if bool(workers) == bool(self.workers):
+            return replace(after, resized=resized)
+        return replace(after, since=moment, resized=resized, waited=max(moment - self.since, 0.0) if workers else 0.0)
+
+
+def known_grant(job: Job, created: float) -> Grant:
+    """What a job has by its status: what a queue gave it, or the workers that it had before it came to one.
+
+    Args:
+        job: the job.
+        created: when it was created, Unix seconds.
+    """
+    given = job.status.allocation
+    if given is None:
+        workers = 0 if job.spec.suspend else job.status.replicas
+        return Grant(job.uid, job.spec.queue or "", workers, "", reasons.QUEUED, created, created)
+    since = parse_time(given.since) or created
+    return Grant(
+        job.uid,
+        given.queue,
+        given.workers,
+        given.reason,
+        reasons.ALLOCATED if given.workers else reasons.QUEUED,
+        since,
+        parse_time(given.resized_time) or since,
+        float(given.waited_seconds),
+    )
+
+
+@dataclass(frozen=True)
+class Granted:
+    """A job as its queue, or its own efficiency, lets it be."""
+
+    job: Job
+    """With the number of workers that it is to have, or suspended."""
+    status: JobStatus
+    """With the allocation as it is to be written."""
+    waits: str = ""
+    """Why its queue gives it nothing; empty: it runs, or is suspended by its user."""
+    code: str = ""
+    """The reason of its condition ``Allocated``; empty: it has none."""
+    limit: str = ""
+    """Why it has fewer workers than its user asks for, a sentence; empty: it has not."""
+
+
+def settle_grant(job: Job, grant: Grant | None) -> Granted:
+    """Say what a job is to have.
+
+    Args:
+        job: as its user has specified it.
+        grant: the latest one of its queue, if this operator has made one.
+    """
+    spec, status = job.spec, job.status
+    if not spec.queue:
+        status = msgspec.structs.replace(status, allocation=None)
+        if not spec.elasticity.min_efficiency:
+            return Granted(job, status)
+        efficient = efficient_limit(status.scaling, spec.elasticity.min_efficiency, spec.desired)
+        most = max(efficient, min(spec.min_replicas, spec.desired))
+        limit = ""
+        if most < spec.desired:
+            why = no_further(spec.elasticity.min_efficiency)
+            limit = f"It has {most} of the {spec.desired} workers that replicas asks for: {why}; lower it to have more."
+        limited = _with_spec(job, msgspec.structs.replace(spec, replicas=min(spec.replicas, most)))
+        return Granted(limited, status, limit=limit)
+    if status.finished:
+        return Granted(job, msgspec.structs.replace(status, allocation=None), code=reasons.FINISHED)
+    if grant is None or grant.uid != job.uid:
+        if status.allocation is None:
+            if status.replicas and not spec.suspend:
+                return Granted(job, status, code=reasons.QUEUED)  # it goes on as it is until the queue has decided
+            return Granted(_waiting(job), status, "its queue has not decided yet", reasons.QUEUED)
+        grant = known_grant(job, 0.0)
+    status = msgspec.structs.replace(
+        status,
+        allocation=Allocation(
+            grant.queue,
+            grant.workers,
+            grant.reason,
+            format_time(grant.since),
+            format_time(grant.resized),
+            int(grant.waited),
+        ),
+    )
+    if grant.workers:
+        return Granted(_with_spec(job, msgspec.structs.replace(spec, replicas=grant.workers)), status, "", grant.code)
+    if spec.suspend:
+        return Granted(job, status, "", grant.code)
+    return Granted(_waiting(job), status, grant.reason, grant.code)
+
+
+def _waiting(job: Job) -> Job:
+    """The job without workers: suspended, as by its user."""
+    return _with_spec(job, msgspec.structs.replace(job.spec, replicas=0, min_replicas=0, suspend=True))
+
+
+def _with_spec(job: Job, spec: JobSpec) -> Job:
+    return replace(job, spec=spec)
+
+
+def with_allocation(status: JobStatus, job: Job, granted: Granted, now: float) -> JobStatus:
+    """The status with the condition ``Allocated``, or without it for a job that has no queue."""
+    if not job.spec.queue:
+        kept = tuple(condition for condition in status.conditions if condition.type != "Allocated")
+        return msgspec.structs.replace(status, conditions=kept, allocation=None)
+    allocation = None if status.finished else status.allocation
+    truth: Truth = "True" if allocation is not None and allocation.workers else "False"
+    code, message = granted.code or reasons.QUEUED, granted.waits or "Its queue has not decided yet."
+    if status.finished:
+        code, message = reasons.FINISHED, "The job is over."
+    elif allocation is not None:
+        message = f"{_counted(allocation.workers)} of the queue {allocation.queue}: {allocation.reason}"
+    before = job.status.condition("Allocated")
+    since = before.last_transition_time if before is not None and before.status == truth else format_time(now)
+    own = Condition("Allocated", truth, code, message[:MAX_MESSAGE], since, job.generation)
+    others = tuple(condition for condition in status.conditions if condition.type != "Allocated")
+    return msgspec.structs.replace(status, conditions=(*others, own), allocation=allocation)
+
+
+def _counted(workers: int) -> str:
+    return "No workers" if not workers else "1 worker" if workers == 1 else f"{workers} workers"

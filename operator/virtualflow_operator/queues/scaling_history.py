@@ -1,0 +1,85 @@
+"""How fast a job was with how many workers, and how far it is worth growing. Pure.
+
+What was measured is remembered in the job's status, because the coordinator only knows the present: one point for each
+number of workers that the job has trained with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from virtualflow.protocol.http_api import Status
+from virtualflow_operator.api import Measured
+from virtualflow_operator.scheduling import ScalingCurve
+
+MAX_MEASURED = 64
+"""Numbers of workers that are remembered; the longest unused go first."""
+_WORTH_WRITING = 0.1
+"""By which part a speed must differ from the one known: steps vary, and each write costs the API server."""
+
+
+def remember(known: Sequence[Measured], remote: Status | None) -> tuple[Measured, ...]:
+    """What is known once the coordinator has said ``remote``; the latest measured number of workers stands first.
+
+    Only a settled membership counts: the time of a step is then that of the latest ones with these very workers.
+    """
+    if remote is None or remote.phase != "training" or remote.proposed is not None or not remote.step_ms:
+        return tuple(known)
+    workers = sum(1 for worker in remote.workers if worker.last > worker.first)
+    if not workers:
+        return tuple(known)
+    speed = 1_000 / remote.step_ms
+    before = next((point for point in known if point.workers == workers), None)
+    if before is not None and abs(speed - _speed(before)) <= _WORTH_WRITING * _speed(before):
+        if known[0] is before:
+            return tuple(known)
+        point = before
+    else:
+        point = Measured(workers, f"{speed:.4g}")
+    return (point, *(other for other in known if other.workers != workers))[:MAX_MEASURED]
+
+
+def _speed(point: Measured) -> float:
+    try:
+        speed = float(point.steps_per_second)
+    except ValueError:
+        return 0.0
+    return speed if math.isfinite(speed) and speed > 0 else 0.0
+
+
+def curve_of(known: Sequence[Measured]) -> ScalingCurve:
+    """The scaling curve through what was measured."""
+    return ScalingCurve.of((point.workers, _speed(point)) for point in known)
+
+
+def no_further(percent: int) -> str:
+    """Why a job does not grow beyond its efficient limit, in words."""
+    return f"a further worker brings, as measured, less than minEfficiency ({percent} %) of what one gave at first"
+
+
+def efficient_limit(known: Sequence[Measured], percent: int, most: int) -> int:
+    """How many workers a job is to have at most so that each brings enough.
+
+    A worker brings enough if, as measured, it adds at least ``percent`` of what one gave at the smallest number of
+    workers that is known. Beyond the largest known number nothing is known, so nothing forbids to grow and measure.
+    Where a growth by several workers was not worth it, the number halfway is tried, until the last worthwhile one is
+    found: it costs a resize, which costs one step.
+
+    Args:
+        known: what was measured.
+        percent: ``spec.elasticity.minEfficiency``; 0: no limit.
+        most: the most workers that the job may have otherwise.
+    """
+    points = sorted((point.workers, _speed(point)) for point in known if _speed(point) > 0)
+    if not percent or len(points) < 2:
+        return most
+    least, enough = points[0][0], points[0][1] / points[0][0] * percent / 100
+    good, good_speed = points[0]
+    for workers, speed in points[1:]:
+        if speed - good_speed >= enough * (workers - good):
+            good, good_speed = workers, speed
+        else:
+            limit = good + (workers - good) // 2 if workers - good > 1 else good
+            return max(least, min(limit, most))
+    return most

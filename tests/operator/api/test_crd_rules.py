@@ -1,0 +1,139 @@
+"""The rules of the resource that the API server checks: each is broken by a case, and says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from resource_rules import broken_rules, defaulted, job, schema, structural_errors
+
+from virtualflow_operator.api.validation import OPERATOR_VARIABLES
+
+Spec = dict[str, Any]
+
+
+def container(**fields: Any) -> Spec:
+    return {"name": "trainer", "image": "trainer:1"} | fields
+
+
+def group(name: str = "workers", pod: Spec | None = None, **fields: Any) -> Spec:
+    return {"name": name, "template": {"spec": {"containers": [container()]} | (pod or {})}} | fields
+
+
+def with_variable(name: str) -> list[Spec]:
+    return [group(pod={"containers": [container(), container(name="b", env=[{"name": "A"}, {"name": name}])]})]
+
+
+BELOW_LEAST = "replicas must be at least minReplicas; raise replicas or lower minReplicas."
+ABOVE_MOST = "replicas must be at most maxReplicas; lower replicas or raise maxReplicas."
+CROSSED = "minReplicas must be at most maxReplicas; lower minReplicas or raise maxReplicas."
+TOO_MANY = "replicas must be at most virtualNodes, as a worker carries at least one; lower replicas."
+LEAST_TOO_MANY = "minReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
+MOST_TOO_MANY = "maxReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
+WEIGHTLESS = "weight must be at least 1, as a share of nothing trains nobody; raise it."
+FEW_IN_GROUPS = "The worker groups must allow minReplicas workers together; raise their maxReplicas."
+NOT_COORDINATOR = "A worker group cannot be called coordinator; choose another name."
+NOT_YOURS = "The operator sets this environment variable; remove it from the template."
+
+RULES: dict[str, tuple[Spec, list[str]]] = {
+    "nothing but worker groups": ({}, []),
+    "as many replicas as virtual nodes": ({"virtualNodes": 4, "replicas": 4, "minReplicas": 4, "maxReplicas": 4}, []),
+    "as few replicas as the least": ({"replicas": 3, "minReplicas": 3}, []),
+    "fewer replicas than the least": ({"replicas": 2, "minReplicas": 3}, [BELOW_LEAST]),
+    "the default replicas are too few": ({"minReplicas": 3}, [BELOW_LEAST]),
+    "more replicas than the most": ({"replicas": 3, "maxReplicas": 2}, [ABOVE_MOST]),
+    "the default replicas are too many": ({"maxReplicas": 1}, [ABOVE_MOST]),
+    "least and most crossed": ({"replicas": 3, "minReplicas": 3, "maxReplicas": 2}, [ABOVE_MOST, CROSSED]),
+    "least and most crossed around": (
+        {"replicas": 3, "minReplicas": 4, "maxReplicas": 2},
+        [BELOW_LEAST, ABOVE_MOST, CROSSED],
+    ),
+    "more replicas than virtual nodes": ({"virtualNodes": 4, "replicas": 5}, [TOO_MANY]),
+    "one virtual node for the default replicas": ({"virtualNodes": 1}, [TOO_MANY]),
+    "more than the default virtual nodes": ({"replicas": 9}, [TOO_MANY]),
+    "a least above the virtual nodes": (
+        {"virtualNodes": 4, "replicas": 5, "minReplicas": 5},
+        [TOO_MANY, LEAST_TOO_MANY],
+    ),
+    "a most above the virtual nodes": ({"virtualNodes": 4, "maxReplicas": 5}, [MOST_TOO_MANY]),
+    "groups that allow the least together": (
+        {"minReplicas": 2, "workerGroups": [group("a", maxReplicas=1), group("b", maxReplicas=1)]},
+        [],
+    ),
+    "groups that allow too few": (
+        {"replicas": 3, "minReplicas": 3, "workerGroups": [group("a", maxReplicas=1), group("b", maxReplicas=1)]},
+        [FEW_IN_GROUPS],
+    ),
+    "a weight of nothing": ({"weight": 0}, [WEIGHTLESS]),
+    "a place in a queue": ({"queue": "shared", "weight": 1, "priority": -7}, []),
+    "a group switched off": ({"workerGroups": [group(maxReplicas=0)]}, [FEW_IN_GROUPS]),
+    "one of the groups has no limit": (
+        {"replicas": 3, "minReplicas": 3, "workerGroups": [group("a", maxReplicas=1), group("b")]},
+        [],
+    ),
+    "the group of the coordinator": (
+        {"workerGroups": [group("a"), group("coordinator")]},
+        [f"workerGroups[1].name: {NOT_COORDINATOR}"],
+    ),
+    "a group beside the coordinator": ({"workerGroups": [group("coordinators")]}, []),
+    **{
+        f"the operator's {name}": (
+            {"workerGroups": with_variable(name)},
+            [f"workerGroups[0].template.spec.containers[1].env[1].name: {NOT_YOURS}"],
+        )
+        for name in (*OPERATOR_VARIABLES, "VIRTUALFLOW_TOKEN_2", "VIRTUALFLOW_CHECKPOINT_STEPS")
+    },
+    **{
+        f"the user's {name}": ({"workerGroups": with_variable(name)}, [])
+        for name in ("VIRTUALFLOW_THREADS", "VIRTUALFLOW_AUDIT_DIR", "virtualflow_token", "MY_VIRTUALFLOW_TOKEN")
+    },
+}
+
+
+@pytest.mark.parametrize(("spec", "sentences"), RULES.values(), ids=RULES.keys())
+def test_a_rule_of_the_schema_says_what_is_wrong_with_a_job(spec: Spec, sentences: list[str]) -> None:
+    document = job(**spec)
+    assert structural_errors(defaulted(document)) == []
+    by_rules = [f"{rule.path}: {rule.message}".removeprefix("spec: ") for rule in broken_rules(document)]
+    assert [sentence.removeprefix("spec.") for sentence in by_rules] == sentences
+
+
+FIXED = {
+    "virtualNodes": "virtualNodes cannot be changed, because the result depends on it; create a new job.",
+    "reproducibility": "reproducibility cannot be changed, because the result depends on it; create a new job.",
+    "managedBy": "managedBy cannot be changed; create a new job for the other controller.",
+}
+CHANGES: dict[str, tuple[Spec, Spec, list[str]]] = {
+    "nothing": ({}, {}, []),
+    "replicas, least and most": ({}, {"replicas": 3, "minReplicas": 2, "maxReplicas": 4}, []),
+    "the template": ({}, {"workerGroups": [group(pod={"nodeSelector": {"a": "b"}})]}, []),
+    "all worker groups": ({}, {"workerGroups": [group("others")]}, []),
+    "suspend": ({}, {"suspend": True}, []),
+    "the default written out": ({}, {"virtualNodes": 8, "reproducibility": "Bitwise"}, []),
+    "more virtual nodes": ({"virtualNodes": 8}, {"virtualNodes": 16}, ["virtualNodes"]),
+    "virtual nodes back to the default": ({"virtualNodes": 4}, {}, ["virtualNodes"]),
+    "another reproducibility": ({}, {"reproducibility": "Statistical"}, ["reproducibility"]),
+    "both at once": ({}, {"virtualNodes": 4, "reproducibility": "Statistical"}, ["virtualNodes", "reproducibility"]),
+    "a controller given": ({}, {"managedBy": "example.com/other"}, ["managedBy"]),
+    "a controller taken away": ({"managedBy": "example.com/other"}, {}, ["managedBy"]),
+    "another controller": ({"managedBy": "example.com/other"}, {"managedBy": "example.com/third"}, ["managedBy"]),
+    "the same controller": ({"managedBy": "example.com/other"}, {"managedBy": "example.com/other"}, []),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "fields"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_rule_of_the_schema_says_what_cannot_be_changed(old: Spec, new: Spec, fields: list[str]) -> None:
+    assert {rule.message for rule in broken_rules(job(**new), job(**old))} == {FIXED[field] for field in fields}
+
+
+def test_every_rule_of_the_schema_is_broken_by_a_case_of_the_tables() -> None:
+    def messages(node: Any) -> set[str]:
+        if isinstance(node, list):
+            return set().union(*map(messages, node))
+        if not isinstance(node, dict):
+            return set()
+        own = {rule["message"] for rule in node.get("x-kubernetes-validations", ())}
+        return own.union(*map(messages, node.values()))
+
+    tried = {sentence.split(": ")[-1] for _, sentences in RULES.values() for sentence in sentences}
+    assert messages(schema()) == tried | {FIXED[field] for *_, fields in CHANGES.values() for field in fields}

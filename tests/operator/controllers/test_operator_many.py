@@ -1,0 +1,122 @@
+"""The whole operator process with many jobs, and with some that are broken: none waits for another."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_api import Fault
+from stage import NAMESPACE, WRITES, Stage, job, play
+
+from virtualflow_operator.k8s.client import JOBS
+
+
+def test_twenty_jobs_at_once(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        await stage.watching()
+        names = [f"job-{number}" for number in range(20)]
+        for name in names:
+            stage.apply(name)
+        for name in names:
+            await stage.until(lambda name=name: stage.trains(name))
+        assert stage.made_twice() == set()
+        assert stage.made.total() == 60
+        assert len(stage.writes()) < 20 * 18
+        assert stage.server.count("get", "virtualflowjobs") == 0, "no job has lost anything, so none is asked for"
+        for name in names:
+            stage.delete(name)
+        await stage.until(lambda: all(stage.nothing_left(name) for name in names))
+
+    play(tmp_path, story)
+
+
+def test_no_job_waits_for_a_slow_or_broken_one(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start("--concurrency=2")
+        await stage.watching()
+        inject, forever = stage.server.inject, {"times": None}
+        inject(Fault(code=422, message="spec: no", verb="create", resource="pods", name="refused-.*", **forever))
+        inject(
+            Fault(code=403, message="forbidden: quota", verb="create", resource="secrets", name="poor-.*", **forever)
+        )
+        inject(Fault(delay=5.0, verb="create", resource="services", name="slow-.*", **forever))
+        inject(Fault(code=500, verb="patch", resource="virtualflowjobs/status", name="unwritten", **forever))
+        stage.kubelet.mute.add("mute")
+        broken = ("refused", "poor", "slow", "unwritten", "mute")
+        for name in broken:
+            stage.apply(name)
+        await stage.until(lambda: all(fault.hits for fault in stage.server.faults))
+        begin = time.monotonic()
+        stage.apply("sound")
+        await stage.until(lambda: len(stage.workers("sound")) == 2)
+        assert time.monotonic() - begin < 3
+        await stage.until(lambda: stage.trains("sound"))
+        await stage.until(lambda: stage.condition("refused", "Progressing").get("reason") == "TemplateRejected")
+        await stage.until(lambda: "quota" in stage.condition("poor", "Progressing").get("message", ""))
+        await stage.until(lambda: len(stage.workers("mute")) == 2)
+        assert stage.condition("mute", "Ready")["status"] == "False"
+
+    play(tmp_path, story)
+
+
+GARBAGE: list[Any] = [
+    pytest.param(None, id="no spec"),
+    pytest.param("a text", id="a text"),
+    pytest.param([], id="a list"),
+    pytest.param({}, id="nothing in it"),
+    pytest.param({"workerGroups": "many"}, id="groups that are a text"),
+    pytest.param({"workerGroups": [None]}, id="a group that is nothing"),
+    pytest.param({"workerGroups": [{"name": "w", "template": None}]}, id="no template"),
+    pytest.param({"workerGroups": [{"name": "w", "template": {"spec": []}}]}, id="a template that is a list"),
+    pytest.param({"workerGroups": [{"name": "w", "template": {"spec": {"containers": [7]}}}]}, id="a container of 7"),
+    pytest.param(job("x", replicas=-(10**30))["spec"], id="a huge negative number"),
+    pytest.param(job("x", replicas="2")["spec"], id="a number that is a text"),
+    pytest.param(job("x", elasticity=[1])["spec"], id="elasticity of another type"),
+    pytest.param(job("x", coordinator={"template": {"spec": {"containers": 3}}})["spec"], id="a strange coordinator"),
+    pytest.param(job("x", coordinator={"template": {"metadata": 3}})["spec"], id="a coordinator with strange metadata"),
+    pytest.param(job("x", checkpoint={"volume": "here"})["spec"], id="a volume that is a text"),
+    pytest.param(job("x", checkpoint={"volume": {}, "directory": 3})["spec"], id="a directory that is a number"),
+    pytest.param(job("x", managedBy=3)["spec"], id="a manager that is a number"),
+    pytest.param(job("x", suspend="yes")["spec"], id="suspended by a text"),
+]
+
+
+def test_garbage_that_slipped_through_the_schema_is_answered_once(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        await stage.watching()
+        names = []
+        for number, parameter in enumerate(GARBAGE):
+            name = f"garbage-{number}"
+            names.append(name)
+            body = job(name)
+            body["spec"] = parameter.values[0]
+            if parameter.values[0] is None:
+                del body["spec"]
+            slip(stage, body)
+        stage.apply("sound")
+        await stage.until(lambda: stage.trains("sound"))
+        for name, parameter in zip(names, GARBAGE, strict=True):
+            await stage.until(lambda name=name: stage.condition(name, "Progressing"))
+            condition = stage.condition(name, "Progressing")
+            assert (condition["status"], condition["reason"]) == ("False", "InvalidSpec"), parameter.id
+            assert len(condition["message"]) > 40, parameter.id
+        await stage.quiet()
+        for name in names:
+            statuses = [r for r in stage.server.requests if r.name == name and r.verb in WRITES]
+            assert len(statuses) == 1, parameter.id
+            assert stage.events(name) == ["InvalidSpec"], parameter.id
+            assert not stage.pods(name)
+            stage.delete(name)
+
+    play(tmp_path, story)
+
+
+def slip(stage: Stage, body: Any) -> None:
+    """Put an object into the store that our schema would refuse: another, looser one is in the cluster."""
+    kind = stage.server.kind(JOBS)
+    object.__setattr__(kind, "schema", {"x-kubernetes-preserve-unknown-fields": True})
+    stage.server.store.create(kind, NAMESPACE, body)

@@ -1,0 +1,155 @@
+"""What is carried out of a decision about a queue, beside its status: metrics, and the end of queues nobody told of."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from fake_api import FakeApi
+from prometheus_client.parser import text_string_to_metric_families
+from scenes import NOW, container, group, training
+from stage import DEFINITION, KEY, QUEUE_DEFINITION, job
+
+from virtualflow_operator.api.objects import Link, format_time, read_job
+from virtualflow_operator.constants import LABEL_JOB, LABEL_ROLE
+from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
+from virtualflow_operator.controllers.manager import Manager
+from virtualflow_operator.controllers.queue_controller import QueueController
+from virtualflow_operator.k8s.cache import Key, Store, queue_key
+from virtualflow_operator.k8s.client import JOBS, QUEUES, KubeApi, Object
+from virtualflow_operator.k8s.nesting import DeepObjects
+from virtualflow_operator.k8s.relist import relist
+from virtualflow_operator.observability.metrics import Metrics
+from virtualflow_operator.settings import OperatorSettings
+
+GPU = "nvidia.com/gpu"
+ONE_GPU = {"resources": {"limits": {GPU: 1}}}
+QUEUE: Object = {
+    "apiVersion": QUEUES.api_version,
+    "kind": "VirtualFlowQueue",
+    "metadata": {"name": "shared"},
+    "spec": {"capacity": 3},
+}
+
+
+def shown(metrics: Metrics) -> dict[str, float]:
+    """The series of queues, by their names and last labels."""
+    return {
+        " ".join((sample.name.removeprefix("virtualflow_shared_"), *sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(metrics.exposition().decode())
+        for sample in family.samples
+        if sample.name.startswith("virtualflow_shared_")
+    }
+
+
+def test_a_queue_is_shown_as_it_is_and_no_longer_once_it_is_gone() -> None:
+    async def story() -> None:
+        async with asyncio.timeout(30), FakeApi() as server, KubeApi.at(server.url) as api:
+            metrics, visited = Metrics(), list[Key]()
+            own, too_deep = OperatorSettings(image="operator:test"), DeepObjects(metrics.object_cut)
+            manager = Manager(own, api, api, KEY.encode(), metrics, too_deep)
+
+            async def look() -> None:
+                visited.clear()
+                await relist(api, manager.store, (), visited.append, visited.append)
+                for key in {key for key in visited if not key[0]}:
+                    await manager.queue_controller.decide(key)
+
+            for definition in (DEFINITION, QUEUE_DEFINITION):
+                server.add(definition)
+            server.add(QUEUE)
+            server.add(job("large", queue="shared", replicas=4, minReplicas=4))
+            await look()
+            assert shown(metrics) == {
+                "ready shared": 1, "capacity shared": 3, "allocated shared": 0, "jobs shared running": 0,
+                "jobs shared waiting": 1,
+            }  # fmt: skip
+            server.add(job("small", queue="shared", maxReplicas=2))
+            await look()
+            assert (shown(metrics)["allocated shared"], shown(metrics)["jobs shared running"]) == (2, 1)
+            server.modify(QUEUES, None, "shared", {"spec": {"policy": "Fairest"}})
+            await look()
+            assert shown(metrics)["ready shared"] == 0
+            for name in ("large", "small"):
+                server.modify(JOBS, "default", name, {"spec": {"queue": None}})
+            server.remove(QUEUES, None, "shared")
+            await look()
+            assert visited.count(queue_key("shared")) == 1, "no watch has told of its end"
+            assert shown(metrics) == {}
+
+    asyncio.run(story())
+
+
+class Api(KubeApi):
+    """Takes every status."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def patch(self, *_: Any) -> Object:
+        return QUEUE | {"metadata": {"name": "shared", "resourceVersion": "2"}}
+
+
+class Silent(CoordinatorLinks):
+    """Connections to coordinators none of which has answered yet."""
+
+    def __init__(self, *links: Link) -> None:
+        self.known = links
+
+    def view(self, key: Key) -> Link | None:
+        return next(iter(self.known), None)
+
+
+def unheard(*links: Link) -> tuple[QueueController, Store]:
+    """What a new leader knows right after an outage: a job with two workers, on nodes that all look lost."""
+    store = Store()
+    store.foreign_pods_known = True
+    stage = training(2, workerGroups=[group(pod={"containers": [container(**ONE_GPU)]})])
+    store.queues.put(QUEUE | {"spec": {"resource": GPU}})
+    times = {"since": format_time(NOW), "resizedTime": format_time(NOW), "waitedSeconds": 0}
+    allocation = {"queue": "shared", "workers": 2, "reason": "x"} | times
+    stage.raw["status"] |= {"allocation": allocation}
+    stage.raw["spec"] |= {"queue": "shared"}
+    store.jobs.put(stage.raw)
+    for pod, name in zip(stage.pods, ("c", "0", "1"), strict=True):
+        labels = {LABEL_JOB: "digits", LABEL_ROLE: pod.role}
+        owners = [{"apiVersion": QUEUES.api_version, "kind": "VirtualFlowJob", "uid": "uid-1", "controller": True}]
+        metadata = {"name": pod.name, "namespace": "ml", "uid": pod.uid, "labels": labels, "ownerReferences": owners}
+        spec = {"nodeName": f"node-{name}", "containers": [container(**(ONE_GPU if name != "c" else {}))]}
+        store.put_pod({"metadata": metadata, "spec": spec, "status": {"phase": "Running", "podIP": pod.ip}})
+        conditions = [{"type": "Ready", "status": "Unknown"}]
+        status = {"conditions": conditions, "allocatable": {GPU: "1"}}
+        store.put_node({"metadata": {"name": f"node-{name}", "uid": name}, "spec": {}, "status": status})
+    settings = OperatorSettings(image="operator:test")
+    controller = QueueController(
+        api=Api(),
+        store=store,
+        links=Silent(*links),
+        metrics=Metrics(),
+        wake=lambda _: None,
+        wake_queue=lambda _: None,
+        settings=settings,
+    )
+    return controller, store
+
+
+@pytest.mark.parametrize(
+    ("silent", "workers"),
+    [(None, 2), (1.0, 2), (60.0, 0)],
+    ids=["not connected yet", "not answered yet", "silent for too long"],
+)
+def test_workers_on_nodes_that_look_lost_count_until_their_coordinator_was_asked(
+    silent: float | None, workers: int
+) -> None:
+    links = [] if silent is None else [Link("coordinator-0", False, time.time() - silent, None)]
+    queue_controller, store = unheard(*links)
+    again = asyncio.run(queue_controller.decide(queue_key("shared")))
+    body = store.job(("ml", "digits"))
+    assert body is not None
+    grant = queue_controller.grant(("ml", "digits"), read_job(body))
+    assert grant is not None
+    assert grant.workers == workers
+    assert again is not None
+    assert (again <= 10) is bool(workers), "as soon as it must have answered, it is looked at again"

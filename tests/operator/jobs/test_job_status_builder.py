@@ -1,0 +1,232 @@
+"""How a job looks from outside: conditions that keep still, progress, and the events that a change is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+from scenes import (
+    NOW,
+    Stage,
+    accepted,
+    body,
+    change,
+    homeless,
+    link,
+    message_of,
+    noticed,
+    pending,
+    reason_of,
+    remote,
+    seen,
+    swap,
+    training,
+)
+
+from virtualflow.protocol.messages import Generation
+from virtualflow_operator import reasons
+from virtualflow_operator.api.job_status import JobStatus
+from virtualflow_operator.api.objects import Node, format_time
+from virtualflow_operator.jobs.event_messages import messages_of_change
+
+
+def progress(stage: Stage, **facts: Any) -> Stage:
+    assert stage.link is not None
+    assert stage.link.status is not None
+    stage.link = dataclasses.replace(stage.link, status=msgspec.structs.replace(stage.link.status, **facts))
+    return stage
+
+
+def test_what_the_coordinator_says_is_in_the_status() -> None:
+    stage = progress(training(), step=41, epoch=2, metrics={"loss": 0.123456789}, steps_per_second=12.345, generation=3)
+    status = stage.decide().status
+    assert (status.step, status.total_steps, status.epoch, status.loss) == (41, 100, 2, "0.123457")
+    assert (status.steps_per_second, status.generation) == ("12.35", 3)
+    shares = [(share.worker, share.virtual_nodes, share.node) for share in status.assignment]
+    assert shares == [("digits-workers-0", "0-3", "node-0"), ("digits-workers-1", "4-7", "node-1")]
+
+
+def test_the_measured_and_the_predicted_duration_of_a_step_are_in_the_status() -> None:
+    stage = progress(training(), step_ms=12.3456, predicted_step_ms=12.0)
+    status = stage.decide().status
+    assert (status.step_milliseconds, status.predicted_step_milliseconds) == ("12.35", "12")
+    stage.write(stage.decide())
+    status = progress(stage, step_ms=None, predicted_step_ms=None).decide().status
+    assert (status.step_milliseconds, status.predicted_step_milliseconds) == ("12.35", None)
+
+
+def test_moved_virtual_nodes_are_told_as_what_they_are() -> None:
+    stage = training()
+    before = stage.job.status
+    moved = change(7, "rebalance", from_=2, to=2, reason="digits-workers-1 is slow")
+    stage = progress(stage, changes=(moved,), last_change=moved, changes_total=1)
+    after = stage.decide().status
+    [notice] = messages_of_change(before, after, [moved])
+    assert (notice.reason, notice.warning) == (reasons.REBALANCED, False)
+    assert notice.message == "virtual nodes moved at step 70, pause 12 ms: digits-workers-1 is slow"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        pytest.param({"phase": "waiting"}, id="one that waits"),
+        pytest.param({"phase": "stopped", "step": 0, "total_steps": None}, id="one that was stopped while it waited"),
+    ],
+)
+def test_a_coordinator_without_workers_does_not_take_back_what_is_known(facts: dict[str, Any]) -> None:
+    stage = training()
+    before = stage.job.status
+    stage.link = link(remote(**facts))
+    status = stage.decide().status
+    assert (status.step, status.total_steps, status.generation) == (before.step, before.total_steps, before.generation)
+
+
+def test_changes_are_counted_once_and_told() -> None:
+    stage = training()
+    changes = (change(2), change(3, "lost", repeated_steps=1, pause_ms=1500.0, from_=2, to=1, reason="w lost"))
+    progress(stage, generation=3, changes=changes, last_change=changes[-1], changes_total=2, repeated_steps=1)
+    plan = stage.decide()
+    assert (plan.status.changes, plan.status.repeated_steps, plan.changes) == (2, 1, changes)
+    last = plan.status.last_change
+    assert last is not None
+    assert (last.before, last.to, last.cause, last.pause_milliseconds, last.repeated_steps) == (2, 1, "lost", 1500, 1)
+    assert noticed(plan) == [reasons.RESIZED, reasons.RECOVERED]
+    assert plan.events[0].message == "resized from 1 to 2 workers at step 20, pause 12 ms: digits-workers-1 joins"
+    assert plan.events[1].message == "recovered, 2 to 1 worker at step 30, pause 1.50 s: w lost; 1 step repeated"
+    stage.write(plan)
+    plan = stage.decide()
+    assert (plan.changes, plan.events, plan.status.changes, plan.status.repeated_steps) == ((), (), 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "repeated", "told"),
+    [
+        (1, 746, "started again from step 0 with 3 workers: no worker survived; 746 steps repeated"),
+        (101, 0, "started again from step 100 with 3 workers: no worker survived; no step repeated"),
+    ],
+)
+def test_that_no_worker_survived_is_a_warning_which_says_from_where_it_goes_on(
+    step: int, repeated: int, told: str
+) -> None:
+    stage = training()
+    facts: dict[str, Any] = {"step": step, "repeated_steps": repeated, "pause_ms": None, "from_": 0, "to": 3}
+    again = change(3, "restart", reason="no worker survived", **facts)
+    plan = progress(stage, generation=3, changes=(again,), last_change=again, changes_total=1).decide()
+    assert [(n.reason, n.message, n.warning) for n in plan.events] == [(reasons.RESTARTED, told, True)]
+    last = plan.status.last_change
+    assert last is not None
+    assert (last.before, last.to, last.cause, last.repeated_steps) == (0, 3, "restart", repeated)
+
+
+def test_changes_of_a_new_coordinator_are_new_also_when_its_numbers_are_lower() -> None:
+    stage = training()
+    stage.write(progress(stage, generation=9, changes=(change(9),), last_change=change(9)).decide())
+    later = msgspec.structs.replace(change(2), generation=Generation(2, 2))
+    progress(stage, incarnation=2, generation=2, changes=(change(9), later), last_change=later)
+    assert stage.decide().changes == (later,)
+
+
+def test_a_coordinator_that_has_not_heard_of_the_last_change_does_not_take_it_back() -> None:
+    stage = training()
+    changes = (change(4), change(5, "restart", pause_ms=None))
+    stage.write(progress(stage, generation=5, changes=changes, last_change=changes[-1]).decide())
+    known = stage.job.status.last_change
+    plan = progress(stage, generation=5, changes=changes[:1], last_change=changes[0]).decide()
+    assert (plan.status.last_change, plan.changes) == (known, ())
+    stage.write(plan)
+    assert progress(stage, generation=5, changes=changes, last_change=changes[-1]).decide().changes == ()
+
+
+def test_a_coordinator_that_remembers_fewer_changes_takes_none_back() -> None:
+    stage = training()
+    stage.write(progress(stage, changes_total=5, repeated_steps=2).decide())
+    status = progress(stage, changes_total=0, repeated_steps=0).decide().status
+    assert (status.changes, status.repeated_steps) == (5, 2)
+
+
+def test_the_time_of_a_condition_changes_only_with_its_status() -> None:
+    stage = training()
+    began = {c.type: c.last_transition_time for c in stage.job.status.conditions}
+    stage.pods = stage.pods[:2]
+    stage.link = link(remote("training", seen(stage.pods[1])))
+    plan = stage.decide(NOW + 60)
+    times = {c.type: c.last_transition_time for c in plan.status.conditions}
+    assert times.pop("Degraded") == format_time(NOW + 60)
+    began.pop("Degraded")
+    assert times == began, "another reason is no other status"
+    stage.write(plan)
+    assert stage.write(stage.decide(NOW + 120)) == {}
+
+
+def test_every_condition_is_there_from_the_beginning_and_says_which_generation_it_has_seen() -> None:
+    conditions = Stage(body(), [], None, {}, None).decide().status.conditions
+    assert {c.type for c in conditions} == {"Ready", "Progressing", "Degraded", "Suspended", "Complete", "Failed"}
+    assert {c.observed_generation for c in conditions} == {1}
+    assert all(c.reason and c.message and c.last_transition_time for c in conditions)
+
+
+def waiting(**facts: Any) -> Stage:
+    stage = training(1)
+    raw = accepted(body(replicas=1), phase="Pending")
+    stage = Stage(raw, stage.pods, stage.service, stage.nodes, link(remote("waiting", wanted=1)))
+    return swap(stage, pending(stage.pods[1], **facts))
+
+
+@pytest.mark.parametrize(
+    ("stage", "reason", "said"),
+    [
+        pytest.param(
+            waiting(node="node-0", waiting="ImagePullBackOff: no such image"),
+            reasons.CANNOT_START,
+            "digits-workers-0 cannot start: ImagePullBackOff: no such image",
+            id="an image that is not there",
+        ),
+        pytest.param(
+            swap(waiting(), homeless(waiting().pods[1])),
+            reasons.UNSCHEDULABLE,
+            "No node takes digits-workers-0: 0/3 nodes are available: 3 Insufficient cpu.",
+            id="no room now",
+        ),
+        pytest.param(
+            swap(waiting(), dataclasses.replace(homeless(waiting().pods[1]), requests=({"cpu": "64"},))),
+            reasons.UNSCHEDULABLE,
+            "No node takes digits-workers-0: it requests cpu=64 and the largest node has 8; lower",
+            id="no room ever",
+        ),
+    ],
+)
+def test_why_a_job_does_not_begin_is_said_in_a_condition_and_once_in_an_event(
+    stage: Stage, reason: str, said: str
+) -> None:
+    stage.nodes = {name: Node(name, allocatable={"cpu": "8"}) for name in ("node-0", "node-c")}
+    plan = stage.decide()
+    assert reason_of(plan, "Progressing") == ("False", reason)
+    assert message_of(plan, "Progressing").startswith(said)
+    assert noticed(plan) == [reason]
+    stage.write(plan)
+    assert stage.decide().events == ()
+
+
+def test_a_coordinator_that_refuses_the_operator_is_said_so() -> None:
+    stage = training()
+    assert stage.link is not None
+    stage.link = dataclasses.replace(stage.link, connected=False, refused="the token is another job's")
+    plan = stage.decide(NOW - 45)
+    assert reason_of(plan, "Ready") == ("Unknown", reasons.TOKEN_REFUSED)
+    assert "another job's" in message_of(plan, "Ready")
+
+
+def test_a_message_is_never_longer_than_people_read() -> None:
+    stage = training(backoffLimit=0)
+    stage.link = link(remote("failed", error="E" * 9_000))
+    assert len(message_of(stage.decide(), "Failed")) <= 4_096
+
+
+def test_the_beginning_of_the_training_is_an_event_of_its_own() -> None:
+    fresh, begun = JobStatus(), msgspec.structs.replace(JobStatus(), phase="Running", ready_replicas=2, step=40)
+    assert [n.message for n in messages_of_change(fresh, begun, [])] == ["training with 2 workers"]
+    again = msgspec.structs.replace(fresh, attempt=1)
+    assert [n.message for n in messages_of_change(again, begun, [])] == ["training with 2 workers, from step 40"]
+    assert messages_of_change(begun, begun, []) == []

@@ -1,0 +1,369 @@
+"""Manifests: the user's template goes through untouched, and what is ours is always right."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pod_standard import beyond_restricted
+from scenes import SETTINGS, body, container, group
+
+from tiers import examples
+from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.settings import ENV_ADDRESS, ENV_PROFILE, ENV_TOKEN, ENV_WORKER
+from virtualflow_operator.api.objects import Job, read_job, read_pod, read_service
+from virtualflow_operator.constants import CHECKPOINT_VOLUME, COORDINATOR_PORT, LABEL_JOB
+from virtualflow_operator.jobs import manifests
+from virtualflow_operator.settings import LeaseSettings, OperatorSettings
+
+Spec = dict[str, Any]
+LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
+DNS = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+LONGEST_NAME = 40
+"""Characters that the schema allows a job's name."""
+CLAIM = {"persistentVolumeClaim": {"claimName": "kept"}}
+
+
+def job_of(**spec: Any) -> Job:
+    return read_job(body(**spec))
+
+
+def worker_of(job: Job, ordinal: int = 0, address: str = "10.0.0.1") -> Spec:
+    return manifests.worker_pod(job, job.spec.worker_groups[0], ordinal, address, SETTINGS)
+
+
+def environment(pod: Spec) -> dict[str, Spec]:
+    return {entry["name"]: entry for entry in pod["spec"]["containers"][0]["env"]}
+
+
+# --- the user's template ----------------------------------------------------------------------------------------------
+
+SCALARS = st.one_of(st.booleans(), st.integers(0, 9), st.text("abc", min_size=1, max_size=4))
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.dictionaries(st.text("xyz", min_size=1), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+NAMES = st.text("abcdefgh", min_size=3, max_size=6)
+CONTAINERS = st.fixed_dictionaries(
+    {"name": NAMES, "image": NAMES},
+    optional={
+        "command": st.lists(NAMES, max_size=2),
+        "env": st.lists(st.fixed_dictionaries({"name": NAMES, "value": NAMES}), max_size=2),
+        "volumeMounts": st.lists(st.fixed_dictionaries({"name": NAMES, "mountPath": NAMES}), max_size=2),
+        "terminationMessagePath": st.just("/tmp/log"),
+        "terminationMessagePolicy": st.just("File"),
+        "resources": st.just({"limits": {"nvidia.com/gpu": 1}}),
+        "aFieldOfTheFuture": ANYTHING,
+    },
+)
+TEMPLATES = st.fixed_dictionaries(
+    {
+        "spec": st.fixed_dictionaries(
+            {"containers": st.lists(CONTAINERS, min_size=1, max_size=2)},
+            optional={
+                "volumes": st.lists(st.fixed_dictionaries({"name": NAMES, "emptyDir": st.just({})}), max_size=2),
+                "affinity": st.just({"nodeAffinity": {}}),
+                "terminationGracePeriodSeconds": st.integers(0, 99),
+                "automountServiceAccountToken": st.booleans(),
+                "nodeSelector": st.dictionaries(NAMES, NAMES, max_size=2),
+                "aFieldOfTheFuture": ANYTHING,
+            },
+        )
+    },
+    optional={
+        "metadata": st.fixed_dictionaries(
+            {},
+            optional={
+                "labels": st.dictionaries(NAMES, NAMES, max_size=2),
+                "annotations": st.dictionaries(NAMES, NAMES, max_size=2),
+            },
+        )
+    },
+)
+
+
+def assert_kept(given: Any, made: Any, path: str = "") -> None:
+    """All that was given is there; lists may only have grown, in front or behind."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            assert key in made, f"{path}.{key} is missing"
+            assert_kept(value, made[key], f"{path}.{key}")
+    elif isinstance(given, list) and path.endswith((".env", ".volumeMounts", ".volumes")):
+        ours = [entry for entry in made if entry not in given]
+        assert [entry for entry in made if entry not in ours] == given, f"{path} has changed"
+    elif isinstance(given, list):
+        assert len(made) == len(given)
+        for index, (one, other) in enumerate(zip(given, made, strict=True)):
+            assert_kept(one, other, f"{path}[{index}]")
+    else:
+        assert made == given, f"{path} has changed"
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(TEMPLATES, st.sampled_from([None, {"volume": CLAIM}]))
+def test_every_field_that_the_user_gave_is_in_the_pod(template: Spec, checkpoint: Spec | None) -> None:
+    extra: Spec = {"checkpoint": checkpoint} if checkpoint else {}
+    raw = body(workerGroups=[{"name": "workers", "template": template}], **extra)
+    before = copy.deepcopy(raw)
+    job = read_job(raw)
+    pod = worker_of(job, 3)
+    assert raw == before, "the template itself is not touched"
+    assert pod == worker_of(job, 3), "the same job gives the same pod"
+    assert_kept(template, pod)
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert pod["metadata"]["name"] == "digits-workers-3"
+    read = read_pod(pod | {"metadata": pod["metadata"] | {"uid": "u"}})
+    assert (read.owner, read.group, read.ordinal, read.role) == ("uid-1", "workers", 3, "worker")
+    assert read.template == manifests.template_hash(job, job.spec.worker_groups[0])
+
+
+def test_what_is_not_given_has_careful_defaults() -> None:
+    spec = worker_of(job_of(elasticity={"drainGraceSeconds": 45}))["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["terminationGracePeriodSeconds"] == 45
+    assert spec["containers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    assert "podAntiAffinity" in spec["affinity"]
+
+
+def test_labels_of_ours_win_over_those_of_the_template() -> None:
+    template = group()["template"] | {"metadata": {"labels": {LABEL_JOB: "other", "team": "a"}}}
+    labels = worker_of(job_of(workerGroups=[{"name": "workers", "template": template}]))["metadata"]["labels"]
+    assert (labels[LABEL_JOB], labels["team"]) == ("digits", "a")
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        pytest.param({"workerGroups": [group(image="trainer:2")]}, True, id="an image"),
+        pytest.param({"checkpoint": {"volume": CLAIM}}, True, id="a checkpoint"),
+        pytest.param({"replicas": 7, "minReplicas": 2}, False, id="the number of workers"),
+        pytest.param({"workerGroups": [group(maxReplicas=4)]}, False, id="the size of the group"),
+        pytest.param({"elasticity": {"scaleDownDelaySeconds": 9}}, False, id="a delay"),
+        pytest.param({"suspend": True, "backoffLimit": 9}, False, id="the rest"),
+    ],
+)
+def test_only_what_a_pod_is_made_from_changes_its_hash(change: Spec, differs: bool) -> None:
+    before, after = job_of(), job_of(**change)
+    old, new = (manifests.template_hash(job, job.spec.worker_groups[0]) for job in (before, after))
+    assert (old != new) == differs
+    assert (manifests.templates_hash(before) != manifests.templates_hash(after)) == differs
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.from_regex(r"\A[a-z][a-z0-9]*(-+[a-z0-9]+)*\Z").filter(lambda name: len(name) <= LONGEST_NAME),
+    st.from_regex(r"\A[a-z0-9]+(-+[a-z0-9]+)*\Z").filter(lambda name: len(name) <= 20 and name != "coordinator"),
+    st.sampled_from([0, 7, 4_095]),
+)
+def test_names_and_labels_are_valid_for_every_valid_job(name: str, group_name: str, ordinal: int) -> None:
+    raw = body(name=name, workerGroups=[group(group_name)])
+    job = read_job(raw)
+    made = [worker_of(job, ordinal), manifests.coordinator_pod(job, ordinal, SETTINGS), manifests.service(job, ordinal)]
+    made += [
+        manifests.secret(job, "t", SETTINGS),
+        manifests.disruption_budget(job),
+        manifests.network_policy(job, SETTINGS),
+    ]
+    for manifest in made:
+        metadata = manifest["metadata"]
+        longest = 63 if manifest["kind"] in ("Pod", "Service") else 253
+        assert DNS.fullmatch(metadata["name"]), f"{metadata['name']} is no name"
+        assert len(metadata["name"]) <= longest, f"{metadata['name']} has more than {longest} characters"
+        assert all(LABEL.fullmatch(value) for value in metadata["labels"].values()), metadata["labels"]
+        assert metadata["ownerReferences"][0]["uid"] == "uid-1"
+        assert metadata["ownerReferences"][0]["controller"] is True
+
+
+def test_the_longest_name_and_its_dry_run_are_still_valid() -> None:
+    job = read_job(body(name="j" * LONGEST_NAME, workerGroups=[group("g" * 20)]))
+    assert len(worker_of(job, 0)["metadata"]["name"] + "-check") <= 253
+    assert LABEL.fullmatch(job.name)
+
+
+# --- what a worker is told --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        pytest.param({}, (8, None, None, None, None, "bitwise"), id="no checkpoint"),
+        pytest.param(
+            {"virtualNodes": 16, "reproducibility": "Statistical"},
+            (16, None, None, None, None, "statistical"),
+            id="statistical",
+        ),
+        pytest.param(
+            {"checkpoint": {"volume": CLAIM}},
+            (8, "/virtualflow/checkpoints/uid-1", None, 60.0, 3, "bitwise"),
+            id="a checkpoint in a directory of the job's own",
+        ),
+        pytest.param(
+            {"checkpoint": {"volume": CLAIM, "directory": "a/b", "everySteps": 10, "everySeconds": 5, "keep": 1}},
+            (8, "/virtualflow/checkpoints/a/b", 10, 5.0, 1, "bitwise"),
+            id="a checkpoint in all detail",
+        ),
+    ],
+)
+@pytest.mark.parametrize("address", ["10.0.0.1", "fd00::1"])
+def test_a_worker_reads_what_the_operator_writes(
+    spec: Spec, expected: tuple[object, ...], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = environment(worker_of(job_of(**spec), address=address))
+    assert told[ENV_TOKEN]["valueFrom"]["secretKeyRef"] == {
+        "name": "digits-virtualflow-token-uid-1-0123abcd",
+        "key": "token",
+    }
+    assert told[ENV_WORKER]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+    assert told[ENV_ADDRESS]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    for name in [name for name in os.environ if name.startswith("VIRTUALFLOW_")]:
+        monkeypatch.delenv(name)
+    for name, entry in told.items():
+        monkeypatch.setenv(name, entry.get("value", f"from-the-cluster-{name}"))
+    read = WorkerEnvironment.read()
+    host = f"[{address}]" if ":" in address else address
+    assert read.coordinator == f"http://{host}:{COORDINATOR_PORT}"
+    assert (read.token, read.worker) == (f"from-the-cluster-{ENV_TOKEN}", f"from-the-cluster-{ENV_WORKER}")
+    directory = None if read.checkpoint_dir is None else str(read.checkpoint_dir)
+    found = (read.virtual_nodes, directory, read.checkpoint_steps, read.checkpoint_seconds, read.checkpoint_keep)
+    assert (*found, read.reproducibility) == expected
+
+
+def test_what_a_job_began_with_counts_whatever_its_specification_says_now() -> None:
+    raw = body({"virtualNodes": 8, "reproducibility": "Bitwise"}, virtualNodes=16, reproducibility="Statistical")
+    told = environment(worker_of(read_job(raw)))
+    assert told["VIRTUALFLOW_VIRTUAL_NODES"]["value"] == "8"
+    assert told["VIRTUALFLOW_REPRODUCIBILITY"]["value"] == "Bitwise"
+
+
+def test_the_users_own_variables_come_after_ours() -> None:
+    pod = {"containers": [container(env=[{"name": "MINE", "value": "$(VIRTUALFLOW_WORKER)"}])]}
+    names = [
+        entry["name"] for entry in worker_of(job_of(workerGroups=[group(pod=pod)]))["spec"]["containers"][0]["env"]
+    ]
+    assert names[-1] == "MINE"
+    assert names.count(ENV_WORKER) == 1
+
+
+def test_a_checkpoint_brings_its_volume() -> None:
+    spec = worker_of(job_of(checkpoint={"volume": CLAIM}))["spec"]
+    assert spec["volumes"] == [{"name": CHECKPOINT_VOLUME, **CLAIM}]
+    (mount,) = spec["containers"][0]["volumeMounts"]
+    assert mount["name"] == CHECKPOINT_VOLUME
+    assert environment({"spec": spec})["VIRTUALFLOW_CHECKPOINT_DIR"]["value"].startswith(mount["mountPath"] + "/")
+
+
+def test_workers_of_a_group_with_a_profile_are_told_of_it() -> None:
+    plain, profiled = (
+        job_of(workerGroups=[group()]),
+        job_of(workerGroups=[group(profile="/profiles/a100.json")]),
+    )
+    assert ENV_PROFILE not in environment(worker_of(plain))
+    assert environment(worker_of(profiled))[ENV_PROFILE]["value"] == "/profiles/a100.json"
+    # It is but a first guess: those that run are not replaced for its sake.
+    hashes = {manifests.template_hash(job, job.spec.worker_groups[0]) for job in (plain, profiled)}
+    assert len(hashes) == 1
+
+
+def test_a_terminal_message_goes_where_the_template_wants_it() -> None:
+    pod = {"containers": [container(terminationMessagePath="/tmp/log")]}
+    told = environment(worker_of(job_of(workerGroups=[group(pod=pod)])))
+    assert told["VIRTUALFLOW_TERMINATION_LOG"]["value"] == "/tmp/log"
+
+
+# --- the coordinator --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secrets", [(), ("pull",)], ids=["no pull secret", "a pull secret"])
+def test_a_coordinators_pod_keeps_to_the_restricted_standard(secrets: tuple[str, ...]) -> None:
+    pod = manifests.coordinator_pod(job_of(), 0, OperatorSettings(image="o:1", image_pull_secrets=secrets))
+    assert beyond_restricted(pod["spec"]) == []
+    assert pod["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert [entry["name"] for entry in pod["spec"].get("imagePullSecrets", [])] == list(secrets)
+
+
+def test_what_the_user_wants_different_is_laid_over_the_coordinators_pod() -> None:
+    over = {
+        "metadata": {"labels": {"team": "a"}},
+        "spec": {
+            "priorityClassName": "high",
+            "tolerations": [{"operator": "Exists"}],
+            "containers": [
+                {"resources": {"limits": {"memory": "2Gi"}}},
+                {"name": "sidecar", "image": "s:1"},
+            ],
+        },
+    }
+    job = job_of(coordinator={"template": over})
+    pod = manifests.coordinator_pod(job, 2, SETTINGS)
+    first, second = pod["spec"]["containers"]
+    assert (first["name"], first["image"], second["name"]) == ("coordinator", SETTINGS.image, "sidecar")
+    assert first["resources"] == {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
+    assert first["command"] == ["virtualflow", "coordinator"]
+    assert (pod["spec"]["priorityClassName"], pod["metadata"]["labels"]["team"]) == ("high", "a")
+    assert pod["spec"]["tolerations"] == [{"operator": "Exists"}]
+    assert job.spec.coordinator.template == over, "the user's template is not touched"
+    assert manifests.coordinator_hash(job) != manifests.coordinator_hash(job_of())
+
+
+def test_a_coordinator_is_not_replaced_because_workers_come_and_go() -> None:
+    assert manifests.coordinator_hash(job_of(replicas=3)) == manifests.coordinator_hash(job_of(minReplicas=2))
+
+
+def test_the_service_leads_to_one_coordinator() -> None:
+    job = job_of()
+    service, pod = manifests.service(job, 4), manifests.coordinator_pod(job, 4, SETTINGS)
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert (
+        not service["spec"]["selector"].items()
+        <= manifests.coordinator_pod(job, 5, SETTINGS)["metadata"]["labels"].items()
+    )
+    assert not service["spec"]["selector"].items() <= worker_of(job, 4)["metadata"]["labels"].items()
+    assert read_service(service).ordinal == 4
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_belongs_to_one_job_and_one_operator() -> None:
+    assert manifests.derive_token(b"k", "u") == manifests.derive_token(b"k", "u")
+    tokens = {manifests.derive_token(key, uid) for key in (b"k", b"l") for uid in ("u", "v")}
+    assert len(tokens) == 4
+    assert all(re.fullmatch(r"[0-9a-f]{64}", token) for token in tokens)
+
+
+def test_the_selector_of_the_scale_subresource_finds_the_workers_only() -> None:
+    job = job_of()
+    wanted = dict(part.split("=") for part in manifests.selector(job).split(","))
+    assert wanted.items() <= worker_of(job)["metadata"]["labels"].items()
+    assert not wanted.items() <= manifests.coordinator_pod(job, 0, SETTINGS)["metadata"]["labels"].items()
+    assert manifests.disruption_budget(job)["spec"] == {"minAvailable": 1, "selector": {"matchLabels": wanted}}
+
+
+def test_a_network_policy_lets_in_the_job_itself_and_the_operator_to_one_port() -> None:
+    told = OperatorSettings(image="o:1", operator_labels={"app": "op"}, lease=LeaseSettings(namespace="system"))
+    policy = manifests.network_policy(job_of(), told)
+    inside, operator = policy["spec"]["ingress"]
+    assert policy["spec"]["podSelector"] == {"matchLabels": {LABEL_JOB: "digits"}}
+    assert inside == {"from": [{"podSelector": {"matchLabels": {LABEL_JOB: "digits"}}}]}
+    assert operator["ports"] == [{"protocol": "TCP", "port": COORDINATOR_PORT}]
+    assert operator["from"][0]["podSelector"]["matchLabels"] == {"app": "op"}
+    assert "system" in str(operator["from"][0]["namespaceSelector"])
+
+
+def test_directories_stay_inside_the_volume() -> None:
+    job = job_of(checkpoint={"volume": CLAIM, "directory": "/a/"})
+    value = environment(worker_of(job))["VIRTUALFLOW_CHECKPOINT_DIR"]["value"]
+    assert Path(value).is_relative_to("/virtualflow/checkpoints")

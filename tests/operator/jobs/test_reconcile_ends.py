@@ -1,0 +1,268 @@
+"""Decisions of the reconciler about how a job ends, begins again, is suspended and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from scenes import (
+    NOW,
+    RAISED,
+    SETTINGS,
+    Stage,
+    accepted,
+    body,
+    coordinator,
+    created,
+    deleted,
+    edit,
+    ended,
+    link,
+    message_of,
+    nodes,
+    noticed,
+    reason_of,
+    remote,
+    seen,
+    swap,
+    training,
+    worker,
+)
+
+from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow_operator import reasons
+from virtualflow_operator.api.objects import Node, Service, format_time
+from virtualflow_operator.jobs import manifests
+from virtualflow_operator.jobs.actions import DeleteJob, PointService, TellStop
+
+# --- how it ends ------------------------------------------------------------------------------------------------------
+
+
+def test_the_coordinators_word_completes_the_job() -> None:
+    stage = training()
+    known = [seen(pod, "done") for pod in stage.pods[1:]]
+    stage.link = link(remote("done", *known, step=100, digest="abc", optimizer_digest="def", metrics={"loss": 0.25}))
+    plan = stage.decide()
+    assert (plan.status.phase, plan.status.step, plan.status.digest) == ("Complete", 100, "abc")
+    assert (plan.status.loss, plan.status.optimizer_digest) == ("0.25", "def")
+    assert plan.status.completion_time == format_time(NOW)
+    assert reason_of(plan, "Complete") == ("True", reasons.COMPLETE)
+    assert noticed(plan)[-1] == reasons.COMPLETE
+    stage.write(plan)
+
+    plan = stage.decide(NOW + 1)
+    assert (plan.actions, plan.wake_at) == ((), NOW + SETTINGS.finish_grace), "the workers may end by themselves"
+    plan = stage.decide(NOW + SETTINGS.finish_grace)
+    assert sorted(deleted(plan)) == ["digits-coordinator-0", "digits-workers-0", "digits-workers-1"]
+
+    word = TerminationMessage("done", step=100, digest="abc")
+    stage.pods = [stage.pods[0], *(ended(pod, 0, word=word) for pod in stage.pods[1:])]
+    plan = stage.decide(NOW + 1)
+    assert deleted(plan) == ["digits-coordinator-0"], "finished workers keep their logs"
+    stage.pods = stage.pods[1:]
+    assert stage.decide(NOW + 2).actions == ()
+
+
+def test_the_last_words_of_its_workers_complete_a_job_without_a_coordinator() -> None:
+    stage = training()
+    word = TerminationMessage("done", step=100, digest="abc", optimizer_digest="def", metrics={"loss": 0.5})
+    stage.pods = [ended(pod, 0, word=word) for pod in stage.pods[1:]]
+    stage.link = None
+    status = stage.decide().status
+    assert (status.phase, status.step, status.digest, status.loss) == ("Complete", 100, "abc", "0.5")
+
+
+def test_one_finished_worker_is_not_the_end_while_the_others_train() -> None:
+    stage = training()
+    swap(stage, ended(stage.pods[2], 0, word=TerminationMessage("done", step=100, digest="abc")))
+    assert stage.decide().status.phase == "Running"
+
+
+def _has_failed(stage: Stage) -> None:
+    stage.link = link(remote("failed", error="ValueError: odd batch", traceback="Traceback\n  train.py\nValueError"))
+
+
+def test_a_failed_attempt_is_followed_by_the_next_one_after_a_wait() -> None:
+    stage = training()
+    _has_failed(stage)
+    plan = stage.decide()
+    assert (plan.status.phase, plan.status.attempt, plan.status.failures.count) == ("BackOff", 1, 1)
+    assert plan.status.failures.retry_time == format_time(NOW + 10)
+    assert "ValueError: odd batch" in message_of(plan, "Progressing")
+    assert noticed(plan) == [reasons.CRASHED]
+    stage.write(plan)
+
+    plan = stage.decide(NOW + 1)
+    assert (plan.status.attempt, plan.status.failures.count) == (1, 1), "what the former coordinator says is old news"
+    assert sorted(deleted(plan)) == ["digits-coordinator-0", "digits-workers-0", "digits-workers-1"]
+    assert (created(plan), plan.status.phase, plan.wake_at) == ([], "BackOff", NOW + 10)
+    stage.write(plan)
+
+    stage.pods, stage.link = [], None
+    plan = stage.decide(NOW + 10)
+    assert created(plan) == ["digits-coordinator-0", "digits-workers-0", "digits-workers-1"]
+    assert plan.status.phase == "Pending"
+
+
+def test_the_pods_of_a_failed_attempt_never_block_the_next_one() -> None:
+    stage = training()
+    _has_failed(stage)
+    stage.write(stage.decide())
+    stage.pods = [dataclasses.replace(pod, deleting_at=NOW - 600) for pod in stage.pods]
+    plan = stage.decide(NOW + 10)
+    assert created(plan) == ["digits-coordinator-1", "digits-workers-2", "digits-workers-3"]
+    assert PointService("digits-coordinator", manifests.service_selector(stage.job, 1)) in plan.actions
+
+
+def test_too_many_failed_attempts_are_the_end() -> None:
+    stage = training(backoffLimit=1)
+    _has_failed(stage)
+    stage.write(stage.decide())
+    stage.pods = [coordinator(stage.job)]
+    _has_failed(stage)
+    plan = stage.decide(NOW + 20)
+    assert (plan.status.phase, plan.status.failures.count) == ("Failed", 2)
+    assert reason_of(plan, "Failed") == ("True", reasons.BACK_OFF_LIMIT)
+    assert "ValueError: odd batch" in message_of(plan, "Failed")
+    stage.write(plan)
+    assert deleted(stage.decide(NOW + 21)) == ["digits-coordinator-0"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "step", "phase", "count"),
+    [
+        pytest.param(0, 40, "Failed", 1, id="the first crash is one too many with a limit of 0"),
+        pytest.param(2, 40, "Failed", 3, id="a third crash without a step is too many with a limit of 2"),
+        pytest.param(2, 41, "Running", 1, id="a crash after a step begins to count again"),
+        pytest.param(3, 40, "Running", 3, id="a third crash without a step is not too many with a limit of 3"),
+    ],
+)
+def test_crashes_without_progress_count_against_the_limit(limit: int, step: int, phase: str, count: int) -> None:
+    stage = training(backoffLimit=limit)
+    if limit:
+        books = {"count": 2, "streak": 2, "step": 40, "lastTime": format_time(NOW - 95)}
+        stage.raw = stage.raw | {"status": stage.raw["status"] | {"failures": books}}
+    stage.link = link(remote("training", *(seen(pod) for pod in stage.pods[1:]), step=step))
+    swap(stage, ended(stage.pods[2], word=RAISED))
+    plan = stage.decide()
+    assert (plan.status.phase, plan.status.failures.count) == (phase, count)
+    if phase == "Failed":
+        assert reason_of(plan, "Failed") == ("True", reasons.BACK_OFF_LIMIT)
+        assert "ValueError: odd" in message_of(plan, "Failed")
+        assert "Traceback" in message_of(plan, "Failed")
+
+
+def test_a_second_crash_in_a_row_waits_and_a_first_one_does_not() -> None:
+    stage = training()
+    swap(stage, ended(stage.pods[2]))
+    plan = stage.decide()
+    assert created(plan) == ["digits-workers-2"]
+    stage.write(plan)
+    stage.pods = [*stage.pods[:2], ended(worker(stage.job, 2, created=NOW + 1))]
+    plan = stage.decide(NOW + 5)
+    assert (created(plan), plan.wake_at) == ([], NOW + 15)
+    assert plan.status.phase == "Running"
+    stage.write(plan)
+    stage.pods = stage.pods[:2]
+    assert created(stage.decide(NOW + 14)) == []
+    assert created(stage.decide(NOW + 15)) == ["digits-workers-1"]
+
+
+def test_a_job_that_takes_too_long_fails_and_takes_its_pods_away() -> None:
+    stage = training(activeDeadlineSeconds=150)
+    assert stage.decide(NOW + 49).wake_at == NOW + 50
+    plan = stage.decide(NOW + 50)
+    assert (plan.status.phase, reason_of(plan, "Failed")) == ("Failed", ("True", reasons.DEADLINE))
+    stage.write(plan)
+    assert len(deleted(stage.decide(NOW + 51))) == 3
+
+
+def test_a_finished_job_goes_when_its_time_has_come() -> None:
+    raw = accepted(body(ttlSecondsAfterFinished=60), phase="Complete", completionTime=format_time(NOW))
+    stage = Stage(raw, [], Service("10.0.0.1", 0), {}, None)
+    assert (stage.decide(NOW + 59).actions, stage.decide(NOW + 59).wake_at) == ((), NOW + 60)
+    assert stage.decide(NOW + 60).actions == (DeleteJob(),)
+
+
+def test_nothing_wakes_a_finished_job() -> None:
+    stage = training()
+    raw = stage.raw | {"status": stage.raw["status"] | {"phase": "Failed", "completionTime": format_time(NOW)}}
+    stage = Stage(raw, [], None, {}, None)
+    edit(stage, replicas=5, suspend=True)
+    plan = stage.decide()
+    assert (plan.actions, plan.calls, plan.status.phase) == ((), (), "Failed")
+
+
+# --- suspend and resume -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["with a checkpoint", "without a checkpoint"])
+def test_a_suspended_job_stops_behind_one_step_and_then_loses_all_its_pods(keeps: bool) -> None:
+    extra: dict[str, Any] = {"checkpoint": {"volume": {"persistentVolumeClaim": {"claimName": "c"}}}} if keeps else {}
+    stage = edit(training(**extra), suspend=True)
+    plan = stage.decide()
+    assert (plan.calls, plan.actions) == ((TellStop("the job is suspended"),), ())
+    assert (plan.status.phase, plan.wake_at) == ("Suspending", NOW + 30)
+    stage.write(plan)
+
+    stage.link = link(remote("stopped", seen(stage.pods[1], "draining"), seen(stage.pods[2], "training")))
+    assert deleted(stage.decide(NOW + 1)) == [], "they hand over and end by themselves"
+
+    stage.pods = [stage.pods[0], *(ended(pod, 0, word=TerminationMessage("left", step=41)) for pod in stage.pods[1:])]
+    stage.link = link(remote("stopped", step=41))
+    plan = stage.decide(NOW + 2)
+    assert sorted(deleted(plan)) == ["digits-coordinator-0", "digits-workers-0", "digits-workers-1"]
+    assert (plan.status.phase, plan.status.replicas, plan.status.workers) == ("Suspended", 0, "0/2")
+    assert plan.status.step == 41, "the step behind which they left, not the last one that was written down before"
+    assert reason_of(plan, "Suspended") == ("True", reasons.SUSPENDED)
+    assert ("newest checkpoint" in message_of(plan, "Suspended")) == keeps
+    assert noticed(plan) == [reasons.SUSPENDED]
+    stage.write(plan)
+
+    stage.pods, stage.link = [], None
+    plan = stage.decide(NOW + 3)
+    assert (plan.actions, plan.calls, stage.write(plan)) == ((), (), {})
+
+    edit(stage, suspend=False)
+    plan = stage.decide(NOW + 100)
+    assert created(plan) == ["digits-coordinator-0", "digits-workers-0", "digits-workers-1"]
+    assert (plan.status.phase, plan.status.start_time) == ("Pending", format_time(NOW + 100))
+    assert reasons.RESUMED in noticed(plan)
+
+
+def test_workers_that_do_not_stop_in_time_are_taken_away() -> None:
+    stage = edit(training(), suspend=True)
+    stage.write(stage.decide())
+    plan = stage.decide(NOW + 30)
+    assert sorted(deleted(plan)) == ["digits-workers-0", "digits-workers-1"]
+    assert plan.status.phase == "Suspending"
+
+
+def test_a_pod_is_deleted_once_for_the_first_of_its_reasons() -> None:
+    stage = edit(training(), suspend=True)
+    stage.link = None
+    stage.nodes = nodes(*stage.pods, node_0=Node("", taints=("karpenter.sh/disrupted",)))
+    assert sorted(deleted(stage.decide())) == ["digits-workers-0", "digits-workers-1"]
+
+
+def test_a_suspended_job_is_left_alone_for_ever() -> None:
+    stage = Stage(body(suspend=True), [], None, {}, None).settle()
+    for later in (1, 60, 86_400):
+        plan = stage.decide(NOW + later)
+        assert (plan.actions, plan.calls, plan.events, stage.write(plan)) == ((), (), (), {})
+
+
+def test_a_job_that_never_began_is_suspended_at_once() -> None:
+    stage = Stage(body(suspend=True), [], None, {}, None)
+    plan = stage.decide()
+    assert (plan.actions, plan.status.phase, plan.status.start_time) == ((), "Suspended", None)
+
+
+def test_resuming_while_the_coordinator_has_stopped_takes_a_new_one() -> None:
+    stage = training()
+    stage.link = link(remote("stopped"))
+    stage.pods = stage.pods[:1]
+    plan = stage.decide()
+    assert "digits-coordinator-0" in deleted(plan)
+    assert "digits-coordinator-1" in created(plan)

@@ -1,0 +1,176 @@
+"""The operator's metrics: the names of the dashboard, and that each of them moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from virtualflow import __version__
+from virtualflow_operator.observability.metrics import PHASES, JobSample, Metrics, QueueSample, metric_names
+
+NAMES = {
+    "virtualflow_jobs",
+    "virtualflow_workers_wanted",
+    "virtualflow_workers_ready",
+    "virtualflow_membership_changes_total",
+    "virtualflow_repeated_steps_total",
+    "virtualflow_change_pause_seconds",
+    "virtualflow_recovery_seconds",
+    "virtualflow_loss_told_seconds",
+    "virtualflow_reconcile_duration_seconds",
+    "virtualflow_reconcile_errors_total",
+    "virtualflow_queue_depth",
+    "virtualflow_queue_wait_seconds",
+    "virtualflow_api_requests_total",
+    "virtualflow_api_request_duration_seconds",
+    "virtualflow_coordinator_calls_total",
+    "virtualflow_pods_created_total",
+    "virtualflow_pods_deleted_total",
+    "virtualflow_objects_cut_total",
+    "virtualflow_leader",
+    "virtualflow_build_info",
+    "virtualflow_shared_ready",
+    "virtualflow_shared_capacity",
+    "virtualflow_shared_allocated",
+    "virtualflow_shared_jobs",
+    "virtualflow_job_step",
+    "virtualflow_job_total_steps",
+    "virtualflow_job_steps_per_second",
+    "virtualflow_job_loss",
+    "virtualflow_job_workers_ready",
+    "virtualflow_job_workers_wanted",
+}
+
+RUNNING = JobSample(
+    "Running", workers_wanted=3, workers_ready=2, step=70, total_steps=100, steps_per_second=1.5, loss=0.25
+)
+
+
+BUSY = QueueSample(ready=True, capacity=7.5, allocated=6, running=3, waiting=2)
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every exposed sample, as Prometheus reads it."""
+    return {
+        sample.name + "".join(f",{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.exposition().decode())
+        for sample in family.samples
+    }
+
+
+def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
+    assert metric_names() == NAMES
+
+
+@pytest.mark.parametrize(
+    ("act", "sample", "value"),
+    [
+        (lambda m: m.change("scaled", 0.2, 0), "virtualflow_membership_changes_total,cause=scaled", 1),
+        (lambda m: m.object_cut("VirtualFlowJob"), "virtualflow_objects_cut_total,kind=VirtualFlowJob", 1),
+        (lambda m: m.change("lost", 0.2, 1), "virtualflow_repeated_steps_total,cause=lost", 1),
+        (lambda m: m.change("lost", 0.2, 1), "virtualflow_change_pause_seconds_sum,cause=lost", 0.2),
+        (lambda m: m.change("lost", 0.2, 1), "virtualflow_change_pause_seconds_bucket,cause=lost,le=0.25", 1),
+        (lambda m: m.recovered(3), "virtualflow_recovery_seconds_sum", 3),
+        (lambda m: m.loss_told(0.1), "virtualflow_loss_told_seconds_count", 1),
+        (lambda m: m.reconciled(0.02), "virtualflow_reconcile_duration_seconds_sum", 0.02),
+        (lambda m: m.reconcile_error("Unavailable"), "virtualflow_reconcile_errors_total,kind=Unavailable", 1),
+        (lambda m: m.queue_depth(7), "virtualflow_queue_depth", 7),
+        (lambda m: m.queue_wait(0.5), "virtualflow_queue_wait_seconds_sum", 0.5),
+        (
+            lambda m: m.api_request("GET", "pods", 200, 0.01),
+            "virtualflow_api_requests_total,code=200,method=GET,resource=pods",
+            1,
+        ),
+        (
+            lambda m: m.api_request("GET", "pods", 200, 0.01),
+            "virtualflow_api_request_duration_seconds_sum,method=GET",
+            0.01,
+        ),
+        (
+            lambda m: m.coordinator_call("status", "ok"),
+            "virtualflow_coordinator_calls_total,call=status,outcome=ok",
+            1,
+        ),
+        (lambda m: m.pod_created("worker"), "virtualflow_pods_created_total,role=worker", 1),
+        (lambda m: m.pod_deleted("Orphan"), "virtualflow_pods_deleted_total,reason=Orphan", 1),
+        (lambda m: m.leads(True), "virtualflow_leader", 1),
+        (lambda m: None, f"virtualflow_build_info,version={__version__}", 1),
+        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_ready,queue=gpus", 1),
+        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_capacity,queue=gpus", 7.5),
+        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_allocated,queue=gpus", 6),
+        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_jobs,queue=gpus,state=running", 3),
+        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_jobs,queue=gpus,state=waiting", 2),
+        (lambda m: m.job("a", "b", RUNNING), "virtualflow_jobs,phase=Running", 1),
+        (lambda m: m.job("a", "b", RUNNING), "virtualflow_workers_wanted", 3),
+        (lambda m: m.job("a", "b", RUNNING), "virtualflow_workers_ready", 2),
+        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_step,job_name=b,job_namespace=a", 70),
+        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_total_steps,job_name=b,job_namespace=a", 100),
+        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_steps_per_second,job_name=b,job_namespace=a", 1.5),
+        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_loss,job_name=b,job_namespace=a", 0.25),
+        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_workers_ready,job_name=b,job_namespace=a", 2),
+        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_workers_wanted,job_name=b,job_namespace=a", 3),
+    ],
+)
+def test_every_metric_moves(act: Callable[[Metrics], None], sample: str, value: float) -> None:
+    metrics = Metrics()
+    act(metrics)
+    assert samples(metrics)[sample] == value
+
+
+def test_the_series_of_a_queue_go_with_it() -> None:
+    metrics = Metrics()
+    metrics.shared("gpus", BUSY)
+    metrics.forget_queue("gpus")
+    assert samples(metrics) == samples(Metrics())
+
+
+def test_every_phase_has_a_series_from_the_beginning() -> None:
+    found = samples(Metrics())
+    assert [found[f"virtualflow_jobs,phase={phase}"] for phase in PHASES] == [0] * len(PHASES)
+
+
+def test_sums_and_phases_follow_the_jobs() -> None:
+    metrics = Metrics()
+    metrics.job("a", "one", RUNNING)
+    metrics.job("b", "one", JobSample("Pending", workers_wanted=2))
+    metrics.job("a", "one", JobSample("Complete", step=100))
+    found = samples(metrics)
+    assert found["virtualflow_jobs,phase=Running"] == 0
+    assert found["virtualflow_jobs,phase=Complete"] == 1
+    assert found["virtualflow_jobs,phase=Pending"] == 1
+    assert found["virtualflow_workers_wanted"] == 2
+    assert "virtualflow_job_loss,job_name=one,job_namespace=a" not in found, "what is not known has no series"
+
+
+def test_a_jobs_series_vanish_with_it() -> None:
+    metrics = Metrics()
+    metrics.job("a", "one", RUNNING)
+    metrics.forget_job("a", "one")
+    metrics.forget_job("a", "one")
+    assert samples(metrics) == samples(Metrics())
+
+
+def test_series_of_single_jobs_can_be_switched_off() -> None:
+    metrics = Metrics(job_metrics=False)
+    metrics.job("a", "one", RUNNING)
+    found = samples(metrics)
+    assert not [name for name in found if name.startswith("virtualflow_job_")]
+    assert found["virtualflow_workers_wanted"] == 3
+
+
+def test_a_change_without_a_known_pause_is_counted_without_one() -> None:
+    metrics = Metrics()
+    metrics.change("founded", None, 0)
+    found = samples(metrics)
+    assert found["virtualflow_membership_changes_total,cause=founded"] == 1
+    assert "virtualflow_change_pause_seconds_count,cause=founded" not in found
+
+
+def test_nothing_else_is_exposed() -> None:
+    metrics = Metrics()
+    metrics.change("lost", 0.1, 1)
+    suffixes = ("_bucket", "_sum", "_count")
+    bases = {name.partition(",")[0] for name in samples(metrics)}
+    assert {base for base in bases if base not in NAMES and not base.endswith(suffixes)} == set()

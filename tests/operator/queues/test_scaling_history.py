@@ -1,0 +1,112 @@
+"""What was measured is remembered once, and says how far a job is worth growing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scenes import accepted, body, remote, seen, worker
+
+from virtualflow.protocol.http_api import Status
+from virtualflow_operator.api.job_status import Measured
+from virtualflow_operator.api.objects import read_job
+from virtualflow_operator.queues.scaling_history import MAX_MEASURED, curve_of, efficient_limit, remember
+
+JOB = read_job(accepted(body(virtualNodes=64)))
+
+
+def says(workers: int, step_ms: float | None, phase: str = "training", **facts: Any) -> Status:
+    """A coordinator's status with so many workers that carry something, and one that only waits."""
+    pods = [worker(JOB, ordinal) for ordinal in range(workers + 1)]
+    training = [seen(pod, "training", index, index + 1) for index, pod in enumerate(pods[:workers])]
+    waiting = msgspec.structs.replace(seen(pods[workers], "ready", 0, 1), first=0, last=0)
+    return msgspec.structs.replace(remote(phase, *training, waiting), step_ms=step_ms, **facts)
+
+
+def measured(**points: float) -> tuple[Measured, ...]:
+    """``_2=3.5``: 3.5 steps a second with 2 workers."""
+    return tuple(Measured(int(key[1:]), f"{speed:g}") for key, speed in points.items())
+
+
+def test_each_number_of_workers_is_remembered_the_latest_first() -> None:
+    known: tuple[Measured, ...] = ()
+    for workers, milliseconds in ((2, 500.0), (4, 250.0), (2, 480.0)):
+        known = remember(known, says(workers, milliseconds))
+    assert known == measured(_2=2, _4=4), "480 ms are not worth a change of 500 ms"
+    assert remember(known, says(2, 250.0)) == measured(_2=4, _4=4)
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        None,
+        says(2, None),
+        says(2, 100.0, "waiting"),
+        says(2, 100.0, proposed=7),
+        says(0, 100.0),
+    ],
+    ids=["no coordinator", "not measured yet", "nobody trains", "about to change", "nobody carries anything"],
+)
+def test_what_says_nothing_of_a_settled_membership_is_left_alone(status: Status | None) -> None:
+    known = measured(_3=7)
+    assert remember(known, status) == known
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.floats(0.1, 1e6)), max_size=90))
+def test_the_memory_is_bounded_and_rests_when_nothing_is_new(history: list[tuple[int, float]]) -> None:
+    known: tuple[Measured, ...] = ()
+    base = says(1, 1.0)
+    carrying = base.workers[0]
+    for workers, milliseconds in history:
+        status = msgspec.structs.replace(base, workers=(carrying,) * workers, step_ms=milliseconds)
+        known = remember(known, status)
+        assert known[0].workers == workers
+        assert remember(known, status) == known
+    assert len(known) <= MAX_MEASURED
+    assert len({point.workers for point in known}) == len(known)
+
+
+def test_the_curve_takes_what_was_measured_and_nothing_else() -> None:
+    curve = curve_of((*measured(_1=10, _2=18), Measured(3, "fast"), Measured(4, "inf")))
+    assert curve.points == ((1, 10.0), (2, 18.0))
+
+
+LIMITS = {
+    "no limit is asked for": (measured(_1=10, _8=11), 0, 8),
+    "nothing is measured": ((), 50, 8),
+    "one number tells nothing of another": (measured(_4=10), 50, 8),
+    "every worker brings enough": (measured(_1=10, _2=19, _4=36), 50, 8),
+    "the next worker brought too little": (measured(_1=10, _2=19, _3=20), 50, 2),
+    "exactly enough": (measured(_1=10, _2=15), 50, 8),
+    "a growth by several was not worth it: halfway is tried": (measured(_2=20, _8=26), 50, 5),
+    "and was worth it: halfway between it and the rest": (measured(_2=20, _5=40, _8=44), 50, 6),
+    "and the last worthwhile one is found": (measured(_2=20, _5=40, _6=43, _8=44), 50, 5),
+    "slower with more": (measured(_1=10, _2=9), 10, 1),
+    "never below the smallest known": (measured(_4=10, _5=9), 90, 4),
+}
+
+
+@pytest.mark.parametrize(("known", "percent", "limit"), LIMITS.values(), ids=LIMITS.keys())
+def test_a_job_grows_as_far_as_each_worker_brings_enough(known: tuple[Measured, ...], percent: int, limit: int) -> None:
+    assert efficient_limit(known, percent, 8) == limit
+    assert efficient_limit(tuple(reversed(known)), percent, 8) == limit
+
+
+@given(st.integers(1, 100), st.integers(1, 64), st.integers(1, 100))
+def test_the_search_ends_at_the_last_worker_that_brings_enough(knee: int, most: int, percent: int) -> None:
+    """Speed is linear up to a knee and constant behind it; the job always runs with as many as it is allowed."""
+    known: dict[int, Measured] = {1: Measured(1, "10")}
+    for _ in range(12):
+        limit = efficient_limit(tuple(known.values()), percent, most)
+        if limit in known:
+            break
+        known[limit] = Measured(limit, f"{10 * min(limit, knee)}")
+    assert limit in known, "it settles in a logarithmic number of resizes"
+    assert limit <= most
+    if knee >= most:
+        assert limit == most
+    elif percent == 100:
+        assert limit == knee

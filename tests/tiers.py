@@ -1,0 +1,45 @@
+"""The two tiers of the tests: ``make test`` before every change, and ``make test-all`` every night, with everything.
+
+A test is marked ``nightly`` where another one, of the default tier, would notice what it would notice: more of the same
+parameters, longer runs, real interpreters where a fork does (see ``programs``). A test that tries examples tries an
+eighth as many by day.
+
+The numbers of a training are mostly proven without processes: workers are threads over collectives in memory (see
+``thread_collectives``; test_reducer and test_broken_collectives). Jobs of processes stand beside them for sockets,
+signals and ends. By day these go the whole way through the command line:
+
+| job of processes (``tests/trainer``) | what it proves |
+| --- | --- |
+| jobs/test_jobs: three workers | the bits of one worker, every sample once |
+| jobs/test_jobs: resized up and down | announced changes repeat nothing, survivors stay |
+| jobs/test_jobs: all that can happen | SIGTERM, SIGKILL, SIGSTOP, no coordinator: a step repeated at most |
+| jobs/test_jobs: the loss of all (twice) | the newest checkpoint counts; without, it starts anew and says so |
+| jobs/test_jobs: a transformer; seven virtual nodes | the same bits for other models and divisions |
+| jobs/test_jobs: a manifest | interpreters of their own, in which nothing is shared by a fork |
+| jobs/test_chaos: one random schedule | what nobody has thought of |
+| launcher/test_cli: sleepers; an interrupted run | nothing outlives its runner; Ctrl-C, and on from the checkpoint |
+| worker/test_bad_input | one line and nothing lost: a full disk, a wrong token, another job's checkpoints |
+| launcher/test_demo | the demo and the scripts of the documents run as they stand |
+
+The others (``start_job``) are forks with a coordinator in a thread of the test: one for each kind of training
+(test_features), and a kill, a drain, a join and a broken collective of each kind of optimizer and of reproducibility.
+By night come: gradients that are sent late in each of those trainings, all numbers of workers, kills at every few
+collectives of a real connection, eight workers, real interpreters, a second random schedule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+
+def examples(count: int) -> int:
+    """Return how many examples a test tries, of which it would try ``count`` if others tried 100."""
+    return max(1, count * settings.default.max_examples // 100)
+
+
+def nightly(*values: Any, id: str | None = None) -> Any:  # noqa: A002 - pytest's name
+    """Give ``pytest.param`` of the nightly tier."""
+    return pytest.param(*values, marks=pytest.mark.nightly, id=id)

@@ -1,0 +1,41 @@
+"""Other settings than the defaults for the runs that a test makes by ``vf.elastic``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from virtualflow.worker import entry
+from virtualflow.worker.run import Run
+from virtualflow.worker.settings import WorkerSettings
+
+_in_force = [WorkerSettings()]
+
+
+@contextmanager
+def injected(**changes: dict[str, Any]) -> Iterator[None]:
+    """Give runs these settings of each part, for example ``injected(reduction={"bucket": 256})``."""
+    before = _in_force[0]
+    inject(**changes)
+    try:
+        yield
+    finally:
+        _use(before)
+
+
+def inject(**changes: dict[str, Any]) -> None:
+    """The same for the rest of a process's life; what was injected before stays."""
+    parts = {name: replace(getattr(_in_force[0], name), **values) for name, values in changes.items()}
+    _use(replace(_in_force[0], **parts))
+
+
+def _use(settings: WorkerSettings) -> None:
+    _in_force[0] = settings
+    entry.Run = partial(_run, settings)  # type: ignore[assignment, misc]
+
+
+def _run(settings: WorkerSettings, model: Any, optimizer: Any, dataset: Any, options: Any, _: WorkerSettings) -> Run:
+    return Run(model, optimizer, dataset, options, settings)

@@ -1,0 +1,129 @@
+"""A training that was stopped and goes on elsewhere ends with the same bits as one that never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from elastic_jobs import ElasticJob, alone, trained
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import virtualflow as vf
+from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_VIRTUAL_NODES
+from virtualflow.state.checkpoint_writer import CheckpointPolicy
+
+STEPS = 9
+
+
+def train(directory: str = "", steps: int = STEPS, **changed: Any) -> Any:
+    torch.manual_seed(3)
+    width = changed.pop("width", 5)
+    size = changed.pop("size", 20)
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    draw = torch.Generator().manual_seed(0)
+    dataset = TensorDataset(torch.randn(size, 4, generator=draw), torch.randn(size, generator=draw))
+    policy = CheckpointPolicy(Path(directory), 2, None, 3) if directory else None
+    options = {"batch_size": 12, "virtual_nodes": 4, "seed": 1, "drop_last": True, **changed}
+    seen = []
+    with vf.elastic(
+        model, optimizer, dataset, steps=steps, scheduler=scheduler, scaler=scaler, checkpoint=policy, **options
+    ) as run:
+        for step in run:
+            for x, y in step:
+                with torch.autocast("cpu", torch.float16):
+                    loss = F.mse_loss(model(x).squeeze(1), y)
+                scaler.scale(loss).backward()
+                step.log(loss=loss)
+            seen.append(step.number)
+            if step.number % 4 == 0:
+                rows = vf.evaluate(model, dataset, lambda batch: model(batch[0]), batch_size=8)
+                run.log(mean=float(rows.mean()))
+        metrics = dict(run.metrics)
+    return trained(run, model, optimizer, (metrics, scheduler.state_dict()["last_epoch"], scaler.state_dict())), seen
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (2, 0), (3, 2), (1, 4)], ids=str)
+def test_it_goes_on_with_other_workers(
+    before: int, after: int, tmp_path: Path, start_job: Callable[..., ElasticJob]
+) -> None:
+    """Zero workers stand for a process alone."""
+    wanted, _ = alone(train)
+
+    def go(workers: int, steps: int) -> list[Any]:
+        arguments = (str(tmp_path / "kept"), steps)
+        return start_job(train, *arguments, workers=workers).results() if workers else [alone(train, *arguments)]
+
+    for _, seen in go(before, 5):
+        assert seen == [1, 2, 3, 4, 5]
+    for found, seen in go(after, STEPS):
+        assert seen == [6, 7, 8, 9]
+        assert found == wanted
+    for found, seen in go(after, STEPS):
+        assert seen == []
+        assert (found.digest, found.optimizer) == (wanted.digest, wanted.optimizer)
+
+
+def test_a_job_whose_workers_all_died_goes_on_from_its_checkpoint(
+    tmp_path: Path, start_job: Callable[..., ElasticJob]
+) -> None:
+    wanted, _ = alone(train)
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "kept"), ENV_CHECKPOINT_STEPS: "1"}
+    job = start_job(train, workers=2, hold=5, environment=environment)
+    job.reach(5)
+    job.wait_for(lambda _: (tmp_path / "kept" / "step-00000005").exists(), "the checkpoint of step 5")
+    job.kill_all()
+    for _ in range(3):
+        job.start_worker()
+    results = job.results()
+    assert [found for found, _ in results] == [wanted] * len(results)
+    # Two were wanted; the third one joins when it is there.
+    assert min(seen[0] for _, seen in results) == 6
+
+
+def test_a_stop_leaves_a_checkpoint_of_the_same_step_everywhere(
+    tmp_path: Path, start_job: Callable[..., ElasticJob]
+) -> None:
+    directory = str(tmp_path / "kept")
+    wanted, _ = alone(train)
+    job = start_job(train, directory, workers=3, hold=3)
+    job.reach(3)
+    job.call("stop", reason="the test says so")
+    outcomes = job.finish()
+    assert {outcome.kind for outcome in outcomes.values()} == {"Drained"}
+    stopped_at = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "kept").glob("step-*"))
+    results = start_job(train, directory, workers=2).results()
+    assert [found for found, _ in results] == [wanted] * 2
+    assert {seen[0] for _, seen in results} == {stopped_at + 1}
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        pytest.param({"virtual_nodes": 2}, "virtual nodes", id="other virtual nodes"),
+        pytest.param({"seed": 2}, "seed", id="another seed"),
+        pytest.param({"batch_size": 16}, "batch", id="another batch size"),
+        pytest.param({"width": 6}, "0.weight", id="another model"),
+        pytest.param({"size": 28}, "samples", id="another dataset"),
+    ],
+)
+def test_the_checkpoint_of_another_job_is_refused(changed: dict[str, Any], word: str, tmp_path: Path) -> None:
+    train(str(tmp_path), 2)
+    with pytest.raises(vf.ConfigurationError, match=word) as caught:
+        train(str(tmp_path), 4, **changed)
+    assert "\n" not in str(caught.value)
+
+
+def test_workers_refuse_the_checkpoint_of_another_job_too(tmp_path: Path, start_job: Callable[..., ElasticJob]) -> None:
+    train(str(tmp_path / "kept"), 2)
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "kept"), ENV_VIRTUAL_NODES: "6"}
+    outcomes = start_job(train, workers=2, environment=environment).finish()
+    assert {outcome.kind for outcome in outcomes.values()} <= {"ConfigurationError", "JobFailed"}
+    assert any("virtual nodes" in outcome.text for outcome in outcomes.values()), outcomes

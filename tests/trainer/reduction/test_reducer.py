@@ -1,0 +1,288 @@
+"""Sums over virtual nodes have the bits of one tree, whoever carries which of them and however they travel.
+
+No processes: the workers of a job are threads here, and their collectives a table that they all write to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thread_collectives import Seat, Table
+from torch import Tensor
+
+from tiers import examples
+from virtualflow.reduction.accumulation import Accumulator, Tensors
+from virtualflow.reduction.reducer import Reducer
+from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.summation import CanonicalSummation
+from virtualflow.reduction.tree import subtrees
+from virtualflow.transport.interface import ALONE, Collectives
+
+ALIGNMENT = 64
+GATHER, SLICES = 1 << 30, 0
+"""Values of ``small`` that make every exchange one gather, or slices that are sent to their places and back."""
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (65,)]
+
+
+def canonical_sum(values: Sequence[Tensor], left: int, right: int) -> Tensor:
+    """The sum as documented, of values that are all there."""
+    if right - left == 1:
+        return values[left]
+    middle = (left + right) // 2
+    return canonical_sum(values, left, middle) + canonical_sum(values, middle, right)
+
+
+@dataclass
+class Problem:
+    """What every virtual node contributes to every place."""
+
+    virtual_nodes: int
+    templates: list[Tensor]
+    contributed: list[Tensors]
+
+    @property
+    def present(self) -> list[bool]:
+        return [any(node[place] is not None for node in self.contributed) for place in range(len(self.templates))]
+
+    def expected(self, scale: float) -> Tensors:
+        result: Tensors = []
+        for place, template in enumerate(self.templates):
+            values = [node[place] for node in self.contributed]
+            dense = [torch.zeros_like(template) if value is None else value for value in values]
+            there = any(value is not None for value in values)
+            total = canonical_sum(dense, 0, self.virtual_nodes)
+            result.append((total if scale == 1.0 else total * scale) if there else None)
+        return result
+
+    def parts(self, carried: range) -> list[tuple[tuple[int, int], Tensors]]:
+        accumulator = Accumulator(CanonicalSummation(self.virtual_nodes))
+        for node in carried:
+            accumulator.add(node, [None if value is None else value.clone() for value in self.contributed[node]])
+        return accumulator.parts
+
+
+def build(seed: int, virtual_nodes: int, places: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Problem:
+    """Numbers of very different sizes, zeros of both signs, strided tensors, and some tensors missing."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = torch.randn(shape, generator=draw) * 4.0 ** torch.randint(-4, 5, shape, generator=draw)
+        kind = torch.randint(0, 8, shape, generator=draw)
+        value = torch.where(kind == 0, -0.0, torch.where(kind == 1, 0.0, size)).to(dtype)
+        return value.t().contiguous().t() if value.ndim == 2 else value
+
+    templates = [torch.zeros(shape, dtype=dtype) for shape, dtype in places]
+    never = [torch.rand((), generator=draw) < 0.15 for _ in places]
+    contributed: list[Tensors] = []
+    for _ in range(virtual_nodes):
+        missing = [skip or torch.rand((), generator=draw) < 0.3 for skip in never]
+        contributed.append([None if skip else tensor(*place) for skip, place in zip(missing, places, strict=True)])
+    return Problem(virtual_nodes, templates, contributed)
+
+
+def reduce_on(
+    problems: Sequence[tuple[Problem, Sequence[range]]],
+    small: int,
+    scale: float,
+    bucket: int = 128,
+    early: Callable[[Problem], list[int]] | None = None,
+    one_by_one: bool = True,
+) -> tuple[list, Table]:
+    """Reduce the problems one after the other; ``[rank][problem]`` and what collectives it took.
+
+    With ``early``, the places that it names set out while the last virtual node's tensors come in, in that order; if
+    not ``one_by_one``, most of them together.
+    """
+    size = len(problems[0][1])
+    table = Table(size)
+
+    def work(rank: int) -> list[Tensors]:
+        reducer = Reducer(
+            CanonicalSummation(problems[0][0].virtual_nodes),
+            ReductionSettings(alignment=ALIGNMENT, small_exchange=small, bucket=bucket),
+        )
+        seat = Seat(table, rank) if size > 1 else ALONE
+        found = []
+        try:
+            for problem, ranges in problems:
+                reduced = reduce_one(reducer, seat, problem, ranges, scale, early, one_by_one)
+                found.append([None if tensor is None else tensor.clone() for tensor in reduced])
+        except BaseException:
+            table.abort()
+            raise
+        finally:
+            reducer.close()
+        return found
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(work, rank) for rank in range(size)]
+        return [future.result() for future in futures], table
+
+
+def reduce_one(
+    reducer: Reducer,
+    seat: Collectives,
+    problem: Problem,
+    ranges: Sequence[range],
+    scale: float,
+    early: Callable[[Problem], list[int]] | None,
+    one_by_one: bool,
+) -> Tensors:
+    carried = ranges[seat.rank]
+    if early is None:
+        parts = problem.parts(carried)
+        return reducer.reduce(seat, ranges, parts, templates=problem.templates, present=problem.present, scale=scale)
+    accumulator = Accumulator(CanonicalSummation(problem.virtual_nodes))
+    for node in carried[:-1]:
+        accumulator.add(node, [None if value is None else value.clone() for value in problem.contributed[node]])
+    places, last = early(problem), [None if v is None else v.clone() for v in problem.contributed[carried[-1]]]
+    untouched = [None if value is None else value.clone() for value in last]
+    begun = reducer.begin(
+        seat,
+        ranges,
+        accumulator,
+        last=carried[-1],
+        weight=1.0,
+        templates=problem.templates,
+        places=places,
+        scale=scale,
+    )
+    if begun is not None:
+        order = sorted(begun.places, key=lambda place: (place * 7 + seat.rank) % 5)  # not the same everywhere
+        single = len(order) if one_by_one else len(order) // 3
+        for place in order[:single]:
+            begun.give(place, last[place])
+        assert bits(last) == bits(untouched), "they are still the user's"
+        begun.give_rest({place: last[place] for place in order[single:]})
+        headers = begun.headers(torch.tensor([seat.rank], dtype=torch.uint8))
+        assert headers.tolist() == [[rank] for rank in range(seat.size)]
+        found = {place: tensor for bucket in begun.results() for place, tensor in bucket.items()}
+        last = [None if place in begun.places else value for place, value in enumerate(last)]
+    else:
+        found = {}
+    accumulator.add(carried[-1], last)
+    late = [there and place not in found for place, there in enumerate(problem.present)]
+    reduced = reducer.reduce(seat, ranges, accumulator.parts, templates=problem.templates, present=late, scale=scale)
+    return [found.get(place, tensor) if problem.present[place] else None for place, tensor in enumerate(reduced)]
+
+
+def bits(tensors: Tensors) -> list[tuple[object, ...] | None]:
+    return [
+        None
+        if tensor is None
+        else (tensor.dtype, tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).tolist())
+        for tensor in tensors
+    ]
+
+
+@st.composite
+def divisions(draw: st.DrawFn, virtual_nodes: int) -> list[range]:
+    workers = draw(st.integers(1, min(virtual_nodes, 6)))
+    cuts = sorted(draw(st.sets(st.integers(1, virtual_nodes - 1), min_size=workers - 1, max_size=workers - 1)))
+    edges = [0, *cuts, virtual_nodes]
+    return [range(left, right) for left, right in pairwise(edges)]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[list[tuple[Problem, list[range]]], float]:
+    virtual_nodes = draw(st.integers(1, 17))
+    places = draw(st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=5))
+    ranges = draw(divisions(virtual_nodes) if virtual_nodes > 1 else st.just([range(1)]))
+    seed = draw(st.integers(0, 2**32))
+    scale = draw(st.sampled_from([1.0, 0.5, 1 / 3, 8 / 7]))
+    # Twice, since a reducer keeps its buffers.
+    return [(build(seed + step, virtual_nodes, places), ranges) for step in range(2)], scale
+
+
+@pytest.mark.parametrize("small", [GATHER, SLICES], ids=["gathered whole", "by slices"])
+@settings(max_examples=examples(80), deadline=None)
+@given(job=jobs())
+def test_every_worker_gets_the_bits_of_the_canonical_tree(
+    small: int, job: tuple[list[tuple[Problem, list[range]]], float]
+) -> None:
+    problems, scale = job
+    expected = [bits(problem.expected(scale)) for problem, _ in problems]
+    found, table = reduce_on(problems, small, scale)
+    assert [[bits(tensors) for tensors in results] for results in found] == [expected] * len(found)
+    if small == GATHER:
+        assert "messages" not in table.kinds
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(job=jobs(), data=st.data())
+def test_what_sets_out_before_the_last_virtual_node_is_through_has_the_same_bits(
+    job: tuple[list[tuple[Problem, list[range]]], float], data: st.DataObject
+) -> None:
+    problems, scale = job
+    count = len(problems[0][0].templates)
+    chosen = data.draw(st.lists(st.integers(0, count - 1), unique=True, max_size=count))
+    bucket, one_by_one = data.draw(st.sampled_from([1, 64, 1 << 20])), data.draw(st.booleans())
+    expected = [bits(problem.expected(scale)) for problem, _ in problems]
+    found, _ = reduce_on(problems, SLICES, scale, bucket, lambda problem: chosen, one_by_one)
+    assert [[bits(tensors) for tensors in results] for results in found] == [expected] * len(found)
+
+
+def test_large_tensors_travel_in_slices_and_small_ones_whole() -> None:
+    problem = build(1, 4, [((65,), torch.float32)])
+    ranges = [range(2), range(2, 4)]
+    # Two workers with one subtree of 65 * 4 bytes each.
+    kinds = [reduce_on([(problem, ranges)], small, 1.0)[1].kinds for small in (520, 519)]
+    assert kinds == [{"all_gather"}, {"messages"}]
+
+
+@pytest.mark.parametrize("workers", [1, 2], ids=["alone", "two workers"])
+@pytest.mark.parametrize(
+    ("nodes", "sign"),
+    [
+        pytest.param([[-0.0], [-0.0]], -1.0, id="minus zeros alone stay so"),
+        pytest.param([[-0.0], [0.0]], 1.0, id="with a plus zero they do not"),
+        pytest.param([[-0.0], None], 1.0, id="what is missing on the right counts as plus zero"),
+        pytest.param([None, [-0.0]], 1.0, id="what is missing on the left counts as plus zero"),
+        pytest.param([[-0.0], [-0.0], None, None], 1.0, id="a missing subtree counts as plus zero"),
+    ],
+)
+def test_a_zero_has_the_sign_that_the_rule_gives_it(nodes: list[list[float] | None], sign: float, workers: int) -> None:
+    contributed: list[Tensors] = [[None if node is None else torch.tensor(node)] for node in nodes]
+    problem = Problem(len(nodes), [torch.zeros(1)], contributed)
+    half = len(nodes) // 2
+    ranges = [range(len(nodes))] if workers == 1 else [range(half), range(half, len(nodes))]
+    for small in (GATHER, SLICES):
+        found, _ = reduce_on([(problem, ranges)], small, 1.0)
+        for ((tensor,),) in found:
+            assert tensor is not None
+            assert math.copysign(1.0, float(tensor)) == sign
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_factor_is_not_rounded_to_the_type_of_the_tensors(dtype: torch.dtype) -> None:
+    scale = 96 / 95
+    value = torch.linspace(1, 200, 300).to(dtype)
+    exact = (value.float() * scale).to(dtype)
+    assert not torch.equal(exact, value * torch.tensor(scale, dtype=dtype)), "otherwise this shows nothing"
+    problem = Problem(2, [value], [[value], [torch.zeros_like(value)]])
+    for ranges in ([range(2)], [range(1), range(1, 2)]):
+        found, _ = reduce_on([(problem, ranges)], SLICES, scale)
+        assert [bits(tensors) for (tensors,) in found] == [bits([exact])] * len(found)
+
+
+@given(virtual_nodes=st.integers(1, 200), data=st.data())
+def test_an_accumulator_holds_no_more_than_the_subtrees_of_its_range(virtual_nodes: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, virtual_nodes - 1))
+    last = data.draw(st.integers(first + 1, virtual_nodes))
+    accumulator = Accumulator(CanonicalSummation(virtual_nodes))
+    most = 0
+    for node in range(first, last):
+        accumulator.add(node, [torch.tensor(1.0, dtype=torch.float64), None])
+        most = max(most, len(accumulator.parts))
+    assert [range(*node) for node, _ in accumulator.parts] == subtrees(virtual_nodes, range(first, last))
+    assert [float(total) for _, (total, _) in accumulator.parts] == [b - a for (a, b), _ in accumulator.parts]
+    assert most <= max(1, 2 * math.ceil(math.log2(virtual_nodes)))

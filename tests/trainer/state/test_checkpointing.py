@@ -1,0 +1,56 @@
+"""What a script may say of its checkpoints, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import virtualflow as vf
+from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS
+from virtualflow.state import choose_policy
+
+HERE = Path("/checkpoints")
+
+
+def test_a_directory_is_all_that_a_policy_needs() -> None:
+    assert vf.CheckpointPolicy("/checkpoints") == vf.CheckpointPolicy(HERE, None, None, CHECKPOINT_KEEP)
+    environment = WorkerEnvironment.read()
+    for given in ("/checkpoints", HERE, vf.CheckpointPolicy("/checkpoints")):
+        assert choose_policy(given, environment) == vf.CheckpointPolicy(HERE, None, CHECKPOINT_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"every_steps": 0}, "every_steps of checkpoints is 0; it must be a whole number of at least 1"),
+        ({"every_steps": 2.5}, "every_steps of checkpoints is 2.5; it must be a whole number"),
+        ({"every_steps": True}, "every_steps of checkpoints is True; it must be a whole number"),
+        ({"every_seconds": -1.0}, "every_seconds of checkpoints is -1.0; it must be a number of at least 0"),
+        ({"every_seconds": float("nan")}, "every_seconds of checkpoints is nan; it must be a number"),
+        ({"every_seconds": "60"}, "every_seconds of checkpoints is '60'; it must be a number"),
+        ({"keep": 0}, "keep of checkpoints is 0; it must be a whole number of at least 1"),
+        ({"keep": None}, "keep of checkpoints is None; it must be a whole number"),
+        ({"directory": 7}, "the directory of checkpoints is 7; it must be a path"),
+        ({"directory": ""}, "the directory of checkpoints is empty; it must be a path"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(vf.ConfigurationError, match=sentence):
+        vf.CheckpointPolicy(**{"directory": HERE, **options})
+
+
+def test_something_else_than_a_policy_is_one_sentence() -> None:
+    with pytest.raises(vf.ConfigurationError, match="checkpoint is 5; it must be a directory or"):
+        choose_policy(5, WorkerEnvironment.read())  # type: ignore[arg-type]
+
+
+def test_the_environment_goes_before_the_script() -> None:
+    environment = replace(WorkerEnvironment.read(), checkpoint_dir=Path("/elsewhere"), checkpoint_steps=7)
+    assert choose_policy(None, environment) == vf.CheckpointPolicy("/elsewhere", 7)
+    given = vf.CheckpointPolicy(HERE, 2, 30.0, 5)
+    assert choose_policy(given, environment) == vf.CheckpointPolicy("/elsewhere", 7, 30.0, 5)

@@ -1,0 +1,261 @@
+"""A sharded optimizer: each worker keeps its share and one other's, and the bits are those of a whole one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from broken_collectives import HASTY, Counting, break_collective
+from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, die_here
+from injected import inject
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import virtualflow as vf
+from tiers import nightly
+from virtualflow.errors import CommunicatorBroken, ConfigurationError
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_WORKER
+from virtualflow.state import digests
+from virtualflow.transport.gloo import Communicator
+from virtualflow.worker.resharding import Resharding
+
+
+class Deep(nn.Module):
+    """Parameters of many sizes, one of which is frozen, and buffers that are averaged and copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = Counting()
+        self.layers = nn.ModuleList(nn.Linear(width, 1) for width in (1, 7, 3, 16, 5))
+        self.layers[1].weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.counting(x) + sum(layer(x[:, :1].expand(-1, layer.in_features)).sum(1) for layer in self.layers)
+
+
+def train(
+    victim: str = "", number: int = 0, how: str = "", clip: float | None = None, sharded: bool = True, steps: int = 4
+) -> Trained:
+    """Some steps with an evaluation between; the learning rate is changed by hand, which no checkpoint would see."""
+    torch.manual_seed(1)
+    inject(transfer={"stripe": 16, "piece": 64})
+    break_collective(victim, number, how)
+    model = Deep()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    draw = torch.Generator().manual_seed(0)
+    dataset = TensorDataset(torch.randn(24, 4, generator=draw), torch.randn(24, generator=draw))
+    rates, kept = [], []
+    with vf.elastic(
+        model,
+        optimizer,
+        dataset,
+        batch_size=12,
+        steps=steps,
+        virtual_nodes=6,
+        clip_grad_norm=clip,
+        clip_grad_value=None if clip is None else 0.9,
+        shard_optimizer=sharded,
+    ) as run:
+        for step in run:
+            for x, y in step:
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                step.log(loss=loss)
+            kept.append(len(optimizer.state))
+            if ENV_CHECKPOINT_DIR not in os.environ:
+                optimizer.param_groups[0]["lr"] *= 0.7
+            rates.append(optimizer.param_groups[0]["lr"])
+            if step.number == 2:
+                rates.append(float(vf.evaluate(model, dataset, lambda batch: model(batch[0]), batch_size=12).sum()))
+    whole = digests.optimizer_digest(optimizer) if run.leader else ""
+    return Trained(digests.digest(model.state_dict()), whole, (dict(step.metrics), rates), kept)
+
+
+def check(results: list[Trained], reference: Trained) -> None:
+    """All have the reference's weights and metrics, and one of them its optimizer."""
+    for result in results:
+        (metrics, rates), (wanted, rates_of_all) = result.metrics, reference.metrics
+        assert (result.digest, metrics) == (reference.digest, wanted)
+        assert rates == rates_of_all[len(rates_of_all) - len(rates) :], "a joiner has seen the last of them"
+    assert [result.optimizer for result in results if result.optimizer] == [reference.optimizer]
+
+
+@pytest.mark.parametrize(
+    ("workers", "clip", "exchange"),
+    [
+        (2, None, "late"),
+        (3, 0.5, "early"),
+        (4, None, "early"),
+        (4, 0.5, "late"),
+        *(nightly(2, *rest) for rest in [(None, "early"), (0.5, "late"), (0.5, "early")]),
+        *(nightly(3, *rest) for rest in [(None, "late"), (None, "early"), (0.5, "late")]),
+        *(nightly(4, *rest) for rest in [(None, "late"), (0.5, "early")]),
+    ],
+)
+def test_shares_make_the_bits_of_a_whole(
+    workers: int, clip: float | None, exchange: str, start_job: Callable[..., ElasticJob]
+) -> None:
+    reference = alone(train, "", 0, "", clip, False)
+    results = start_job(train, "", 0, "", clip, workers=workers, environment={EXCHANGE: exchange}).results()
+    check(results, reference)
+    trained = max(reference.more)
+    for result in results:
+        assert max(result.more) == trained if workers == 2 else max(result.more) < trained
+
+
+COLLECTIVES = pytest.mark.parametrize(
+    ("exchange", "numbers"),
+    [
+        pytest.param("late", range(12, 36, 20), id="late"),
+        pytest.param("early", range(10, 54, 21), id="early"),
+        pytest.param("behind", range(26, 27), id="behind"),
+        nightly("late", range(2, 36, 5), id="late, more"),
+        nightly("early", range(3, 54, 7), id="early, more"),
+        nightly("behind", range(4, 50, 11), id="behind, more"),
+    ],
+)
+
+
+@COLLECTIVES
+def test_one_worker_is_told_that_a_collective_broke_after_it_had_worked_for_the_others(
+    exchange: str, numbers: range, start_job: Callable[..., ElasticJob]
+) -> None:
+    reference = alone(train, "", 0, "", 0.5)
+    for number in numbers:
+        environment = {EXCHANGE: exchange}
+        job = start_job(train, "worker-1", number, "broke", 0.5, workers=3, membership=HASTY, environment=environment)
+        check(job.results(), reference)
+
+
+@COLLECTIVES
+def test_a_worker_is_killed_at_any_collective(
+    exchange: str, numbers: range, start_job: Callable[..., ElasticJob]
+) -> None:
+    reference = alone(train)
+    for number in numbers:
+        job = start_job(train, "worker-1", number, "killed", workers=3, environment={EXCHANGE: exchange})
+        check(job.results(), reference)
+
+
+Change = Callable[[ElasticJob], object]
+
+CHANGES: list[Any] = [
+    pytest.param(1, [lambda job: job.join(1), lambda job: job.join(2)], id="grows from one to two to four"),
+    pytest.param(4, [lambda job: job.drain("worker-1"), lambda job: job.join(1)], id="one leaves and another comes"),
+    pytest.param(4, [lambda job: job.drain("worker-1", "worker-2")], id="both owners of a parameter leave at once"),
+    pytest.param(4, [lambda job: job.drain("worker-0", "worker-1", "worker-3")], id="all but one leave"),
+    pytest.param(
+        3, [lambda job: job.kill("worker-2"), lambda job: job.kill("worker-0")], id="one is lost after another"
+    ),
+    pytest.param(2, [lambda job: job.kill("worker-0"), lambda job: job.join(2)], id="a lone worker gets company again"),
+]
+
+
+@pytest.mark.parametrize(("workers", "changes"), CHANGES)
+def test_shares_move_when_members_change(
+    workers: int, changes: list[Change], start_job: Callable[..., ElasticJob]
+) -> None:
+    steps = 2 * len(changes) + 2
+    reference = alone(train, "", 0, "", None, False, steps)
+    job = start_job(train, "", 0, "", None, True, steps, workers=workers, hold=1)
+    for number, change in enumerate(changes):
+        job.reach(2 * number + 1)
+        change(job)
+    check(job.results(), reference)
+
+
+def fail_at_the_hand_over(victim: str, when: str) -> Trained:
+    """One worker is ``killed`` before or after it, or is told ``after`` it that the communicator broke."""
+    hand_over = Resharding.hand_over
+    seen: list[m.Plan] = []
+
+    def failing(self: Resharding, communicator: Communicator, running: m.Plan, coming: m.Plan) -> None:
+        first = not seen and len(coming.members) < len(running.members)
+        if first and when == "killed before":
+            die_here(victim)
+        hand_over(self, communicator, running, coming)
+        if first:
+            seen.append(coming)
+            if when == "killed after":
+                die_here(victim)
+            if when == "broke after":
+                raise CommunicatorBroken("injected by the test")
+
+    if os.environ.get(ENV_WORKER) == victim:
+        Resharding.hand_over = failing  # type: ignore[method-assign]
+    return train(steps=6)
+
+
+@pytest.mark.parametrize(
+    ("victim", "when"),
+    [
+        ("worker-0", "killed before"),
+        ("worker-1", "killed after"),
+        ("worker-0", "broke after"),
+        nightly("worker-1", "killed before"),
+        nightly("worker-0", "killed after"),
+        nightly("worker-1", "broke after"),
+    ],
+)
+def test_one_more_may_be_lost_where_others_leave(victim: str, when: str, start_job: Callable[..., ElasticJob]) -> None:
+    """Worker 1 leaves and worker 0 stays; worker 2 leaves too, so that no state is with whoever kept it alone."""
+    reference = alone(train, "", 0, "", None, False, 6)
+    membership = HASTY if when == "broke after" else None
+    job = start_job(fail_at_the_hand_over, victim, when, workers=4, hold=2, membership=membership)
+    job.reach(2)
+    job.drain("worker-1", "worker-2")
+    check(job.results(), reference)
+
+
+def test_when_both_owners_are_lost_the_checkpoint_counts_which_needs_no_sharding(
+    tmp_path: Path, start_job: Callable[..., ElasticJob]
+) -> None:
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "2"}
+    job = start_job(train, "", 0, "", None, True, 8, workers=4, hold=5, environment=environment)
+    job.reach(5)
+    for name in ("worker-1", "worker-2"):
+        os.kill(job.workers[name].process.pid, signal.SIGKILL)
+    outcomes = job.finish()
+    assert [outcome.kind for outcome in outcomes.values()] == ["Evicted", "killed", "killed", "Evicted"]
+    assert "both workers that kept the optimizer's state" in outcomes["worker-0"].text
+    again = alone(train, "", 0, "", None, False, 8, environment=environment)
+    reference = alone(train, "", 0, "", None, False, 8, environment={ENV_CHECKPOINT_DIR: str(tmp_path / "others")})
+    assert (again.digest, again.optimizer) == (reference.digest, reference.optimizer)
+    assert len(again.more) == 8 - 4
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scaler", "words"),
+    [
+        pytest.param("LBFGS", False, "closure", id="one with a closure"),
+        pytest.param("ASGD", False, "ASGD cannot be sharded", id="one that looks at more than an element"),
+        pytest.param("AdamW", True, "a GradScaler looks at the whole gradient", id="a scaler"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(optimizer: str, scaler: bool, words: str) -> None:
+    model = nn.Linear(2, 1)
+    made = getattr(torch.optim, optimizer)(model.parameters())
+    scales = torch.amp.GradScaler("cpu") if scaler else None
+    options: dict[str, Any] = {"batch_size": 8, "steps": 1, "scaler": scales, "shard_optimizer": True}
+    with (
+        pytest.raises(ConfigurationError, match=words),
+        vf.elastic(model, made, TensorDataset(torch.zeros(8, 2)), **options),
+    ):
+        pass
+
+
+def test_workers_that_disagree_on_sharding_are_told(start_job: Callable[..., ElasticJob]) -> None:
+    outcomes = start_job(disagree, workers=2).finish()
+    assert any("AdamW, sharded" in outcome.text for outcome in outcomes.values())
+
+
+def disagree() -> Trained:
+    """One shards and the other does not."""
+    return train(sharded=os.environ[ENV_WORKER] == "worker-0")

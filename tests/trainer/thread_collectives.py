@@ -1,0 +1,144 @@
+"""Workers of tests as threads: their collectives are a table that they all write to, and may fail at any operation.
+
+Nothing here depends on the time that anything takes: an operation fails by its number, and those who wait for somebody
+who has failed are told, as by a connection that closes. What a worker sends is copied as late as it may be, so that
+what is not awaited and then overwritten arrives so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from virtualflow.errors import CommunicatorBroken
+from virtualflow.transport.interface import DONE, Message, Pending
+
+T = TypeVar("T")
+PATIENCE = 60
+
+
+class Table:
+    """Where threads that stand for workers leave what others are to receive."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.kinds: set[str] = set()
+        self._barrier = threading.Barrier(size, timeout=PATIENCE)
+        self._letters: dict[tuple[int, int], SimpleQueue[Tensor | None]] = {
+            (sender, receiver): SimpleQueue() for sender in range(size) for receiver in range(size)
+        }
+        self._blocks: list[list[Tensor]] = [[] for _ in range(size)]
+
+    def swap(self, rank: int, kind: str, blocks: list[Tensor]) -> list[list[Tensor]]:
+        """Give these and get everybody's."""
+        self.kinds.add(kind)
+        self._blocks[rank] = [block.clone() for block in blocks]
+        try:
+            self._barrier.wait()
+            received = list(self._blocks)
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise CommunicatorBroken("another one has failed") from None
+        return received
+
+    def send(self, sender: int, receiver: int, letter: Tensor) -> None:
+        """Leave a message."""
+        self._letters[sender, receiver].put(letter)
+
+    def receive(self, sender: int, receiver: int) -> Tensor:
+        """Wait for the next message."""
+        letter = self._letters[sender, receiver].get(timeout=PATIENCE)
+        if letter is None:
+            self._letters[sender, receiver].put(None)
+            raise CommunicatorBroken("another one has failed")
+        return letter
+
+    def abort(self) -> None:
+        """Somebody has failed: nobody waits any more, but for what has been sent before."""
+        self._barrier.abort()
+        for letters in self._letters.values():
+            letters.put(None)
+
+
+@dataclass
+class Seat:
+    """The collectives of one worker; the operation ``fails_at``, counted from 1, fails in the way ``how``."""
+
+    table: Table
+    rank: int
+    fails_at: int = 0
+    how: Literal["before", "after"] = "before"
+    """Nothing of it is done; or it works for the others, and this worker is told that it broke."""
+    operations: int = 0
+
+    @property
+    def size(self) -> int:
+        """Of the group."""
+        return self.table.size
+
+    def all_gather(self, block: Tensor) -> Tensor:
+        """Gather at once."""
+        fails = self._begin()
+        received = self.table.swap(self.rank, "all_gather", [block])
+        self._end(fails)
+        return torch.stack([blocks[0] for blocks in received])
+
+    def start_all_gather(self, out: Tensor, block: Tensor) -> Pending:
+        """Gather at once."""
+        assert out.dtype == block.dtype == torch.uint8
+        out.copy_(self.all_gather(block).view(out.shape))
+        return DONE
+
+    def start_messages(self, messages: Sequence[Message]) -> Pending:
+        """Send when it is waited for."""
+        return Letters(self, messages, self._begin())
+
+    def settle(self, outcome: Future[T]) -> T:
+        """Wait."""
+        return outcome.result(timeout=PATIENCE)
+
+    def cut(self) -> None:
+        """Fail for all."""
+        self.table.abort()
+
+    def _begin(self) -> bool:
+        self.operations += 1
+        fails = self.operations == self.fails_at
+        if fails and self.how == "before":
+            self.table.abort()
+            raise CommunicatorBroken("injected by the test")
+        return fails
+
+    def _end(self, fails: bool) -> None:
+        if fails:
+            self.table.abort()
+            raise CommunicatorBroken("injected by the test")
+
+
+class Letters:
+    """Messages that leave as late as they may."""
+
+    def __init__(self, seat: Seat, messages: Sequence[Message], fails: bool) -> None:
+        self._seat, self._messages, self._fails = seat, messages, fails
+        assert all(message.stretch.is_contiguous() and message.peer != seat.rank for message in messages)
+
+    def wait(self) -> None:
+        """Send and receive."""
+        table, rank = self._seat.table, self._seat.rank
+        table.kinds.add("messages")
+        for message in self._messages:
+            if not message.incoming:
+                table.send(rank, message.peer, message.stretch.clone())
+        for message in self._messages:
+            if message.incoming:
+                arrived = table.receive(message.peer, rank)
+                assert (arrived.dtype, arrived.numel()) == (message.stretch.dtype, message.stretch.numel())
+                message.stretch.copy_(arrived.view(message.stretch.shape))
+        self._seat._end(self._fails)

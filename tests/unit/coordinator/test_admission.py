@@ -1,0 +1,60 @@
+"""Which machines may take part in a job: those that compute the same bits, or any where bits need not be equal."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from simulated import Worker, World
+
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import Reproducibility
+
+V100, P100 = "Tesla V100-SXM2-16GB, CUDA 12.6", "Tesla P100-PCIE-16GB, CUDA 12.6"
+
+
+def hello(name: str, device: str, digest: str, reproducibility: Reproducibility = "bitwise") -> m.Hello:
+    said = Worker(name, f"{name}.0").hello(0.0)
+    return msgspec.structs.replace(said, device=device, self_test=digest, reproducibility=reproducibility)
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "admitted"),
+    [
+        pytest.param(hello("b", V100, "11"), True, id="the same device, the same bits"),
+        pytest.param(hello("b", P100, "11"), True, id="another device, the same bits"),
+        pytest.param(hello("b", P100, "22"), False, id="another device, other bits"),
+        pytest.param(hello("b", V100, "22"), False, id="the same device, other bits"),
+        pytest.param(hello("b", V100, ""), False, id="no self-test where the others have one"),
+    ],
+)
+def test_a_bitwise_job_takes_whoever_computes_the_same_bits(newcomer: m.Hello, admitted: bool) -> None:
+    world = World(wanted=2)
+    assert world.admit(hello("a", V100, "11")) is None
+    refusal = world.admit(newcomer)
+    assert (refusal is None) is admitted
+    assert world.status().reproducibility == "bitwise"
+    if refusal is not None:
+        assert V100 in refusal
+        assert newcomer.device in refusal
+        assert "use one machine type, or ask for statistical reproducibility" in refusal
+
+
+def test_a_statistical_job_takes_any_device() -> None:
+    world = World(wanted=2)
+    assert world.admit(hello("a", V100, "", "statistical")) is None
+    assert world.admit(hello("b", P100, "", "statistical")) is None
+    assert world.status().reproducibility == "statistical"
+
+
+def test_without_a_self_test_the_names_of_the_devices_decide() -> None:
+    world = World(wanted=2)
+    assert world.admit(hello("a", V100, "")) is None
+    assert world.admit(hello("b", V100, "")) is None
+    assert world.admit(hello("c", P100, "")) is not None
+
+
+def test_all_workers_of_a_job_are_of_one_kind() -> None:
+    world = World(wanted=2)
+    assert world.admit(hello("a", V100, "", "statistical")) is None
+    refusal = world.admit(hello("b", V100, "11"))
+    assert refusal == "b is bitwise and the job statistical; give all workers the same reproducibility"

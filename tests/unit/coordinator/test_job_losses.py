@@ -1,0 +1,172 @@
+"""Workers that a job has lost: reported or declared lost, refused when they come back, and forgotten in the end."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from simulated import SETTINGS, Worker, World, assert_together, running_world
+
+from virtualflow.coordinator.roster import UnknownWorker
+from virtualflow.coordinator.settings import MAX_LOST
+from virtualflow.coordinator.worker_messages import excuse
+from virtualflow.protocol import http_api
+
+
+def declared_lost(new_coordinator: bool = False) -> tuple[World, Worker]:
+    """A job that has declared lost one of its three workers, which hangs, and goes on without it."""
+    world = running_world(3)
+    lost = world.workers["worker-1.1"]
+    lost.hung = True
+    world.settle(10.0)
+    if new_coordinator:
+        world.start_coordinator()
+        world.settle(5.0)
+    return world, lost
+
+
+def test_a_worker_that_was_declared_lost_is_refused_when_it_comes_back() -> None:
+    world, lost = declared_lost()
+    lost.hung = False
+    world.settle(1.0)
+    assert lost.over is not None
+    assert "no sign of life" in lost.over
+
+
+def test_also_by_a_coordinator_that_has_never_known_it() -> None:
+    world, lost = declared_lost(new_coordinator=True)
+    replacement = world.start_worker("worker-1")
+    replacement.ready = True
+    world.settle(5.0)
+    lost.hung = False
+    world.settle(2.0)
+    assert lost.over is not None
+    assert "went on" in lost.over
+    assert replacement.synced
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the others", "after them"])
+def test_who_was_declared_lost_and_wakes_up_under_a_new_coordinator_never_meets_another_training(first: bool) -> None:
+    world = running_world(2)
+    asleep, other = world.workers.values()
+    asleep.hung = True
+    world.settle(SETTINGS.heartbeat_limit + 2.0)
+    world.kill(other)  # nobody is left, so others begin anew
+    others = [world.start_worker(f"new-{number}") for number in range(2)]
+    for worker in others:
+        worker.ready = True
+    world.settle(8.0)
+    assert [worker.lineage for worker in others] == [2, 2]
+    world.start_coordinator()  # the word that it was declared lost is lost with its connection
+    asleep.hung = False
+    for worker in [asleep, *others] if first else [*others, asleep]:
+        worker.reconnect_at = world.now
+        world.connect(worker)
+    world.settle(5.0)
+    assert asleep.over is not None
+    assert "went on in generation" in asleep.over
+    assert_together(world, others)
+
+
+def test_the_dead_are_forgotten_and_still_refused() -> None:
+    world = running_world(1)
+    for number in range(50):
+        worker = world.start_worker(f"spot-{number}")
+        worker.ready = True
+        world.settle(2.0)
+        assert worker.synced
+        world.kill(worker)
+        world.settle(2.0)
+    assert len(world.state.roster.workers) == 1
+    assert world.admit(world.workers["spot-0.1"].hello(world.now)) is not None
+
+
+def test_the_status_names_whom_the_job_has_declared_lost_also_when_they_are_forgotten() -> None:
+    world = running_world(4)
+    hung, gone, leaver = (world.workers[f"worker-{number}.{number}"] for number in (1, 2, 3))
+    hung.hung = True
+    world.drain(leaver)
+    world.settle(10.0)
+    world.kill(gone)
+    world.call(http_api.GoneCall("worker-2", gone.incarnation, "its node is lost"))
+    world.settle(10.0)
+    assert leaver.over == "left"
+    assert list(world.state.roster.workers) == ["worker-0.0"]
+    assert world.status().lost == (
+        http_api.LostWorker("worker-1", "worker-1.1", "127.0.0.1", "no sign of life for 5 s"),
+        http_api.LostWorker("worker-2", "worker-2.2", "127.0.0.1", "its node is lost"),
+    )
+
+
+def test_the_status_names_the_latest_of_many_who_were_declared_lost() -> None:
+    world = running_world(1)
+    for number in range(MAX_LOST + 3):
+        worker = world.start_worker(f"spot-{number}")
+        world.settle(0.5)
+        world.kill(worker)
+        world.call(http_api.GoneCall(worker.name, worker.incarnation))
+    lost = world.status().lost
+    assert [worker.worker for worker in lost] == [f"spot-{number}" for number in range(3, MAX_LOST + 3)]
+
+
+def test_a_worker_that_a_new_coordinator_leaves_behind_is_among_them() -> None:
+    world, hung = declared_lost(new_coordinator=True)
+    assert world.status().lost == ()
+    hung.hung = False
+    world.settle(2.0)
+    assert [worker.incarnation for worker in world.status().lost] == ["worker-1.1"]
+
+
+def test_a_process_that_was_never_in_the_job_is_not_among_them() -> None:
+    world = running_world(2)
+    stranger = msgspec.structs.replace(Worker("stranger", "stranger.9").hello(world.now), virtual_nodes=8)
+    assert world.admit(stranger) is not None
+    assert world.status().lost == ()
+
+
+@pytest.mark.parametrize("incarnation", [None, "nobody.7"], ids=["by name", "by incarnation"])
+def test_the_loss_of_a_worker_that_never_was_is_no_news(incarnation: str | None) -> None:
+    world = running_world(2)
+    with pytest.raises(UnknownWorker):
+        world.call(http_api.GoneCall("nobody", incarnation))
+    with pytest.raises(UnknownWorker):
+        world.call(http_api.GoneCall("nobody", "worker-0.0"))
+
+
+def test_a_loss_may_be_reported_twice() -> None:
+    world = running_world(2)
+    call = http_api.GoneCall("worker-1", "worker-1.1", "killed")
+    world.kill(world.workers["worker-1.1"])
+    world.call(call)
+    world.settle(2.0)
+    assert "already" in world.call(call)
+    assert world.workers["worker-0.0"].synced
+
+
+def test_a_loss_that_is_reported_without_a_reason_is_one_all_the_same() -> None:
+    world = running_world(2)
+    gone = world.workers["worker-1.1"]
+    world.kill(gone)
+    world.call(http_api.GoneCall("worker-1", reason=""))
+    assert [worker.worker for worker in world.status().workers] == ["worker-0"]
+    assert "already" in world.call(http_api.GoneCall("worker-1", reason=""))
+    assert world.admit(gone.hello(world.now)) is not None
+
+
+def test_a_loss_that_a_new_coordinator_hears_of_too_early_is_kept_in_mind() -> None:
+    world = running_world(2)
+    world.kill(world.workers["worker-1.1"])
+    world.start_coordinator()
+    with pytest.raises(UnknownWorker):
+        world.call(http_api.GoneCall("worker-1", "worker-1.1", "killed"))
+    world.settle(2.0)
+    assert world.workers["worker-0.0"].synced
+    assert world.state.running is not None
+    assert len(world.state.running.members) == 1
+
+
+def test_a_silent_coordinator_is_not_the_workers_silence() -> None:
+    world = running_world(2)
+    world.now += 30.0
+    excuse(world.state, 30.0, world.now)
+    world.turn()
+    assert not any(worker.gone for worker in world.state.roster.workers.values())

@@ -1,0 +1,136 @@
+"""What a job's status tells of its changes, and which messages are news to those who watch it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from simulated import done, generation, running_world
+
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_CHANGES
+
+
+def change(counter: int, repeated: int = 1) -> m.Change:
+    return m.Change(generation(counter), counter, 2, 1, "lost", "", 1.0, repeated)
+
+
+def test_repeated_steps_are_counted_over_all_changes_that_there_ever_were() -> None:
+    world = running_world(2)
+    for counter in range(2, MAX_CHANGES + 12):
+        world.hear("worker-0.0", m.Resumed(change(counter)))
+    # The oldest are told of again, by a worker that still remembers them.
+    world.hear("worker-1.1", m.Resumed(change(2)))
+    world.hear("worker-1.1", m.Resumed(change(MAX_CHANGES + 11, repeated=3)))
+    status = world.status()
+    assert len(status.changes) == MAX_CHANGES
+    assert status.changes_total == MAX_CHANGES + 10
+    assert status.repeated_steps == MAX_CHANGES + 12
+    assert status.changes[0].generation == generation(12)
+
+
+def test_of_a_change_the_longest_pause_and_transfer_that_anybody_saw_count() -> None:
+    world = running_world(2)
+    receiver = msgspec.structs.replace(change(2), pause_ms=None, state_bytes=640, state_ms=3.0, state_donors=2)
+    donor = msgspec.structs.replace(change(2), pause_ms=7.0, state_bytes=600, state_ms=4.0, state_donors=2)
+    for worker, told in (("worker-0.0", receiver), ("worker-1.1", donor), ("worker-1.1", change(2))):
+        world.hear(worker, m.Resumed(told))
+    (known,) = world.status().changes
+    assert (known.pause_ms, known.state_bytes, known.state_ms, known.state_donors) == (7.0, 640, 4.0, 2)
+
+
+def test_a_change_is_told_once_and_with_the_pause_of_a_survivor() -> None:
+    world = running_world(2)
+    job = world.state
+    assert job.running is not None
+    joined = msgspec.structs.replace(change(2), cause="join", pause_ms=None)
+    progress = m.Progress(job.running.generation, joined.step, 0, None, {}, 2.0, "training")
+
+    def told() -> list[str]:
+        return [event.text for event in world.status().events if event.kind == "change"]
+
+    for message in (m.Resumed(joined), progress):
+        world.hear("worker-0.0", message)
+        assert (world.status().changes, world.status().changes_total, told()) == ((), 0, [])
+    world.hear("worker-1.1", m.Resumed(change(2)))
+    world.hear("worker-1.1", m.Resumed(joined))
+    assert [found.pause_ms for found in world.status().changes] == [1.0]
+    assert [text.endswith("pause 1 ms") for text in told()] == [True]
+
+
+@pytest.mark.parametrize("end", ["progress", "done"])
+def test_a_change_without_survivors_is_told_when_the_training_has_gone_on_or_is_over(end: str) -> None:
+    world = running_world(2)
+    job = world.state
+    assert job.running is not None
+    world.hear("worker-0.0", m.Resumed(msgspec.structs.replace(change(2), cause="restart", pause_ms=None)))
+    before = job.news
+    if end == "progress":
+        world.hear("worker-0.0", m.Progress(job.running.generation, 3, 0, None, {}, 2.0, "training"))
+        assert job.news > before
+    else:
+        for worker in ("worker-0.0", "worker-1.1"):
+            world.hear(worker, done(2))
+        world.decide()
+    assert [found.cause for found in world.status().changes] == ["restart"]
+
+
+def test_a_change_without_survivors_is_told_before_the_next_one() -> None:
+    """Somebody joins right behind the first step after a restart, which no report has told of."""
+    world = running_world(2)
+    restart = msgspec.structs.replace(change(2), cause="restart", step=7, pause_ms=None)
+    world.hear("worker-0.0", m.Resumed(restart))
+    world.hear("worker-0.0", m.Resumed(msgspec.structs.replace(change(3), step=8)))
+    status = world.status()
+    assert [found.generation for found in status.changes] == [generation(2), generation(3)]
+    assert status.last_change == status.changes[-1]
+
+
+def test_a_change_without_survivors_is_told_when_a_later_generation_trains_from_an_earlier_step() -> None:
+    world = running_world(2)
+    world.hear("worker-0.0", m.Resumed(msgspec.structs.replace(change(2), cause="restart", step=100, pause_ms=None)))
+    world.hear("worker-0.0", m.Progress(generation(3), 51, 0, None, {}, 2.0, "training"))
+    assert [found.generation for found in world.status().changes] == [generation(2)]
+
+
+def test_a_new_coordinator_hears_at_once_of_changes_without_survivors() -> None:
+    """They are no news: whoever watches has counted them, and must not see them go and come."""
+    world = running_world(2)
+    restart = msgspec.structs.replace(change(2), cause="restart", pause_ms=None)
+    hello = world.workers["worker-0.0"].hello(world.now)
+    world.admit(msgspec.structs.replace(hello, changes=(restart,)))
+    assert [found.cause for found in world.status().changes] == ["restart"]
+
+
+def test_a_brief_status_has_the_latest_changes_and_events_and_the_same_sums() -> None:
+    world = running_world(2)
+    for counter in range(2, 102):
+        world.hear("worker-0.0", m.Resumed(change(counter)))
+    whole, brief = world.status(), world.status(brief=True)
+    assert brief.changes == whole.changes[-20:]
+    assert brief.events == whole.events[-50:]
+    assert brief == msgspec.structs.replace(whole, changes=brief.changes, events=brief.events)
+    assert (brief.changes_total, brief.repeated_steps) == (100, 100)
+
+
+def test_progress_is_no_news_and_everything_else_is() -> None:
+    world = running_world(2)
+    job = world.state
+    assert job.running is not None
+
+    def told(message: m.FromWorker) -> tuple[bool, bool]:
+        before = (job.version, job.news)
+        world.hear("worker-0.0", message)
+        return job.version != before[0], job.news != before[1]
+
+    progress = m.Progress(job.running.generation, 50, 0, None, {"loss": 1.0}, 2.0, "training")
+    assert told(progress) == (True, False)
+    assert told(msgspec.structs.replace(progress, step=51, epoch=1, metrics={}, steps_per_second=3.0)) == (True, False)
+    assert told(msgspec.structs.replace(progress, step=52, phase="evaluating")) == (True, True)
+    assert told(msgspec.structs.replace(progress, step=53, phase="evaluating")) == (True, False)
+    assert told(msgspec.structs.replace(progress, step=54)) == (True, True)
+    assert told(msgspec.structs.replace(progress, total_steps=60)) == (True, True)
+    assert told(m.Heartbeat()) == (False, False)
+    assert told(m.Note("checkpoint", "written")) == (True, True)
+    assert told(m.Resumed(change(2))) == (True, True)
+    assert told(m.DrainRequest("SIGTERM")) == (True, True)
+    assert told(done(60)) == (True, True)

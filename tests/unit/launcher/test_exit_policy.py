@@ -1,0 +1,55 @@
+"""What the end of a worker's process means for its job."""
+
+from __future__ import annotations
+
+import pytest
+
+from virtualflow.launcher.exit_policy import ExitFacts, judge
+from virtualflow.protocol.termination_message import EXIT_EVICTED
+
+USUAL = {
+    "over": False,
+    "done": False,
+    "joined": True,
+    "left": False,
+    "killed": False,
+    "declared_lost": False,
+    "refused": None,
+    "expired": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "facts", "kind"),
+    [
+        pytest.param(-9, {}, "lost", id="a killed worker is replaced"),
+        pytest.param(-11, {"joined": False}, "lost", id="also one that crashed before it joined"),
+        pytest.param(EXIT_EVICTED, {}, "lost", id="one that was declared lost is replaced"),
+        pytest.param(EXIT_EVICTED, {"joined": False}, "open", id="why one was not admitted is told in a moment"),
+        pytest.param(
+            EXIT_EVICTED, {"joined": False, "expired": True}, "lost", id="if it is not told it may come again"
+        ),
+        pytest.param(EXIT_EVICTED, {"joined": False, "refused": "a reason"}, "refused", id="one that was not admitted"),
+        pytest.param(1, {"joined": False, "refused": "a reason"}, "refused", id="however its script ends then"),
+        pytest.param(-9, {"refused": "a reason", "killed": True}, "lost", id="unless it was killed before it heard"),
+        pytest.param(EXIT_EVICTED, {"done": True, "refused": "a reason"}, "fine", id="nobody misses it at the end"),
+        pytest.param(1, {"declared_lost": True}, "lost", id="whatever it says when it finds out"),
+        pytest.param(0, {"left": True}, "fine", id="one that was drained may go"),
+        pytest.param(0, {"done": True}, "fine", id="all may go when the training is complete"),
+        pytest.param(-9, {"done": True, "killed": True}, "fine", id="a booting joiner is killed at the end"),
+        pytest.param(1, {"done": True}, "failed", id="an error after the training is an error"),
+        pytest.param(-9, {"done": True, "over": True}, "failed", id="so is a death while the script goes on"),
+        pytest.param(1, {"over": True}, "fine", id="of a failing job nobody asks how it ends"),
+        pytest.param(1, {"joined": False}, "failed", id="a script that raises on import fails the job at once"),
+        pytest.param(1, {}, "open", id="an error reaches the status with its traceback in a moment"),
+        pytest.param(1, {"expired": True}, "failed", id="an error that does not reach it fails the job itself"),
+        pytest.param(0, {}, "open", id="an end may precede the news that the training is complete"),
+        pytest.param(0, {"expired": True}, "failed", id="an end that no news explains fails the job"),
+        pytest.param(0, {"expired": True, "joined": False}, "failed", id="a script that never trains fails the job"),
+    ],
+)
+def test_the_end_of_a_process_is_judged_by_the_facts(code: int, facts: dict[str, bool | str], kind: str) -> None:
+    verdict = judge(ExitFacts(worker="worker-3", code=code, **{**USUAL, **facts}))
+    assert verdict.kind == kind
+    if kind == "failed":
+        assert verdict.reason.startswith("worker-3 ended")

@@ -1,0 +1,253 @@
+"""What a run on this machine takes from a VirtualFlowJob manifest, and what it says about the rest."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.launcher import cli
+from virtualflow.launcher.manifest import JobManifest, expand, load_manifest, local_command, read_manifest
+from virtualflow.launcher.options import RunOptions, resolve
+from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.protocol.settings import (
+    ENV_CHECKPOINT_KEEP,
+    ENV_CHECKPOINT_SECONDS,
+    ENV_CHECKPOINT_STEPS,
+    ENV_PROFILE,
+    ENV_REPRODUCIBILITY,
+)
+
+MANIFEST = """\
+apiVersion: virtualflow.dev/v1alpha1
+kind: VirtualFlowJob
+metadata:
+  name: digits
+spec:
+  virtualNodes: 8
+  replicas: 3
+  workerGroups:
+    - name: workers
+      template:
+        spec:
+          containers:
+            - name: trainer
+              image: virtualflow:dev
+              command: [python]
+              args: [examples/digits.py, --steps, $(STEPS)]
+              env:
+                - name: STEPS
+                  value: "120"
+              resources:
+                limits: {cpu: "1"}
+"""
+
+
+def test_a_manifest_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(MANIFEST)
+    assert load_manifest(path) == JobManifest(
+        name="digits",
+        virtual_nodes=8,
+        replicas=3,
+        command=("python", "examples/digits.py", "--steps", "120"),
+        environment={"STEPS": "120"},
+        groups=("workers",),
+    )
+
+
+def test_what_a_cluster_is_told_about_bits_groups_and_checkpoints_is_read() -> None:
+    document = _document()
+    document["spec"].update(reproducibility="Statistical", checkpoint={"everySteps": 5, "everySeconds": 30, "keep": 2})
+    document["spec"]["workerGroups"].extend([{"name": "spot"}, {}])
+    manifest = read_manifest(document)
+    assert manifest.groups == ("workers", "spot", "2")
+    assert manifest.command[0] == "python"
+    assert manifest.reproducibility == "Statistical"
+    assert (manifest.every_steps, manifest.every_seconds, manifest.keep) == (5, 30, 2)
+
+
+def _resolve(path: Path, *options: str) -> RunOptions:
+    return resolve(cli.parser(LauncherSettings()).parse_args(["run", *options, "-f", str(path)]))
+
+
+def _manifest(directory: Path, **spec: Any) -> Path:
+    import yaml
+
+    document = _document()
+    _container(document).update(command=[sys.executable], args=["-c", "pass"])
+    document["spec"].update(spec)
+    path = directory / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+CHECKPOINT = {"everySteps": 5, "everySeconds": 30, "keep": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param([], (None, None, None), id="not without a directory"),
+        pytest.param(["--checkpoint-dir", "."], ("5", "30", "2"), id="with a directory"),
+        pytest.param(
+            ["--checkpoint-dir", ".", "--checkpoint-steps", "7", "--checkpoint-keep", "9"],
+            ("7", "30", "9"),
+            id="options go before",
+        ),
+    ],
+)
+def test_checkpoints_are_written_as_the_manifest_says(
+    options: list[str], expected: tuple[str | None, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = _resolve(_manifest(tmp_path, checkpoint=CHECKPOINT), *options).environment
+    names = (ENV_CHECKPOINT_STEPS, ENV_CHECKPOINT_SECONDS, ENV_CHECKPOINT_KEEP)
+    assert tuple(environment.get(name) for name in names) == expected
+
+
+@pytest.mark.parametrize("word", [None, "Bitwise", "Statistical"])
+def test_workers_are_told_how_equal_the_bits_must_be(word: str | None, tmp_path: Path) -> None:
+    spec = {} if word is None else {"reproducibility": word}
+    assert _resolve(_manifest(tmp_path, **spec)).environment.get(ENV_REPRODUCIBILITY) == word
+
+
+def test_a_profile_is_looked_for_beside_the_manifest(tmp_path: Path) -> None:
+    groups = _document()["spec"]["workerGroups"]
+    _container({"spec": {"workerGroups": groups}}).update(command=[sys.executable], args=["-c", "pass"])
+    path = _manifest(tmp_path, workerGroups=[groups[0] | {"profile": "profiles/cpu.json"}])
+    assert _resolve(path).environment[ENV_PROFILE] == str(tmp_path / "profiles" / "cpu.json")
+    path = _manifest(tmp_path, workerGroups=[groups[0] | {"profile": "/profiles/a100.json"}])
+    assert _resolve(path).environment[ENV_PROFILE] == "/profiles/a100.json"
+    assert ENV_PROFILE not in _resolve(_manifest(tmp_path)).environment
+
+
+def test_a_profile_that_is_named_on_the_command_line_must_be_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        _resolve(_manifest(tmp_path), "--profile", str(tmp_path / "none.json"))
+
+
+def test_of_several_groups_the_first_runs_and_one_line_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _manifest(tmp_path)
+    _resolve(path)
+    assert capsys.readouterr().err == ""
+    groups = [*_document()["spec"]["workerGroups"], {"name": "spot"}]
+    _container({"spec": {"workerGroups": groups}}).update(command=[sys.executable], args=["-c", "pass"])
+    _resolve(_manifest(tmp_path, workerGroups=groups))
+    said = "virtualflow: of the manifest's 2 worker groups only the first, workers, runs on this machine\n"
+    assert capsys.readouterr().err == said
+
+
+def _document() -> dict[str, Any]:
+    import yaml
+
+    document: dict[str, Any] = yaml.safe_load(MANIFEST)
+    return copy.deepcopy(document)
+
+
+def _container(document: dict[str, Any]) -> dict[str, Any]:
+    container: dict[str, Any] = document["spec"]["workerGroups"][0]["template"]["spec"]["containers"][0]
+    return container
+
+
+def test_numbers_that_are_not_given_are_left_to_the_defaults() -> None:
+    document = _document()
+    del document["spec"]["virtualNodes"], document["spec"]["replicas"], document["metadata"]
+    manifest = read_manifest(document)
+    assert (manifest.name, manifest.virtual_nodes, manifest.replicas) == (None, None, None)
+
+
+def _without(key: str) -> Any:
+    return lambda document: document.pop(key)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        pytest.param(lambda d: d.update(kind="Deployment"), "VirtualFlowJob", id="another kind"),
+        pytest.param(lambda d: d.update(apiVersion="v1"), "virtualflow.dev", id="another group"),
+        pytest.param(_without("spec"), "spec is missing", id="no spec"),
+        pytest.param(lambda d: d["spec"].update(virtualNodes=0), "at least 1", id="no virtual nodes"),
+        pytest.param(lambda d: d["spec"].update(replicas="3"), "whole number", id="replicas are a string"),
+        pytest.param(lambda d: d["spec"].update(replicas=True), "whole number", id="replicas are a truth value"),
+        pytest.param(lambda d: d["spec"].update(workerGroups=[]), "workerGroups is empty", id="no group"),
+        pytest.param(lambda d: d["spec"]["workerGroups"].append(3), r"workerGroups\[1\] must be", id="a strange group"),
+        pytest.param(lambda d: d["spec"]["workerGroups"][0].update(profile=3), "name of a file", id="a profile"),
+        pytest.param(lambda d: d["spec"].update(reproducibility="Exact"), "Bitwise or Statistical", id="how exact"),
+        pytest.param(lambda d: d["spec"].update(reproducibility=[]), "Bitwise or Statistical", id="a list of it"),
+        pytest.param(lambda d: d["spec"].update(checkpoint=3), "spec.checkpoint must be a mapping", id="a checkpoint"),
+        pytest.param(
+            lambda d: d["spec"].update(checkpoint={"everySteps": 0}),
+            r"spec\.checkpoint\.everySteps",
+            id="every 0 steps",
+        ),
+        pytest.param(lambda d: d["spec"].update(workerGroups=[3]), "must be a mapping", id="a group is a number"),
+        pytest.param(lambda d: _container(d).pop("command"), "command is missing", id="no command"),
+        pytest.param(lambda d: _container(d).update(args="a b"), "list of strings", id="args are a string"),
+        pytest.param(lambda d: _container(d).update(args=["--steps", 5]), "in quotes", id="an argument is a number"),
+        pytest.param(lambda d: _container(d).update(envFrom=[{}]), "envFrom needs a cluster", id="envFrom"),
+        pytest.param(
+            lambda d: _container(d).update(env=[{"name": "A", "valueFrom": {}}]),
+            "takes A from the cluster",
+            id="valueFrom",
+        ),
+        pytest.param(
+            lambda d: _container(d).update(env=[{"name": "A", "value": 5}]), "in quotes", id="a value is a number"
+        ),
+        pytest.param(lambda d: _container(d).update(env={"A": "5"}), "must be a list", id="env is a mapping"),
+    ],
+)
+def test_what_cannot_be_run_is_named_in_one_sentence(spoil: Any, said: str) -> None:
+    document = _document()
+    spoil(document)
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        read_manifest(document)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param(None, "No such file", id="no file"),
+        pytest.param("a: [", "not YAML", id="not YAML"),
+        pytest.param("", "exactly one document", id="empty"),
+        pytest.param(MANIFEST + "---\n" + MANIFEST, "exactly one document", id="two documents"),
+        pytest.param("- 1\n", "must be a mapping", id="a list"),
+    ],
+)
+def test_a_file_that_is_no_manifest_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "job.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        load_manifest(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "expanded"),
+    [("$(A)", "1"), ("x$(A)y$(B)", "x1y$(B)"), ("$$(A)", "$(A)"), ("$A", "$A"), ("$()", "$()")],
+)
+def test_variables_are_expanded_as_in_kubernetes(word: str, expanded: str) -> None:
+    assert expand(word, {"A": "1"}) == expanded
+
+
+@pytest.mark.parametrize(
+    ("command", "local"),
+    [
+        (("python", "a.py"), (sys.executable, "a.py")),
+        (("python3", "a.py"), (sys.executable, "a.py")),
+        (("/usr/bin/python3.12", "a.py"), (sys.executable, "a.py")),
+        (("pythonic",), ("pythonic",)),
+        (("sh", "-c", "python a.py"), ("sh", "-c", "python a.py")),
+    ],
+)
+def test_python_is_this_interpreter(command: tuple[str, ...], local: tuple[str, ...]) -> None:
+    assert local_command(command) == local

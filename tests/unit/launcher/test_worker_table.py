@@ -1,0 +1,63 @@
+"""Which worker processes are started, and what is known of those that are not admitted."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from virtualflow.launcher.supervisor import Process
+from virtualflow.launcher.worker_table import Worker, WorkerTable
+from virtualflow.protocol.http_api import Refusal
+
+
+class Running:
+    """A process, as far as a table looks at it."""
+
+    alive = True
+
+
+def table(*names: str) -> WorkerTable:
+    workers = [
+        Worker(name, int(name.partition("-")[2]), number, cast("Process", Running()), 1)
+        for number, name in enumerate(names)
+    ]
+    return WorkerTable(1.0, workers)
+
+
+@pytest.mark.parametrize(
+    ("names", "barred", "ordinal"),
+    [
+        pytest.param([], set(), 0, id="the first"),
+        pytest.param(["worker-0", "worker-2"], set(), 1, id="a gap"),
+        pytest.param(["worker-0"], {1}, 2, id="not one whose process was refused"),
+        pytest.param([], {0, 1}, 2, id="nor several"),
+    ],
+)
+def test_the_lowest_ordinal_is_free_that_nobody_has_or_would_be_refused_under(
+    names: list[str], barred: set[int], ordinal: int
+) -> None:
+    found = table(*names)
+    found.barred = barred
+    assert found.free_ordinal() == ordinal
+
+
+def test_a_refusal_is_about_the_latest_process_of_that_name() -> None:
+    found = table("worker-1", "worker-10", "worker-1")
+    found.note_refusal(Refusal("worker-1", "it has other bits"))
+    assert [worker.refused for worker in found.workers] == [None, None, "it has other bits"]
+
+
+def test_one_that_was_admitted_before_was_declared_lost_and_may_come_again() -> None:
+    found = table("worker-1")
+    found.workers[0].incarnation = "abc"
+    found.note_refusal(Refusal("worker-1", "no sign of life for 5 s"))
+    assert found.workers[0].refused is None
+
+
+def test_the_longest_serving_are_those_that_began_first() -> None:
+    found = table("worker-2", "worker-0", "worker-1", "worker-3")
+    for worker in found.workers:
+        worker.assigned = True
+    found.workers[1].draining = True
+    assert [worker.name for worker in found.serving()] == ["worker-2", "worker-1", "worker-3"]

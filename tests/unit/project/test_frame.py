@@ -1,0 +1,136 @@
+"""The frame of the repository keeps its promises: light imports, pinned versions, explained targets."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[3]
+TRAINER = ROOT / "trainer"
+
+
+@cache
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@cache
+def pins() -> dict[str, Requirement]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(pin.name): pin for pin in pinned}
+
+
+def development_requirements() -> list[Requirement]:
+    extras = project()["optional-dependencies"]
+    texts = project()["dependencies"] + extras["trainer"] + extras["test"] + extras["dev"]
+    return [requirement for requirement in map(Requirement, texts) if requirement.name != project()["name"]]
+
+
+def modules() -> list[Path]:
+    return sorted(TRAINER.rglob("*.py"))
+
+
+def import_in_fresh_interpreter(name: str, *unwanted: str) -> set[str]:
+    """Import the module alone and return which of the unwanted ones came with it."""
+    code = f"import sys; sys.path.insert(0, {str(TRAINER)!r}); import {name}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    return set(unwanted) & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["virtualflow", "virtualflow.coordinator.server", "virtualflow.protocol.http_client", "virtualflow.launcher.cli"],
+)
+def test_what_runs_beside_the_training_does_not_import_torch(name: str) -> None:
+    assert import_in_fresh_interpreter(name, "torch", "numpy", "safetensors", "kopf", "kubernetes") == set()
+
+
+def test_torch_is_an_extra_and_no_requirement() -> None:
+    base = {Requirement(text).name for text in project()["dependencies"]}
+    assert base.isdisjoint({"torch", "numpy", "safetensors", "kopf", "kubernetes"})
+
+
+@pytest.mark.parametrize("requirement", development_requirements(), ids=lambda requirement: requirement.name)
+def test_every_development_requirement_is_pinned_to_a_version_it_admits(requirement: Requirement) -> None:
+    (pin,) = pins()[canonicalize_name(requirement.name)].specifier
+    assert pin.operator == "=="
+    assert requirement.specifier.contains(pin.version)
+
+
+def test_pins_are_public_versions_that_any_index_may_have() -> None:
+    for name, pin in pins().items():
+        (specifier,) = pin.specifier
+        assert Version(specifier.version).local is None, name
+        assert pin.url is None, name
+
+
+def test_the_package_and_the_distribution_have_one_version() -> None:
+    text = (TRAINER / "virtualflow" / "_version.py").read_text()
+    assert f'__version__ = "{project()["version"]}"' in text
+
+
+def test_the_license_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert project()["license"] == "Apache-2.0"
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (TRAINER / "virtualflow" / "py.typed").exists()
+
+
+def test_make_alone_lists_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    done = subprocess.run(["make"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
+    listed = re.findall(r"^  make ([\w-]+) +\S", done.stdout, re.MULTILINE)
+    assert listed == phony.split()
+
+
+def test_make_refuses_a_python_that_is_not_there_and_says_what_to_do() -> None:
+    # --always-make: also where .venv exists already; the refusal comes before anything is touched.
+    done = subprocess.run(
+        ["make", "--always-make", "venv", "PYTHON=no-such-python"],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "make PYTHON=" in done.stderr
+
+
+def test_the_manifest_of_the_example_is_a_job_of_this_machine_too() -> None:
+    job = yaml.safe_load((ROOT / "examples" / "digits.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("virtualflow.dev/v1alpha1", "VirtualFlowJob")
+    spec = job["spec"]
+    assert spec["minReplicas"] <= spec["replicas"] <= spec["maxReplicas"] <= spec["virtualNodes"]
+    (container,) = spec["workerGroups"][0]["template"]["spec"]["containers"]
+    assert (ROOT / container["command"][1]).exists()
+    assert all(isinstance(word, str) for word in container["command"] + container["args"])
+
+
+def test_nothing_names_the_machine_that_it_was_written_on() -> None:
+    sources = [
+        *modules(),
+        *ROOT.glob("examples/*"),
+        *ROOT.glob("*.toml"),
+        ROOT / "Makefile",
+        ROOT / "constraints.txt",
+    ]
+    for path in filter(Path.is_file, sources):
+        assert not re.search(r"(?<![\w.])/(work|home|root|opt)/", path.read_text()), path

@@ -1,0 +1,29 @@
+"""What a worker takes from its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.settings import ENV_REPRODUCIBILITY
+
+
+@pytest.mark.parametrize(
+    ("value", "reproducibility"),
+    [(None, None), ("", None), ("Bitwise", "bitwise"), (" Statistical ", "statistical")],
+)
+def test_how_equal_the_bits_must_be_is_said_by_the_environment(
+    value: str | None, reproducibility: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENV_REPRODUCIBILITY, raising=False)
+    if value is not None:
+        monkeypatch.setenv(ENV_REPRODUCIBILITY, value)
+    assert WorkerEnvironment.read().reproducibility == reproducibility
+
+
+@pytest.mark.parametrize("value", ["bitwise", "true", "Exact"])
+def test_another_word_for_it_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_REPRODUCIBILITY, value)
+    with pytest.raises(ConfigurationError, match=f"{value!r} must be Bitwise or Statistical"):
+        WorkerEnvironment.read()

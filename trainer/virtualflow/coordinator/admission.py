@@ -1,0 +1,193 @@
+"""Whether a process that says Hello may take part in the job, and what the coordinator learns of it."""
+
+from __future__ import annotations
+
+from virtualflow.coordinator.generations import declare_lost, learn
+from virtualflow.coordinator.roster import Contact
+from virtualflow.coordinator.settings import HEARTBEATS, MAX_REASON, MAX_TEXT
+from virtualflow.coordinator.snapshot import Worker
+from virtualflow.coordinator.state import JobState
+from virtualflow.protocol import http_api
+from virtualflow.protocol import messages as m
+
+_LARGEST = 2**53 - 2**20
+"""Numbers of generations end here, so that one can always be counted on from."""
+
+
+def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
+    """Admit a connection; a sentence instead when that process must not take part."""
+    refusal = _refuse(state, hello)
+    if refusal is not None:
+        if hello.plan is not None and hello.incarnation not in state.roster.workers:
+            # An earlier coordinator may have declared it lost: it was in a generation, and has no part in this job.
+            state.roster.note_lost(hello.worker, hello.incarnation, hello.address, refusal)
+        refused = http_api.Refusal(hello.worker, refusal[:MAX_TEXT])
+        state.tell("refused", f"{refused.worker} refused: {refused.reason}", refused)
+        return refused.reason
+    known = state.roster.workers.get(hello.incarnation)
+    if hello.plan is not None:
+        learn(state, hello.plan, now)
+    if hello.plan is None or any(plan.includes(hello.incarnation) for plan in state.newest):
+        for namesake in state.roster.namesakes(hello.worker, hello.incarnation):
+            declare_lost(state, namesake, "another process has taken its name")
+    state.virtual_nodes, state.reproducibility = hello.virtual_nodes, hello.reproducibility
+    worker = _described(state, hello, known, now)
+    state.roster.add(worker, Contact(hello.pid, hello.address, hello.fingerprint, hello.device, hello.self_test))
+    state.trained = state.trained or hello.plan is not None
+    for change in hello.changes:
+        state.history.merge_change(change, fresh=False)
+    state.history.reached(hello.step)
+    if hello.total_steps is not None:
+        state.history.total_steps = hello.total_steps
+    _greet(state, hello, worker, known, now)
+    if known is None:
+        state.tell("worker", f"{hello.worker} connected (pid {hello.pid})")
+    state.note_news()
+    return None
+
+
+def _greet(state: JobState, hello: m.Hello, worker: Worker, known: Worker | None, now: float) -> None:
+    """Tell a worker what it must know and may have missed."""
+    running = state.running is not None and bool(state.running.members)
+    heartbeat = state.settings.heartbeat_limit / HEARTBEATS
+    state.send(hello.incarnation, m.Welcome(running, state.history.step, state.hold, heartbeat))
+    if known is not None and known.draining and not hello.draining:
+        seconds = max(0.0, (worker.deadline or now) - now)
+        state.send(hello.incarnation, m.Drain(seconds, "asked to"))
+    for plan in state.newest:
+        # Also the running one: it may have been entered by others while this connection was down.
+        concerned = plan.includes(hello.incarnation) or (
+            state.running is not None and state.running.includes(hello.incarnation)
+        )
+        if concerned and plan.generation > (worker.entered or m.NO_GENERATION):
+            state.send(hello.incarnation, plan)
+            for keys in state.rendezvous.of(plan.generation):
+                state.send(hello.incarnation, keys)
+
+
+def _described(state: JobState, hello: m.Hello, known: Worker | None, now: float) -> Worker:
+    """The worker as its Hello and what was known before describe it."""
+    draining = hello.draining or bool(known and known.draining)
+    told = None if hello.drain_deadline is None else now + hello.drain_deadline
+    deadlines = [deadline for deadline in (told, known.deadline if known else None) if deadline is not None]
+    entered = hello.plan.generation if hello.plan is not None else None
+    if known is not None and known.entered is not None:
+        entered = max(entered or m.NO_GENERATION, known.entered)
+    ready_at = (known.ready_at if known else None) or now
+    return Worker(
+        hello.worker,
+        hello.incarnation,
+        last_heard=now,
+        entered=entered,
+        ready_at=ready_at if hello.ready else None,
+        draining=draining,
+        deadline=min(deadlines, default=now + state.settings.drain_grace) if draining else None,
+        failures=known.failures if known else 0,
+        done=bool(known and known.done),
+        guess=hello.pace,
+        pace=known.pace if known else None,
+    )
+
+
+def _refuse(job: JobState, hello: m.Hello) -> str | None:
+    """Why the process that says ``hello`` must not take part in ``job``, in one sentence; ``None``: it may."""
+    if hello.protocol != m.PROTOCOL:
+        return (
+            f"this worker speaks protocol {hello.protocol} and the coordinator {m.PROTOCOL}; "
+            "use one version of virtualflow"
+        )
+    over = job.roster.refusal(hello.incarnation)
+    if over is not None:
+        return over
+    known = job.roster.workers.get(hello.incarnation)
+    if known is not None and known.name != hello.worker:
+        return f"this process was called {known.name} before"
+    if job.virtual_nodes is not None and hello.virtual_nodes != job.virtual_nodes and _bound(job, hello):
+        return (
+            f"this worker has {hello.virtual_nodes} virtual nodes and the job {job.virtual_nodes}; "
+            "their number is fixed for a job's life"
+        )
+    differing = _other_reproducibility(job, hello) or _foreign_machine(job, hello)
+    if differing is not None:
+        return differing
+    if hello.plan is None:
+        return None
+    fault = fault_in_plan(hello.plan, hello.virtual_nodes)
+    if fault is None and hello.plan.rank_of(hello.worker, hello.incarnation) is None:
+        fault = "it is no member of it"
+    if fault is not None:
+        return f"the generation that this worker names cannot be: {fault}"
+    left_behind = job.running is not None and hello.plan.generation < job.running.generation
+    if left_behind and not hello.draining and not any(plan.includes(hello.incarnation) for plan in job.newest):
+        return f"the job went on in generation {job.running_generation} without this process"
+    return None
+
+
+def fault_in_plan(plan: m.Plan, virtual_nodes: int | None) -> str | None:
+    """What is wrong with a generation that somebody says to be in, if anything."""
+    if not 0 < plan.generation.counter < _LARGEST or not 0 < plan.generation.incarnation < _LARGEST:
+        return "no such generation is ever made"
+    if not plan.members:
+        return "it has no members"
+    if len({member.incarnation for member in plan.members}) != len(plan.members):
+        return "a member is in it twice"
+    first = 0
+    for member in plan.members:
+        if member.first != first or member.last <= member.first:
+            return "its virtual nodes are not divided among its members"
+        first = member.last
+    if virtual_nodes is not None and first != virtual_nodes:
+        return f"it is about {first} virtual nodes"
+    return None
+
+
+def _bound(job: JobState, hello: m.Hello) -> bool:
+    """Whether the job's number of virtual nodes is more than the word of a process that is gone again."""
+    return job.trained or any(
+        incarnation != hello.incarnation and not job.roster.is_lost(incarnation) for incarnation in job.roster.workers
+    )
+
+
+def _other_reproducibility(job: JobState, hello: m.Hello) -> str | None:
+    """A sentence when a worker was started for a job of the other kind."""
+    if job.reproducibility in (None, hello.reproducibility) or not _bound(job, hello):
+        return None
+    return (
+        f"{hello.worker} is {hello.reproducibility} and the job {job.reproducibility}; give all workers the same "
+        "reproducibility"
+    )
+
+
+def _foreign_machine(job: JobState, hello: m.Hello) -> str | None:
+    """A sentence when a worker's machine does not fit those that are there, or would not give the same bits."""
+    for incarnation, contact in job.roster.contacts.items():
+        # What is cheap first: a thousand workers are each compared with a thousand.
+        other_bits = hello.reproducibility == "bitwise" and not computes_the_same(hello, contact)
+        if contact.fingerprint == "" or (contact.fingerprint == hello.fingerprint and not other_bits):
+            continue
+        if incarnation == hello.incarnation or job.roster.is_lost(incarnation):
+            continue
+        if contact.fingerprint != hello.fingerprint:
+            return (
+                f"{hello.worker} runs [{hello.fingerprint[:MAX_REASON]}] and the job "
+                f"[{contact.fingerprint[:MAX_REASON]}]: the results would differ; "
+                "use one image and one VIRTUALFLOW_THREADS for all workers"
+            )
+        there = contact.device[:MAX_REASON]
+        where = f"{hello.worker} runs on [{hello.device[:MAX_REASON]}] and the job on [{there}]"
+        if hello.device == contact.device:
+            where = f"{hello.worker} and the job both run on [{there}]"
+        return (
+            f"{where}, and a self-test gave other bits: the bits of the training would differ; use one machine "
+            "type, or ask for statistical reproducibility"
+        )
+    return None
+
+
+def computes_the_same(one: m.Hello | Contact, other: m.Hello | Contact) -> bool:
+    """Whether two workers compute the same bits, as far as their self-tests tell.
+
+    Equal digests admit different devices, and different digests refuse what looks like the same one. Without a
+    self-test, the names of the devices decide.
+    """
+    return one.self_test == other.self_test and (bool(one.self_test) or one.device == other.device)

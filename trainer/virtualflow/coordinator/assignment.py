@@ -1,0 +1,66 @@
+"""Which worker is assigned which virtual nodes: pure functions of counts and measured speeds."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+
+def assign(virtual_nodes: int, speeds: Sequence[float]) -> list[range]:
+    """Divide ``virtual_nodes`` into one contiguous range per worker, in the order of the workers.
+
+    The slowest worker decides how long a step takes, so the counts minimise the longest ``count / speed``; with equal
+    speeds they differ by at most one. Counts are found greedily: each virtual node goes to the worker that would be
+    through with it first. That is exact: should another division be faster, the worker that is last here would have
+    fewer there and some other one more, and that one would have been given its last virtual node before (VirtualFlow,
+    section 5.3 solves the same for measured step times).
+
+    Args:
+        virtual_nodes: how many there are, at least one for each worker.
+        speeds: relative speed of each worker, all positive.
+
+    Raises:
+        ValueError: no worker, more workers than virtual nodes, or a speed that is not positive.
+    """
+    if not speeds:
+        raise ValueError("no worker to assign virtual nodes to")
+    if len(speeds) > virtual_nodes:
+        raise ValueError(f"{len(speeds)} workers cannot share {virtual_nodes} virtual nodes: each needs at least one")
+    if not all(speed > 0 for speed in speeds):
+        raise ValueError("every worker's speed must be positive")
+    if len(set(speeds)) == 1:
+        share, extra = divmod(virtual_nodes, len(speeds))
+        counts = [share + (index < extra) for index in range(len(speeds))]
+    else:
+        counts = _greedy_counts(virtual_nodes, speeds)
+    ranges, first = [], 0
+    for count in counts:
+        ranges.append(range(first, first + count))
+        first += count
+    return ranges
+
+
+def _greedy_counts(virtual_nodes: int, speeds: Sequence[float]) -> list[int]:
+    """How many virtual nodes each worker gets if each goes to whoever would be through with it first."""
+    # What everyone gets in any case need not be handed out one by one: nobody is through before this time.
+    total = sum(speeds)
+    least = [int((virtual_nodes - len(speeds)) * (speed / total)) - 1 for speed in speeds]
+    counts = [max(1, count) for count in least]
+    soonest = [((count + 1) / speed, index) for index, (count, speed) in enumerate(zip(counts, speeds, strict=True))]
+    heapq.heapify(soonest)
+    for _ in range(virtual_nodes - sum(counts)):
+        index = soonest[0][1]
+        counts[index] += 1
+        heapq.heapreplace(soonest, ((counts[index] + 1) / speeds[index], index))
+    return counts
+
+
+def order_members(current: Mapping[str, int], workers: Sequence[str]) -> list[str]:
+    """Order ``workers`` so that few virtual nodes change hands: survivors keep their order, joiners follow.
+
+    Args:
+        current: the first virtual node of each member of the running generation.
+        workers: who is in the next generation.
+    """
+    stay = sorted((worker for worker in workers if worker in current), key=lambda worker: current[worker])
+    return stay + sorted(worker for worker in workers if worker not in current)

@@ -1,0 +1,127 @@
+"""The membership decision applied to the state of the job, and what workers are told when their part is over.
+
+What is decided, and why, is the pure part: :mod:`virtualflow.coordinator.membership`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from virtualflow.coordinator import membership
+from virtualflow.coordinator.generations import declare_lost, propose, withdraw
+from virtualflow.coordinator.roster import Contact
+from virtualflow.coordinator.settings import MAX_TEXT
+from virtualflow.coordinator.snapshot import Decision
+from virtualflow.coordinator.state import JobState
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.http_api import ENDED
+
+logger = logging.getLogger("virtualflow.coordinator")
+
+_ROUNDS = 8
+"""Decisions that may follow from one another at one moment; the rules settle after two or three."""
+
+
+def decide(state: JobState, now: float) -> float | None:
+    """Make the membership decision and apply it; the time at which to come back, if any."""
+    wake_at = None
+    for _ in range(_ROUNDS):
+        _apply_losses(state, now)
+        if state.phase in ENDED:
+            _dismiss(state)
+            break
+        decision = membership.decide(now, state.snapshot(), state.settings)
+        wake_at = decision.wake_at
+        if not _apply(state, decision, now):
+            break
+    _release(state)
+    _relay(state)
+    members = {x.incarnation for plan in state.newest for x in plan.members}
+    state.roster.prune(members, lambda incarnation: state.roster.contacts[incarnation].waits_for_release)
+    times = [wake_at, membership.next_limit(now, state.snapshot(), state.settings)]
+    # A limit that has passed was taken into account above: to wake for it again would be a busy loop.
+    return min((t for t in times if t is not None and t > now), default=None)
+
+
+def _apply_losses(state: JobState, now: float) -> None:
+    """Count failed attempts to connect against those they may be due to, and declare lost whom nobody waits for."""
+    suspects = membership.find_suspects(now, state.snapshot(), state.settings)
+    if suspects is not None and state.proposed is not None:
+        state.failures_counted = state.proposed.generation
+        for incarnation in suspects:
+            state.roster.update(incarnation, failures=state.roster.workers[incarnation].failures + 1)
+    for incarnation, why in membership.find_lost(now, state.snapshot(), state.settings).items():
+        declare_lost(state, incarnation, why)
+
+
+def _apply(state: JobState, decision: Decision, now: float) -> bool:
+    """Do as decided; whether that may call for a further decision."""
+    if decision.reason != state.reason:
+        state.reason = decision.reason[:MAX_TEXT]
+        logger.info("%s", state.reason)
+        state.note_news()
+    if decision.fail:
+        state.fail(decision.reason)
+    elif decision.over:
+        state.trained = state.trained or state.running is not None
+        state.running = state.history.progress = None
+        state.rebuilds, state.waiting_since = 0, now
+        withdraw(state)
+        state.note_news()
+    elif decision.proposal is not None:
+        propose(state, decision.proposal, decision.reason, now)
+    else:
+        return False
+    return True
+
+
+def _dismiss(state: JobState) -> None:
+    """The job is over: tell everyone who does not know it."""
+    phase, history = state.phase, state.history
+    if history.settle():
+        state.note_news()
+    if phase == "done" and not state.told_done and history.result is not None:
+        state.told_done = True
+        state.tell("done", f"training complete after {history.result.step} steps")
+    text = {"failed": f"the job has failed: {history.error}", "done": "the job is complete"}.get(
+        phase, f"the job was stopped: {state.stop}"
+    )
+    end = m.End(phase == "failed", text[:MAX_TEXT])
+    for incarnation, worker in state.roster.workers.items():
+        contact = state.roster.contacts[incarnation]
+        knows = contact.told_end or (worker.done and phase == "done")
+        # Where the job stops, it completes the step at which all leave, and says so.
+        leaves = phase == "stopped" and worker.entered is not None and state.running is not None
+        if worker.connected and worker.present and not knows and not leaves:
+            contact.told_end = True
+            state.send(incarnation, end)
+
+
+def _release(state: JobState) -> None:
+    """Let those go who are through, once nobody needs their connections any more."""
+    over = state.phase in ("done", "failed")
+    for incarnation, contact in state.roster.contacts.items():
+        if contact.waits_for_release and (over or _is_relieved(state, incarnation, contact)):
+            contact.waits_for_release = False
+            state.send(incarnation, m.Release())
+
+
+def _is_relieved(state: JobState, incarnation: str, contact: Contact) -> bool:
+    """Whether all others are in the generation by which that worker left, or a later one, or have left as well."""
+    workers, roster = state.roster.workers, state.roster
+    if state.running is not None and not state.running.members:
+        others = [i for i, worker in workers.items() if worker.entered is not None]
+        return all(roster.is_lost(i) or roster.contacts[i].told_end for i in others)
+    others = [x.incarnation for x in state.running.members] if state.running is not None else []
+    left_by = contact.left_by or m.NO_GENERATION
+    return workers[incarnation].left and all(
+        roster.is_lost(i) or (workers[i].entered or m.NO_GENERATION) >= left_by for i in others
+    )
+
+
+def _relay(state: JobState) -> None:
+    """Tell the members of a generation the keys that came since the last time."""
+    plans = {plan.generation: plan for plan in state.newest}
+    for keys in state.rendezvous.take():
+        for member in plans[keys.generation].members if keys.generation in plans else ():
+            state.send(member.incarnation, keys)

@@ -1,0 +1,110 @@
+"""Generations and their members: proposed, learnt of, withdrawn; drained and declared lost.
+
+What messages, calls and decisions have in common; a function of the state and the time each.
+"""
+
+from __future__ import annotations
+
+from virtualflow.coordinator.balance import split
+from virtualflow.coordinator.settings import MAX_REASON, MAX_TEXT
+from virtualflow.coordinator.snapshot import Proposal, Worker
+from virtualflow.coordinator.state import JobState
+from virtualflow.protocol import messages as m
+
+
+def propose(state: JobState, proposal: Proposal, reason: str, now: float) -> None:
+    """Make the next generation, and tell its members and those who leave by it."""
+    state.counter += 1
+    ranges = split(state.snapshot(), proposal.members, state.settings) if proposal.members else []
+    workers, contacts = state.roster.workers, state.roster.contacts
+    plan = m.Plan(
+        m.Generation(state.incarnation, state.counter),
+        proposal.mode,
+        tuple(
+            m.Member(workers[i].name, i, contacts[i].address, r.start, r.stop)
+            for i, r in zip(proposal.members, ranges, strict=True)
+        ),
+        tuple(workers[i].name for i in proposal.joiners),
+        proposal.cause,
+        reason[:MAX_TEXT],
+    )
+    told = {x.incarnation: None for known in (*state.newest, plan) for x in known.members}
+    if proposal.mode == "recovery":
+        # A communicator that broke with nobody lost; after a loss the counting begins anew.
+        broke = state.proposed if state.proposed and state.proposed.mode == "recovery" else state.running
+        same = broke is not None and {x.incarnation for x in broke.members} == set(proposal.members)
+        state.rebuilds = state.rebuilds + 1 if same else 0
+    state.proposed, state.prepared, state.proposed_at = plan, set(), now
+    state.plans.append(plan)
+    state.rendezvous.forget_before(state.running_generation)
+    for incarnation in told:
+        state.send(incarnation, plan)
+    state.note_news()
+
+
+def learn(state: JobState, plan: m.Plan, now: float) -> None:
+    """A worker is in this generation: it is the running one if it is the newest, and its members exist."""
+    state.counter = max(state.counter, plan.generation.counter)
+    if plan.generation.incarnation > state.incarnation:
+        state.incarnation = plan.generation.incarnation + 1
+    if plan.generation <= state.running_generation:
+        return
+    if state.running is None and state.proposed is not None and plan.generation < state.proposed.generation:
+        withdraw(state)  # an initial start, but there is a training to go on with
+    state.running, state.running_since = plan, now
+    state.plans.append(plan)
+    if state.proposed is not None and state.proposed.generation <= plan.generation:
+        state.proposed, state.prepared = None, set()
+    for member in plan.members:
+        state.roster.add_heard_of(member, now)
+    state.broken = {known: since for known, since in state.broken.items() if known >= plan.generation}
+    if plan.mode == "planned" and any(state.roster.workers[member.incarnation].stranded for member in plan.members):
+        # It could not complete the step after which the others entered: only a recovery calls it away.
+        state.broken.setdefault(plan.generation, now)
+    if plan.members:
+        _declare_those_left_behind_lost(state)
+    state.note_news()
+
+
+def withdraw(state: JobState) -> None:
+    """Nobody has entered the proposed generation, and nobody is to."""
+    if state.proposed is not None:
+        state.withdrawn.append(state.proposed.generation)
+        state.proposed, state.prepared = None, set()
+        state.note_news()
+
+
+def mark_draining(state: JobState, worker: Worker, deadline: float, reason: str) -> bool:
+    """Note that a worker will be taken away at ``deadline``; whether that is news to it."""
+    if not worker.draining:
+        state.tell("drain", f"{worker.name} drains: {reason}")
+    elif worker.deadline is not None and worker.deadline <= deadline:
+        return False
+    state.roster.update(worker.incarnation, draining=True, deadline=deadline)
+    return True
+
+
+def declare_lost(state: JobState, incarnation: str, why: str) -> None:
+    """No generation counts on that worker any more, and it must not come back; ``why`` is the end of a sentence."""
+    worker = state.roster.workers[incarnation]
+    if not worker.present:
+        return
+    state.roster.update(incarnation, gone=why[:MAX_REASON])
+    if not worker.done:
+        state.roster.note_lost(worker.name, incarnation, state.roster.contacts[incarnation].address, why)
+        state.tell("lost", f"{worker.name} lost: {why}")
+    state.send(incarnation, m.Refuse(f"declared lost: {why}"[:MAX_TEXT]))
+    state.note_news()
+
+
+def _declare_those_left_behind_lost(state: JobState) -> None:
+    """What is said to whoever comes later holds for those who came before: the job went on without them.
+
+    An earlier coordinator declared them lost and they have not heard of it; their state may be of another training.
+    """
+    running = state.running_generation
+    for incarnation, worker in list(state.roster.workers.items()):
+        behind = worker.entered is not None and worker.entered < running
+        awaited = worker.draining or worker.through or any(plan.includes(incarnation) for plan in state.newest)
+        if behind and not awaited:
+            declare_lost(state, incarnation, f"the job went on in generation {running} without this process")

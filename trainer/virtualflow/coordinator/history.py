@@ -1,0 +1,157 @@
+"""What has happened in the job so far, for people: events, membership changes, how far the training is."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from virtualflow.coordinator.settings import MAX_EVENTS, MAX_TEXT
+from virtualflow.protocol import http_api
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_CHANGES
+
+Figure = TypeVar("Figure", int, float)
+logger = logging.getLogger("virtualflow.coordinator")
+
+
+class History:
+    """The figures and the chronicle of one job, as far as this coordinator has heard of them."""
+
+    def __init__(self) -> None:
+        self.wall = 0.0
+        """Unix time of what happens now, as the server has set it."""
+        self.events: deque[http_api.Event] = deque(maxlen=MAX_EVENTS)
+        self.changes: dict[m.Generation, m.Change] = {}
+        self._silent: dict[m.Generation, m.Change] = {}
+        """Of which only those have told who came with them: they have no pause, and may be the first to speak."""
+        self._forgotten = m.NO_GENERATION
+        """The newest generation whose change is not remembered any more, only counted."""
+        self._forgotten_changes = 0
+        self._forgotten_steps = 0
+        self.progress: m.Progress | None = None
+        self.step = 0
+        self.highest_step = 0
+        """Of all steps that were ever reported: a restart from a checkpoint repeats what is between."""
+        self.total_steps: int | None = None
+        self.result: m.Done | None = None
+        self.error: str | None = None
+        self.traceback: str | None = None
+        self._number = 0
+
+    def tell(self, kind: http_api.EventKind, text: str, refusal: http_api.Refusal | None = None) -> None:
+        """Tell people something, in the log and in the status."""
+        self._number += 1
+        logger.info("%s", text)
+        self.events.append(http_api.Event(self._number, self.wall, kind, text[:MAX_TEXT], refusal))
+
+    def reached(self, step: int) -> None:
+        """A worker has the state of so many completed steps."""
+        self.step = max(self.step, step)
+        self.highest_step = max(self.highest_step, step)
+
+    def began_at(self, step: int) -> None:
+        """A generation without predecessors begins from the state of so many completed steps."""
+        self.step = step
+        self.highest_step = max(self.highest_step, step)
+
+    def is_news(self, progress: m.Progress) -> bool:
+        """Whether a report says more than how far the training is by now."""
+        evaluates = progress.phase == "evaluating"
+        return evaluates != self.evaluating or progress.total_steps != self.total_steps
+
+    def take_progress(self, progress: m.Progress) -> bool:
+        """Take note of where the training is; whether a step was completed."""
+        forward = progress.step > self.step
+        self.progress, self.step = progress, progress.step
+        self.highest_step = max(self.highest_step, progress.step)
+        self.total_steps = progress.total_steps
+        return forward
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the workers are in an evaluation."""
+        return self.progress is not None and self.progress.phase == "evaluating"
+
+    def merge_change(self, change: m.Change, fresh: bool = True) -> None:
+        """Take note of a membership change: every member tells of it, and the survivors' longest pause counts.
+
+        It is news when a survivor has told its pause, or the training has gone on and there is none (:meth:`settle`).
+
+        Args:
+            change: as one of them saw it.
+            fresh: it has just happened, so that what was reached before tells how much a restart repeats.
+        """
+        generation = change.generation
+        known = self.changes.get(generation) or self._silent.pop(generation, None)
+        if known is not None:
+            change = msgspec.structs.replace(
+                known,
+                pause_ms=_longest(known.pause_ms, change.pause_ms),
+                state_bytes=_longest(known.state_bytes, change.state_bytes),
+                state_ms=_longest(known.state_ms, change.state_ms),
+                state_donors=_longest(known.state_donors, change.state_donors),
+                repeated_steps=max(known.repeated_steps, change.repeated_steps),
+            )
+        elif generation <= self._forgotten:
+            return  # it was counted before it was forgotten
+        elif change.cause == "restart" and fresh:
+            change = msgspec.structs.replace(change, repeated_steps=max(0, self.highest_step - (change.step - 1)))
+        if generation in self.changes:
+            self.changes[generation] = change
+        elif change.pause_ms is None and fresh:
+            self._silent[generation] = change
+            if len(self._silent) > MAX_CHANGES:
+                self._add(self._silent.pop(min(self._silent)))
+        else:
+            self._add_silent(lambda earlier: earlier.generation < generation)  # who follows them tells them in order
+            self._add(change)
+
+    def settle(self, progress: m.Progress | None = None) -> bool:
+        """The training has come so far, or to its end: changes before that without a pause had no survivor.
+
+        Returns:
+            Whether there was one, which is news.
+        """
+        if progress is None:
+            return self._add_silent(lambda _: True)
+        return self._add_silent(lambda c: c.generation < progress.generation or c.step < progress.step)
+
+    def _add_silent(self, condition: Callable[[m.Change], bool]) -> bool:
+        settled = [known for known in sorted(self._silent) if condition(self._silent[known])]
+        for generation in settled:
+            self._add(self._silent.pop(generation))
+        return bool(settled)
+
+    def _add(self, change: m.Change) -> None:
+        self.changes[change.generation] = change
+        pause = "" if change.pause_ms is None else f", pause {change.pause_ms:.0f} ms"
+        moved = "virtual nodes moved" if change.cause == "rebalance" else f"{change.from_} to {change.to} workers"
+        self.tell("change", f"{moved} at step {change.step} ({change.reason}){pause}")
+        while len(self.changes) > MAX_CHANGES:
+            oldest = min(self.changes)
+            self._forgotten = max(self._forgotten, oldest)
+            self._forgotten_steps += self.changes.pop(oldest).repeated_steps
+            self._forgotten_changes += 1
+
+    @property
+    def changes_total(self) -> int:
+        """How many membership changes there were."""
+        return self._forgotten_changes + len(self.changes)
+
+    @property
+    def repeated_steps(self) -> int:
+        """How many steps were repeated over all changes that there were."""
+        return self._forgotten_steps + sum(change.repeated_steps for change in self.changes.values())
+
+    def ordered_changes(self) -> tuple[m.Change, ...]:
+        """The changes from the first to the last."""
+        return tuple(self.changes[generation] for generation in sorted(self.changes))
+
+
+def _longest(known: Figure | None, told: Figure | None) -> Figure | None:
+    """The larger of two figures, or the one that there is."""
+    return max((figure for figure in (known, told) if figure is not None), default=None)

@@ -1,0 +1,195 @@
+"""Who is in the next generation, and why: one pure function of the time and of what is known.
+
+:func:`decide` is called by the coordinator after every message and when a limit that it named has passed. It has no
+clock, no I/O and no memory; the same arguments give the same decision. The rules, first match wins:
+
+1. Nobody trains yet: start with the first generation once the wanted workers are ready. Once the minimum is, the
+   others are waited for as long as the start-up grace; with fewer than the minimum, nothing begins. An initial start
+   that loses a worker goes on with the others, unless they are too few and could not have begun yet.
+2. Nobody who has the training's state is left: the generation is over, and the job waits for workers as if it began.
+3. A member is lost: its survivors recover at once (draining ones too, nobody else).
+4. A collective broke and nobody is known to be lost: wait a moment for the news, then rebuild over the same members.
+5. A change is under way, or a joiner is receiving the state: everything else waits until all members have entered.
+6. The job is to stop: everyone leaves at the same step.
+7. Members drain or joiners are ready: a planned change, prepared beside the training
+   (:mod:`virtualflow.coordinator.planned_changes`, which also decides 5 and 6).
+
+The state lives in the members alone, so no proposal ever replaces all of them at once.
+"""
+
+from __future__ import annotations
+
+from virtualflow.coordinator.planned_changes import plan_change
+from virtualflow.coordinator.settings import MembershipSettings
+from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, counted, listed, ready_workers
+from virtualflow.protocol.messages import Cause
+
+
+def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decision:
+    """The membership decision at ``now`` (see the module's text for the rules)."""
+    lost = find_lost(now, cluster, settings)
+    running, proposed, workers = cluster.running, cluster.proposed, cluster.workers
+    # A planned change that nobody has entered leaves the running generation at stake, a recovery takes its place.
+    base = proposed if proposed is not None and (proposed.mode == "recovery" or running is None) else running
+    if base is None:
+        return _start(now, cluster, settings, lost)
+    members = tuple(member.incarnation for member in base.members)
+    survivors = tuple(m for m in members if m not in lost and not workers[m].left)
+    if not members:
+        late = [
+            w.name for i, w in workers.items() if w.entered is not None and i not in lost and not (w.left or w.through)
+        ]
+        if late:
+            return Decision(f"waiting for {listed(late)} to leave")
+        return Decision("the last worker has left", over=True)
+    if not survivors:
+        return Decision("no worker survived", over=True)
+    if running is not None:
+        survivors = tuple(m for m in survivors if not workers[m].through)
+        if not survivors:
+            return Decision("all workers are through")
+        if not any(workers[m].may_have_state for m in survivors):
+            return Decision("nobody who has the state of the training survived", over=True)
+    starting = running is None
+    joiners = survivors if starting else ()
+    cause: Cause = base.cause if starting else "lost"
+
+    missing = [m for m in members if m in lost or (workers[m].left and base is proposed)]
+    if missing:
+        reason = listed(
+            [f"{workers[m].name} lost: {lost[m]}" if m in lost else f"{workers[m].name} left" for m in missing]
+        )
+        if starting and not cluster.prepared and len(survivors) < cluster.fewest:
+            return Decision(f"{reason}; at least {counted(cluster.fewest)} needed to start", over=True)
+        return Decision(reason, Proposal("recovery", survivors, joiners, cause))
+    broken_since = cluster.broken.get(base.generation)
+    if broken_since is not None:
+        proposal = Proposal("recovery", survivors, joiners, base.cause if starting else "broken")
+        return _rebuild(now, cluster, settings, broken_since, proposal)
+    if base is proposed:
+        return Decision(base.reason)
+    return plan_change(now, cluster, settings, lost)
+
+
+def find_lost(now: float, cluster: Cluster, settings: MembershipSettings) -> dict[str, str]:
+    """Which workers are declared lost at ``now``, with the reason for each; those that are through are never lost."""
+    lost = {}
+    for incarnation, limit, why in _limits(cluster, settings):
+        if limit <= now and incarnation not in lost:
+            lost[incarnation] = why
+    return lost
+
+
+def find_suspects(now: float, cluster: Cluster, settings: MembershipSettings) -> frozenset[str] | None:
+    """Whom it may be due to that the proposed generation cannot be built although nobody of it is lost.
+
+    Returns:
+        The workers whose failures are to be counted, for this generation once and for all; ``None``: not now.
+    """
+    plan, running, workers = cluster.proposed, cluster.running, cluster.workers
+    if plan is None or plan.generation <= cluster.failures_counted or plan.generation not in cluster.broken:
+        return None
+    members = frozenset(member.incarnation for member in plan.members)
+    if not all(workers[i].present and workers[i].connected for i in members):
+        return None
+    planned = plan.mode == "planned"
+    if now < cluster.broken[plan.generation] + (settings.reconnect_grace if planned else settings.suspicion_grace):
+        return None
+    if planned:
+        arriving = members - {member.incarnation for member in (running.members if running is not None else ())}
+        return arriving & cluster.absent or arriving
+    long_enough = now - cluster.proposed_at >= settings.heartbeat_limit
+    return cluster.absent if long_enough and cluster.absent < members else frozenset()
+
+
+def next_limit(now: float, cluster: Cluster, settings: MembershipSettings) -> float | None:
+    """The earliest time after ``now`` at which a worker that stays silent would be declared lost."""
+    return min((limit for _, limit, _ in _limits(cluster, settings) if limit > now), default=None)
+
+
+def _limits(cluster: Cluster, settings: MembershipSettings) -> list[tuple[str, float, str]]:
+    """When each worker is declared lost if nothing more is heard of it, and why: the most telling reason first."""
+    running, proposed = cluster.running, cluster.proposed
+    torn = {
+        member.incarnation
+        for plan in (running, proposed)
+        if plan is not None and plan.generation in cluster.broken
+        for member in plan.members
+    }
+    awaited = (
+        {x.incarnation for x in proposed.members} if proposed is not None and proposed.mode == "recovery" else set()
+    )
+    limits: list[tuple[str, float, str]] = []
+    for i, worker in cluster.workers.items():
+        if worker.left:
+            continue
+        if worker.gone is not None:
+            limits.append((i, float("-inf"), worker.gone))
+            continue
+        if worker.failures >= settings.join_attempts:
+            limits.append((i, float("-inf"), f"it could not be connected with the others {worker.failures} times"))
+        silence = f"for {settings.heartbeat_limit:g} s"
+        if worker.connected:
+            limits.append((i, worker.last_heard + settings.heartbeat_limit, f"no sign of life {silence}"))
+            continue
+        if i in torn:
+            # A connection that closed while a collective broke is a death; a worker that a new coordinator has only
+            # heard of may still be on its way.
+            grace = 0.0 if worker.known_in_person and not worker.done else settings.reconnect_grace
+            limits.append((i, worker.disconnected_at + grace, "its connections closed"))
+        elif i in awaited:
+            limits.append((i, worker.disconnected_at + settings.reconnect_grace, "not connected when it was needed"))
+        if not worker.through:
+            limits.append((i, worker.disconnected_at + settings.heartbeat_limit, f"not connected {silence}"))
+    return limits
+
+
+def _start(now: float, cluster: Cluster, settings: MembershipSettings, lost: dict[str, str]) -> Decision:
+    again = "no worker survived; " if cluster.trained else ""
+    if cluster.stop is not None:
+        return Decision(f"{again}stopping: {cluster.stop}")
+    ready = ready_workers(cluster, lost)
+    fewest = cluster.fewest
+    wanted = max(fewest, min(cluster.wanted, cluster.virtual_nodes or cluster.wanted))
+    reason = f"{again}waiting for workers: {len(ready)} of {wanted} ready"
+    if len(ready) < fewest:
+        return Decision(f"{reason}, at least {fewest} needed" if fewest > 1 else reason)
+    if len(ready) < wanted:
+        enough_since = sorted(worker.ready_at or 0.0 for worker in ready)[fewest - 1]
+        start_at = max(cluster.waiting_since, enough_since) + settings.startup_grace
+        if now < start_at:
+            return Decision(reason, wake_at=start_at)
+    listen_until = cluster.waiting_since + settings.restart_grace
+    if not cluster.trained and now < listen_until:
+        return Decision("listening for workers that train already", wake_at=listen_until)
+    chosen = sorted(ready[: cluster.virtual_nodes], key=lambda worker: (_natural(worker.name), worker.incarnation))
+    members = tuple(worker.incarnation for worker in chosen)
+    cause: Cause = "restart" if cluster.trained else "start"
+    return Decision(f"{again}starting with {counted(len(members))}", Proposal("recovery", members, members, cause))
+
+
+def _rebuild(
+    now: float, cluster: Cluster, settings: MembershipSettings, broken_since: float, proposal: Proposal
+) -> Decision:
+    missing = [w for w in (cluster.workers[m] for m in proposal.members) if not w.connected]
+    if missing:
+        names = listed([worker.name for worker in missing])
+        wake = min(worker.disconnected_at for worker in missing) + settings.reconnect_grace
+        return Decision(f"a collective broke; waiting for news of {names}", wake_at=wake)
+    settled_at = broken_since + settings.suspicion_grace
+    if now < settled_at:
+        return Decision("a collective broke; waiting for the news of who is lost", wake_at=settled_at)
+    if cluster.rebuilds >= settings.rebuilds:
+        reason = (
+            f"the communicator between the workers broke {cluster.rebuilds} times in a row with nobody lost; "
+            "check that the workers reach each other's addresses"
+        )
+        return Decision(reason, fail=True)
+    return Decision("the communicator broke with nobody lost: rebuilding it", proposal)
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """Sort key: ``worker-10`` comes after ``worker-9``."""
+    stem = name.rstrip("0123456789")
+    number = name[len(stem) :]
+    return stem, int(number) if number else -1

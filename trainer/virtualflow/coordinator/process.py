@@ -1,0 +1,86 @@
+"""The coordinator as a process: it listens, says where, and ends on a signal when its job lets it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from virtualflow.coordinator.server import Coordinator
+from virtualflow.coordinator.settings import CoordinatorSettings
+
+logger = logging.getLogger("virtualflow.coordinator")
+
+
+async def _serve(
+    host: str, port: int, token: str, wanted: int, settings: CoordinatorSettings, ready_file: Path | None, minimum: int
+) -> int:
+    coordinator = Coordinator(token, wanted, settings, minimum)
+    runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=settings.goodbye)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            what = (
+                "is taken by another program"
+                if error.errno == errno.EADDRINUSE
+                else f"cannot be used ({error.strerror})"
+            )
+            sys.stderr.write(f"virtualflow: port {port} of {host} {what}; choose another with --port\n")
+            return 1
+        bound = runner.addresses[0][1]
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{bound}"
+        logger.info("listening on %s", url)
+        if ready_file is not None:
+            temporary = ready_file.with_name(ready_file.name + ".writing")
+            temporary.write_text(url + "\n", encoding="utf-8")
+            os.replace(temporary, ready_file)
+        ended = asyncio.Event()
+
+        def end(number: signal.Signals) -> None:
+            if number == signal.SIGINT or ended.is_set():
+                coordinator.hurry()
+            ended.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
+        await ended.wait()
+        await coordinator.finish_stop()
+        return 0
+    finally:
+        await coordinator.close()
+        await runner.cleanup()
+
+
+def serve(
+    host: str,
+    port: int,
+    token: str,
+    wanted: int,
+    settings: CoordinatorSettings,
+    ready_file: Path | None,
+    minimum: int = 1,
+) -> int:
+    """Serve one job until SIGTERM or SIGINT; the exit code.
+
+    SIGTERM while the job stops lets it stop first (``stop_grace``); a second one, or SIGINT, ends it at once.
+
+    Args:
+        host: the address to listen on.
+        port: the port to listen on; 0 takes a free one.
+        token: what every request must bear.
+        wanted: how many workers the job is to start with.
+        settings: time-outs.
+        ready_file: where to write ``http://host:port`` once it listens.
+        minimum: with fewer ready workers nothing begins.
+    """
+    return asyncio.run(_serve(host, port, token, wanted, settings, ready_file, minimum))

@@ -1,0 +1,163 @@
+"""Who has ever said Hello to this coordinator: the living, and as long as it matters the others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from virtualflow.coordinator.settings import MAX_LOST, MAX_REASON, REMEMBERED
+from virtualflow.coordinator.snapshot import Worker
+from virtualflow.protocol import http_api
+from virtualflow.protocol import messages as m
+
+
+class UnknownWorker(LookupError):
+    """The job has no such worker; the argument is what it was looked up by."""
+
+
+@dataclass
+class Contact:
+    """What is remembered of a worker beyond what the membership decision needs."""
+
+    pid: int
+    address: str
+    fingerprint: str
+    device: str = ""
+    self_test: str = ""
+    left_by: m.Generation | None = None
+    """The generation by which it left."""
+    waits_for_release: bool = False
+    told_end: bool = False
+    """It knows that the job is over."""
+
+
+class _Over(NamedTuple):
+    """What is remembered of a process that is over and forgotten otherwise."""
+
+    name: str
+    why: str
+    left: bool
+    """In good order."""
+
+
+class Roster:
+    """The workers by their incarnation, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.contacts: dict[str, Contact] = {}
+        self.lost: OrderedDict[str, http_api.LostWorker] = OrderedDict()
+        """The latest processes that were declared lost; forgetting the worker itself does not end it here."""
+        self._over: OrderedDict[str, _Over] = OrderedDict()
+
+    def add(self, worker: Worker, contact: Contact) -> None:
+        """Take a worker in, or take note of what it says about itself now."""
+        self.workers[worker.incarnation], self.contacts[worker.incarnation] = worker, contact
+
+    def add_heard_of(self, member: m.Member, now: float) -> None:
+        """Take in a member of a generation that has not come itself yet."""
+        if member.incarnation in self.workers:
+            return
+        gone = self.refusal(member.incarnation)
+        if gone is not None and not self._over[member.incarnation].left:
+            self.note_lost(member.worker, member.incarnation, member.address, gone)
+        worker = Worker(
+            member.worker,
+            member.incarnation,
+            last_heard=now,
+            connected=False,
+            disconnected_at=now,
+            known_in_person=False,
+            gone=gone,
+        )
+        self.add(worker, Contact(0, member.address, ""))
+
+    def update(self, incarnation: str, **facts: Any) -> Worker:
+        """Change facts about a worker."""
+        worker = self.workers[incarnation] = replace(self.workers[incarnation], **facts)
+        return worker
+
+    def is_lost(self, incarnation: str) -> bool:
+        """Whether no generation can count on it any more."""
+        worker = self.workers.get(incarnation)
+        return worker is None or not worker.present
+
+    def named(self, name: str, incarnation: str | None = None) -> Worker:
+        """The worker that bears the name now, or that very process.
+
+        Raises:
+            UnknownWorker: there is none.
+        """
+        if incarnation is not None:
+            worker = self.workers.get(incarnation)
+            if worker is None or worker.name != name:
+                raise UnknownWorker(name)
+            return worker
+        for worker in reversed(self.workers.values()):
+            if worker.name == name and worker.present:
+                return worker
+        raise UnknownWorker(name)
+
+    def was_here(self, name: str, incarnation: str | None) -> bool:
+        """Whether such a worker is known to be over."""
+        if incarnation is None:
+            return any(worker.name == name for worker in self.workers.values()) or any(
+                over.name == name for over in self._over.values()
+            )
+        known = self.workers.get(incarnation) or self._over.get(incarnation)
+        return known is not None and known.name == name
+
+    def refusal(self, incarnation: str) -> str | None:
+        """Why that process must not come back, if so."""
+        worker = self.workers.get(incarnation)
+        if worker is not None:
+            return "it has left" if worker.gone is None and worker.left else worker.gone
+        return self._over[incarnation].why if incarnation in self._over else None
+
+    def note_lost(self, name: str, incarnation: str, address: str, why: str) -> None:
+        """That process was declared lost; the first reason stays."""
+        if incarnation not in self.lost:
+            self.lost[incarnation] = http_api.LostWorker(name, incarnation, address, why[:MAX_REASON])
+            while len(self.lost) > MAX_LOST:
+                self.lost.popitem(last=False)
+
+    def remember_over(self, name: str, incarnation: str, why: str, left: bool = False) -> None:
+        """That process must not come back, also if nobody has told of it yet."""
+        self._over[incarnation] = _Over(name, why[:MAX_REASON], left)
+        while len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)
+
+    def namesakes(self, name: str, incarnation: str) -> list[str]:
+        """Other living processes of that name."""
+        return [
+            i
+            for i, worker in self.workers.items()
+            if worker.name == name and i != incarnation and worker.present and not worker.done
+        ]
+
+    def shift(self, seconds: float, now: float) -> None:
+        """Nobody could be heard for so long: that silence does not count."""
+        for incarnation, worker in self.workers.items():
+            self.update(
+                incarnation,
+                last_heard=min(now, worker.last_heard + seconds),
+                disconnected_at=min(now, worker.disconnected_at + seconds),
+            )
+
+    def prune(self, members: Set[str], needed: Callable[[str], bool]) -> None:
+        """Forget whom no decision needs any more, but for what a process that comes back would be told.
+
+        Args:
+            members: of the running and the proposed generation.
+            needed: whether something remains to be told to that worker.
+        """
+        for incarnation, worker in list(self.workers.items()):
+            finished = not worker.present or worker.done or not worker.known_in_person
+            if worker.connected or incarnation in members or not finished or needed(incarnation):
+                continue
+            refusal = self.refusal(incarnation)
+            if refusal is not None:
+                self.remember_over(worker.name, incarnation, refusal, left=worker.left)
+            del self.workers[incarnation], self.contacts[incarnation]

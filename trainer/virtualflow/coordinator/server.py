@@ -1,0 +1,315 @@
+"""The server of one job: HTTP and WebSockets around :class:`virtualflow.coordinator.state.JobState`.
+
+It authenticates, decodes, bounds and forwards; what is said changes the state, and every decision is a function of it.
+Without torch, so that it fits into a small pod; without state on disk, so that it may be killed and started again at
+any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from virtualflow.coordinator.admission import admit
+from virtualflow.coordinator.calls import carry_out
+from virtualflow.coordinator.decisions import decide
+from virtualflow.coordinator.line import Line
+from virtualflow.coordinator.roster import UnknownWorker
+from virtualflow.coordinator.settings import CoordinatorSettings
+from virtualflow.coordinator.state import JobState
+from virtualflow.coordinator.status_stream import Watchers, answer
+from virtualflow.coordinator.worker_messages import disconnect, excuse, handle
+from virtualflow.errors import ConfigurationError
+from virtualflow.protocol import http_api
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_MESSAGE
+
+logger = logging.getLogger("virtualflow.coordinator")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Coordinator:
+    """The server's state: the job, the open connections, and the time to decide again.
+
+    Raises:
+        ConfigurationError: the token is empty.
+    """
+
+    def __init__(self, token: str, wanted: int, settings: CoordinatorSettings, minimum: int = 1) -> None:
+        if not token:
+            raise ConfigurationError("a coordinator needs a token that all who talk to it know")
+        self._digest = hashlib.sha256(token.encode()).digest()
+        self._settings = settings
+        self._ticked_at = self._beats_at = time.monotonic()
+        self._excused = 0.0
+        self.state = JobState(time.time_ns() // 1_000_000, wanted, settings.membership, self._ticked_at, minimum)
+        self._lines: dict[str, Line] = {}
+        self._writers: set[asyncio.Task[None]] = set()
+        self._watchers = Watchers(self.state, settings.watch_interval)
+        self._timer: asyncio.TimerHandle | None = None
+        self._due: asyncio.TimerHandle | None = None
+        self._turned_at = 0.0
+        self._stopped = asyncio.Event()
+        self._hurried = False
+        self._pulse: asyncio.TimerHandle | None = None
+        self._closing = False
+
+    def application(self) -> web.Application:
+        """The routes, behind the token."""
+        app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[self._guard])
+        app.on_startup.append(self._start)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/v1/status", self._watchers.show)
+        app.router.add_get("/v1/watch", self._watchers.serve)
+        app.router.add_get("/v1/worker", self._worker)
+        for kind, path in http_api.PATHS.items():
+            app.router.add_post(path, self._calls(kind))
+        return app
+
+    # --- turning the job's wheel -------------------------------------------------------------------------------------
+
+    async def _start(self, app: web.Application) -> None:
+        self._beat()
+
+    def _beat(self) -> None:
+        """Look at the clock often enough to notice when this process did not run, or does not keep up."""
+        self._tick()
+        behind = self._ticked_at - self._beats_at - self._excused
+        if behind > self._settings.stall:
+            # It runs, but what the workers sent waits behind what others sent.
+            logger.warning("the coordinator is %.1f s behind", behind)
+            excuse(self.state, behind, self._ticked_at)
+        self._excused = 0.0
+        self._beats_at = self._ticked_at + self._settings.stall / 2
+        if not self._closing:
+            self._pulse = asyncio.get_running_loop().call_later(self._settings.stall / 2, self._beat)
+
+    def _tick(self) -> float:
+        """The time, which nothing is left out of: what this process did not run for is no worker's silence."""
+        now = time.monotonic()
+        stalled, self._ticked_at = now - self._ticked_at, now
+        self.state.history.wall = time.time()
+        if stalled > self._settings.stall:
+            # What the workers sent meanwhile is read after this: their silence is this process's own.
+            logger.warning("the coordinator did not run for %.1f s", stalled)
+            excuse(self.state, stalled, now)
+            self._excused += stalled
+        return now
+
+    def _turn_soon(self) -> None:
+        """Take a turn when one is due: what comes until then is decided on together."""
+        if self._due is None and not self._closing:
+            loop = asyncio.get_running_loop()
+            self._due = loop.call_at(self._turned_at + self._settings.rest * len(self._lines), self._turn)
+
+    def _turn(self) -> None:
+        """Decide, send what there is to send, and see to it that the next limit is not missed."""
+        if self._closing:
+            return
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        self._turned_at = asyncio.get_running_loop().time()
+        now = self._tick()
+        wake_at = decide(self.state, now)
+        while not self._deliver():
+            wake_at = decide(self.state, now)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wake_at is not None:
+            delay = max(wake_at - time.monotonic(), 0.001)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._turn)
+        self._watchers.notice()
+        if not self.stopping:
+            self._stopped.set()
+
+    def _turn_within(self, seconds: float) -> None:
+        """Decide in so many seconds at the latest: what is heard until then counts too."""
+        loop = asyncio.get_running_loop()
+        if self._timer is None or self._timer.when() > loop.time() + seconds:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_later(seconds, self._turn)
+
+    def _deliver(self) -> bool:
+        """Send what the job has to say; ``False``: a connection was cut off over it."""
+        outbox, self.state.outbox = self.state.outbox, []
+        encoded: dict[int, bytes] = {}
+        undisturbed = True
+        for incarnation, message in outbox:
+            line = self._lines.get(incarnation)
+            if line is None:
+                continue
+            if id(message) not in encoded:
+                encoded[id(message)] = m.pack(message)  # once for all who are told
+            data = encoded[id(message)]
+            if not line.put(data):
+                logger.warning("%s does not read its messages; closing its connection", incarnation)
+                self._drop(incarnation)
+                undisturbed = False
+            elif isinstance(message, m.Refuse):
+                line.finish()
+        return undisturbed
+
+    def _drop(self, incarnation: str) -> None:
+        self._lines.pop(incarnation).abort()
+        disconnect(self.state, incarnation, self._ticked_at)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop was asked for and somebody has still to leave, or to be told that it may."""
+        return self.state.stop is not None and (self.state.phase not in http_api.ENDED or bool(self._lines))
+
+    async def finish_stop(self) -> None:
+        """Stay until a stop that is under way is done, ``stop_grace`` seconds at most; see also :meth:`hurry`."""
+        if self._hurried or not self.stopping:
+            return
+        logger.info("told to end; staying until the job has stopped (%s)", self.state.stop)
+        self._stopped.clear()
+        try:
+            async with asyncio.timeout(self._settings.stop_grace):
+                await self._stopped.wait()
+        except TimeoutError:
+            logger.warning("the job has not stopped within %g s; ending all the same", self._settings.stop_grace)
+
+    def hurry(self) -> None:
+        """Stay no longer for a stop."""
+        self._hurried = True
+        self._stopped.set()
+
+    async def close(self) -> None:
+        """End all connections."""
+        self._closing = True
+        self._watchers.close()
+        for timer in (self._timer, self._due, self._pulse):
+            if timer is not None:
+                timer.cancel()
+        for line in self._lines.values():
+            line.finish()
+        if self._writers:
+            await asyncio.wait(self._writers, timeout=self._settings.goodbye)
+        for line in self._lines.values():
+            line.abort()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == "/healthz":
+            return await handler(request)
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
+        if not hmac.compare_digest(given, self._digest) or scheme.lower() != "bearer":
+            return answer(401, "the job's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'")
+        return await handler(request)
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    def call(self, call: http_api.Call) -> str:
+        """Do what a call says, and what follows from it; the answer in one sentence.
+
+        Raises:
+            UnknownWorker: none of the job's workers bears the name that the call is about.
+        """
+        sentence = carry_out(self.state, call, self._tick())
+        self._turn()
+        return sentence
+
+    def _calls(self, kind: type[http_api.Call]) -> Handler:
+        async def handle(request: web.Request) -> web.Response:
+            try:
+                body = await request.read()
+                call = msgspec.json.decode(body or b"{}", type=kind)
+            except web.HTTPRequestEntityTooLarge:
+                return answer(413, f"the body is larger than {MAX_MESSAGE} bytes")
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                return answer(400, f"the body is not a valid {kind.__name__}: {error}")
+            try:
+                return answer(200, self.call(call))
+            except UnknownWorker as error:
+                return answer(404, f"the job has no worker {error.args[0]}; GET /v1/status lists them")
+
+        return handle
+
+    async def _worker(self, request: web.Request) -> web.WebSocketResponse:
+        """One worker's connection: a Hello, then messages both ways until either side closes it."""
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE, compress=False)
+        await socket.prepare(request)
+        hello = await self._first_message(socket)
+        if hello is None or self._closing:
+            return socket
+        now = self._tick()
+        self._deliver()  # what a former connection was still to be told is not for this one
+        refusal = admit(self.state, hello, now)
+        if refusal is not None:
+            self._turn()
+            with contextlib.suppress(ConnectionError):
+                await socket.send_bytes(m.pack(m.Refuse(refusal)))
+            return socket
+        line = Line(socket, request.transport, self._settings.backlog)
+        former = self._lines.get(hello.incarnation)
+        if former is not None:
+            former.abort()  # half open: the worker would not have come again otherwise
+        self._lines[hello.incarnation] = line
+        writer = asyncio.create_task(line.write())
+        self._writers.add(writer)
+        writer.add_done_callback(self._writers.discard)
+        try:
+            self._turn_soon()
+            await self._listen(socket, hello, line)
+        except ConnectionError:
+            pass  # said below, as for a connection that was closed in order
+        finally:
+            if not self._closing:
+                writer.cancel()
+            if self._lines.get(hello.incarnation) is line:
+                self._tick()
+                self._drop(hello.incarnation)
+                self._turn_soon()
+        return socket
+
+    async def _listen(self, socket: web.WebSocketResponse, hello: m.Hello, line: Line) -> None:
+        async for frame in socket:
+            if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT) or self._lines.get(hello.incarnation) is not line:
+                return
+            try:
+                message = m.unpack_from_worker(frame.data)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                logger.warning("%s sent a message that is refused: %s", hello.worker, error)
+                await socket.close(code=WSCloseCode.INVALID_TEXT, message=b"malformed message")
+                return
+            news = self.state.news
+            handle(self.state, hello.incarnation, message, self._tick())
+            if isinstance(message, m.Pace):
+                self._turn_within(self._settings.weighing)
+            elif self.state.news != news or isinstance(message, m.Publish):
+                self._turn_soon()
+            else:  # a heartbeat, progress, something stale: these can only put decisions off
+                self._watchers.notice()
+
+    async def _first_message(self, socket: web.WebSocketResponse) -> m.Hello | None:
+        message: m.FromWorker | None = None
+        try:
+            frame = await asyncio.wait_for(socket.receive(), self._settings.first_message)
+            if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
+                return None
+            message = m.unpack_from_worker(frame.data)
+        except TimeoutError:
+            logger.warning("a connection is refused: it said nothing for %g s", self._settings.first_message)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            logger.warning("a connection is refused: %s", error)
+        if isinstance(message, m.Hello):
+            return message
+        await socket.close(code=WSCloseCode.INVALID_TEXT, message=b"the first message must be a valid Hello")
+        return None

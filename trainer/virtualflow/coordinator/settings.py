@@ -1,0 +1,127 @@
+"""Every default of the coordinator, once.
+
+Durations are seconds and sizes are bytes unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from virtualflow.protocol.settings import DRAIN_GRACE, HEARTBEAT_LIMIT
+
+KEYS = 64
+"""Keys that one member may publish for one generation's rendezvous; gloo needs one or two."""
+
+MAX_BUNDLE = 1 << 19
+"""Bytes of a rendezvous' keys that are relayed in one message; even what cannot be deflated fits into a message."""
+
+KNOWN_GENERATIONS = 32
+"""Latest generations that are remembered: by number, as withdrawn, and as reported broken."""
+
+REMEMBERED = 1_000
+"""Latest processes that are over: should one come back, it is refused."""
+
+MAX_LOST = 64
+"""Latest processes declared lost that the status names."""
+
+MAX_EVENTS = 200
+"""Latest events in the status."""
+
+MAX_TEXT = 4_000
+"""Characters of a sentence that goes to workers or into the status: ``messages.Sentence`` with some room."""
+
+MAX_REASON = 400
+"""Characters of a part of such a sentence."""
+
+BRIEF_CHANGES = 20
+
+BRIEF_EVENTS = 50
+"""Latest membership changes and events in a brief status."""
+
+MAX_PROGRESS = 3_600.0
+"""Longest time that a watcher may ask not to hear of mere progress."""
+
+WATCH_HEARTBEAT = 10.0
+"""Between two questions whether a watcher is still there."""
+
+LEAST_HEARTBEAT_LIMIT = 0.5
+"""Below this, an ordinary machine's hiccups look like deaths."""
+
+HEARTBEATS = 5
+"""Signs of life that fit into the heartbeat limit: one may be late, or four."""
+
+
+@dataclass(frozen=True)
+class MembershipSettings:
+    """What the membership decision waits for, and how long."""
+
+    heartbeat_limit: float = HEARTBEAT_LIMIT
+    """A worker that was silent for this long is declared lost (``--heartbeat-limit``)."""
+
+    reconnect_grace: float = 1.0
+    """A worker whose connection is gone while a collective is broken: how long it may take to come back."""
+
+    suspicion_grace: float = 0.25
+    """A collective is broken and every member is connected: how long to wait for the news of who died before the
+    communicator is rebuilt over the same members."""
+
+    startup_grace: float = 120.0
+    """At the initial start: how long, once the minimum of workers is ready, to wait for all that are wanted before
+    starting with those that are there (``--startup-grace``)."""
+
+    admission_window: float = 1.0
+    """How long a joiner that is ready waits for others that are wanted too, so that they enter together."""
+
+    drain_margin: float = 5.0
+    """The last worker of a job drains this long before its deadline at the latest, replacement or not."""
+
+    drain_grace: float = DRAIN_GRACE
+    """The deadline of a drain that names none: what Kubernetes gives a pod."""
+
+    rebuilds: int = 8
+    """Communicators broken in a row, with nobody lost and no step done, before the job has failed."""
+
+    restart_grace: float = 2.0
+    """A new coordinator starts no first generation for this long: workers of a running one may be on their way to it.
+    More than the longest pause between two attempts to connect."""
+
+    join_patience: float = 2.0
+    """How long the relief of a draining worker waits for joiners that were to enter with it."""
+
+    join_attempts: int = 3
+    """Generations in a row that could not be built and in which a worker was to arrive, or took no part, before it is
+    declared lost."""
+
+    rebalance_gain: float = 0.1
+    """An uneven split must make a step shorter by this share of it to be worth having, and so must a change of the
+    split while the training runs, even as the more cautious quartiles of the measurements say (``--rebalance-gain``).
+    At 1 the split stays even. A change costs no more than a step; what this keeps off is noise."""
+
+    rebalance_interval: float = 2.0
+    """A split is kept for at least this long: measurements under it must come in first, and what is over in a moment is
+    not worth two changes."""
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """The coordinator process."""
+
+    membership: MembershipSettings = field(default_factory=MembershipSettings)
+    watch_interval: float = 0.05
+    """A watcher of the status gets at most one message in this time."""
+    first_message: float = 10.0
+    """A new connection has this long to say Hello."""
+    backlog: int = 1_000
+    """Messages that may wait for one worker that does not read before its connection is closed; it may come back."""
+    goodbye: float = 0.3
+    """How long the connections may take to close when the coordinator ends."""
+    stop_grace: float = DRAIN_GRACE
+    """Told to end (SIGTERM) while its job stops, the coordinator stays this long at most: workers that complete their
+    step and write the last checkpoint wait for it to let them go. Without it they wait for ``LinkSettings.goodbye``."""
+    rest: float = 50e-6
+    """Decisions lie at least this long apart for each connected worker: what a thousand workers say about one event is
+    decided on, and relayed to all, together."""
+    weighing: float = 0.1
+    """Measurements of workers' speeds lead to a decision this often at most; all else that they say does at once."""
+    stall: float = 0.5
+    """When the coordinator itself did not run for longer than this, nobody's silence in that time counts."""

@@ -1,0 +1,141 @@
+"""What a membership decision is made of, and what it says: plain values, no behaviour of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from virtualflow.coordinator.settings import MAX_REASON
+from virtualflow.protocol.messages import NO_GENERATION, Cause, Generation, Pace, Plan
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker process as the coordinator knows it; times are of the coordinator's monotonic clock."""
+
+    name: str
+    incarnation: str
+    last_heard: float
+    connected: bool = True
+    disconnected_at: float = 0.0
+    known_in_person: bool = True
+    """``False``: only named by others since the coordinator started; it may be on its way."""
+    entered: Generation | None = None
+    """The newest generation that it is known to have entered: it has the state of the training."""
+    stranded: bool = False
+    """The communicator of the generation that it has entered is broken for it: it waits to be called elsewhere."""
+    ready_at: float | None = None
+    draining: bool = False
+    deadline: float | None = None
+    failures: int = 0
+    """Generations in a row that could not be built and in which it was to arrive, or took no part."""
+    gone: str | None = None
+    """Why it is known to be gone for ever."""
+    left: bool = False
+    done: bool = False
+    guess: float | None = None
+    """Seconds per virtual node by a profile of its device."""
+    pace: Pace | None = None
+    """The same as measured, the latest that it has told."""
+
+    @property
+    def present(self) -> bool:
+        """Whether a generation can count on it: it is neither gone nor has it left."""
+        return self.gone is None and not self.left
+
+    @property
+    def may_have_state(self) -> bool:
+        """Whether the training could go on from it alone; of one that has not come yet, nobody knows better."""
+        return self.entered is not None or not self.known_in_person
+
+    @property
+    def through(self) -> bool:
+        """It has seen the end and closed its connection: it comes to no further generation."""
+        return self.done and not self.connected and self.known_in_person
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All that a decision is made of. Workers and members are keyed by their incarnation: a name may come again."""
+
+    virtual_nodes: int | None
+    wanted: int
+    waiting_since: float
+    """Since when the job waits for its first workers."""
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    minimum: int = 1
+    """Fewer workers than this start no first generation; a running one goes on with whoever survives."""
+    running: Plan | None = None
+    """The newest generation that a worker has entered."""
+    running_since: float = 0.0
+    proposed: Plan | None = None
+    """The newest generation, while nobody has entered it."""
+    proposed_at: float = 0.0
+    prepared: bool = False
+    """All members of the proposed generation have its communicator."""
+    absent: frozenset[str] = frozenset()
+    """Members of the proposed generation, if it is broken, that have taken no part in building its communicator."""
+    broken: Mapping[Generation, float] = field(default_factory=dict)
+    """Since when a collective of that generation is reported broken."""
+    failures_counted: Generation = NO_GENERATION
+    """The newest generation whose members have its failure counted against them."""
+    rebuilds: int = 0
+    """Communicators rebuilt in a row over unchanged members without a step in between."""
+    evaluating: bool = False
+    stop: str | None = None
+    trained: bool = False
+    """A generation has run before (its members may all be lost)."""
+
+    @property
+    def fewest(self) -> int:
+        """How few workers may start the first generation: the minimum, as far as there are virtual nodes for them."""
+        return max(1, min(self.minimum, self.virtual_nodes or self.minimum))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A generation to be made: its members by incarnation, in the order of their ranks."""
+
+    mode: Literal["planned", "recovery"]
+    members: tuple[str, ...]
+    joiners: tuple[str, ...]
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do now, and why."""
+
+    reason: str
+    proposal: Proposal | None = None
+    over: bool = False
+    """The running and the proposed generation are over: forget both, and decide again."""
+    fail: bool = False
+    """The job cannot go on."""
+    wake_at: float | None = None
+    """Decide again then at the latest."""
+
+
+def ready_workers(cluster: Cluster, lost: Mapping[str, str]) -> list[Worker]:
+    """Workers that could enter a generation: those that never failed to first, then those that have waited longest."""
+    ready = [
+        worker
+        for worker in cluster.workers.values()
+        if worker.ready_at is not None
+        and worker.connected
+        and worker.incarnation not in lost
+        and not (worker.draining or worker.left or worker.done)
+    ]
+    return sorted(ready, key=lambda worker: (worker.failures, worker.ready_at or 0.0, worker.name, worker.incarnation))
+
+
+def counted(workers: int) -> str:
+    """``2 workers``."""
+    return "1 worker" if workers == 1 else f"{workers} workers"
+
+
+def listed(parts: list[str]) -> str:
+    """A sentence of ``parts`` that stays short however many there are."""
+    shown = parts if len(parts) <= 8 else [*parts[:7], f"and {len(parts) - 7} more"]
+    return "; ".join(part[:MAX_REASON] for part in shown)

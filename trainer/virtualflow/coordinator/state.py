@@ -1,0 +1,174 @@
+"""What the coordinator knows of its job: plain data, and what follows from it.
+
+It changes by a message (:mod:`virtualflow.coordinator.worker_messages`), a call (:mod:`virtualflow.coordinator.calls`)
+or a decision (:mod:`virtualflow.coordinator.decisions`), each a function of it and the time. Everything here can be
+lost: a new coordinator learns the same from the Hellos of the workers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from virtualflow.coordinator.history import History
+from virtualflow.coordinator.rendezvous import Rendezvous
+from virtualflow.coordinator.roster import Roster
+from virtualflow.coordinator.settings import KNOWN_GENERATIONS, MembershipSettings
+from virtualflow.coordinator.snapshot import Cluster
+from virtualflow.protocol import http_api
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import Reproducibility
+
+
+@dataclass
+class JobState:
+    """The state of one job; times are seconds of one monotonic clock."""
+
+    incarnation: int
+    wanted: int
+    """How many workers the job is to have."""
+    settings: MembershipSettings
+    waiting_since: float
+    """Since when the job waits for its first workers."""
+    minimum: int = 1
+    """With fewer ready workers nothing begins."""
+    virtual_nodes: int | None = None
+    reproducibility: Reproducibility | None = None
+    roster: Roster = field(default_factory=Roster)
+    history: History = field(default_factory=History)
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+
+    running: m.Plan | None = None
+    """The newest generation that a worker has entered."""
+    running_since: float = 0.0
+    proposed: m.Plan | None = None
+    """The newest generation, while nobody has entered it."""
+    proposed_at: float = 0.0
+    prepared: set[str] = field(default_factory=set)
+    """Members of the proposed generation that have its communicator."""
+    plans: deque[m.Plan] = field(default_factory=lambda: deque(maxlen=KNOWN_GENERATIONS))
+    """The latest that this coordinator has made or heard of."""
+    withdrawn: deque[m.Generation] = field(default_factory=lambda: deque(maxlen=KNOWN_GENERATIONS))
+    """The latest that were proposed and that nobody may enter any more."""
+    broken: dict[m.Generation, float] = field(default_factory=dict)
+    """Since when a collective of a generation is reported broken."""
+    counter: int = 0
+    """The highest that any generation bears."""
+    rebuilds: int = 0
+    """Communicators rebuilt in a row over unchanged members without a step in between."""
+    failures_counted: m.Generation = m.NO_GENERATION
+    """The newest that could not be built and whose members have had that counted against them."""
+    trained: bool = False
+    """A generation has run."""
+
+    hold: int | None = None
+    """No step after this one may start."""
+    stop: str | None = None
+    """Why the job is to stop."""
+    failed: bool = False
+    told_done: bool = False
+    reason: str = ""
+    """The membership decision in force, in words."""
+
+    outbox: list[tuple[str, m.ToWorker]] = field(default_factory=list)
+    """What is to be sent, and to which process."""
+    version: int = 0
+    """Raised whenever the status may have changed."""
+    news: int = 0
+    """Raised whenever it may have changed in more than how far the training is."""
+
+    # --- what follows from it ----------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> http_api.Phase:
+        """What the job is doing."""
+        if self.failed:
+            return "failed"
+        members = self.running.members if self.running is not None else ()
+        workers = self.roster.workers
+        if self.history.result is not None and all(
+            self.roster.is_lost(x.incarnation) or workers[x.incarnation].done for x in members
+        ):
+            return "done"
+        if self.stop is not None and not members and self.proposed is None:
+            return "stopped"
+        if self.running is None:
+            return "waiting"
+        return "evaluating" if self.history.evaluating else "training"
+
+    @property
+    def running_generation(self) -> m.Generation:
+        """The number of the running generation."""
+        return self.running.generation if self.running is not None else m.NO_GENERATION
+
+    @property
+    def newest(self) -> list[m.Plan]:
+        """The running and the proposed generation, as far as there are any."""
+        return [plan for plan in (self.running, self.proposed) if plan is not None]
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether all members of the proposed generation have its communicator."""
+        return self.proposed is not None and self.prepared >= {x.incarnation for x in self.proposed.members}
+
+    def plan_of(self, generation: m.Generation) -> m.Plan | None:
+        """The plan of that generation, if it is one of the latest that this coordinator knows."""
+        return next((plan for plan in self.plans if plan.generation == generation), None)
+
+    def snapshot(self) -> Cluster:
+        """What the membership decision is made of."""
+        proposed, absent = self.proposed, frozenset[str]()
+        if proposed is not None and proposed.generation in self.broken:
+            absent = frozenset(
+                x.incarnation
+                for x in proposed.members
+                if not self.rendezvous.takes_part(proposed.generation, x.incarnation)
+            )
+        return Cluster(
+            virtual_nodes=self.virtual_nodes,
+            wanted=self.wanted,
+            waiting_since=self.waiting_since,
+            minimum=self.minimum,
+            workers=self.roster.workers,
+            running=self.running,
+            running_since=self.running_since,
+            proposed=proposed,
+            proposed_at=self.proposed_at,
+            prepared=self.is_prepared,
+            absent=absent,
+            broken=self.broken,
+            failures_counted=self.failures_counted,
+            rebuilds=self.rebuilds,
+            evaluating=self.history.evaluating,
+            stop=self.stop,
+            trained=self.trained,
+        )
+
+    # --- what every change of it is made of --------------------------------------------------------------------------
+
+    def send(self, incarnation: str, message: m.ToWorker) -> None:
+        """Queue a message for a worker, if it is connected."""
+        worker = self.roster.workers.get(incarnation)
+        if worker is not None and worker.connected:
+            self.outbox.append((incarnation, message))
+
+    def tell(self, kind: http_api.EventKind, text: str, refusal: http_api.Refusal | None = None) -> None:
+        """Tell people something, in the log and in the status."""
+        self.history.tell(kind, text, refusal)
+        self.note_news()
+
+    def note_news(self) -> None:
+        """More has changed than how far the training is."""
+        self.version += 1
+        self.news += 1
+
+    def fail(self, error: str, traceback: str | None = None, *, event: str | None = None) -> None:
+        """The job has failed.
+
+        Args:
+            error: why, in one sentence.
+            traceback: of a worker's script, if it raised.
+            event: how people are told; ``None``: by ``error``.
+        """
+        self.failed, self.history.error, self.history.traceback = True, error, traceback
+        self.tell("failed", event or error)

@@ -1,0 +1,80 @@
+"""The status of a job as it is shown to people: ``GET /v1/status`` and the messages of ``GET /v1/watch``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from virtualflow.coordinator.balance import known_pace, predicted_step
+from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_EVENTS
+from virtualflow.coordinator.state import JobState
+from virtualflow.protocol import http_api
+
+WorkerState = Literal["starting", "ready", "training", "draining", "silent", "done"]
+
+
+def describe(job: JobState, brief: bool = False) -> http_api.Status:
+    """All that may be known about ``job`` from outside; ``brief``: of what has happened only the latest."""
+    history, progress, result = job.history, job.history.progress, job.history.result
+    changes, events = history.ordered_changes(), tuple(history.events)
+    proposed, predicted = job.proposed, predicted_step(job.snapshot())
+    assigned = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
+    return http_api.Status(
+        phase=job.phase,
+        incarnation=job.incarnation,
+        generation=job.running_generation.counter,
+        virtual_nodes=job.virtual_nodes,
+        reproducibility=job.reproducibility,
+        wanted=job.wanted,
+        minimum=job.minimum,
+        workers=tuple(
+            _worker(job, i, assigned.get(i, range(0))) for i, worker in job.roster.workers.items() if worker.present
+        ),
+        lost=tuple(job.roster.lost.values()),
+        proposed=proposed.generation.counter if proposed else None,
+        proposed_workers=tuple(member.incarnation for member in proposed.members) if proposed else (),
+        prepared=job.is_prepared,
+        reason=job.reason,
+        step=history.step,
+        total_steps=history.total_steps,
+        epoch=progress.epoch if progress else 0,
+        metrics=result.metrics if result else progress.metrics if progress else {},
+        steps_per_second=progress.steps_per_second if progress else 0.0,
+        step_ms=result.step_ms if result else progress.step_ms if progress else None,
+        hold=job.hold,
+        last_change=changes[-1] if changes else None,
+        changes=changes[-BRIEF_CHANGES:] if brief else changes,
+        changes_total=history.changes_total,
+        repeated_steps=history.repeated_steps,
+        events=events[-BRIEF_EVENTS:] if brief else events,
+        digest=result.digest if result else None,
+        optimizer_digest=result.optimizer_digest if result else None,
+        error=history.error,
+        traceback=history.traceback,
+        predicted_step_ms=None if predicted is None else 1_000 * predicted,
+    )
+
+
+def _worker(job: JobState, incarnation: str, assigned: range) -> http_api.WorkerStatus:
+    worker, contact = job.roster.workers[incarnation], job.roster.contacts[incarnation]
+    state: WorkerState = "starting"
+    if worker.done:
+        state = "done"
+    elif not worker.connected:
+        state = "silent"
+    elif worker.draining:
+        state = "draining"
+    elif assigned:
+        state = "training"
+    elif worker.ready_at is not None:
+        state = "ready"
+    pace = known_pace(worker)
+    return http_api.WorkerStatus(
+        worker.name,
+        incarnation,
+        contact.address,
+        contact.pid,
+        state,
+        assigned.start,
+        assigned.stop,
+        None if pace is None else 1_000 * pace,
+    )

@@ -1,0 +1,187 @@
+"""What the messages of workers do to the state of the job.
+
+What a worker says is checked against what can be true: a message about a generation that it is no member of, or
+that is over, changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from msgspec import structs
+
+from virtualflow.coordinator.admission import fault_in_plan
+from virtualflow.coordinator.generations import declare_lost, learn, mark_draining
+from virtualflow.coordinator.settings import KNOWN_GENERATIONS
+from virtualflow.coordinator.snapshot import Worker
+from virtualflow.coordinator.state import JobState
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.http_api import ENDED
+
+logger = logging.getLogger("virtualflow.coordinator")
+
+
+def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float) -> None:
+    """Take one message of an admitted worker; what is stale is ignored."""
+    worker = state.roster.workers.get(incarnation)
+    if worker is None or worker.gone is not None or not worker.connected:
+        return
+    state.roster.update(incarnation, last_heard=now)
+    match message:
+        case m.Heartbeat() | m.Hello():
+            return
+        case m.Ready():
+            state.roster.update(incarnation, ready_at=worker.ready_at or now)
+        case m.Prepared(generation):
+            if state.proposed is not None and generation == state.proposed.generation:
+                state.prepared.add(incarnation)
+        case m.Entered(plan, step, restored):
+            _entered(state, incarnation, plan, step, restored, now)
+        case m.EnteredTold(generation, step, restored):
+            told = state.plan_of(generation)
+            if told is not None:
+                _entered(state, incarnation, told, step, restored, now)
+        case m.Pace():
+            _paced(state, worker, message)
+            return
+        case m.Progress():
+            _progressed(state, message)
+            return
+        case m.Resumed(change):
+            state.history.merge_change(change)
+        case m.Broken(generation, step, detail):
+            _broke(state, worker, generation, step, detail, now)
+        case m.DrainRequest(reason):
+            mark_draining(state, worker, now + state.settings.drain_grace, reason)
+        case m.Left(generation, step):
+            _left(state, worker, generation, step, now)
+        case m.Failed(step, error, traceback):
+            if state.phase not in ENDED:
+                where = f" in step {step}" if step else ""
+                state.fail(error, traceback, event=f"{worker.name} failed{where}: {error}")
+        case m.Done():
+            _done(state, worker, message)
+        case m.Note(kind, text):
+            state.tell(kind, text)
+        case m.Publish():
+            if any(plan.generation == message.generation and plan.includes(incarnation) for plan in state.newest):
+                state.rendezvous.add(incarnation, message)
+            return
+    state.note_news()
+
+
+def disconnect(state: JobState, incarnation: str, now: float) -> None:
+    """A worker's connection closed; whether that means anything is for the membership decision."""
+    worker = state.roster.workers.get(incarnation)
+    if worker is not None and worker.connected:
+        state.roster.update(incarnation, connected=False, disconnected_at=now)
+        state.note_news()
+
+
+def excuse(state: JobState, seconds: float, now: float) -> None:
+    """The coordinator itself did not run for so long: nobody's silence in that time counts."""
+    state.roster.shift(seconds, now)
+    state.broken = {generation: min(now, since + seconds) for generation, since in state.broken.items()}
+    state.proposed_at = min(now, state.proposed_at + seconds)
+
+
+def _entered(state: JobState, incarnation: str, told: m.Plan, step: int, restored: bool, now: float) -> None:
+    known = state.plan_of(told.generation)
+    if known is None and fault_in_plan(told, state.virtual_nodes) is not None:
+        return
+    plan = known or told
+    if not plan.includes(incarnation):
+        return
+    if plan.generation in state.withdrawn:
+        # It began anew just when one that has the state of the training came back.
+        declare_lost(state, incarnation, f"generation {plan.generation}, which it entered, was withdrawn")
+        return
+    entered = state.roster.workers[incarnation].entered or m.NO_GENERATION
+    state.roster.update(incarnation, entered=max(entered, plan.generation), stranded=False, failures=0)
+    if plan.generation < state.running_generation:
+        return
+    first, begins = state.running is None, len(plan.joiners) == len(plan.members)
+    fresh = plan.generation > state.running_generation
+    learn(state, plan, now)
+    if fresh and plan.generation.incarnation == state.incarnation:
+        state.tell("generation", f"generation {plan.generation}: {len(plan.members)} workers ({plan.reason})")
+    if fresh and restored and first:
+        state.tell("restored", f"resumed from the checkpoint of step {step}")
+    if fresh and begins:
+        state.history.began_at(step)
+    else:
+        state.history.reached(step)
+    state.trained = True
+
+
+def _progressed(state: JobState, progress: m.Progress) -> None:
+    if progress.generation < state.running_generation:
+        return
+    news = state.history.is_news(progress)
+    if state.history.take_progress(progress):
+        state.rebuilds = 0
+    if state.history.settle(progress) or news:
+        state.note_news()
+    else:
+        state.version += 1
+
+
+def _paced(state: JobState, worker: Worker, pace: m.Pace) -> None:
+    if worker.entered is None or pace.generation > worker.entered or not pace.low <= pace.median <= pace.high:
+        return
+    if worker.pace is None or pace.generation >= worker.pace.generation:
+        state.roster.update(worker.incarnation, pace=pace)
+        state.version += 1
+
+
+def _broke(state: JobState, worker: Worker, generation: m.Generation, step: int, detail: str, now: float) -> None:
+    running = state.running
+    if running is not None and not running.members and worker.entered is not None:
+        # The others have left at the end of a step that it could not complete.
+        declare_lost(state, worker.incarnation, f"it could not leave with the others: {detail}")
+        return
+    if generation == worker.entered:
+        state.roster.update(worker.incarnation, stranded=True)
+        if running is not None and running.mode == "planned" and running.includes(worker.incarnation):
+            generation = max(generation, state.running_generation)
+    if generation < state.running_generation or generation in state.broken:
+        return
+    plan = state.plan_of(generation)
+    if plan is not None and not plan.includes(worker.incarnation):
+        return
+    if plan is None and len(state.broken) >= KNOWN_GENERATIONS:
+        return  # of generations that nobody has told of yet, some are enough
+    state.broken[generation] = now
+    logger.info("%s: generation %s broke at step %d: %s", worker.name, generation, step, detail)
+
+
+def _left(state: JobState, worker: Worker, generation: m.Generation, step: int, now: float) -> None:
+    plan = state.plan_of(generation)
+    if plan is not None and generation not in state.withdrawn and not plan.includes(worker.incarnation):
+        learn(state, plan, now)
+    contact = state.roster.contacts[worker.incarnation]
+    contact.waits_for_release, contact.left_by = True, generation
+    if not worker.left:
+        state.roster.update(worker.incarnation, left=True)
+        state.history.step = max(state.history.step, step)
+        state.tell("left", f"{worker.name} left after step {step}")
+
+
+def _done(state: JobState, worker: Worker, done: m.Done) -> None:
+    state.roster.update(worker.incarnation, done=True)
+    state.roster.contacts[worker.incarnation].waits_for_release = True
+    result = state.history.result
+    bits_count = state.reproducibility != "statistical"  # other devices round their own updates differently
+    if result is not None and done.digest != result.digest and bits_count and not state.failed:
+        state.fail(
+            f"{worker.name} ended with weights {done.digest[:12]} and another worker with {result.digest[:12]}: "
+            "the training is not deterministic on these machines (see docs/explanation/determinism.md)"
+        )
+        return
+    state.history.step = done.step
+    if result is None or done.timed_steps > result.timed_steps:
+        state.history.result = done
+    if result is not None and not (result.optimizer_digest and done.optimizer_digest):
+        # Of a sharded optimizer, one worker has seen the whole.
+        whole = result.optimizer_digest or done.optimizer_digest
+        state.history.result = structs.replace(state.history.result or done, optimizer_digest=whole)

@@ -1,0 +1,293 @@
+"""Real ``torch.utils.data.DataLoader``s whose processes cannot outlive, outstay or give away their owner.
+
+A loader process is a fork of a worker. Left alone, it survives the worker's SIGKILL for seconds and holds a
+copy of the worker's sockets, so peers would not see the connection close and a dead worker would look like a
+slow one. Both kinds of source (`map_source`, `iterable_source`) open their loaders here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import Any, Protocol, TypedDict
+
+import torch
+import torch.multiprocessing
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data._utils import signal_handling
+
+from virtualflow.errors import ConfigurationError
+
+Collate = Callable[[list[Any]], Any]
+
+_PR_SET_PDEATHSIG = 1
+
+
+_START_METHODS = ("fork", "spawn")
+"""Ways to start a loader process by which it can be tied to the life of its worker; a fork server is none."""
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Arguments of ``torch.utils.data.DataLoader`` that pass through unchanged, with torch's own defaults."""
+
+    num_workers: int
+    collate_fn: Collate | None
+    pin_memory: bool
+    prefetch_factor: int | None
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: str | BaseContext | None
+    timeout: float
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one virtual node computes on in one step."""
+
+    virtual_node: int
+    data: Any
+    """What ``collate_fn`` returned; ``None`` when there is no sample for this virtual node."""
+    loaded: tuple[int, ...] | torch.Tensor
+    """What was really loaded, as `samples` says it, or as a tensor."""
+    sizes: tuple[int, ...] = ()
+    """Samples of each of its virtual nodes, of which ``virtual_node`` is the first; empty where it is of that one."""
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """What was really loaded, in order: indices into the dataset; for a stream, positions in its shard."""
+        return self.loaded if isinstance(self.loaded, tuple) else tuple(self.loaded.tolist())
+
+    @property
+    def size(self) -> int:
+        """How many samples it holds; the short last batch of an epoch weighs by this."""
+        return sum(self.sizes) if self.sizes else len(self.loaded)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many samples each of its virtual nodes has."""
+        return self.sizes or (self.size,)
+
+    def apart(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Each of its virtual nodes with its samples."""
+        passed, samples = 0, self.samples
+        for offset, size in enumerate(self.counts):
+            yield self.virtual_node + offset, samples[passed : passed + size]
+            passed += size
+
+
+class Source(Protocol):
+    """Where a worker's micro-batches come from. A position is (epoch, step in the epoch), counted from 0."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps in an epoch; ``None`` for streams, whose epoch ends when all of them are at their end."""
+
+    def samples(self, epoch_step: int) -> int | None:
+        """How many samples the global batch of a step has; ``None`` for streams, which must be read to know."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the samples of several virtual nodes can be had as one micro-batch."""
+
+    def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
+        """From this position on, this worker is assigned these virtual nodes. The same position again repeats the step.
+
+        They will be fetched in the chunks that ``sampling.chunks`` makes of them with this ``width``.
+        """
+
+    def fetch(self, epoch: int, epoch_step: int, virtual_node: int, count: int = 1) -> MicroBatch:
+        """Return one micro-batch, of ``count`` neighbouring virtual nodes.
+
+        Calls come in the order of what is needed; fetching again loads again.
+
+        Raises:
+            Exception: what the dataset or ``collate_fn`` raised; from a loader process with its traceback as
+                text. RuntimeError: a loader process died or timed out, or the source is closed.
+        """
+
+    def close(self) -> None:
+        """End the loader processes and threads; harmless when called again."""
+
+
+def check_options(options: LoaderOptions) -> None:
+    """Refuse what a ``DataLoader`` would refuse later or less clearly.
+
+    Raises:
+        ConfigurationError: an option is unknown or makes no sense.
+    """
+    known = LoaderOptions.__annotations__
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigurationError(
+            f"{', '.join(unknown)} cannot be passed to the data loader; these can: {', '.join(known)}"
+        )
+    processes = options.get("num_workers", 0)
+    if processes < 0:
+        raise ConfigurationError(f"num_workers is {processes}; use 0 to load in the training process")
+    if options.get("timeout", 0) < 0:
+        raise ConfigurationError("timeout must not be negative; use 0 to wait as long as it takes")
+    prefetch = options.get("prefetch_factor")
+    if prefetch is not None and prefetch < 1:
+        raise ConfigurationError(f"prefetch_factor is {prefetch}; use at least 1 or leave it out")
+    if not processes:
+        concurrent = ("prefetch_factor", "multiprocessing_context", "timeout")
+        idle = [name for name in concurrent if options.get(name)]
+        if idle:
+            raise ConfigurationError(f"{', '.join(idle)} needs loader processes; set num_workers above 0")
+    context = options.get("multiprocessing_context")
+    method = context if context is None or isinstance(context, str) else context.get_start_method()
+    if processes and (method or torch.multiprocessing.get_start_method()) not in _START_METHODS:
+        raise ConfigurationError(
+            f"multiprocessing_context {method or torch.multiprocessing.get_start_method()!r} is not supported, because "
+            f"such loader processes would outlive a worker that is killed; use one of {', '.join(_START_METHODS)}"
+        )
+
+
+def collate_of(options: LoaderOptions) -> Collate:
+    """Return the ``collate_fn`` that a ``DataLoader`` with these options would use on a list of samples."""
+    return options.get("collate_fn") or default_collate
+
+
+def open_loader(
+    adapter: Dataset[Any],
+    dataset: object,
+    options: LoaderOptions,
+    *,
+    collate: Callable[[Any], Any],
+    sampler: Iterable[Any] | None,
+    batch_size: int | None,
+) -> Iterator[Any]:
+    """Start iterating a new ``DataLoader`` over ``adapter``, which wraps the user's ``dataset``.
+
+    With loader processes, they start now, and they die with the thread that calls this: call it from the main
+    thread.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        adapter,
+        batch_size=batch_size,
+        sampler=sampler,
+        num_workers=options.get("num_workers", 0),
+        collate_fn=collate,
+        pin_memory=options.get("pin_memory", False),
+        timeout=options.get("timeout", 0),
+        prefetch_factor=options.get("prefetch_factor"),
+        multiprocessing_context=options.get("multiprocessing_context"),
+        worker_init_fn=_Arrival(options.get("worker_init_fn"), dataset, _parentage(options)),
+        # Only the base seed of loader processes comes from it; without one, torch would draw from the global
+        # generator.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def close_loader(iterator: Iterator[Any], grace: float) -> None:
+    """End a loader's processes and threads; a process still busy after ``grace`` seconds is killed."""
+    # torch ends loaders when they are collected, which a traceback can put off, and waits five seconds for
+    # each process. Its own order of shutting down is kept (it does not lock up on a half-written message);
+    # only the patience is ours.
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is None:
+        return
+    processes = list(getattr(iterator, "_workers", ()))
+
+    def kill() -> None:
+        # Else torch would report the killed as failures.
+        signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+        vars(iterator)["_worker_pids_set"] = False
+        for process in processes:
+            process.kill()
+
+    impatience = threading.Timer(grace, kill)
+    impatience.start()
+    try:
+        shut_down()
+    finally:
+        impatience.cancel()
+        impatience.join()
+    for process in processes:
+        process.join()
+
+
+@dataclass(frozen=True)
+class _Parentage:
+    """How a loader process came to be."""
+
+    parent: int | None
+    """The process to die with; ``None`` when that is none of our business or cannot be told."""
+    forked: bool
+    """It holds whatever its parent had open."""
+
+
+def _parentage(options: LoaderOptions) -> _Parentage:
+    context = options.get("multiprocessing_context")
+    if context is None:
+        method = torch.multiprocessing.get_start_method()
+    else:
+        method = context if isinstance(context, str) else context.get_start_method()
+    # Linux ties a child to the thread that started it.
+    tied = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
+    return _Parentage(parent=os.getpid() if tied else None, forked=method == "fork")
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What a loader process does first: cut the wrong ties, then call the user's ``worker_init_fn``."""
+
+    user: Callable[[int], None] | None
+    dataset: object
+    parentage: _Parentage
+
+    def __call__(self, worker_id: int) -> None:
+        # Ctrl-C reaches the whole process group; the worker decides what it means, its loaders do not.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.parentage.parent is not None:
+            _die_with(self.parentage.parent)
+        if self.parentage.forked:
+            _let_go_of_connections()
+        info = get_worker_info()
+        if info is not None:
+            # As with any DataLoader, the user's function finds the user's dataset there, not our adapter. The
+            # class forbids plain assignment.
+            object.__setattr__(info, "dataset", self.dataset)
+        if self.user is not None:
+            self.user(worker_id)
+
+
+def _die_with(parent: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before it could be asked for
+        os._exit(1)
+
+
+def _let_go_of_connections() -> None:
+    """Point every inherited TCP socket at /dev/null, so that the parent's death closes its connections.
+
+    They are overwritten, not closed: the objects that own these numbers live on in this process, and would
+    close whatever had been given the number since.
+    """
+    listing = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for number in [int(name) for name in os.listdir(listing)]:
+            try:
+                if stat.S_ISSOCK(os.fstat(number).st_mode) and _is_internet(number):
+                    os.dup2(null, number, inheritable=False)
+            except OSError:
+                continue  # the listing's own descriptor, or a kind of socket that Python does not know
+    finally:
+        os.close(null)
+
+
+def _is_internet(number: int) -> bool:
+    with socket.socket(fileno=os.dup(number)) as duplicate:
+        return duplicate.family in (socket.AF_INET, socket.AF_INET6)

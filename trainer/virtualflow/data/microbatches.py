@@ -1,0 +1,156 @@
+"""A map-style dataset whose items are whole micro-batches: read, collated, or gathered from tensors at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._utils import ExceptionWrapper
+from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
+
+from virtualflow.data.dataloader import Collate
+from virtualflow.data.rng import seed_samples
+from virtualflow.data.settings import LoadingSettings
+from virtualflow.errors import ConfigurationError
+
+_NOT_SELECTED = (torch.uint16, torch.uint32, torch.uint64)
+"""Types for which ``index_select`` is not implemented."""
+
+
+class Key(NamedTuple):
+    """The name of a micro-batch; keys are ordered as they are needed."""
+
+    epoch: int
+    epoch_step: int
+    virtual_node: int
+    together: int
+    """Virtual nodes from that one on, which are loaded together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a loader process is asked for."""
+
+    key: Key
+    indices: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """How many of them each virtual node has."""
+
+
+class MicroBatches(Dataset[tuple[Task | None, Any]]):
+    """The dataset as the ``DataLoader`` sees it: an item is a whole micro-batch together with its task."""
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int, settings: LoadingSettings) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+        self._settings = settings
+        self.gathers = type(dataset) is TensorDataset and collate is default_collate
+        """It draws nothing at random, so it needs no seeds, and its samples can be gathered at once."""
+
+    def __getitem__(self, task: Task | None) -> tuple[Task | None, Any]:
+        if task is None:
+            return None, None
+        if get_worker_info() is None:
+            return task, self._load(task)
+        try:
+            return task, self._load(task)
+        except Exception:  # noqa: BLE001
+            # Whatever the user's code raises travels as data, so that it surfaces with the batch it belongs
+            # to, if that is still wanted, and is told from the failure of a loader process.
+            return task, ExceptionWrapper(where="in a loader process")  # type: ignore[no-untyped-call]
+
+    def _load(self, task: Task) -> Any:
+        if self.gathers:
+            return self.gather_one(torch.tensor(task.indices))
+        epoch, epoch_step, first, _ = task.key
+        return self.load(epoch, epoch_step, first, task.sizes, list(task.indices))
+
+    def load(self, epoch: int, epoch_step: int, first: int, sizes: Sequence[int], indices: list[int]) -> Any:
+        """What ``collate_fn`` makes of the samples at ``indices``: ``sizes`` of the virtual nodes from ``first`` on."""
+        try:
+            samples = self._samples(epoch, epoch_step, first, sizes, indices)
+            stacked = _stack(samples) if self._collate is default_collate else None
+            return self._collate(samples) if stacked is None else stacked
+        except StopIteration as stop:
+            # Let through, it would silently end some loop between here and the user.
+            raise RuntimeError(f"the dataset raised StopIteration while loading {tuple(indices)}") from stop
+
+    def _samples(self, epoch: int, epoch_step: int, first: int, sizes: Sequence[int], indices: list[int]) -> Any:
+        """What ``collate_fn`` is given: a list, or what else ``__getitems__`` returns, as in torch's own fetcher."""
+        samples: list[Any] = []
+        passed = 0
+        for node, size in enumerate(sizes, first):
+            named = indices[passed : passed + size]
+            passed += size
+            if not named:
+                continue
+            seed_samples(self._seed, epoch, epoch_step, node)
+            read = self._read(named)
+            if len(named) == len(indices):
+                return read
+            if not isinstance(read, list):
+                # Only a list can be put together with others; a job that fuses virtual nodes need not seed each.
+                seed_samples(self._seed, epoch, epoch_step, first)
+                return self._read(indices)
+            samples += read
+        return samples
+
+    def _read(self, indices: list[int]) -> Any:
+        together = getattr(self._dataset, "__getitems__", None)
+        if together is None:
+            return [self._dataset[index] for index in indices]
+        samples = together(indices)
+        if isinstance(samples, list) and len(samples) != len(indices):
+            raise ConfigurationError(
+                f"__getitems__ of {type(self._dataset).__name__} returned a list of {len(samples)} for {len(indices)} "
+                "indices; it must hold one sample for each"
+            )
+        return samples
+
+    def gather_one(self, indices: Tensor) -> list[Tensor]:
+        """The rows at ``indices`` as one micro-batch."""
+        return [_gather(tensor, indices) for tensor in self._dataset.tensors]
+
+    def gathers_at_once(self, rows: int, size: int) -> bool:
+        """Whether ``rows`` samples may be gathered at once, to be handed out as micro-batches of ``size``.
+
+        They must take little memory, and each tensor must begin where one of its own would: kernels may compute other
+        bits from other alignments.
+        """
+        widths = [tensor[0].nbytes for tensor in self._dataset.tensors]
+        return (
+            rows * sum(widths) <= self._settings.gathered
+            and all(size * width % self._settings.alignment == 0 for width in widths)
+            and all(tensor.is_cpu and not tensor.requires_grad for tensor in self._dataset.tensors)
+        )
+
+    def gather(self, indices: Tensor, size: int) -> Iterator[list[Tensor]]:
+        """The rows at ``indices`` as micro-batches of ``size``."""
+        # They share memory and nothing else; pieces of an ordinary split would share a version counter, too.
+        pieces = [torch.unsafe_split(_gather(tensor, indices), size) for tensor in self._dataset.tensors]
+        return (list(batch) for batch in zip(*pieces, strict=True))
+
+
+def _stack(samples: Any) -> list[Tensor] | None:
+    """What ``default_collate`` makes of tuples of ordinary tensors, in half its time; ``None`` for anything else."""
+    if get_worker_info() is not None:
+        return None  # there it stacks in shared memory
+    width = len(samples[0]) if type(samples) is list and type(samples[0]) is tuple else 0
+    for sample in samples if width else ():
+        if type(sample) is not tuple or len(sample) != width:
+            return None
+        for value in sample:
+            if type(value) is not Tensor or value.layout is not torch.strided or value.is_nested:
+                return None
+    return [torch.stack(column) for column in zip(*samples, strict=True)] if width else None
+
+
+def _gather(tensor: Tensor, indices: Tensor) -> Tensor:
+    """The rows at ``indices``; also those of a channels-last tensor are laid out as ``default_collate`` would."""
+    if tensor.is_cpu and tensor.dim() < 5 and tensor.dtype not in _NOT_SELECTED:
+        return tensor.index_select(0, indices)  # in half the time of the other
+    return tensor[indices]

@@ -1,0 +1,19 @@
+"""What a device computes and has: what is pinned so that its bits repeat, a probe of these bits, and how much memory is
+used.
+"""
+
+from __future__ import annotations
+
+from virtualflow.device.determinism import Pinned, describe_device, device_name, device_of, fingerprint, pin
+from virtualflow.device.memory_gauge import MemoryGauge, Usage
+
+__all__ = [
+    "MemoryGauge",
+    "Pinned",
+    "Usage",
+    "describe_device",
+    "device_name",
+    "device_of",
+    "fingerprint",
+    "pin",
+]

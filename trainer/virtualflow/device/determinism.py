@@ -1,0 +1,98 @@
+"""Pinning what changes bits on one machine, and describing what differs between machines.
+
+See docs/explanation/determinism.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+import torch.utils.deterministic
+
+from virtualflow.protocol.settings import Reproducibility
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+_CPU_SWITCHES = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables that make CPU libraries choose other kernels."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What was in force before :func:`pin`, to be put back when the run is over."""
+
+    threads: int
+    deterministic: bool
+    warn_only: bool
+    cudnn_deterministic: bool
+    cudnn_benchmark: bool
+    fill_memory: bool
+
+    def undo(self) -> None:
+        """Put everything back."""
+        torch.set_num_threads(self.threads)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.utils.deterministic.fill_uninitialized_memory = self.fill_memory  # type: ignore[attr-defined]
+
+
+def pin(threads: int, reproducibility: Reproducibility) -> Pinned:
+    """Pin the number of threads and, where bits count, refuse kernels whose results vary from call to call."""
+    before = Pinned(
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    )
+    torch.set_num_threads(threads)
+    if reproducibility == "bitwise":
+        os.environ.setdefault(_CUBLAS, ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Else every kernel's output is filled with NaN before it is computed, which takes 4 % of a small model's step.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+    return before
+
+
+def fingerprint(threads: int, reproducibility: Reproducibility) -> str:
+    """What must be equal on all workers whatever their devices are, for people to read."""
+    version = torch.__version__.split("+")[0]
+    if reproducibility == "statistical":
+        return f"torch {version}"
+    return f"torch {version}, {threads} thread{'s' if threads != 1 else ''}"
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where a model is; one without parameters counts as on the CPU."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself: a GPU's name, or the model of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        return platform.processor() or platform.machine() or "cpu"
+    return device.type
+
+
+def describe_device(device: torch.device) -> str:
+    """The device and what is known to make its kernels differ, for people to read; equal bits may still differ."""
+    if device.type == "cuda":
+        parts = [device_name(device), f"CUDA {torch.version.cuda}"]
+    else:
+        parts = [device.type, f"CPU capability {torch.backends.cpu.get_cpu_capability()}"]
+        parts += [f"{name}={os.environ[name]}" for name in _CPU_SWITCHES if os.environ.get(name)]
+    return ", ".join(parts)

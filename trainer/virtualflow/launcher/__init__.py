@@ -1,0 +1,17 @@
+"""The command line, and a job as processes of this machine: what ``virtualflow run`` does. It needs no torch.
+
+What it exports is for commands of other parts of the project, so that they complain as its own do.
+"""
+
+from __future__ import annotations
+
+from virtualflow.launcher.usage import ABOVE_ZERO, EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
+
+__all__ = [
+    "ABOVE_ZERO",
+    "EXIT_FAILED",
+    "EXIT_USAGE",
+    "Number",
+    "Parser",
+    "complain",
+]

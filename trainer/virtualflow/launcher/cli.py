@@ -1,0 +1,208 @@
+"""The command line: ``virtualflow run``, ``profile``, ``status``, ``scale``, ``drain`` and ``coordinator``.
+
+Commands of other parts of the project (``virtualflow simulate``) are found by the entry points of the group
+:data:`COMMANDS`: the library knows their names, and nothing of what they do.
+
+What is wrong with a request is said in one line on standard error. Exit codes: 0 success; 1 the job failed or
+the coordinator said no; 2 the request makes no sense and nothing was started; 130 and 143 stopped by SIGINT
+and SIGTERM. Modules are imported when a command needs them, so that the command line starts fast; none of
+them imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from virtualflow._pid1 import obey_sigterm
+from virtualflow.coordinator.settings import CoordinatorSettings
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.subcommands import EXTERNAL, Subcommand, build_parser
+from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, Parser, complain
+from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_TOKEN
+
+if TYPE_CHECKING:
+    from virtualflow.protocol.http_client import CoordinatorClient
+
+COMMANDS = "virtualflow.commands"
+"""The group of entry points: each is a function from the arguments behind the command's name to the exit code."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code.
+
+    Args:
+        arguments: without the program's name; ``None``: those of this process.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    settings = LauncherSettings()
+    try:
+        if given and given[0] in EXTERNAL:
+            return _external(given[0])(given[1:])
+        parsed = parser(settings).parse_args(given)
+        action: Subcommand = parsed.action
+        return action(parsed, settings)
+    except ConfigurationError as error:
+        complain(str(error))
+        return EXIT_USAGE
+    except VirtualFlowError as error:
+        complain(str(error))
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser(settings: LauncherSettings) -> Parser:
+    """The parser of the command line."""
+    subcommands: Mapping[str, Subcommand] = {
+        "run": _run,
+        "profile": _profile,
+        "status": _status,
+        "scale": _scale,
+        "drain": _drain,
+        "coordinator": _coordinator,
+    }
+    return build_parser(subcommands, settings)
+
+
+def _external(name: str) -> Callable[[Sequence[str]], int]:
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=COMMANDS, name=name):
+        try:
+            command: Callable[[Sequence[str]], int] = entry.load()
+        except ModuleNotFoundError as error:
+            if not entry.module.startswith(f"{error.name}."):
+                raise
+        else:
+            return command
+    raise ConfigurationError(
+        f"virtualflow {name} comes with the operator's part, which this installation does not have or not know of; "
+        "install the whole project with pip, and a checkout again after an update"
+    )
+
+
+def _run(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+    from virtualflow.launcher.options import resolve
+
+    options = resolve(arguments)
+    from virtualflow.launcher.runner import run
+
+    return run(options, settings)
+
+
+def _profile(arguments: argparse.Namespace, _: LauncherSettings) -> int:
+    from virtualflow.launcher.profile import profile
+
+    return profile(arguments)
+
+
+def _status(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+    async def show(client: CoordinatorClient, name: str) -> str:
+        status = await client.status()
+        if arguments.json:
+            from virtualflow.protocol.messages import encode
+
+            return encode(status).decode()
+        from virtualflow.launcher.status_text import describe_status
+
+        return describe_status(name, status)
+
+    return _with_job(arguments, settings, show)
+
+
+def _scale(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+    from virtualflow.protocol.http_api import ScaleCall
+
+    async def scale(client: CoordinatorClient, name: str) -> str:
+        virtual_nodes = (await client.status()).virtual_nodes
+        if virtual_nodes is not None and arguments.workers > virtual_nodes:
+            raise ConfigurationError(
+                f"{name} has {virtual_nodes} virtual nodes; {arguments.workers} workers cannot share them"
+            )
+        return f"{name}: {await client.send(ScaleCall(arguments.workers))}"
+
+    return _with_job(arguments, settings, scale)
+
+
+def _drain(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+    import msgspec
+
+    from virtualflow.protocol.http_api import DrainCall
+
+    asked = {"workers": [arguments.worker], "deadline": arguments.deadline, "reason": "asked to by virtualflow drain"}
+    try:
+        call = msgspec.convert(asked, DrainCall)
+    except msgspec.ValidationError:
+        raise ConfigurationError(f"{arguments.worker!r} is not the name of a worker; see virtualflow status") from None
+
+    async def drain(client: CoordinatorClient, name: str) -> str:
+        return f"{name}: {await client.send(call)}"
+
+    return _with_job(arguments, settings, drain)
+
+
+def _with_job(
+    arguments: argparse.Namespace, settings: LauncherSettings, act: Callable[[CoordinatorClient, str], Awaitable[str]]
+) -> int:
+    """Print what ``act`` says of the job that the arguments name."""
+    import asyncio
+
+    from virtualflow.protocol.http_client import CoordinatorClient
+
+    if arguments.coordinator is not None:
+        name, url, token = arguments.coordinator, arguments.coordinator, _token()
+        if not url.startswith(("http://", "https://")):
+            raise ConfigurationError(f"--coordinator {url}: write http://host:port")
+    else:
+        from virtualflow.launcher.registry import find
+
+        job = find(arguments.job)
+        name, url, token = job.name, job.url, job.token
+
+    async def talk() -> str:
+        async with CoordinatorClient(url, token, settings.signals) as client:
+            return await act(client, name)
+
+    print(asyncio.run(talk()))
+    return 0
+
+
+def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+    if os.getpid() == 1:
+        obey_sigterm()
+    token = _token()
+    import logging
+
+    from virtualflow.coordinator import serve
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    membership = replace(
+        settings.membership,
+        heartbeat_limit=arguments.heartbeat_limit,
+        startup_grace=arguments.startup_grace,
+        rebalance_gain=arguments.rebalance_gain,
+    )
+    return serve(
+        host=arguments.host,
+        port=arguments.port,
+        token=token,
+        wanted=arguments.wanted,
+        settings=CoordinatorSettings(membership=membership),
+        ready_file=arguments.ready_file,
+        minimum=arguments.minimum,
+    )
+
+
+def _token() -> str:
+    token = os.environ.get(ENV_TOKEN, "").strip()
+    if not token:
+        raise ConfigurationError(
+            f"set {ENV_TOKEN} to the job's token (the one beside {ENV_COORDINATOR} of its workers)"
+        )
+    return token

@@ -1,0 +1,302 @@
+"""What a person sees of a running job: a live panel on a terminal, one line an event elsewhere.
+
+The job's own story goes to standard error; what the script prints keeps its stream, so that redirecting it
+works as with plain ``python train.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import termios
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.status_text import (
+    by_range,
+    describe_change,
+    describe_pace,
+    describe_progress,
+    describe_range,
+    describe_step_times,
+)
+from virtualflow.launcher.supervisor import Stream
+from virtualflow.protocol.http_api import Status, WorkerStatus
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The job at one moment, as far as it is shown."""
+
+    job: str
+    status: Status | None
+    processes: Mapping[str, int]
+    """Living worker processes: name to pid."""
+    note: str
+    """What the runner waits for; empty when the status says it all."""
+
+
+class JobConsole(Protocol):
+    """Shows a job to somebody."""
+
+    def line(self, stream: Stream, text: str) -> None:
+        """A line that the script printed."""
+
+    def event(self, text: str) -> None:
+        """Something happened."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """The job is now like this; called at any rate."""
+
+    def close(self) -> None:
+        """Nothing more will be shown."""
+
+
+class PlainConsole:
+    """Lines for logs and pipes."""
+
+    def __init__(self, settings: LauncherSettings) -> None:
+        self._settings = settings
+        self._started = self._progress_at = time.monotonic()
+        self._step = 0
+
+    def line(self, stream: Stream, text: str) -> None:
+        """A line that the script printed, on the stream on which it printed it."""
+        _write(stream, text)
+
+    def event(self, text: str) -> None:
+        """One line with the time since the start."""
+        _write("stderr", f"[virtualflow {time.monotonic() - self._started:7.2f} s] {text}")
+
+    def update(self, snapshot: Snapshot) -> None:
+        """A line about the progress, now and then."""
+        status, now = snapshot.status, time.monotonic()
+        if (
+            status is None
+            or status.phase == "waiting"
+            or status.step == self._step
+            or now - self._progress_at < self._settings.progress_interval
+        ):
+            return
+        self._progress_at, self._step = now, status.step
+        self.event(describe_progress(status))
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+class LiveConsole:
+    """A panel that redraws itself at the bottom of a terminal; what the script prints scrolls by above it."""
+
+    COLOURS = (
+        "cyan",
+        "magenta",
+        "green",
+        "yellow",
+        "blue",
+        "red",
+        "bright_cyan",
+        "bright_magenta",
+        "bright_green",
+    )
+
+    def __init__(self, settings: LauncherSettings) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._settings = settings
+        self._console: Console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        # Refreshed from the event loop alone: a thread would hold locks while children are forked.
+        self._live: Live = Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,
+        )
+        self._events: list[tuple[str, str]] = []
+        self._known: set[int] = set()
+        """Processes that the coordinator has listed: one that it lists no longer is about to end."""
+        self._drawn_at = 0.0
+        self._started = time.monotonic()
+        self._colours: dict[str, str] = {}
+        self._snapshot: Snapshot | None = None
+        self._closed = False
+        self._stdout_here = _same_terminal()
+        self._terminal = _quiet_terminal()
+        self._live.start()
+
+    def line(self, stream: Stream, text: str) -> None:
+        """Above the panel; but a standard output that leads elsewhere is written as it is."""
+        from rich.text import Text
+
+        if self._closed or (stream == "stdout" and not self._stdout_here):
+            _write(stream, text)
+        else:
+            self._console.print(Text.from_ansi(text), soft_wrap=True)
+
+    def event(self, text: str) -> None:
+        """Kept in the panel; the latest few are shown."""
+        elapsed = time.monotonic() - self._started
+        self._events = [*self._events, (f"{elapsed:6.1f} s", text)][-self._settings.events_shown :]
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Redraw, unless it was redrawn a moment ago."""
+        self._snapshot = snapshot
+        now = time.monotonic()
+        if not self._closed and now - self._drawn_at >= 1 / self._settings.refresh:
+            self._drawn_at = now
+            self._live.update(self._draw(snapshot), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last picture standing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._live.stop()
+        _restore_terminal(self._terminal)
+        if self._snapshot is not None:
+            self._console.print(self._draw(self._snapshot))
+
+    def _draw(self, snapshot: Snapshot) -> RenderableType:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.text import Text
+
+        status = snapshot.status
+        phase = snapshot.note or (status.phase if status is not None else "starting")
+        body: list[RenderableType] = []
+        if status is not None:
+            body += [self._progress(status), self._table(snapshot, status)]
+            if status.last_change is not None:
+                body.append(
+                    Text(
+                        f"last change: {describe_change(status.last_change)}",
+                        "dim",
+                        overflow="ellipsis",
+                        no_wrap=True,
+                    )
+                )
+        for when, text in self._events:
+            body.append(Text.assemble((f"{when}  ", "dim"), text, overflow="ellipsis", no_wrap=True))
+        title = Text.assemble((snapshot.job, "bold"), f"  {phase}")
+        return Panel(Group(*body), title=title, title_align="left", border_style=_border(phase))
+
+    def _progress(self, status: Status) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        total = "" if status.total_steps is None else f"/{status.total_steps}"
+        facts = [f"step {status.step}{total}", f"epoch {status.epoch}"]
+        facts += [f"{name} {value:.4g}" for name, value in sorted(status.metrics.items())[:4]]
+        facts += [f"{status.steps_per_second:.1f} steps/s", *describe_step_times(status)]
+        grid = Table.grid(expand=True, padding=(0, 2))
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right", no_wrap=True)
+        bar = ProgressBar(total=status.total_steps or 1, completed=status.step if status.total_steps else 0)
+        grid.add_row(bar, Text("   ".join(facts)))
+        return grid
+
+    def _table(self, snapshot: Snapshot, status: Status) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        total = status.virtual_nodes or 0
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("worker", no_wrap=True)
+        table.add_column(f"{total} virtual nodes" if total else "virtual nodes", no_wrap=True)
+        table.add_column("ms each", justify="right", no_wrap=True)
+        table.add_column("state", no_wrap=True)
+        table.add_column("pid", justify="right", no_wrap=True)
+        listed = sorted(status.workers, key=by_range)
+        for worker in listed:
+            colour = self._colour(worker.worker)
+            assigned = self._cells(worker, total, colour)
+            table.add_row(
+                Text(worker.worker, colour),
+                assigned,
+                describe_pace(worker),
+                Text(worker.state, _style(worker.state)),
+                str(worker.pid or "?"),
+            )
+        pids = {worker.pid for worker in listed}
+        self._known |= pids
+        for name, pid in sorted(snapshot.processes.items()):
+            if pid not in pids:
+                state = Text("ending" if pid in self._known else "booting", "dim")
+                table.add_row(Text(name, self._colour(name)), "", "", state, str(pid))
+        return table
+
+    def _cells(self, worker: WorkerStatus, total: int, colour: str) -> Text:
+        from rich.text import Text
+
+        if total > self._settings.cells_shown or total + 50 > self._console.width:
+            return Text(describe_range(worker), colour)
+        cells = Text()
+        cells.append("·" * worker.first, "bright_black")
+        cells.append("■" * (worker.last - worker.first), colour)
+        cells.append("·" * (total - worker.last), "bright_black")
+        return cells
+
+    def _colour(self, worker: str) -> str:
+        return self._colours.setdefault(worker, self.COLOURS[len(self._colours) % len(self.COLOURS)])
+
+
+def open_console(plain: bool, settings: LauncherSettings) -> JobConsole:
+    """The console that suits standard error: live on a terminal that can be redrawn, unless lines are asked
+    for.
+    """
+    if plain or not sys.stderr.isatty() or os.environ.get("TERM", "") in ("", "dumb"):
+        return PlainConsole(settings)
+    return LiveConsole(settings)
+
+
+def _write(stream: Stream, text: str) -> None:
+    file = sys.stdout if stream == "stdout" else sys.stderr
+    # Whoever read it may be gone (a closed pipe): the training goes on.
+    with contextlib.suppress(BrokenPipeError, ValueError):
+        print(text, file=file, flush=True)
+
+
+def _same_terminal() -> bool:
+    try:
+        return os.ttyname(sys.stdout.fileno()) == os.ttyname(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
+
+
+def _quiet_terminal() -> list[int | list[bytes | int]] | None:
+    """Keep the terminal from writing ``^C`` into the panel; what it did before, ``None`` where it is none."""
+    try:
+        before = termios.tcgetattr(sys.stdin.fileno())
+        now = termios.tcgetattr(sys.stdin.fileno())
+        now[3] &= ~termios.ECHOCTL
+        termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, now)
+    except (termios.error, OSError, ValueError):
+        return None
+    return before
+
+
+def _restore_terminal(before: list[int | list[bytes | int]] | None) -> None:
+    if before is not None:
+        with contextlib.suppress(termios.error, OSError, ValueError):
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, before)
+
+
+def _style(state: str) -> str:
+    return {"training": "green", "draining": "yellow", "silent": "red", "done": "bold green"}.get(state, "dim")
+
+
+def _border(phase: str) -> str:
+    return {"failed": "red", "done": "green", "stopped": "yellow"}.get(phase, "blue")

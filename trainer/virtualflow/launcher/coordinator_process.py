@@ -1,0 +1,136 @@
+"""The coordinator of a local job as a process that is started again whenever it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from virtualflow.errors import VirtualFlowError
+from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.supervisor import Process, Stream, Supervisor, describe_exit
+from virtualflow.protocol.settings import ENV_TOKEN
+
+HOST = "127.0.0.1"
+
+# The coordinator is of this very version, wherever the command line was started.
+_SEARCH_PATH = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(
+    os.pathsep
+)
+
+
+class CoordinatorFailed(VirtualFlowError):
+    """The coordinator cannot be started; the message is a sentence for the user."""
+
+
+class CoordinatorProcess:
+    """Keeps a coordinator listening on one port.
+
+    Args:
+        supervisor: starts the process.
+        settings: how long to wait for what.
+        token: of the job.
+        port: to listen on, 0 for any; after the first start the port stays the same.
+        heartbeat_limit: seconds.
+        rebalance_gain: as the coordinator's option of that name.
+        directory: for its log and the file by which it says that it listens.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        settings: LauncherSettings,
+        *,
+        token: str,
+        port: int,
+        heartbeat_limit: float,
+        rebalance_gain: float,
+        directory: Path,
+    ) -> None:
+        self._supervisor, self._settings, self._token, self._port = supervisor, settings, token, port
+        self._limits = ["--heartbeat-limit", str(heartbeat_limit), "--rebalance-gain", str(rebalance_gain)]
+        self._directory, self._ready_file = directory, directory / "coordinator.ready"
+        self._crashes = 0
+        self.process: Process | None = None
+        self.url = ""
+
+    async def start(self, wanted: Callable[[], int]) -> None:
+        """Start it and wait until it listens; again and again with back-off, unless it has never listened.
+
+        Args:
+            wanted: how many workers the job is to have, asked at each attempt.
+
+        Raises:
+            CoordinatorFailed: it ends or stays silent at its first start, or keeps failing.
+        """
+        while True:
+            trouble = await self._try_start(wanted())
+            if trouble is None:
+                self._crashes = 0
+                return
+            if not self.url:
+                raise CoordinatorFailed(trouble)
+            self._crashes += 1
+            if self._crashes > self._settings.coordinator_starts:
+                raise CoordinatorFailed(f"the coordinator cannot be started again: {trouble}")
+            delay = self._settings.backoff_first * 2 ** (self._crashes - 1)
+            await asyncio.sleep(min(delay, self._settings.backoff_most))
+
+    async def stop(self) -> None:
+        """End it; kill it when it takes too long."""
+        process = self.process
+        if process is None:
+            return
+        process.send(signal.SIGINT)  # At once: nobody is left who should leave in order.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.coordinator_stop):
+                await process.ended.wait()
+                return
+        process.signal_group(signal.SIGKILL)
+
+    def kill(self) -> None:
+        """SIGKILL it, as a fault."""
+        if self.process is not None:
+            self.process.signal_group(signal.SIGKILL)
+
+    async def _try_start(self, wanted: int) -> str | None:
+        self._ready_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "virtualflow", "coordinator", "--host", HOST, "--port", str(self._port)]
+        command += ["--wanted", str(wanted), *self._limits, "--ready-file", str(self._ready_file)]
+        environment = {**os.environ, ENV_TOKEN: self._token, "PYTHONPATH": _SEARCH_PATH}
+        process = self._supervisor.start(
+            "coordinator", command, environment, self._directory / "coordinator.log", _unheard
+        )
+        self.process = process
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.coordinator_start
+        while loop.time() < deadline:
+            if url := self._read_url():
+                self.url = url
+                self._port = urlsplit(self.url).port or self._port
+                return None
+            if not process.alive:
+                await self._supervisor.flush(process)
+                said = next((line for line in reversed(process.tail) if line.strip()), "")
+                return (
+                    said.removeprefix("virtualflow: ")
+                    or f"the coordinator ended at once ({describe_exit(process.code or 0)})"
+                )
+            await asyncio.sleep(0.01)
+        process.signal_group(signal.SIGKILL)
+        return f"the coordinator does not listen after {self._settings.coordinator_start:g} s"
+
+    def _read_url(self) -> str:
+        try:
+            return self._ready_file.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return ""
+
+
+def _unheard(stream: Stream, text: str) -> None:
+    """What it prints is in its log."""

@@ -1,0 +1,120 @@
+"""Carries out a fault schedule on the processes of a running job."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+
+from virtualflow.launcher.fault_schedule import (
+    Action,
+    Fast,
+    Group,
+    Hang,
+    Kill,
+    KillAll,
+    KillCoordinator,
+    Resize,
+    Slow,
+    Term,
+    hold_step,
+    in_effect,
+)
+from virtualflow.launcher.job_control import JobControl
+from virtualflow.launcher.throttle import Throttle
+from virtualflow.launcher.worker_table import Worker
+from virtualflow.protocol.http_api import Status
+
+
+class FaultInjector:
+    """How far a schedule has come.
+
+    Args:
+        groups: the schedule.
+        control: of the job that it is about.
+        throttle: of its workers.
+        kill_coordinator: does so.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], control: JobControl, throttle: Throttle, kill_coordinator: Callable[[], None]
+    ) -> None:
+        self._groups, self._control = groups, control
+        self._throttle, self._kill_coordinator = throttle, kill_coordinator
+        self._fired = 0
+        self._in_effect = True
+
+    @property
+    def unreached(self) -> Sequence[Group]:
+        """What has not fired."""
+        return self._groups[self._fired :]
+
+    def hold(self) -> int | None:
+        """How far the job may run now; ``None``: freely."""
+        status = self._control.state.status
+        steps = [group.step for group in self._groups]
+        total = status.total_steps if status is not None else None
+        riding = status.step if status is not None and _change_rides(status) else None
+        return hold_step(steps, self._fired, self._in_effect, total, riding)
+
+    def advance(self) -> None:
+        """Notice that the last group is in effect, and fire the next one when its step is complete."""
+        status = self._control.state.status
+        if not self._in_effect:
+            self._in_effect = in_effect(status, self._control.table.expected(), self._control.state.wanted)
+        if not self._in_effect or not self.unreached or status is None or status.step < self.unreached[0].step:
+            return
+        if _change_rides(status):
+            return  # what comes next might undo it before it was made
+        group = self.unreached[0]
+        self._fired += 1
+        self._in_effect = False
+        for action in group.actions:
+            self._control.tell(f"schedule, step {group.step}: {self._inject(action)}")
+
+    def _inject(self, action: Action) -> str:
+        """Do it; what was done."""
+        control = self._control
+        serving = control.table.serving()
+        match action:
+            case Resize(workers):
+                control.scale(workers)
+                return f"{workers} worker{'s' * (workers != 1)} wanted"
+            case Kill(count):
+                return _kill(serving[:count])
+            case KillAll():
+                return _kill(control.table.living())
+            case Fast():
+                self._throttle.end()
+                return "all workers run all the time"
+            case KillCoordinator():
+                self._kill_coordinator()
+                return "SIGKILL to the coordinator"
+            case Term() | Hang() | Slow():
+                return self._disturb(action, serving[0]) if serving else "there is no member to act upon"
+
+    def _disturb(self, action: Term | Hang | Slow, worker: Worker) -> str:
+        match action:
+            case Term():
+                worker.draining = True
+                worker.process.send(signal.SIGTERM, worker.speaker)
+                if self._control.state.wanted > 1:
+                    self._control.scale(self._control.state.wanted - 1)
+                return f"SIGTERM to {worker.name}"
+            case Hang():
+                worker.stopped = True
+                worker.process.signal_group(signal.SIGSTOP)
+                return f"SIGSTOP to {worker.name}"
+            case Slow(factor):
+                self._throttle.slow(worker, factor)
+                return f"{worker.name} runs 1/{factor} of the time"
+
+
+def _kill(victims: Sequence[Worker]) -> str:
+    for worker in victims:
+        worker.kill()
+    return f"SIGKILL to {', '.join(worker.name for worker in victims) or 'nobody'}"
+
+
+def _change_rides(status: Status) -> bool:
+    """Whether a change is ready everywhere and will be made by the next step."""
+    return status.proposed is not None and status.prepared

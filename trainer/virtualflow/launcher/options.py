@@ -1,0 +1,242 @@
+"""What ``virtualflow run`` was asked for, checked as a whole before anything is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.launcher.fault_schedule import Group, most_workers, parse_schedule
+from virtualflow.launcher.manifest import JobManifest, load_manifest, local_command
+from virtualflow.launcher.usage import complain
+from virtualflow.protocol.device_profile import read_profile
+from virtualflow.protocol.environment import read_number
+from virtualflow.protocol.settings import (
+    ENV_CHECKPOINT_DIR,
+    ENV_CHECKPOINT_KEEP,
+    ENV_CHECKPOINT_SECONDS,
+    ENV_CHECKPOINT_STEPS,
+    ENV_PROFILE,
+    ENV_REPRODUCIBILITY,
+    ENV_VIRTUAL_NODES,
+    MAX_VIRTUAL_NODES,
+    MAX_WORKERS,
+    WORKERS,
+)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """A job to run on this machine."""
+
+    name: str | None
+    """Asked for by the user."""
+    suggestion: str
+    """What to call it otherwise."""
+    command: tuple[str, ...]
+    """Of each worker."""
+    environment: Mapping[str, str]
+    """Of each worker, beyond this process's."""
+    workers: int
+    virtual_nodes: int | None
+    schedule: tuple[Group, ...]
+    report: Path | None
+    audit: Path | None
+    checkpoint_dir: Path | None
+    heartbeat_limit: float
+    rebalance_gain: float
+    port: int
+    plain: bool
+    log_dir: Path | None
+
+
+def resolve(arguments: Namespace) -> RunOptions:
+    """Check the command line's arguments and what they name.
+
+    Raises:
+        ConfigurationError: something cannot be done; nothing has been started.
+    """
+    job, source = _asked_for(arguments)
+    environment = dict(job.environment)
+    if job.reproducibility is not None:
+        environment[ENV_REPRODUCIBILITY] = job.reproducibility
+    if arguments.profile is not None:
+        read_profile(Path(arguments.profile))
+        environment[ENV_PROFILE] = str(Path(arguments.profile).absolute())
+    elif job.profile is not None:
+        # A path of a container may not exist here; the worker says so, and trains without it.
+        environment[ENV_PROFILE] = str((source.parent / job.profile).absolute())
+    schedule = parse_schedule(arguments.schedule or "")
+    asked = (arguments.virtual_nodes, job.virtual_nodes, read_number(ENV_VIRTUAL_NODES, int, 1))
+    virtual_nodes = next((int(number) for number in asked if number is not None), None)
+    workers = next(number for number in (arguments.workers, job.replicas, WORKERS) if number is not None)
+    _check_sizes(most_workers(workers, schedule), virtual_nodes)
+    if virtual_nodes is not None:
+        environment[ENV_VIRTUAL_NODES] = str(virtual_nodes)
+    checkpoint_dir = _checkpoints(arguments, job, environment)
+    log_dir = None
+    if arguments.log_dir is not None:
+        log_dir = Path(arguments.log_dir).absolute()
+        _check_directory(log_dir, "--log-dir")
+    if len(job.groups) > 1:
+        complain(
+            f"of the manifest's {len(job.groups)} worker groups only the first, {job.groups[0]}, runs on this machine"
+        )
+    return RunOptions(
+        name=arguments.name,
+        suggestion=job.name or source.stem,
+        command=job.command,
+        environment=environment,
+        workers=workers,
+        virtual_nodes=virtual_nodes,
+        schedule=schedule,
+        report=_target(arguments.report, "--report"),
+        audit=_target(arguments.audit, "--audit"),
+        checkpoint_dir=checkpoint_dir,
+        heartbeat_limit=arguments.heartbeat_limit,
+        rebalance_gain=arguments.rebalance_gain,
+        port=arguments.port,
+        plain=arguments.plain,
+        log_dir=log_dir,
+    )
+
+
+def _asked_for(arguments: Namespace) -> tuple[JobManifest, Path]:
+    """The job, and the file that names it: a script is a manifest that says no more than its command."""
+    if arguments.manifest is not None:
+        if arguments.script is not None:
+            raise ConfigurationError("give either a script or -f with a manifest; a manifest says itself what to run")
+        source = Path(arguments.manifest)
+        manifest = load_manifest(source)
+        job = replace(manifest, command=_executable(local_command(manifest.command)))
+    elif arguments.script is not None:
+        source = Path(arguments.script)
+        check_script(source)
+        job = JobManifest(None, None, None, (sys.executable, "-u", arguments.script, *arguments.args), {})
+    else:
+        raise ConfigurationError("say what to run: a script, or -f with a manifest")
+    if job.command[0] == sys.executable and "PYTHONPATH" not in job.environment:
+        check_trainer()
+    return job, source
+
+
+def check_trainer() -> None:
+    """Check that this interpreter has what a training script needs of the library.
+
+    Raises:
+        ConfigurationError: it has not.
+    """
+    missing = [name for name in ("torch", "numpy", "safetensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"training needs {' and '.join(missing)}, not installed here; run: pip install 'virtualflow[trainer]'"
+        )
+
+
+def check_script(script: Path) -> None:
+    """Check that a script can be read.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if script.is_dir():
+        raise ConfigurationError(f"{script} is a directory; name the script itself")
+    try:
+        with script.open("rb"):
+            pass
+    except FileNotFoundError:
+        raise ConfigurationError(f"there is no script {script}") from None
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the script {script}: {error.strerror}") from error
+
+
+def _executable(command: tuple[str, ...]) -> tuple[str, ...]:
+    if shutil.which(command[0]) is None:
+        raise ConfigurationError(f"the manifest's command {command[0]!r} is not a program of this machine")
+    if command[0] == sys.executable:
+        for word in command[1:]:
+            if word in ("-m", "-c"):
+                break
+            if not word.startswith("-"):
+                check_script(Path(word))
+                break
+    return command
+
+
+def _check_sizes(most: int, virtual_nodes: int | None) -> None:
+    if most > MAX_WORKERS:
+        raise ConfigurationError(f"{most} workers: at most {MAX_WORKERS} are possible")
+    if virtual_nodes is None:
+        return
+    if virtual_nodes > MAX_VIRTUAL_NODES:
+        raise ConfigurationError(f"{virtual_nodes} virtual nodes: at most {MAX_VIRTUAL_NODES} are possible")
+    if most > virtual_nodes:
+        raise ConfigurationError(
+            f"{most} workers cannot share {virtual_nodes} virtual nodes, as each is assigned at least one; "
+            "ask for fewer workers or more virtual nodes"
+        )
+
+
+def _checkpoints(arguments: Namespace, job: JobManifest, environment: dict[str, str]) -> Path | None:
+    given = {
+        ENV_CHECKPOINT_STEPS: arguments.checkpoint_steps,
+        ENV_CHECKPOINT_SECONDS: arguments.checkpoint_seconds,
+        ENV_CHECKPOINT_KEEP: arguments.checkpoint_keep,
+    }
+    if arguments.checkpoint_dir is not None:
+        asked = {
+            ENV_CHECKPOINT_STEPS: job.every_steps,
+            ENV_CHECKPOINT_SECONDS: job.every_seconds,
+            ENV_CHECKPOINT_KEEP: job.keep,
+        }
+        given = {name: value if value is not None else asked[name] for name, value in given.items()}
+    environment.update({name: str(value) for name, value in given.items() if value is not None})
+    if arguments.checkpoint_dir is None:
+        inherited = environment.get(ENV_CHECKPOINT_DIR) or os.environ.get(ENV_CHECKPOINT_DIR, "").strip()
+        return Path(inherited) if inherited else None
+    directory = Path(arguments.checkpoint_dir).absolute()
+    _check_directory(directory, "--checkpoint-dir")
+    environment[ENV_CHECKPOINT_DIR] = str(directory)
+    return directory
+
+
+def _check_directory(path: Path, option: str) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"{option} {path}: no files can be written there ({error.strerror})") from error
+
+
+def _target(path: str | None, option: str) -> Path | None:
+    if path is None:
+        return None
+    check_target(Path(path), option)
+    return Path(path)
+
+
+def check_target(path: Path, option: str) -> None:
+    """Check that a file can be written where ``option`` wants it.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if path.is_dir():
+        raise ConfigurationError(f"{option} {path}: this is a directory; name a file")
+    try:
+        if path.exists():
+            with path.open("ab"):
+                pass
+        if path.is_file() or not path.exists():
+            with tempfile.TemporaryFile(dir=path.resolve().parent):
+                pass
+    except OSError as error:
+        raise ConfigurationError(f"{option} {path}: it cannot be written ({error.strerror})") from error

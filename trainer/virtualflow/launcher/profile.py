@@ -1,0 +1,91 @@
+"""``virtualflow profile``: run a user's script as one process of this machine, to measure it and not to train."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.launcher.options import check_script, check_target, check_trainer
+from virtualflow.launcher.report import write_whole
+from virtualflow.launcher.settings import KEEP_FREED_MEMORY
+from virtualflow.launcher.supervisor import describe_exit, die_with
+from virtualflow.protocol.device_profile import describe, encode, read_profile
+from virtualflow.protocol.settings import (
+    ENV_AUDIT_DIR,
+    ENV_COORDINATOR,
+    ENV_PROFILE,
+    ENV_PROFILE_OUT,
+    ENV_PROFILE_SIZES,
+    ENV_TERMINATION_LOG,
+    ENV_TOKEN,
+    ENV_VIRTUAL_NODES,
+    ENV_WORKER,
+)
+
+_NOT_FOR_IT = (ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER, ENV_PROFILE, ENV_AUDIT_DIR, ENV_TERMINATION_LOG)
+"""What the environment may say about workers of a job, of which there is none here."""
+
+_QUIET = KEEP_FREED_MEMORY | {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Memory as workers have it; torch counts it by its profiler, which talks about itself otherwise."""
+
+
+def profile(arguments: Namespace) -> int:
+    """Measure a script and write its profile; the exit code.
+
+    Raises:
+        ConfigurationError: something cannot be done; nothing has been started.
+        VirtualFlowError: the script failed, or trained nothing.
+    """
+    script = Path(arguments.script)
+    check_script(script)
+    check_trainer()
+    target = Path(arguments.out) if arguments.out is not None else Path(f"{script.stem}.profile.json")
+    check_target(target, "--out")
+    environment = _QUIET | {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
+    if arguments.virtual_nodes is not None:
+        environment[ENV_VIRTUAL_NODES] = str(arguments.virtual_nodes)
+    if arguments.sizes is not None:
+        if not all(word.strip().isdecimal() and int(word) > 0 for word in arguments.sizes.split(",")):
+            raise ConfigurationError(f"--sizes {arguments.sizes}: write numbers of virtual nodes like 1,2,4")
+        environment[ENV_PROFILE_SIZES] = arguments.sizes
+    with tempfile.TemporaryDirectory(prefix="virtualflow-") as directory:
+        written = Path(directory) / "profile.json"
+        environment[ENV_PROFILE_OUT] = str(written)
+        code = _run([sys.executable, "-u", arguments.script, *arguments.args], environment)
+        if code != 0:
+            raise VirtualFlowError(
+                f"{script} ended with {describe_exit(code)} before it was measured; no profile was written"
+            )
+        if not written.exists():
+            raise VirtualFlowError(
+                f"{script} ended without training anything, so there is nothing to measure; it must iterate over the "
+                "run of vf.elastic and over the micro-batches of its steps"
+            )
+        measured = read_profile(written)
+    try:
+        write_whole(target, encode(measured).decode())
+    except OSError as error:
+        raise VirtualFlowError(f"the profile cannot be written to {target}: {error.strerror}") from error
+    print(describe(measured))
+    print(f"written to {target}: name it with virtualflow run --profile, or as the profile of a worker group")
+    return 0
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    """Run the script to its end, its output to where ours goes; the return code as ``subprocess`` gives it."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - there is one thread
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise

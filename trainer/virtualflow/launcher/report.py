@@ -1,0 +1,206 @@
+"""What a job leaves behind: the report and the audit, made from what workers and coordinators told while it
+ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from virtualflow.protocol.http_api import Event, Status
+from virtualflow.protocol.messages import Change, Generation
+
+
+@dataclass
+class JobHistory:
+    """What has happened in a job, across all the coordinators that it had."""
+
+    changes: dict[Generation, Change] = field(default_factory=dict)
+    pids: dict[str, list[int]] = field(default_factory=dict)
+    """Processes of each worker name, in the order in which they were started."""
+    last_checkpoint: Event | None = None
+    """The latest event about a checkpoint, good or bad."""
+    predicted_step_ms: float | None = None
+    """How long a step should take, as last predicted."""
+    paces: dict[str, float] = field(default_factory=dict)
+    """Milliseconds per virtual node of each worker that some were assigned to last."""
+    _seen: set[tuple[float, str, str]] = field(default_factory=set)
+
+    def take(self, status: Status) -> tuple[list[Change], list[Event]]:
+        """Remember what ``status`` tells; the changes and events that were not known before."""
+        assigned = [worker for worker in status.workers if worker.first < worker.last]
+        if assigned and all(worker.pace_ms is not None for worker in assigned):
+            self.predicted_step_ms = status.predicted_step_ms
+            self.paces = {worker.worker: worker.pace_ms for worker in assigned if worker.pace_ms is not None}
+        fresh_changes = []
+        for change in (*status.changes, *((status.last_change,) if status.last_change else ())):
+            if change.generation not in self.changes:
+                fresh_changes.append(change)
+            self.changes[change.generation] = change
+        fresh_events = []
+        for event in status.events:
+            key = (event.time, event.kind, event.text)
+            if key in self._seen:
+                continue
+            self._seen.add(key)
+            fresh_events.append(event)
+            if event.kind.startswith("checkpoint"):
+                self.last_checkpoint = event
+        return fresh_changes, fresh_events
+
+    def add_process(self, worker: str, pid: int) -> None:
+        """A process was started under that name."""
+        self.pids.setdefault(worker, []).append(pid)
+
+    def ordered_changes(self) -> list[Change]:
+        """All changes in the order in which they took effect."""
+        return [self.changes[generation] for generation in sorted(self.changes)]
+
+
+def build_report(history: JobHistory, status: Status | None, name: str, seconds: float) -> dict[str, object]:
+    """The content of ``--report``; fields that only a finished job has are ``None`` before.
+
+    Args:
+        history: of the whole job.
+        status: the last one that was seen.
+        name: of the job.
+        seconds: how long it took by the clock on the wall.
+    """
+    changes = history.ordered_changes()
+    return {
+        "job": name,
+        "phase": status.phase if status else "waiting",
+        "digest": status.digest if status else None,
+        "optimizer_digest": status.optimizer_digest if status else None,
+        "steps": status.step if status else 0,
+        "total_steps": status.total_steps if status else None,
+        "virtual_nodes": status.virtual_nodes if status else None,
+        "reproducibility": status.reproducibility if status else None,
+        "changes": [change_entry(change) for change in changes],
+        "repeated_steps": sum(change.repeated_steps for change in changes),
+        "step_ms": status.step_ms if status else None,
+        "predicted_step_ms": history.predicted_step_ms,
+        "pace_ms": history.paces,
+        "metrics": dict(status.metrics) if status else {},
+        "pids": history.pids,
+        "seconds": round(seconds, 3),
+        "error": status.error if status else None,
+    }
+
+
+def change_entry(change: Change) -> dict[str, object]:
+    """A change as the report shows it."""
+    return {
+        "generation": change.generation.counter,
+        "step": change.step,
+        "from": change.from_,
+        "to": change.to,
+        "cause": change.cause,
+        "reason": change.reason,
+        "pause_ms": change.pause_ms,
+        "repeated_steps": change.repeated_steps,
+        "state_bytes": change.state_bytes,
+        "state_ms": change.state_ms,
+        "state_donors": change.state_donors,
+    }
+
+
+def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object]]:
+    """Who processed what in the attempts that counted, ordered by step and virtual node.
+
+    Every worker wrote what it processed before it contributed it, and which attempts it saw committed. A step
+    that was attempted in several generations counts in the highest one in which anybody saw it committed. A
+    line that is torn, because its writer was killed, is no statement: the writer had not contributed by then.
+
+    Args:
+        fragments: the lines of each worker process.
+    """
+    carried: dict[tuple[int, tuple[int, int]], dict[int, dict[str, object]]] = {}
+    counts: dict[int, tuple[int, int]] = {}
+    for lines in fragments:
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if not isinstance(entry, Mapping):
+                continue
+            if "carried" in entry:
+                fact = entry["carried"]
+                attempt = (fact["step"], _generation(fact["generation"]))
+                row = {key: fact[key] for key in ("epoch", "step", "virtual_node", "worker", "samples")}
+                carried.setdefault(attempt, {})[fact["virtual_node"]] = row
+            elif "committed" in entry:
+                fact = entry["committed"]
+                step, generation = fact["step"], _generation(fact["generation"])
+                counts[step] = max(generation, counts.get(step, generation))
+    for step in sorted(counts):
+        rows = carried.get((step, counts[step]), {})
+        yield from (rows[virtual_node] for virtual_node in sorted(rows))
+
+
+def _generation(numbers: Sequence[int]) -> tuple[int, int]:
+    incarnation, counter = numbers
+    return incarnation, counter
+
+
+def write_audit(path: Path, directory: Path) -> int:
+    """Merge the fragments in ``directory`` into ``path``; how many lines it has.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def fragments() -> Iterator[Iterator[str]]:
+        for fragment in sorted(directory.glob("*.jsonl")):
+            with fragment.open(encoding="utf-8", errors="replace") as file:
+                yield iter(file)
+
+    lines = [json.dumps(row, separators=(",", ":")) for row in merge_audit(fragments())]
+    write_whole(path, "".join(line + "\n" for line in lines))
+    return len(lines)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it holds the old content or the new, never a part; a device or pipe is written
+    directly.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    target = path.resolve()
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_results(report: Mapping[str, object], target: Path | None, audit: Path | None, fragments: Path) -> str | None:
+    """Write report and audit where they are asked for; a sentence on what cannot be written, if anything."""
+    try:
+        if audit is not None:
+            write_audit(audit, fragments)
+        if target is not None:
+            write_whole(target, json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        what = error.filename or "its report"
+        return f"the training is over, but {what} cannot be written: {error.strerror}"
+    return None
+
+
+def newest_checkpoint(directory: Path) -> int | None:
+    """The step of the newest checkpoint by its name; whoever reads it checks what is in it."""
+    names = (re.fullmatch(r"step-([0-9]+)", path.name) for path in directory.glob("step-*"))
+    return max((int(name[1]) for name in names if name is not None), default=None)

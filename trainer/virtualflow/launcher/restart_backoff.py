@@ -1,0 +1,36 @@
+"""How long to wait before a worker that keeps ending is started again, and when to stop trying. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RestartBackoff:
+    """Counts the ends of workers without a step of progress in between.
+
+    Args:
+        first: seconds to wait after the second end in a row of a worker; doubled at each further one.
+        most: seconds, at most.
+    """
+
+    first: float
+    most: float
+    not_before: float = 0.0
+    """No worker is started before that time."""
+    _ends: dict[int, int] = field(default_factory=dict)
+    """In a row, by the worker's ordinal."""
+    _highest_step: int = 0
+
+    def advance(self, step: int) -> None:
+        """The job has completed that step: if no step was higher, all counts begin anew."""
+        if step > self._highest_step:
+            self._highest_step = step
+            self._ends.clear()
+
+    def note_end(self, ordinal: int, now: float) -> int:
+        """A worker has ended; how many times in a row it has."""
+        self._ends[ordinal] = ends = self._ends.get(ordinal, 0) + 1
+        if ends > 1:
+            self.not_before = max(self.not_before, now + min(self.first * 2 ** (ends - 2), self.most))
+        return ends

@@ -1,0 +1,169 @@
+"""How a local job ends: who is still given time, what is said, and the exit code. Values in, commands out."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from virtualflow.launcher.usage import EXIT_FAILED
+from virtualflow.launcher.worker_table import Worker
+from virtualflow.protocol.http_api import Event, Status
+from virtualflow.protocol.messages import Change
+from virtualflow.protocol.settings import STOP_GRACE
+
+
+@dataclass
+class Shutdown:
+    """Why and since when a job ends."""
+
+    kind: Literal["done", "stopped", "failed"]
+    since: float
+    reason: str = ""
+    signal: signal.Signals | None = None
+    """What stopped it."""
+    traceback: str = ""
+    witness: Worker | None = None
+    """The worker whose traceback explains a failure."""
+    started: bool = True
+    """Processes were started, so there may be something in their output."""
+    concluded: bool = False
+    """All workers have ended."""
+    impatient_since: float = float("inf")
+    """When a signal asked for the end of scripts that go on after the training."""
+
+    @property
+    def note(self) -> str:
+        """For the console."""
+        return "stopping" if self.kind == "stopped" and not self.concluded else self.kind
+
+
+def next_shutdown(current: Shutdown | None, status: Status, now: float) -> Shutdown | None:
+    """How the job ends in view of the coordinator's ``status``; ``None`` while it goes on."""
+    kind = current.kind if current is not None else None
+    if status.phase == "failed" and kind in (None, "done"):
+        return Shutdown("failed", now, status.error or status.reason, traceback=status.traceback or "")
+    if status.phase == "done" and kind in (None, "stopped"):
+        return Shutdown("done", now)
+    if status.phase == "stopped" and kind is None:
+        return Shutdown("stopped", now, "asked to stop")
+    return current
+
+
+@dataclass(frozen=True)
+class EndSignals:
+    """Which workers are to be sent SIGKILL, and which SIGTERM."""
+
+    kill: Sequence[Worker]
+    terminate: Sequence[Worker]
+
+
+def end_signals(shutdown: Shutdown, living: Iterable[Worker], now: float, failure_grace: float) -> EndSignals:
+    """What moves everyone towards the end; those who take too long are killed."""
+    kill: list[Worker] = []
+    terminate: list[Worker] = []
+    elapsed = now - shutdown.since
+    for worker in living:
+        booting = worker.incarnation is None
+        match shutdown.kind:
+            case "done":
+                # Connected, but never a member: it is told that the job is over, and has nothing to lose. The others
+                # end when their script does.
+                idle = worker.state in ("starting", "ready", "silent") and not worker.served
+                late = (idle and elapsed > failure_grace) or now - shutdown.impatient_since > failure_grace
+            case "stopped":
+                late = elapsed > STOP_GRACE
+                if booting and not worker.terminated:
+                    terminate.append(worker)
+            case "failed":
+                late = elapsed > failure_grace
+        if late or worker.stopped or (booting and shutdown.kind != "stopped"):
+            kill.append(worker)
+    return EndSignals(kill, terminate)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a job when all its workers have ended."""
+
+    shutdown: Shutdown
+    status: Status | None
+    """The last one."""
+    seconds: float
+    """How long it took."""
+    changes: Sequence[Change]
+    last_checkpoint: Event | None
+    checkpoint_dir: Path | None
+    newest_checkpoint: int | None
+    """Its step."""
+    unreached: Sequence[int]
+    """Steps of the schedule at which nothing was done."""
+    unwritten: str | None
+    """Why the report or the audit could not be written."""
+    logs: Path | None
+    """Where the output of the processes can be read."""
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What is said at the end of a job, and the exit code."""
+
+    code: int
+    sentences: Sequence[str]
+
+
+def conclude(facts: Facts) -> Conclusion:
+    """Say how a job went."""
+    shutdown = facts.shutdown
+    match shutdown.kind:
+        case "failed":
+            where = f" (the output of every process is in {facts.logs})" if facts.logs is not None else ""
+            failed = "the job failed: " if shutdown.started else ""
+            return Conclusion(EXIT_FAILED, [f"{failed}{shutdown.reason}{where}"])
+        case "stopped":
+            code = 128 + shutdown.signal if shutdown.signal is not None else EXIT_FAILED
+            return Conclusion(code, [_describe_stop(facts)])
+        case "done":
+            return _conclude_done(facts)
+
+
+def _conclude_done(facts: Facts) -> Conclusion:
+    status = facts.status
+    assert status is not None
+    sentences = [
+        f"the schedule's step {step} was never reached: the job has {status.step} steps" for step in facts.unreached
+    ]
+    repeated = sum(change.repeated_steps for change in facts.changes)
+    sentences.append(
+        f"done: {status.step} steps in {facts.seconds:.1f} s, digest {status.digest}, "
+        f"{_plural(len(facts.changes), 'membership change')}, {_plural(repeated, 'repeated step')}"
+    )
+    unsaved = _failed_checkpoint(facts)
+    trouble = facts.unwritten or (unsaved.text if unsaved is not None else None)
+    if trouble is None:
+        return Conclusion(0, sentences)
+    return Conclusion(EXIT_FAILED, [*sentences, trouble])
+
+
+def _describe_stop(facts: Facts) -> str:
+    step = facts.status.step if facts.status is not None else 0
+    said, directory = f"stopped after step {step} ({facts.shutdown.reason})", facts.checkpoint_dir
+    unsaved = _failed_checkpoint(facts)
+    if unsaved is not None:
+        return f"{said}; {unsaved.text}"
+    if directory is None:
+        return f"{said}; without --checkpoint-dir no checkpoint was written: the next run starts from step 1"
+    if facts.newest_checkpoint is None:
+        return f"{said}; there is no checkpoint in {directory}: the next run starts from step 1"
+    return f"{said}; the same command resumes from the checkpoint of step {facts.newest_checkpoint} in {directory}"
+
+
+def _failed_checkpoint(facts: Facts) -> Event | None:
+    last = facts.last_checkpoint
+    return last if last is not None and last.kind == "checkpoint-failed" else None
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

@@ -1,0 +1,241 @@
+"""What can be said on the command line: the options of each subcommand, their ranges and their help."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from virtualflow.coordinator.settings import LEAST_HEARTBEAT_LIMIT
+from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.usage import ABOVE_ZERO, Number, Parser
+from virtualflow.protocol.settings import (
+    BACKOFF_LIMIT,
+    CHECKPOINT_KEEP,
+    CHECKPOINT_SECONDS,
+    ENV_TOKEN,
+    MAX_VIRTUAL_NODES,
+    MAX_WORKERS,
+    VIRTUAL_NODES,
+    WORKERS,
+)
+
+Subcommand = Callable[[argparse.Namespace, LauncherSettings], int]
+
+EXTERNAL = {"simulate": "play a trace of jobs against scheduling policies"}
+"""Subcommands of other parts of the project, with their line of help."""
+
+_DAY = 86_400
+_LONGEST = 366 * _DAY
+_AT_LEAST_1: dict[str, Any] = {
+    "type": int,
+    "action": Number,
+    "least": 1,
+    "most": sys.maxsize,
+    "must": "it must be at least 1",
+}
+
+
+def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettings) -> Parser:
+    """The parser of the whole command line; what it parses names its subcommand as ``action``."""
+    parser = Parser(
+        prog="virtualflow",
+        description="Elastic training over a fixed number of virtual nodes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+
+    def add(name: str, help: str) -> Parser:  # noqa: A002 - as argparse calls it
+        command = commands.add_parser(name, help=help, allow_abbrev=False)
+        command.set_defaults(action=subcommands[name])
+        return command
+
+    _add_run(add("run", "run a script or a manifest as processes of this machine"), settings)
+    _add_profile(add("profile", "measure a script on this device, for jobs to come"))
+    status = add("status", "show what a running job is doing")
+    status.add_argument("job", nargs="?", metavar="NAME", help="of the job; not needed when only one is running")
+    status.add_argument("--json", action="store_true", help="all of it, as JSON")
+    scale = add("scale", "change the number of workers of a running job")
+    scale.add_argument("workers", metavar="N", **_range(int, 1, MAX_WORKERS, "a job has between {} and {} workers"))
+    drain = add("drain", "let a worker leave a running job; another takes its place")
+    drain.add_argument("worker", metavar="WORKER")
+    drain.add_argument(
+        "--deadline", metavar="S", help="it must have left in S seconds", **_range(float, 0, _LONGEST, _SECONDS)
+    )
+    for command in (scale, drain):
+        command.add_argument("--job", metavar="NAME", help="of the job; not needed when only one is running")
+    for command in (status, scale, drain):
+        command.add_argument(
+            "--coordinator",
+            metavar="URL",
+            help=f"of a job elsewhere; its token is taken from {ENV_TOKEN} in the environment",
+        )
+    for name, text in EXTERNAL.items():
+        commands.add_parser(name, help=text, add_help=False)
+    _add_coordinator(add("coordinator", "serve the coordinator of one job"), settings)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        from virtualflow._version import __version__
+
+        print(f"virtualflow {__version__}")
+        sys.exit(0)
+
+
+_BETWEEN = "it must be between {} and {}"
+_SECONDS = f"{_BETWEEN} seconds"
+
+
+def _range(kind: type, least: float, most: float, must: str = _BETWEEN) -> dict[str, Any]:
+    """The part of an option's definition that says which numbers it takes."""
+    return {"type": kind, "action": Number, "least": least, "most": most, "must": must.format(least, most)}
+
+
+def _add_run(parser: Parser, settings: LauncherSettings) -> None:
+    parser.usage = "virtualflow run [OPTIONS] (SCRIPT [ARGS ...] | -f JOB.yaml)"
+    job = parser.add_argument_group("the job")
+    job.add_argument(
+        "--workers",
+        metavar="N",
+        help=f"worker processes (default {WORKERS}, or the manifest's)",
+        **_range(int, 1, MAX_WORKERS, "a job needs at least one worker, and {1} at most"),
+    )
+    job.add_argument(
+        "--virtual-nodes",
+        metavar="V",
+        help=f"overrides the script's and the manifest's (default {VIRTUAL_NODES})",
+        **_range(int, 1, MAX_VIRTUAL_NODES, "a job needs at least one virtual node, and {1} at most"),
+    )
+    job.add_argument(
+        "--schedule",
+        metavar="STEP:ACTION,...",
+        help="inject faults: =N, kill, kill:K, term, hang, slow:K, fast, coordinator, all",
+    )
+    job.add_argument(
+        "-f", dest="manifest", metavar="JOB.yaml", help="run a VirtualFlowJob manifest instead of a script"
+    )
+    job.add_argument("--name", help="what the other commands call this job (default: after the script)")
+    results = parser.add_argument_group("what it leaves behind")
+    results.add_argument("--report", metavar="FILE", help="JSON: digests, steps, membership changes, metrics")
+    results.add_argument(
+        "--audit", metavar="FILE", help="JSON lines: who processed which samples, per step and virtual node"
+    )
+    results.add_argument("--log-dir", metavar="DIR", help="keep the output of every process there")
+    _add_checkpoints(parser.add_argument_group("checkpoints"))
+    running = parser.add_argument_group("how it runs")
+    _add_membership(running, settings)
+    running.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="what virtualflow profile has written here: a first guess of the workers' speed",
+    )
+    running.add_argument(
+        "--port", default=0, metavar="P", help="of the coordinator (default: any that is free)", **_PORT
+    )
+    running.add_argument("--plain", action="store_true", help="lines instead of the live view")
+    _add_script(parser, required=False)
+    parser.epilog = (
+        "Ctrl-C lets all workers leave at the same step, after a checkpoint where there is a directory for "
+        "one; a second Ctrl-C ends them at once. Killed workers are replaced, up to "
+        f"{BACKOFF_LIMIT} times in a row without progress."
+    )
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--checkpoint-dir", metavar="DIR", help="write checkpoints there and resume from the newest")
+    group.add_argument("--checkpoint-steps", metavar="N", help="every N steps", **_AT_LEAST_1)
+    group.add_argument(
+        "--checkpoint-seconds",
+        metavar="T",
+        help=f"every T seconds (default {CHECKPOINT_SECONDS:g})",
+        **_range(float, ABOVE_ZERO, _LONGEST, "it must be above 0 and at most {1} seconds"),
+    )
+    group.add_argument(
+        "--checkpoint-keep", metavar="K", help=f"keep the last K (default {CHECKPOINT_KEEP})", **_AT_LEAST_1
+    )
+
+
+_PORT = _range(int, 0, 65_535, "a port is between 1 and {1}, or 0 for any that is free")
+
+
+def _add_membership(parser: argparse._ActionsContainer, settings: LauncherSettings) -> None:
+    limit, gain = settings.membership.heartbeat_limit, settings.membership.rebalance_gain
+    parser.add_argument(
+        "--heartbeat-limit",
+        default=limit,
+        metavar="S",
+        help=f"declare a worker lost that was silent for S seconds (default {limit:g})",
+        **_range(float, LEAST_HEARTBEAT_LIMIT, _DAY, _SECONDS),
+    )
+    parser.add_argument(
+        "--rebalance-gain",
+        default=gain,
+        metavar="G",
+        help=f"move virtual nodes to faster workers where that saves this share of a step (default {gain:g}; 1: never)",
+        **_range(float, ABOVE_ZERO, 1, "it must be above 0 and at most 1 (1: never)"),
+    )
+
+
+def _add_script(parser: Parser, *, required: bool) -> None:
+    parser.add_argument("script", nargs=None if required else "?", metavar="SCRIPT", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments, passed on untouched")
+
+
+def _add_profile(parser: Parser) -> None:
+    parser.usage = "virtualflow profile [OPTIONS] SCRIPT [ARGS ...]"
+    parser.description = (
+        "Measure how long micro-batches of a training script take on this device, and how much memory: with the "
+        "samples of one virtual node, of two, of four, ... as far as memory allows. The script runs unchanged, as one "
+        "process; its loop gets some hundred micro-batches, nothing is trained or saved, and it is ended before the "
+        "code that follows the training."
+    )
+    parser.add_argument("--out", metavar="FILE", help="the profile (default: SCRIPT.profile.json in this directory)")
+    parser.add_argument(
+        "--virtual-nodes",
+        metavar="V",
+        help=f"overrides the script's (default {VIRTUAL_NODES})",
+        **_range(int, 1, MAX_VIRTUAL_NODES, "a job has between {} and {}"),
+    )
+    parser.add_argument("--sizes", metavar="1,2,...", help="measure only these numbers of virtual nodes at a time")
+    _add_script(parser, required=True)
+    parser.epilog = (
+        "Peak memory is what tensors take beyond model and optimizer: the micro-batch, activations and gradients. Keep "
+        "the device otherwise idle, and give the same VIRTUALFLOW_THREADS as the job will have."
+    )
+
+
+def _add_coordinator(parser: Parser, settings: LauncherSettings) -> None:
+    parser.description = f"Serve the coordinator of one job. Its token is taken from {ENV_TOKEN} in the environment."
+    parser.add_argument("--host", required=True, metavar="H", help="the address to listen on")
+    parser.add_argument(
+        "--port", required=True, metavar="P", help="the port to listen on; 0 for any that is free", **_PORT
+    )
+    parser.add_argument(
+        "--wanted",
+        default=1,
+        metavar="N",
+        help="how many workers to start with (default 1)",
+        **_range(int, 1, MAX_WORKERS),
+    )
+    parser.add_argument(
+        "--minimum",
+        default=1,
+        metavar="N",
+        help="begin with no fewer workers than that (default 1)",
+        **_range(int, 1, MAX_WORKERS),
+    )
+    grace = settings.membership.startup_grace
+    parser.add_argument(
+        "--startup-grace",
+        default=grace,
+        metavar="S",
+        help=f"once the minimum is ready, wait S seconds for the others that are wanted (default {grace:g})",
+        **_range(float, 0, _DAY, _SECONDS),
+    )
+    _add_membership(parser, settings)
+    parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write http://host:port there once it listens")

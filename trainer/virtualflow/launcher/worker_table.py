@@ -1,0 +1,149 @@
+"""The worker processes of a local job, and what the coordinator's status says about each of them."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+from virtualflow.launcher.supervisor import Process
+from virtualflow.protocol.http_api import ENDED, Refusal, Status, WorkerStatus
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process, from its start to the moment its end is understood."""
+
+    name: str
+    ordinal: int
+    number: int
+    """Counts starts: the lower, the longer it has served."""
+    process: Process
+    speaker: int
+    """The process that talks to the coordinator: this one, or one that it started (a shell's child)."""
+    incarnation: str | None = None
+    """As the coordinator lists it; ``None`` until it has connected."""
+    listed: bool = False
+    listed_by: int | None = None
+    """The incarnation of the coordinator that listed it last."""
+    unlisted_at: float = 0.0
+    state: str = ""
+    """The last one listed."""
+    assigned: bool = False
+    """Virtual nodes are assigned to it."""
+    served: bool = False
+    """It has been a member of a running generation."""
+    draining: bool = False
+    surplus: bool = False
+    """It is drained because fewer workers are wanted."""
+    killed: bool = False
+    """It was killed on purpose: its death says nothing about the job."""
+    stopped: bool = False
+    """By SIGSTOP: it hangs."""
+    terminated: bool = False
+    """It was sent SIGTERM because the job stops."""
+    declared_lost: bool = False
+    """The coordinator has declared it lost."""
+    refused: str | None = None
+    """Why the coordinator has not admitted it, if so."""
+    ended_at: float | None = None
+    judged: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """Its process has not ended."""
+        return self.process.alive
+
+    @property
+    def able(self) -> bool:
+        """It was neither asked to leave nor killed nor stopped."""
+        return not (self.draining or self.killed or self.stopped)
+
+    def kill(self) -> None:
+        """SIGKILL it and all that it started."""
+        self.killed = True
+        self.process.signal_group(signal.SIGKILL)
+
+
+@dataclass
+class WorkerTable:
+    """All worker processes that a job has had.
+
+    Args:
+        silence_limit: seconds after which a worker that a restarted coordinator does not know is taken for
+            hung.
+    """
+
+    silence_limit: float
+    workers: list[Worker] = field(default_factory=list)
+    barred: set[int] = field(default_factory=set)
+    """Ordinals under which no process is started: the last one was refused, and the next would be, too."""
+    _coordinator: int | None = None
+    _coordinator_since: float = 0.0
+
+    def living(self) -> list[Worker]:
+        """Those whose process has not ended, by ordinal."""
+        return sorted((worker for worker in self.workers if worker.alive), key=lambda worker: worker.ordinal)
+
+    def staying(self) -> list[Worker]:
+        """Living ones that were not asked to leave, and ended ones of which it is not yet known why."""
+        return [worker for worker in self.workers if not worker.draining and (worker.alive or not worker.judged)]
+
+    def unexplained(self) -> list[Worker]:
+        """Those that ended without a verdict on it."""
+        return [worker for worker in self.workers if not worker.alive and not worker.judged]
+
+    def free_ordinal(self) -> int:
+        """The lowest ordinal that no living process bears and that is not barred."""
+        taken = {worker.ordinal for worker in self.workers if worker.alive or not worker.judged} | self.barred
+        return next(ordinal for ordinal in range(len(taken) + 1) if ordinal not in taken)
+
+    def expected(self) -> list[str | None]:
+        """What ``fault_schedule.in_effect`` compares with the membership."""
+        return [worker.incarnation if worker.listed else None for worker in self.living() if worker.able]
+
+    def serving(self) -> list[Worker]:
+        """Members that can be acted upon: those who began first, and so the leader, come first."""
+        return sorted(
+            (worker for worker in self.living() if worker.assigned and worker.able), key=lambda worker: worker.number
+        )
+
+    def take(self, status: Status, now: float) -> None:
+        """Update every worker by what the coordinator says of it."""
+        if status.incarnation != self._coordinator:
+            self._coordinator, self._coordinator_since = status.incarnation, now
+        entries = {entry.incarnation: entry for entry in status.workers}
+        unknown = [
+            entry for entry in status.workers if not any(w.incarnation == entry.incarnation for w in self.workers)
+        ]
+        for worker in self.workers:
+            if worker.incarnation is None:
+                self._recognise(worker, unknown)
+            entry = entries.get(worker.incarnation) if worker.incarnation is not None else None
+            if entry is not None:
+                worker.listed, worker.listed_by = True, status.incarnation
+                worker.state, worker.assigned = entry.state, entry.first < entry.last
+                worker.served = worker.served or worker.assigned
+                worker.draining = worker.draining or entry.state == "draining"
+            elif worker.incarnation is not None:
+                self._miss(worker, status, now)
+
+    def note_refusal(self, refusal: Refusal) -> None:
+        """The coordinator has not admitted somebody: the latest process of that name."""
+        worker = next((worker for worker in reversed(self.workers) if worker.name == refusal.worker), None)
+        if worker is not None and worker.incarnation is None:  # else it was admitted once, and declared lost since
+            worker.refused = refusal.reason
+
+    def _recognise(self, worker: Worker, unknown: list[WorkerStatus]) -> None:
+        for entry in unknown:
+            if entry.worker == worker.name and entry.pid and worker.process.owns(entry.pid):
+                worker.incarnation, worker.speaker = entry.incarnation, entry.pid
+
+    def _miss(self, worker: Worker, status: Status, now: float) -> None:
+        over = status.phase in ENDED
+        expected = not (over or worker.draining or worker.state == "done")
+        if worker.listed:
+            worker.unlisted_at = now
+            worker.declared_lost = expected and worker.listed_by == status.incarnation
+            worker.listed = worker.assigned = False
+        elif expected and worker.listed_by != status.incarnation:
+            worker.declared_lost = worker.declared_lost or now - self._coordinator_since > self.silence_limit

@@ -1,0 +1,157 @@
+"""Keeps the worker processes of a running job as they should be, and moves them towards its end."""
+
+from __future__ import annotations
+
+import signal
+
+from virtualflow.launcher.exit_policy import ExitFacts, judge
+from virtualflow.launcher.job_control import JobControl
+from virtualflow.launcher.report import JobHistory
+from virtualflow.launcher.restart_backoff import RestartBackoff
+from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.shutdown import Shutdown, end_signals
+from virtualflow.launcher.supervisor import Supervisor, describe_exit
+from virtualflow.launcher.worker_starter import WorkerCommand, start_worker
+from virtualflow.launcher.worker_table import Worker
+from virtualflow.protocol.http_api import DrainCall, GoneCall
+from virtualflow.protocol.settings import BACKOFF_LIMIT, STOP_GRACE
+
+
+class Workforce:
+    """The workers of one job: those whose process ended are judged, missing ones started, surplus ones drained.
+
+    Args:
+        control: of the job.
+        job: its name.
+        command: what a worker executes.
+        supervisor: starts it.
+        history: told of each process.
+        settings: how long to wait for what.
+    """
+
+    def __init__(
+        self,
+        control: JobControl,
+        *,
+        job: str,
+        command: WorkerCommand,
+        supervisor: Supervisor,
+        history: JobHistory,
+        settings: LauncherSettings,
+    ) -> None:
+        self._control, self._job, self._command = control, job, command
+        self._supervisor, self._history, self._settings = supervisor, history, settings
+        self._backoff = RestartBackoff(settings.backoff_first, settings.backoff_most)
+
+    def take(self, now: float) -> None:
+        """Update the workers by what the coordinator says of them, and judge the ends of their processes."""
+        status = self._control.state.status
+        if status is not None:
+            self._control.table.take(status, now)
+            self._backoff.advance(status.step)
+        self._judge_exits(now)
+
+    def mend(self, now: float) -> None:
+        """Report the dead, kill the hung, drain the surplus and start the missing."""
+        self._report_gone()
+        self._kill_lost(now)
+        self._drain_surplus()
+        self._start_missing(now)
+
+    def end(self, shutdown: Shutdown, now: float) -> None:
+        """Move everyone towards the end."""
+        signals = end_signals(shutdown, self._control.table.living(), now, self._settings.failure_grace)
+        for worker in signals.terminate:
+            worker.terminated = True
+            worker.process.send(signal.SIGTERM)
+        for worker in signals.kill:
+            worker.kill()
+
+    def _judge_exits(self, now: float) -> None:
+        status = self._control.state.status
+        refused: list[Worker] = []
+        for worker in self._control.table.unexplained():
+            verdict = judge(
+                ExitFacts(
+                    worker=worker.name,
+                    code=worker.process.code or 0,
+                    over=self._control.state.shutdown is not None,
+                    done=status is not None and status.phase == "done",
+                    joined=worker.incarnation is not None,
+                    left=worker.draining or worker.state == "done",
+                    killed=worker.killed,
+                    declared_lost=worker.declared_lost,
+                    refused=worker.refused,
+                    expired=now - (worker.ended_at or now) > self._settings.verdict_grace,
+                )
+            )
+            worker.judged = verdict.kind != "open"
+            if verdict.kind == "lost":
+                self._lose(worker, verdict.reason, now)
+            elif verdict.kind == "refused" and not worker.draining:
+                refused.append(worker)
+            elif verdict.kind == "failed":
+                self._control.fail(verdict.reason, worker)
+        if refused:
+            self._do_without(refused)
+
+    def _do_without(self, refused: list[Worker]) -> None:
+        """Go on with fewer workers: these would be refused again."""
+        fewer = self._control.state.wanted - len(refused)
+        if fewer < 1:
+            self._control.fail(f"{refused[0].name} was refused: {refused[0].refused}", refused[0])
+            return
+        barred = self._control.table.barred | {worker.ordinal for worker in refused}
+        self._control.scale(fewer)
+        self._control.table.barred = barred
+        names = ", ".join(worker.name for worker in refused)
+        self._control.tell(
+            f"{names} would be refused again: not started any more, {fewer} worker{'s' * (fewer != 1)} wanted from now "
+            f"on; once the reason is mended, run: virtualflow scale {fewer + len(refused)} --job {self._job}"
+        )
+
+    def _lose(self, worker: Worker, how: str, now: float) -> None:
+        if worker.incarnation is None:
+            self._control.tell(f"{worker.name} ended before it joined: {how}")
+        if worker.killed:
+            return
+        ends = self._backoff.note_end(worker.ordinal, now)
+        if ends > BACKOFF_LIMIT:
+            self._control.fail(
+                f"{worker.name} ended {ends} times in a row without a step of progress, at last by: {how}", worker
+            )
+
+    def _report_gone(self) -> None:
+        for worker in self._control.table.workers:
+            if not worker.alive and worker.judged and worker.listed and worker.state != "done":
+                call = GoneCall(worker.name, worker.incarnation, describe_exit(worker.process.code or 0))
+                self._control.calls.ensure(("gone", worker.number), call, self._control.state.status)
+
+    def _kill_lost(self, now: float) -> None:
+        for worker in self._control.table.living():
+            if worker.declared_lost and not worker.killed:
+                self._control.tell(f"{worker.name} was declared lost; its process {worker.process.pid} is killed")
+                worker.kill()
+            elif worker.draining and worker.unlisted_at and not worker.listed and now - worker.unlisted_at > STOP_GRACE:
+                worker.kill()
+
+    def _drain_surplus(self) -> None:
+        staying = [worker for worker in self._control.table.living() if not worker.draining and not worker.killed]
+        for worker in staying[self._control.state.wanted :]:
+            worker.draining = worker.surplus = True
+            if worker.incarnation is None:
+                worker.kill()
+        for worker in self._control.table.living():
+            if worker.surplus and worker.listed and worker.state in ("starting", "ready", "training"):
+                call = DrainCall((worker.name,), None, f"{self._control.state.wanted} workers wanted")
+                self._control.calls.ensure(("drain", worker.number), call, self._control.state.status)
+
+    def _start_missing(self, now: float) -> None:
+        table = self._control.table
+        while now >= self._backoff.not_before and len(table.staying()) < self._control.state.wanted:
+            try:
+                worker = start_worker(self._command, self._supervisor, table, self._control.relay.line)
+            except OSError as error:
+                self._control.fail(f"{self._command.command[0]} cannot be executed: {error.strerror}")
+                return
+            self._history.add_process(worker.name, worker.process.pid)

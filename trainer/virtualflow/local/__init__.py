@@ -1,1 +1,0 @@
-"""A job as processes of this machine: what ``virtualflow run`` does. It needs no torch."""

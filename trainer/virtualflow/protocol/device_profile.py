@@ -1,0 +1,184 @@
+"""What a device profile is: how long virtual nodes of one script take on one type of device, and how much memory.
+
+``virtualflow profile`` writes it (``profiling`` measures); a worker that is given one tells its coordinator how fast it
+will be, so that the first assignment of virtual nodes is right already. A profile that does not fit is no guess.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.settings import Reproducibility
+
+VERSION = 1
+"""Raised when the file changes in a way that an older reader would misread."""
+
+_LARGEST = 1 << 20
+"""Bytes of a file that could be a profile."""
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class SizeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Micro-batches of one size."""
+
+    virtual_nodes: _Count
+    """How many virtual nodes' samples it holds."""
+    micro_batch: _Count
+    """Samples."""
+    samples: _Count
+    """How many micro-batches were timed."""
+    seconds: _Positive
+    """The median from fetching a micro-batch to the end of its backward pass, its gradients added up."""
+    seconds_low: _Positive
+    """The lower quartile."""
+    seconds_high: _Positive
+    """The upper one."""
+    loading_seconds: Annotated[float, msgspec.Meta(ge=0)]
+    """The median of the part of it in which the data was waited for."""
+    peak_bytes: Annotated[int, msgspec.Meta(ge=0)] | None
+    """The most bytes of tensors at a time beyond those that were there before: the micro-batch, activations and
+    gradients, but neither the model nor the optimizer. What libraries take for themselves is not in it."""
+
+    @property
+    def seconds_per_virtual_node(self) -> float:
+        """What a virtual node costs in micro-batches of this size."""
+        return self.seconds / self.virtual_nodes
+
+
+class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The content of a profile file (JSON)."""
+
+    version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)] = VERSION
+    device_type: str
+    """As torch calls it: ``cpu``, ``cuda``."""
+    device: str
+    """The device's own name."""
+    torch: str
+    threads: _Count
+    reproducibility: Reproducibility
+    """Kernels may differ between the two."""
+    signature: str
+    """Hash of names, shapes and types of the model and the optimizer."""
+    script: str
+    batch_size: _Count
+    virtual_nodes: _Count
+    created: str
+    """ISO 8601, UTC."""
+    stopped: str
+    """Why no larger sizes follow, in words."""
+    sizes: Annotated[tuple[SizeProfile, ...], msgspec.Meta(min_length=1, max_length=64)]
+    """From the smallest to the largest."""
+
+
+def encode(profile: DeviceProfile) -> bytes:
+    """The content of the file."""
+    return msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
+
+
+def read_profile(path: Path) -> DeviceProfile:
+    """Read a profile.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is no profile.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_LARGEST + 1)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the profile {path} cannot be read ({error.strerror}); make one with virtualflow profile SCRIPT"
+        ) from error
+    try:
+        if len(raw) > _LARGEST:
+            raise msgspec.DecodeError("it is too large")
+        return msgspec.json.decode(raw, type=DeviceProfile)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{path} is no device profile ({error}); make one with virtualflow profile SCRIPT"
+        ) from error
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """What a worker is about to run, as far as a profile must fit it."""
+
+    device_type: str
+    device: str
+    threads: int
+    signature: str
+    micro_batch: int
+
+
+def misfit(profile: DeviceProfile, situation: Situation) -> str | None:
+    """Why a profile says nothing about this worker, as the end of a sentence; ``None``: it does."""
+    for what, there, here in (
+        ("device", profile.device, situation.device),
+        ("type of device", profile.device_type, situation.device_type),
+    ):
+        if there != here:
+            return f"it is of the {what} {there}, and this is {here}"
+    if profile.signature != situation.signature:
+        return "it is of another model or optimizer"
+    if profile.device_type == "cpu" and profile.threads != situation.threads:
+        return f"it is of {profile.threads} threads, and here are {situation.threads}"
+    smallest, largest = profile.sizes[0].micro_batch, profile.sizes[-1].micro_batch
+    if not smallest <= situation.micro_batch <= largest:
+        return f"it is of micro-batches of {smallest} to {largest} samples, and here they have {situation.micro_batch}"
+    return None
+
+
+def seconds_for(profile: DeviceProfile, micro_batch: int) -> float:
+    """How long a micro-batch of so many samples takes; between two measured sizes, on the line between them.
+
+    Raises:
+        ValueError: it is beyond what was measured.
+    """
+    below = [size for size in profile.sizes if size.micro_batch <= micro_batch]
+    above = [size for size in profile.sizes if size.micro_batch >= micro_batch]
+    if not below or not above:
+        raise ValueError(f"micro-batches of {micro_batch} samples were not measured")
+    low, high = below[-1], above[0]
+    if low.micro_batch == high.micro_batch:
+        return low.seconds
+    share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
+    return low.seconds + share * (high.seconds - low.seconds)
+
+
+def guess_pace(path: Path, situation: Situation) -> float:
+    """Seconds per virtual node that the profile in ``path`` foretells.
+
+    Raises:
+        ConfigurationError: it cannot be read or does not fit; the sentence says what to do.
+    """
+    profile = read_profile(path)
+    reason = misfit(profile, situation)
+    if reason is not None:
+        raise ConfigurationError(
+            f"the profile {path} does not fit: {reason}; make one here with virtualflow profile {profile.script}"
+        )
+    return seconds_for(profile, situation.micro_batch)
+
+
+def describe(profile: DeviceProfile) -> str:
+    """The profile as a table for people."""
+    lines = [
+        f"{profile.device}, torch {profile.torch}, {profile.threads} thread{'s' * (profile.threads != 1)}, "
+        f"{profile.reproducibility}; one virtual node of {profile.virtual_nodes}: "
+        f"{profile.batch_size // profile.virtual_nodes} samples",
+        f"{'virtual nodes':>13}  {'samples':>7}  {'ms':>9}  {'quartiles':>19}  {'waiting for data':>16}  "
+        f"{'ms per virtual node':>19}  {'peak MiB':>8}",
+    ]
+    for size in profile.sizes:
+        quartiles = f"{1e3 * size.seconds_low:.2f} - {1e3 * size.seconds_high:.2f}"
+        peak = "?" if size.peak_bytes is None else f"{size.peak_bytes / 2**20:.1f}"
+        lines.append(
+            f"{size.virtual_nodes:>13}  {size.micro_batch:>7}  {1e3 * size.seconds:>9.2f}  {quartiles:>19}  "
+            f"{1e3 * size.loading_seconds:>13.2f} ms  {1e3 * size.seconds_per_virtual_node:>19.2f}  {peak:>8}"
+        )
+    lines.append(f"no larger sizes: {profile.stopped}")
+    return "\n".join(lines)

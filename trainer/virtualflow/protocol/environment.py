@@ -1,0 +1,125 @@
+"""What a worker is told through its environment, read and checked; the variables' names stand in ``settings``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.protocol import settings as names
+from virtualflow.protocol.settings import REPRODUCIBILITY, THREADS, Reproducibility
+
+
+def read_number(name: str, kind: type[int] | type[float], least: float) -> int | float | None:
+    """Read a number from the environment variable ``name``; ``None`` when it is not set or empty.
+
+    Raises:
+        ConfigurationError: it is no number of that kind or below ``least``.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        number = kind(text)
+    except ValueError:
+        number = None
+    if number is None or not number >= least:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigurationError(f"{name}={text!r} must be {what} of at least {least:g}; correct or unset it")
+    return number
+
+
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """What a worker is told through its environment (see the outside contracts in docs/design.md)."""
+
+    coordinator: str | None
+    token: str
+    worker: str
+    address: str
+    virtual_nodes: int | None
+    checkpoint_dir: Path | None
+    checkpoint_steps: int | None
+    checkpoint_seconds: float | None
+    checkpoint_keep: int | None
+    audit_dir: Path | None
+    threads: int
+    reproducibility: Reproducibility | None
+    """``None``: the script says."""
+    max_fused: int | None
+    """The most virtual nodes of a micro-batch in a statistical job; ``None``: the script says."""
+    profile: Path | None = None
+    """A profile of this device, for a first guess of its speed."""
+    profile_out: Path | None = None
+    """Where to write one: the script is run to be measured, not to train."""
+    profile_sizes: tuple[int, ...] = ()
+    """The sizes to measure, in virtual nodes; none: those that suggest themselves."""
+
+    @classmethod
+    def read(cls) -> WorkerEnvironment:
+        """Read the environment of this process.
+
+        Raises:
+            ConfigurationError: a variable is malformed, or a coordinator is named without a token.
+        """
+        coordinator = os.environ.get(names.ENV_COORDINATOR, "").strip().rstrip("/") or None
+        token = os.environ.get(names.ENV_TOKEN, "").strip()
+        if coordinator and not coordinator.startswith(("http://", "https://")):
+            raise ConfigurationError(f"{names.ENV_COORDINATOR}={coordinator!r} must look like http://host:port")
+        if coordinator and not token:
+            raise ConfigurationError(
+                f"{names.ENV_COORDINATOR} is set but {names.ENV_TOKEN} is not; set both, or neither to run alone"
+            )
+        directory = os.environ.get(names.ENV_CHECKPOINT_DIR, "").strip()
+        audit = os.environ.get(names.ENV_AUDIT_DIR, "").strip()
+        return cls(
+            coordinator=coordinator,
+            token=token,
+            worker=os.environ.get(names.ENV_WORKER, "").strip() or f"worker-{os.getpid()}",
+            address=os.environ.get(names.ENV_ADDRESS, "").strip() or "127.0.0.1",
+            virtual_nodes=_whole(names.ENV_VIRTUAL_NODES),
+            checkpoint_dir=Path(directory) if directory else None,
+            checkpoint_steps=_whole(names.ENV_CHECKPOINT_STEPS),
+            checkpoint_seconds=read_number(names.ENV_CHECKPOINT_SECONDS, float, 0.0),
+            checkpoint_keep=_whole(names.ENV_CHECKPOINT_KEEP),
+            audit_dir=Path(audit) if audit else None,
+            threads=_whole(names.ENV_THREADS) or THREADS,
+            reproducibility=_reproducibility(),
+            max_fused=_whole(names.ENV_MAX_FUSED),
+            profile=_path(names.ENV_PROFILE),
+            profile_out=_path(names.ENV_PROFILE_OUT),
+            profile_sizes=_sizes(),
+        )
+
+
+def _reproducibility() -> Reproducibility | None:
+    text = os.environ.get(names.ENV_REPRODUCIBILITY, "").strip()
+    if text not in ("", *REPRODUCIBILITY):
+        raise ConfigurationError(
+            f"{names.ENV_REPRODUCIBILITY}={text!r} must be {' or '.join(REPRODUCIBILITY)}; correct or unset it"
+        )
+    return REPRODUCIBILITY.get(text)
+
+
+def _path(name: str) -> Path | None:
+    text = os.environ.get(name, "").strip()
+    return Path(text) if text else None
+
+
+def _sizes() -> tuple[int, ...]:
+    text = os.environ.get(names.ENV_PROFILE_SIZES, "").strip()
+    try:
+        sizes = tuple(sorted({int(word) for word in text.split(",")})) if text else ()
+    except ValueError:
+        sizes = (0,)
+    if any(size < 1 for size in sizes):
+        raise ConfigurationError(
+            f"{names.ENV_PROFILE_SIZES}={text!r} must be whole numbers like 1,2,4; correct or unset it"
+        )
+    return sizes
+
+
+def _whole(name: str) -> int | None:
+    number = read_number(name, int, 1)
+    return None if number is None else int(number)

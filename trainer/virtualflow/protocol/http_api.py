@@ -1,0 +1,181 @@
+"""What passes between the coordinator and those who signal or watch it: typed calls, their answer, and the status.
+
+HTTP requests and the watch stream, made by the operator, the local runner and the command line. What workers and the
+coordinator say to each other is in ``messages``; decoding is as strict here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from virtualflow.protocol.messages import Base, Change, Count, Name, NoteKind, Seconds, Sentence
+from virtualflow.protocol.settings import MAX_WORKERS, Reproducibility
+
+
+class DrainCall(Base, frozen=True, tag=False):
+    """``POST /v1/drain``: these workers will be taken away in ``deadline`` seconds."""
+
+    workers: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_WORKERS)]
+    deadline: Seconds | None = None
+    reason: Sentence = "asked to"
+
+
+class GoneCall(Base, frozen=True, tag=False):
+    """``POST /v1/gone``: that worker's process has ended or its node is lost."""
+
+    worker: Name
+    incarnation: Name | None = None
+    """The process meant; without it, whichever bears the name now."""
+    reason: Sentence = "reported gone"
+
+
+class ScaleCall(Base, frozen=True, tag=False):
+    """``POST /v1/scale``: how many workers whoever starts them is to provide."""
+
+    workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+    minimum: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] | None = None
+    """With fewer ready workers than this nothing begins; ``None`` leaves it as it is."""
+
+
+class HoldCall(Base, frozen=True, tag=False):
+    """``POST /v1/hold``: no step after ``step`` may start; ``null`` lets go."""
+
+    step: Count | None
+
+
+class StopCall(Base, frozen=True, tag=False):
+    """``POST /v1/stop``: all workers leave at the same step, after a checkpoint where there is a place for one."""
+
+    reason: Sentence = "asked to stop"
+
+
+class FailCall(Base, frozen=True, tag=False):
+    """``POST /v1/fail``: the party that starts the workers says that the job has failed."""
+
+    reason: Sentence
+
+
+Call = DrainCall | GoneCall | ScaleCall | HoldCall | StopCall | FailCall
+
+PATHS: dict[type[Call], str] = {
+    DrainCall: "/v1/drain",
+    GoneCall: "/v1/gone",
+    ScaleCall: "/v1/scale",
+    HoldCall: "/v1/hold",
+    StopCall: "/v1/stop",
+    FailCall: "/v1/fail",
+}
+"""Where each is posted to."""
+
+
+class Answer(Base, frozen=True, tag=False):
+    """The answer to a call: one sentence."""
+
+    message: str
+
+
+class WorkerStatus(Base, frozen=True, tag=False):
+    """A worker as the status shows it."""
+
+    worker: str
+    incarnation: str
+    address: str
+    pid: int
+    state: Literal["starting", "ready", "training", "draining", "silent", "done"]
+    first: int
+    last: int
+    """The half-open range of virtual nodes that it is assigned; empty for one that has none."""
+    pace_ms: float | None = None
+    """How long it computes for a virtual node, as measured or else by a profile."""
+
+
+class LostWorker(Base, frozen=True, tag=False):
+    """A process that this coordinator has declared lost: it is refused for ever, and may still hang somewhere."""
+
+    worker: str
+    incarnation: str
+    address: str
+    """Empty where it is not known."""
+    reason: str
+
+
+class Refusal(Base, frozen=True, tag=False):
+    """A process that was not admitted."""
+
+    worker: str
+    reason: str
+    """One sentence."""
+
+
+EventKind = (
+    NoteKind
+    | Literal["worker", "refused", "generation", "restored", "change", "drain", "left", "lost", "scale"]
+    | Literal["stop", "done", "failed"]
+)
+
+
+class Event(Base, frozen=True, tag=False, omit_defaults=True):
+    """Something that a person would want to know, numbered upward within one coordinator's life."""
+
+    number: int
+    time: float
+    """Unix time."""
+    kind: EventKind
+    text: str
+    refusal: Refusal | None = None
+    """Of kind ``refused``: who, and why."""
+
+
+Phase = Literal["waiting", "training", "evaluating", "done", "stopped", "failed"]
+
+ENDED: frozenset[Phase] = frozenset({"done", "stopped", "failed"})
+"""Nothing follows upon these."""
+
+
+class Status(Base, frozen=True, tag=False):
+    """``GET /v1/status`` and each message of ``GET /v1/watch``."""
+
+    phase: Phase
+    incarnation: int
+    generation: int
+    virtual_nodes: int | None
+    wanted: int
+    minimum: int
+    """With fewer ready workers than this nothing begins."""
+    workers: tuple[WorkerStatus, ...]
+    lost: tuple[LostWorker, ...]
+    """The latest processes that were declared lost, the newest last; not those that left or saw the end."""
+    proposed: int | None
+    """The counter of a generation that is being prepared."""
+    proposed_workers: tuple[str, ...]
+    """Incarnations of the members of the generation being prepared."""
+    prepared: bool
+    """All members of the proposed generation have its communicator."""
+    reason: str
+    """The membership decision in force, in words."""
+    step: int
+    total_steps: int | None
+    epoch: int
+    metrics: dict[str, float]
+    steps_per_second: float
+    step_ms: float | None
+    """How long a step takes: the median of the latest ones, and of all once the training is complete."""
+    hold: int | None
+    last_change: Change | None
+    changes: tuple[Change, ...]
+    """The latest."""
+    changes_total: int
+    """How many there were, also those that are not in ``changes`` any more."""
+    repeated_steps: int
+    """Of all of them."""
+    events: tuple[Event, ...]
+    digest: str | None
+    optimizer_digest: str | None
+    error: str | None
+    traceback: str | None
+    reproducibility: Reproducibility | None = None
+    """Which of the two the job is; ``None`` before anybody has said."""
+    predicted_step_ms: float | None = None
+    """How long a step should take by the workers' paces and assignments; ``None`` until all are measured."""

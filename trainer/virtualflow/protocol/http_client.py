@@ -1,0 +1,178 @@
+"""A client of the coordinator's HTTP API for those who signal and watch a job: the command line, the local
+runner and the operator. Requests and answers are those of ``http_api``.
+
+A coordinator may be restarting at any moment, so requests are repeated with back-off for a while and the
+watch stream reconnects for ever. Every call may safely be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import msgspec
+
+from virtualflow.errors import VirtualFlowError
+from virtualflow.protocol.http_api import PATHS, Answer, Call, Status
+from virtualflow.protocol.messages import encode
+from virtualflow.protocol.settings import SignalSettings
+
+_status = msgspec.json.Decoder(Status)
+_answer = msgspec.json.Decoder(Answer)
+
+
+class CoordinatorUnreachable(VirtualFlowError):
+    """No coordinator answered within the patience of the caller."""
+
+
+class CallRefused(VirtualFlowError):
+    """The coordinator understood who asked or what was asked, and said no; the message is its sentence."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        """The HTTP status."""
+
+
+class CoordinatorClient:
+    """Talks to the coordinator at ``url`` with the job's token; an asynchronous context manager.
+
+    Raises:
+        CallRefused: from every method, when the coordinator says no (a wrong token, an unknown worker, …).
+        CoordinatorUnreachable: from every method but ``watch``, after ``patience`` seconds.
+    """
+
+    def __init__(self, url: str, token: str, settings: SignalSettings) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._settings = settings
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=self._settings.request_timeout),
+            connector=aiohttp.TCPConnector(force_close=True),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def status(self, patience: float | None = None, *, brief: bool = False) -> Status:
+        """What the job is doing now.
+
+        Args:
+            patience: seconds to go on trying while none answers; ``None``: that of the settings.
+            brief: with the latest few membership changes and events only.
+        """
+        body = await self._request("GET", "/v1/status?brief=1" if brief else "/v1/status", None, patience)
+        try:
+            return _status.decode(body)
+        except msgspec.MsgspecError as error:
+            raise CallRefused(200, f"the coordinator at {self._url} speaks another version: {error}") from error
+
+    async def send(self, call: Call, patience: float | None = None) -> str:
+        """Make a call; the coordinator's one-sentence answer.
+
+        Args:
+            call: what to tell the coordinator; its type is the endpoint.
+            patience: seconds to go on trying while none answers; ``None``: that of the settings.
+        """
+        body = await self._request("POST", PATHS[type(call)], encode(call), patience)
+        return _sentence(body)
+
+    async def watch(
+        self, progress: float | None = None, *, brief: bool = False, on_link: Callable[[bool], None] | None = None
+    ) -> AsyncIterator[Status]:
+        """The status, now and after each change, for ever: a stream that breaks is opened again.
+
+        Args:
+            progress: seconds in which at most one message comes that only reports progress; ``None``: each one comes.
+            brief: with the latest few membership changes and events only.
+            on_link: called with ``True`` when a stream is open, and with ``False`` when it broke or when none could be
+                opened; not again while that stays as it is.
+        """
+        assert self._session is not None, "use the client as an asynchronous context manager"
+        query = {"brief": "1"} if brief else {}
+        if progress is not None:
+            query["progress"] = f"{progress:.10g}"
+        delay = self._settings.retry_first
+        linked: bool | None = None
+
+        def tell(now: bool) -> None:
+            nonlocal linked
+            if now is not linked and on_link is not None:
+                on_link(now)
+            linked = now
+
+        while True:
+            try:
+                async with self._session.ws_connect(
+                    self._url + "/v1/watch",
+                    params=query,
+                    max_msg_size=self._settings.max_status,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=self._settings.request_timeout),
+                    heartbeat=self._settings.request_timeout,
+                ) as stream:
+                    tell(True)
+                    async for message in stream:
+                        if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+                            delay = self._settings.retry_first
+                            yield _status.decode(message.data)
+            except aiohttp.WSServerHandshakeError as error:
+                if 400 <= error.status < 500:
+                    tell(False)
+                    raise CallRefused(error.status, _refusal(error.status)) from error
+            except msgspec.MsgspecError as error:
+                tell(False)
+                raise CallRefused(200, f"the coordinator at {self._url} speaks another version: {error}") from error
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                pass  # It is restarting, or gone for good: whoever started it knows, and stops watching.
+            tell(False)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, self._settings.retry_most)
+
+    async def _request(self, method: str, path: str, body: bytes | None, patience: float | None) -> bytes:
+        assert self._session is not None, "use the client as an asynchronous context manager"
+        deadline = time.monotonic() + (self._settings.patience if patience is None else patience)
+        delay = self._settings.retry_first
+        headers = {"Content-Type": "application/json"} if body is not None else None
+        while True:
+            trouble = ""
+            try:
+                async with self._session.request(method, self._url + path, data=body, headers=headers) as response:
+                    content = await response.read()
+                    if response.status < 400:
+                        return content
+                    if response.status < 500:
+                        raise CallRefused(response.status, _sentence(content) or _refusal(response.status))
+                    trouble = _sentence(content) or f"it answers {response.status}"
+            except aiohttp.InvalidURL as error:
+                raise CallRefused(400, f"{self._url} is no address of a coordinator; write http://host:port") from error
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                trouble = str(error) or type(error).__name__
+            if time.monotonic() + delay >= deadline:
+                raise CoordinatorUnreachable(f"the coordinator at {self._url} does not answer ({trouble})")
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, self._settings.retry_most)
+
+
+def _sentence(content: bytes) -> str:
+    try:
+        return _answer.decode(content).message
+    except msgspec.MsgspecError:
+        return ""
+
+
+def _refusal(code: int) -> str:
+    if code in (401, 403):
+        return "the coordinator refuses the token; it must be the one that the job was started with"
+    return f"the coordinator refuses the request ({code})"

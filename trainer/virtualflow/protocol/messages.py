@@ -1,0 +1,398 @@
+"""What goes over the wire between workers and the coordinator: typed, bounded JSON.
+
+Workers hold one WebSocket to the coordinator (``/v1/worker``). What the operator and the command line ask it, and what
+it answers, is in ``http_api``, which stands on the same ground. Decoding is strict (msgspec): an unknown field or tag,
+a wrong type or a number out of bounds is refused as a whole and changes nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Annotated, Literal
+
+import msgspec
+
+from virtualflow.protocol.settings import (
+    DEFLATED,
+    MAX_CHANGES,
+    MAX_KEY,
+    MAX_NAME,
+    MAX_SENTENCE,
+    MAX_TRACEBACK,
+    MAX_UNPACKED,
+    MAX_VIRTUAL_NODES,
+    MAX_WORKERS,
+    Reproducibility,
+)
+
+PROTOCOL = 2
+"""Raised when a message changes in a way that an older party would misread."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Address = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
+Traceback = Annotated[str, msgspec.Meta(max_length=MAX_TRACEBACK)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0 * 366)]
+PaceSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=86_400.0)]
+"""A worker's computing time per virtual node."""
+NoteKind = Literal["info", "warning", "checkpoint", "checkpoint-failed"]
+Cause = Literal["start", "join", "drain", "resize", "lost", "broken", "restart", "rebalance", "stop"]
+
+
+class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", rename="camel"):
+    """Common ground of all messages: immutable, strict, camelCase on the wire."""
+
+
+class Generation(Base, frozen=True, order=True, tag=False):
+    """The number of a membership: (incarnation of the coordinator that made it, counter); compared in that order.
+
+    The counter goes on upward across coordinators, so people may call a generation by it; the incarnation makes sure
+    that two coordinators never make the same number.
+    """
+
+    incarnation: Count
+    counter: Count
+
+    def __str__(self) -> str:
+        return str(self.counter)
+
+
+NO_GENERATION = Generation(0, 0)
+"""The one before the first, and the offer of a worker that has none to enter."""
+
+
+class Member(Base, frozen=True, tag=False):
+    """A worker of a generation, and the half-open range of virtual nodes that it is assigned."""
+
+    worker: Name
+    incarnation: Name
+    """Names the process: a replacement may have the same ``worker`` name."""
+    address: Address
+    first: Annotated[int, msgspec.Meta(ge=0, le=MAX_VIRTUAL_NODES)]
+    last: Annotated[int, msgspec.Meta(ge=0, le=MAX_VIRTUAL_NODES)]
+
+    @property
+    def virtual_nodes(self) -> range:
+        """What it is assigned."""
+        return range(self.first, self.last)
+
+
+class Plan(Base, frozen=True, tag="plan"):
+    """A generation, proposed to all who are in it or leave by it; a member's rank is its place in ``members``.
+
+    ``mode`` says what the workers of the running generation do: ``planned``, go on training, build the communicator
+    beside it and switch after the step in which all have shown that they are ready; ``recovery``, the running
+    communicator is lost: leave the attempt and enter at once. A planned generation without members ends the training of
+    all its predecessors at the same step.
+    """
+
+    generation: Generation
+    mode: Literal["planned", "recovery"]
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_WORKERS)]
+    joiners: tuple[Name, ...]
+    cause: Cause
+    reason: Sentence
+
+    def includes(self, incarnation: str) -> bool:
+        """Whether that process is a member."""
+        return any(member.incarnation == incarnation for member in self.members)
+
+    def rank_of(self, worker: str, incarnation: str) -> int | None:
+        """The rank of that process, ``None`` when it is no member."""
+        for rank, member in enumerate(self.members):
+            if member.worker == worker and member.incarnation == incarnation:
+                return rank
+        return None
+
+
+class Change(Base, frozen=True, tag=False):
+    """A membership change that has happened, as a survivor measured it."""
+
+    generation: Generation
+    step: Count
+    """The first step completed after it."""
+    from_: Count = msgspec.field(name="from")
+    to: Count
+    cause: Cause
+    reason: Sentence
+    pause_ms: Annotated[float, msgspec.Meta(ge=0)] | None
+    """The longest time at a survivor between the last step before it and the first after it; ``None``: no survivor."""
+    repeated_steps: Count
+    state_bytes: Count | None = None
+    """Bytes of the state that was given to each worker that lacked it; ``None``: all had it."""
+    state_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """How long that took, a part of the pause."""
+    state_donors: Count | None = None
+    """How many workers gave it."""
+
+
+# --- worker to coordinator --------------------------------------------------------------------------------------------
+
+
+class Hello(Base, frozen=True, tag="hello"):
+    """The first message of a connection: who this is and all that it knows, for a coordinator that may know nothing."""
+
+    protocol: int
+    worker: Name
+    incarnation: Name
+    address: Address
+    pid: Count
+    virtual_nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_VIRTUAL_NODES)]
+    fingerprint: Sentence
+    """What must be equal on all devices: torch and, for equal bits, threads."""
+    ready: bool
+    """It has built its model and could enter a generation now."""
+    draining: bool
+    drain_deadline: Seconds | None
+    """Seconds from now."""
+    plan: Plan | None
+    """The generation that it is in."""
+    step: Count
+    total_steps: Count | None
+    done: bool
+    changes: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_CHANGES)]
+    pace: PaceSeconds | None = None
+    """A first guess of its computing time per virtual node, from a profile of its device."""
+    reproducibility: Reproducibility = "bitwise"
+    device: Sentence = ""
+    """The type of its device, for people to read."""
+    self_test: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """The digest of what its device computes (``self_test``); empty where bits need not be equal."""
+
+
+class Heartbeat(Base, frozen=True, tag="heartbeat"):
+    """A sign of life."""
+
+
+class Ready(Base, frozen=True, tag="ready"):
+    """The model is built and warm: this worker can enter a generation."""
+
+
+class Prepared(Base, frozen=True, tag="prepared"):
+    """The communicator of that generation stands at this worker."""
+
+    generation: Generation
+
+
+class Entered(Base, frozen=True, tag="entered"):
+    """This worker has left its former generation for this one, with the state of ``step`` completed steps.
+
+    A worker that has no state yet says so only once it has received one: until then it is waiting to join.
+    """
+
+    plan: Plan
+    step: Count
+    restored: bool
+    """The state came from a checkpoint."""
+
+
+class EnteredTold(Base, frozen=True, tag="entered-told"):
+    """As :class:`Entered`, of a plan that came over this very connection: its members need not be told back.
+
+    A generation of a thousand workers would come back to the coordinator a thousand times.
+    """
+
+    generation: Generation
+    step: Count
+    restored: bool
+
+
+class Pace(Base, frozen=True, tag="pace"):
+    """How long this worker computes for a virtual node, measured while it trained in ``generation``.
+
+    From fetching its first micro-batch to the end of its last backward pass, without synchronizing gradients and
+    without waiting for others; told again to a coordinator that is new.
+    """
+
+    generation: Generation
+    median: PaceSeconds
+    low: PaceSeconds
+    """The lower quartile of the samples."""
+    high: PaceSeconds
+    """The upper one."""
+    rest: Seconds
+    """The rest of a step at this worker: synchronizing, update, the user's code between steps, waiting."""
+    samples: Count
+
+
+class Progress(Base, frozen=True, tag="progress"):
+    """Where the training is, from the leader (the member with rank 0) and from anyone whose phase changed."""
+
+    generation: Generation
+    step: Count
+    epoch: Count
+    total_steps: Count | None
+    metrics: dict[str, float]
+    steps_per_second: float
+    phase: Literal["training", "evaluating"]
+    step_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """The median of the latest steps of this generation."""
+
+
+class Resumed(Base, frozen=True, tag="resumed"):
+    """The first step after a membership change is complete at this worker."""
+
+    change: Change
+
+
+class Broken(Base, frozen=True, tag="broken"):
+    """A collective of that generation failed, or its communicator could not be built."""
+
+    generation: Generation
+    step: Count
+    detail: Sentence
+
+
+class DrainRequest(Base, frozen=True, tag="drain-request"):
+    """This worker was told to leave (SIGTERM) and asks to be relieved."""
+
+    reason: Sentence
+
+
+class Left(Base, frozen=True, tag="left"):
+    """This worker has handed over when the others entered ``generation``, in which it has no place, and ends."""
+
+    generation: Generation
+    step: Count
+
+
+class Failed(Base, frozen=True, tag="failed"):
+    """The user's code raised, or the job cannot go on for a reason that repeating would not mend."""
+
+    step: Count
+    error: Sentence
+    """The last line: the exception and its message."""
+    traceback: Traceback
+
+
+class Done(Base, frozen=True, tag="done"):
+    """This worker has seen the end of the training and of the ``with`` block."""
+
+    step: Count
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
+    optimizer_digest: Annotated[str, msgspec.Meta(max_length=64)]
+    metrics: dict[str, float]
+    step_ms: float | None
+    timed_steps: Count
+
+
+class Note(Base, frozen=True, tag="note"):
+    """Something for the job's events: a checkpoint written or skipped, a warning."""
+
+    kind: NoteKind
+    text: Sentence
+
+
+class Publish(Base, frozen=True, tag="publish"):
+    """A key of a generation's rendezvous; the coordinator relays it to the generation's members (:class:`Keys`)."""
+
+    generation: Generation
+    key: Annotated[str, msgspec.Meta(max_length=256)]
+    value: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY)]
+
+
+Membership = Hello | Heartbeat | Ready | Prepared | Entered | EnteredTold | Broken | DrainRequest | Left | Publish
+Training = Pace | Progress | Resumed | Failed | Done | Note
+FromWorker = Membership | Training
+
+# --- coordinator to worker --------------------------------------------------------------------------------------------
+
+
+class Welcome(Base, frozen=True, tag="welcome"):
+    """The answer to Hello. ``running``: others are training already, so a joiner should warm up before it is ready."""
+
+    running: bool
+    step: Count
+    hold: Count | None
+    heartbeat: Seconds
+    """How often the coordinator wants a sign of life."""
+
+
+class Keys(Base, frozen=True, tag="keys"):
+    """Keys of a generation's rendezvous that its members have published since the last such message."""
+
+    generation: Generation
+    values: dict[str, bytes]
+
+
+class Drain(Base, frozen=True, tag="drain"):
+    """This worker is to leave; it remembers that, so that a restarted coordinator learns it from its Hello."""
+
+    deadline: Seconds
+    reason: Sentence
+
+
+class Hold(Base, frozen=True, tag="hold"):
+    """No step after ``step`` may start until further notice (``None``: none is held). For fault schedules."""
+
+    step: Count | None
+
+
+class Release(Base, frozen=True, tag="release"):
+    """All is done that this worker was waiting for after Left or Done: it may end."""
+
+
+class Refuse(Base, frozen=True, tag="refuse"):
+    """This process is not admitted (again)."""
+
+    reason: Sentence
+
+
+class End(Base, frozen=True, tag="end"):
+    """The job is over for everyone: with success while joiners were waiting, or failed."""
+
+    failed: bool
+    reason: Sentence
+
+
+ToWorker = Welcome | Plan | Keys | Drain | Hold | Release | Refuse | End
+
+# --- on the wire ------------------------------------------------------------------------------------------------------
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """JSON of a message."""
+    return msgspec.json.encode(message)
+
+
+def pack(message: msgspec.Struct) -> bytes:
+    """A message between worker and coordinator as it travels: JSON, deflated if it is long."""
+    data = encode(message)
+    return zlib.compress(data, 1) if len(data) > DEFLATED else data
+
+
+def unpack_from_worker(data: bytes | str) -> FromWorker:
+    """What a worker has packed.
+
+    Raises:
+        MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
+    """
+    return from_worker.decode(_inflated(data))
+
+
+def unpack_to_worker(data: bytes | str) -> ToWorker:
+    """What the coordinator has packed.
+
+    Raises:
+        MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
+    """
+    return to_worker.decode(_inflated(data))
+
+
+def _inflated(data: bytes | str) -> bytes | str:
+    """JSON, which begins with a brace, as it is; else what was deflated, as far as it is not too long."""
+    if isinstance(data, str) or data[:1] == b"{":
+        return data
+    inflate = zlib.decompressobj()
+    try:
+        plain = inflate.decompress(data, MAX_UNPACKED)
+    except zlib.error as error:
+        raise msgspec.DecodeError(f"neither JSON nor deflated: {error}") from error
+    if not inflate.eof or inflate.unused_data:
+        raise msgspec.DecodeError("it was cut off, is too long, or something follows it")
+    return plain
+
+
+from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)

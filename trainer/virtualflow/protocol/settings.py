@@ -1,0 +1,106 @@
+"""What every process of a job must agree on: names of environment variables, limits of messages, common defaults.
+
+Durations are seconds and sizes are bytes unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ENV_COORDINATOR = "VIRTUALFLOW_COORDINATOR"
+ENV_TOKEN = "VIRTUALFLOW_TOKEN"
+ENV_WORKER = "VIRTUALFLOW_WORKER"
+ENV_ADDRESS = "VIRTUALFLOW_ADDRESS"
+ENV_VIRTUAL_NODES = "VIRTUALFLOW_VIRTUAL_NODES"
+ENV_CHECKPOINT_DIR = "VIRTUALFLOW_CHECKPOINT_DIR"
+ENV_CHECKPOINT_STEPS = "VIRTUALFLOW_CHECKPOINT_STEPS"
+ENV_CHECKPOINT_SECONDS = "VIRTUALFLOW_CHECKPOINT_SECONDS"
+ENV_CHECKPOINT_KEEP = "VIRTUALFLOW_CHECKPOINT_KEEP"
+ENV_AUDIT_DIR = "VIRTUALFLOW_AUDIT_DIR"
+ENV_THREADS = "VIRTUALFLOW_THREADS"
+ENV_REPRODUCIBILITY = "VIRTUALFLOW_REPRODUCIBILITY"
+ENV_MAX_FUSED = "VIRTUALFLOW_MAX_FUSED"
+ENV_PROFILE = "VIRTUALFLOW_PROFILE"
+ENV_PROFILE_OUT = "VIRTUALFLOW_PROFILE_OUT"
+ENV_PROFILE_SIZES = "VIRTUALFLOW_PROFILE_SIZES"
+ENV_TERMINATION_LOG = "VIRTUALFLOW_TERMINATION_LOG"
+
+VIRTUAL_NODES = 8
+"""Virtual nodes of a job that names no number."""
+
+WORKERS = 2
+"""Workers of ``virtualflow run`` without ``--workers``: the fewest that survive the loss of one."""
+
+BACKOFF_LIMIT = 6
+"""``virtualflow run``: replacements in a row without a step in between before the job has failed."""
+
+MAX_VIRTUAL_NODES = 65_536
+MAX_WORKERS = 4_096
+
+MAX_NAME = 253
+"""A worker's name is a pod's name: at most 253 characters."""
+
+MAX_SENTENCE = 4_096
+"""Characters of a sentence in a message; a longer one is refused, so senders cut theirs below it."""
+
+MAX_MESSAGE = 1 << 20
+"""The largest message or request body that the coordinator reads; a larger one is refused."""
+
+MAX_UNPACKED = 8 << 20
+"""What a message may hold once it is inflated: a generation of ``MAX_WORKERS`` takes a quarter of it."""
+
+DEFLATED = 4_096
+"""Messages above this size travel deflated: a generation's members shrink to a quarter, keys of a rendezvous more."""
+
+MAX_KEY = 65_536
+"""Bytes of one value of a generation's rendezvous."""
+
+MAX_TRACEBACK = 16_384
+"""Characters of a traceback that travel to the status; the end of it is what counts."""
+
+MAX_CHANGES = 1_000
+"""Membership changes that a job remembers in its status and state; the oldest go first."""
+
+MAX_TERMINATION_MESSAGE = 4_096
+"""Bytes of what a worker writes when it ends: what Kubernetes shows of a termination log."""
+
+MAX_TERMINATION_METRICS = 16
+"""Metrics in such a message."""
+
+CHECKPOINT_KEEP = 3
+
+CHECKPOINT_SECONDS = 60.0
+"""With a checkpoint directory and no interval, a checkpoint is written this often."""
+
+THREADS = 1
+"""Threads of a worker's CPU kernels. Sums inside a kernel depend on it, so it is part of what makes bits equal."""
+
+Reproducibility = Literal["bitwise", "statistical"]
+"""Whether the result is the same to the bit on any number of workers, or in distribution."""
+
+REPRODUCIBILITY: dict[str, Reproducibility] = {"Bitwise": "bitwise", "Statistical": "statistical"}
+"""What a manifest and the environment may ask for, and what ``vf.elastic`` calls it."""
+
+HEARTBEAT_LIMIT = 5.0
+"""A worker that was silent for this long is lost."""
+
+DRAIN_GRACE = 30.0
+"""The deadline of a drain that names none: what Kubernetes gives a pod."""
+
+STOP_GRACE = 30.0
+"""``virtualflow run``: how long a drain of the whole job may take before it is killed."""
+
+
+@dataclass(frozen=True)
+class SignalSettings:
+    """The client of the coordinator's HTTP API, for whoever signals or watches a job."""
+
+    request_timeout: float = 5.0
+    """One request, from connecting to its answer."""
+    retry_first: float = 0.05
+    retry_most: float = 0.5
+    patience: float = 15.0
+    """How long a request is repeated while no coordinator answers: it may be restarting."""
+    max_status: int = 64 << 20
+    """The largest status that is read."""

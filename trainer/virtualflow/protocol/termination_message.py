@@ -1,0 +1,182 @@
+"""What a worker leaves behind when it ends, for whoever started its process, and how that is read.
+
+Kubernetes shows the first 4,096 bytes of a container's termination log in the pod's status, so what is written always
+fits, whole and readable. It needs no coordinator: a worker that cannot reach one leaves its message all the same.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from virtualflow.errors import CoordinatorAbsent, Drained, Evicted, Leave, VirtualFlowError
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import ENV_TERMINATION_LOG, MAX_TERMINATION_MESSAGE, MAX_TERMINATION_METRICS
+
+logger = logging.getLogger("virtualflow.worker")
+
+EXIT_EVICTED = Evicted.exit_code
+"""How a worker's process ends that the coordinator declared lost or refused: it may be started again."""
+
+_SENTENCE = 1_000
+"""Characters of an error or a reason; what is left over is the traceback's."""
+
+_NAME = 100
+"""Characters of a metric's name; a longer one is left out."""
+
+
+class TerminationMessage(m.Base, frozen=True, tag="last-word", forbid_unknown_fields=False, omit_defaults=True):
+    """What a worker writes into its termination log when it ends; one that is killed writes nothing.
+
+    ``done``: it saw the end of the training. ``left``: it was drained and has handed over, or all were stopped.
+    ``failed``: the user's code raised, or what it asked for cannot be done. ``refused``: the coordinator declared
+    it lost or did not admit it (:data:`EXIT_EVICTED`). ``ended``: the job is over or has failed elsewhere, or its
+    coordinator stayed away.
+    """
+
+    kind: Literal["done", "left", "failed", "refused", "ended"]
+    step: int = 0
+    """Completed steps."""
+    total_steps: int | None = None
+    digest: str | None = None
+    optimizer_digest: str | None = None
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    error: str | None = None
+    """The exception and its message, or the sentence of an error raised on purpose."""
+    traceback: str | None = None
+    """Its end, as far as there is room."""
+    reason: str | None = None
+    """Why it left, was refused or ended."""
+
+
+class TerminationMessageWriter:
+    """Writes the termination message of this process, if one is asked for; a later one takes its place."""
+
+    def __init__(self) -> None:
+        text = os.environ.get(ENV_TERMINATION_LOG, "").strip()
+        # A loader process does not speak for its worker, not even one that only imports the script to begin.
+        process = multiprocessing.current_process()
+        helps = process.daemon or getattr(process, "_inheriting", False)
+        self._path = Path(text) if text and not helps else None
+        self._process = os.getpid()
+        """What the user's code forks does not, either."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this process is to leave one."""
+        return self._path is not None and self._process == os.getpid()
+
+    def done(self, result: m.Done, total_steps: int | None) -> None:
+        """The training is complete."""
+        self._write(
+            TerminationMessage(
+                "done",
+                step=result.step,
+                total_steps=total_steps,
+                digest=result.digest,
+                optimizer_digest=result.optimizer_digest,
+                metrics=result.metrics,
+            )
+        )
+
+    def ended(
+        self,
+        error: BaseException,
+        step: int = 0,
+        total_steps: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """An exception ends the process, or at least its training.
+
+        Args:
+            error: one that the library raised to end it, or anything else.
+            step: completed steps.
+            total_steps: of the whole training.
+            metrics: those of the last step.
+        """
+        message = TerminationMessage("failed", step=step, total_steps=total_steps, metrics=dict(metrics or {}))
+        if isinstance(error, Leave):
+            kind = "left" if isinstance(error, Drained) else "refused" if isinstance(error, Evicted) else "ended"
+            message = msgspec.structs.replace(message, kind=kind, reason=error.reason)
+        elif isinstance(error, CoordinatorAbsent):
+            message = msgspec.structs.replace(message, kind="ended", reason=str(error))
+        elif isinstance(error, VirtualFlowError):
+            message = msgspec.structs.replace(message, error=str(error))
+        else:
+            line = traceback.format_exception_only(error)[-1].strip()
+            message = msgspec.structs.replace(message, error=line, traceback="".join(traceback.format_exception(error)))
+        self._write(message)
+
+    def _write(self, message: TerminationMessage) -> None:
+        if not self.wanted or self._path is None:
+            return
+        try:
+            # In place: Kubernetes mounts this very file. Without waiting: it might be a pipe that nobody reads.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+            file = os.open(self._path, flags, 0o644)
+            try:
+                os.write(file, encode_termination_message(message))
+            finally:
+                os.close(file)
+        except (OSError, ValueError) as error:
+            logger.warning("the termination message of this worker cannot be written to %s: %s", self._path, error)
+
+
+# Of two kinds that are possible, the tag must say which it is.
+_decoder = msgspec.json.Decoder(TerminationMessage | m.Heartbeat)
+
+
+def decode_termination_message(text: str | bytes) -> TerminationMessage | None:
+    """Read the content of a termination log; ``None``: something else's text, the end of a log."""
+    try:
+        message = _decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return message if isinstance(message, TerminationMessage) else None
+
+
+def encode_termination_message(message: TerminationMessage) -> bytes:
+    """JSON of at most ``MAX_TERMINATION_MESSAGE`` bytes; what is cut off is first the beginning of the traceback."""
+    metrics = {
+        _clean(name): value for name, value in message.metrics.items() if len(name) <= _NAME and math.isfinite(value)
+    }
+    message = msgspec.structs.replace(
+        message,
+        metrics=dict(list(metrics.items())[:MAX_TERMINATION_METRICS]),
+        error=_clean(message.error)[:_SENTENCE] if message.error is not None else None,
+        reason=_clean(message.reason)[:_SENTENCE] if message.reason is not None else None,
+        traceback=_clean(message.traceback)[-MAX_TERMINATION_MESSAGE:] if message.traceback else None,
+    )
+    trace, error, reason = message.traceback or "", message.error or "", message.reason or ""
+    numbers = list(message.metrics.items())
+    # One after the other gives way until all fits; without any of them it always does.
+    message = _fit(message, len(trace), lambda n: {"traceback": trace[len(trace) - n :] or None})
+    message = _fit(message, len(numbers), lambda n: {"metrics": dict(numbers[:n])})
+    message = _fit(message, len(reason), lambda n: {"reason": reason[:n] or None})
+    return m.encode(_fit(message, len(error), lambda n: {"error": error[:n] or None}))
+
+
+def _fit(message: TerminationMessage, length: int, part: Callable[[int], dict[str, Any]]) -> TerminationMessage:
+    """``message`` with as much of a part, ``length`` long, as there is room for; ``part`` is so much of it."""
+
+    def size(n: int) -> int:
+        return len(m.encode(msgspec.structs.replace(message, **part(n))))
+
+    if len(m.encode(message)) <= MAX_TERMINATION_MESSAGE:
+        return message
+    fits = bisect.bisect_right(range(length), MAX_TERMINATION_MESSAGE, key=size) - 1
+    return msgspec.structs.replace(message, **part(max(fits, 0)))
+
+
+def _clean(text: str) -> str:
+    """``text`` without halves of surrogate pairs, which JSON cannot hold."""
+    return text.encode("utf-8", "replace").decode()

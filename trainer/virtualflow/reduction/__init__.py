@@ -1,0 +1,31 @@
+"""Sums in the order of a job's summation: within a worker as gradients come, between workers slice by slice, during the
+backward pass where that is safe. Bits depend on this package alone, so it knows nothing of membership or models.
+"""
+
+from __future__ import annotations
+
+from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors
+from virtualflow.reduction.overlap import AttemptSpoiled, Overlap
+from virtualflow.reduction.ownership import Move, Owners, lost, owned_by, plan_hand_over, plan_moves, plan_owners
+from virtualflow.reduction.pipeline import as_raw
+from virtualflow.reduction.reducer import Reducer
+from virtualflow.reduction.summation import Summation, choose_summation
+
+__all__ = [
+    "Accumulator",
+    "AttemptSpoiled",
+    "Move",
+    "Overlap",
+    "Owners",
+    "Parts",
+    "Reducer",
+    "Summation",
+    "Tensors",
+    "as_raw",
+    "choose_summation",
+    "lost",
+    "owned_by",
+    "plan_hand_over",
+    "plan_moves",
+    "plan_owners",
+]

@@ -1,0 +1,99 @@
+"""Sums over consecutive virtual nodes, as far as one worker's range goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from virtualflow.reduction.summation import Summation
+from virtualflow.reduction.tree import Key
+
+Tensors = list[Tensor | None]
+"""One tensor for each place; ``None`` where nothing was contributed."""
+
+Parts = list[tuple[Key, Tensors]]
+"""Sums over the tree nodes ``(left, right)``, from left to right."""
+
+
+class Accumulator:
+    """Adds up the tensors of consecutive virtual nodes, to as few sums as the order of summation allows.
+
+    At most ``2 log2(virtual_nodes)`` sums of a ``bitwise`` job are alive at a time; for a range that is a subtree, as
+    many as the subtree is deep while it grows and one at its end.
+    """
+
+    def __init__(self, summation: Summation) -> None:
+        self._summation = summation
+        self.parts: Parts = []
+
+    def add(self, virtual_node: int, tensors: Tensors, *, weight: float = 1.0, count: int = 1) -> None:
+        """Add what one virtual node contributes; the tensors belong to the accumulator from now on.
+
+        Virtual nodes come in increasing order without gaps, and always with the same number of tensors.
+
+        Args:
+            virtual_node: which one, or the first of several.
+            tensors: see above.
+            weight: their factor.
+            count: how many were computed as one, and are added as one.
+        """
+        multiply(tensors, weight)
+        key = (virtual_node, virtual_node + count)
+        for _ in range(self.merges(virtual_node)):
+            left, first = self.parts.pop()
+            key, tensors = (left[0], key[1]), add_tensors(first, tensors)
+        self.parts.append((key, tensors))
+
+    def merges(self, virtual_node: int) -> int:
+        """With how many of the last sums the coming virtual node makes one."""
+        return self._summation.merges([key for key, _ in self.parts], virtual_node)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.parts.clear()
+
+
+def multiply(tensors: Iterable[Tensor | None], factor: float) -> None:
+    """Multiply tensors in place: by the weight of their samples, or a whole sum by the scale of the step."""
+    if factor == 1.0:
+        return
+    there = [tensor for tensor in tensors if tensor is not None]
+    # Every floating-point type holds such a power of two as it is; torch would round any other factor to the type of
+    # the tensors first.
+    if there and math.frexp(factor)[0] == 0.5 and 2.0**-14 <= factor <= 1.0:
+        torch._foreach_mul_(there, factor)
+        return
+    for tensor in there:
+        tensor.mul_(factor)
+
+
+def add_tensors(left: Tensors, right: Tensors) -> Tensors:
+    """``left + right`` element by element, in place in ``left`` where both are there."""
+    lefts = [a for a in left if a is not None]
+    rights = [b for b in right if b is not None]
+    if len(lefts) == len(left) == len(rights) == len(right):
+        if lefts:
+            torch._foreach_add_(lefts, rights)
+        return left
+    lefts, rights = [], []
+    for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        if a is not None and b is not None:
+            lefts.append(a)
+            rights.append(b)
+        elif a is not None or b is not None:
+            there = a if a is not None else b
+            assert there is not None
+            left[index] = there.add_(0.0) if there.is_floating_point() or there.is_complex() else there
+    if lefts:
+        torch._foreach_add_(lefts, rights)
+    return left
+
+
+def add_one(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """The same for one place, where ``right`` must not change: it is still the user's."""
+    if left is not None:
+        return left.add_(0.0 if right is None else right)
+    return None if right is None else right + 0.0

@@ -1,0 +1,147 @@
+"""The beginning of a reduction before the last backward pass has ended.
+
+The sums of a worker's range but for its last virtual node are there already, so each gradient of that one is added,
+written and sent as soon as it is known; what else there is to a reduction, ``pipeline`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from virtualflow.reduction.accumulation import Parts, Tensors, add_one, add_tensors, multiply
+from virtualflow.reduction.buckets import Bucket
+from virtualflow.reduction.pipeline import Pipeline
+
+
+class Early:
+    """A reduction that begins while the last virtual node's tensors come in, one by one.
+
+    Args:
+        pipeline: of these buckets.
+        buckets: what is reduced.
+        parts: the sums of the worker's range but for its last virtual node; used up as tensors come.
+        merges: with how many of the last of them that virtual node makes one.
+        weight: the factor of its tensors.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, buckets: Sequence[Bucket], parts: Parts, *, merges: int, weight: float
+    ) -> None:
+        self._pipeline = pipeline
+        self._weight = weight
+        self._buckets = buckets
+        self._above = [tensors for _, tensors in parts[: len(parts) - merges]]
+        self._merged = [tensors for _, tensors in parts[len(parts) - merges :]]
+        self._where = {
+            place: (index, at) for index, bucket in enumerate(buckets) for at, place in enumerate(bucket.places)
+        }
+        self._missing = [len(bucket.places) for bucket in buckets]
+        self._staged: dict[tuple[int, int], Tensors] = {}
+        self._next = 0
+
+    @property
+    def places(self) -> frozenset[int]:
+        """What it reduces."""
+        return frozenset(self._where)
+
+    def give(self, place: int, tensor: Tensor | None) -> None:
+        """The last virtual node's contribution to a place, once for each; it does not change, and may after this."""
+        if tensor is not None and self._weight != 1.0:
+            tensor = tensor.clone()
+            multiply([tensor], self._weight)
+        self._give(place, tensor)
+
+    def _give(self, place: int, tensor: Tensor | None) -> None:
+        index, at = self._where[place]
+        for row, tensors in enumerate(self._above):
+            self._place(index, at, row, tensors[place])
+            tensors[place] = None
+        for tensors in reversed(self._merged[1:]):
+            tensor, tensors[place] = add_one(tensors[place], tensor), None
+        first = self._merged[0][place] if self._merged else None
+        if first is None or tensor is None or not self._pipeline.on_host[index]:
+            merged = add_one(first, tensor) if self._merged else tensor
+            self._place(index, at, len(self._above), merged)
+        else:  # The last addition writes the message, so that nothing is copied.
+            left, right = first.reshape(-1), tensor.reshape(-1)
+            for begin, stretch in self._pipeline.segments(index, at, len(self._above)):
+                end = begin + stretch.numel()
+                torch.add(left[begin:end], right[begin:end], out=stretch)
+        if self._merged:
+            self._merged[0][place] = None
+        self._missing[index] -= 1
+        self._submit_full()
+
+    def give_rest(self, tensors: Mapping[int, Tensor | None]) -> None:
+        """The last virtual node's contributions to all places that were not given yet; they are used up."""
+        multiply(tensors.values(), self._weight)
+        for index, bucket in enumerate(self._buckets):
+            if self._missing[index] == len(bucket.places):
+                self._give_bucket(index, [tensors[place] for place in bucket.places])
+            else:
+                for place in tensors.keys() & bucket.places:
+                    self._give(place, tensors[place])
+
+    def _give_bucket(self, index: int, last: Tensors) -> None:
+        """As :meth:`give` for every place of a bucket: a few calls for all of them."""
+        places = self._buckets[index].places
+        for row, tensors in enumerate(self._above):
+            self._pipeline.write_row(index, row, _take(tensors, places))
+        for tensors in reversed(self._merged):
+            last = add_tensors(_take(tensors, places), last)
+        self._pipeline.write_row(index, len(self._above), last)
+        self._missing[index] = 0
+        self._submit_full()
+
+    def _place(self, index: int, at: int, row: int, tensor: Tensor | None) -> None:
+        if self._pipeline.on_host[index]:
+            self._pipeline.write(index, at, row, tensor)
+            return
+        # One copy to the host for the bucket, not one for each tensor.
+        staged = self._staged.setdefault((index, row), [None] * len(self._buckets[index].places))
+        staged[at] = tensor if tensor is None or row < len(self._above) or self._merged else tensor.clone()
+
+    def _submit_full(self) -> None:
+        while self._next < len(self._buckets) and self._missing[self._next] == 0:
+            for row in range(self._pipeline.rows):
+                staged = self._staged.pop((self._next, row), None)
+                if staged is not None:
+                    self._pipeline.write_row(self._next, row, staged)
+            self._pipeline.submit(self._next)
+            self._next += 1
+
+    def headers(self, header: Tensor) -> Tensor:
+        """Everything was given: exchange the headers, too, as uint8 ``[n]`` to ``[size, n]``.
+
+        Raises:
+            CommunicatorBroken: they will not come.
+        """
+        return self._pipeline.exchange_headers(header)
+
+    def results(self) -> Iterator[dict[int, Tensor]]:
+        """Wait for the sums that this worker needs, by place, bucket by bucket.
+
+        Raises:
+            CommunicatorBroken: they will not come.
+        """
+        for index in range(len(self._buckets)):
+            yield self._pipeline.result(index)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all sums are there."""
+        return self._pipeline.complete
+
+    def abandon(self) -> None:
+        """Nothing more will be given."""
+        self._pipeline.abandon()
+
+
+def _take(tensors: Tensors, places: Sequence[int]) -> Tensors:
+    taken = [tensors[place] for place in places]
+    for place in places:
+        tensors[place] = None
+    return taken

@@ -1,0 +1,214 @@
+"""Canonical reduction: sums over virtual nodes whose bits do not depend on who is assigned which of them.
+
+Every sum has the shape of one balanced binary tree over the virtual nodes (``tree``). A worker adds up what it is
+assigned as it goes and holds only the maximal subtrees of its range (:class:`Accumulator`). Between workers, everyone
+gets its slice of all subtrees, adds it up in tree order, and sends the sum to all (``pipeline``): the traffic of a ring
+all-reduce when ranges are subtrees, and no dependence on the number of workers, because element by element the same
+additions happen in the same order.
+
+A tensor that a virtual node does not contribute counts as +0.0 everywhere, also where it could be left out: x + 0.0 is
+not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there would give different bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors, add_tensors, multiply
+from virtualflow.reduction.buckets import plan_buckets
+from virtualflow.reduction.early import Early
+from virtualflow.reduction.ownership import Owners
+from virtualflow.reduction.pipeline import Buffers, Course, Exchanger, Keys, Pipeline, as_raw, flatten, unflatten
+from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.summation import Summation
+from virtualflow.reduction.tree import Key
+from virtualflow.transport import Collectives
+
+
+class Reducer:
+    """Reduces between workers; keeps its buffers from step to step, since fresh large ones cost page faults.
+
+    Args:
+        summation: the order of summation.
+        settings: how tensors travel.
+    """
+
+    def __init__(self, summation: Summation, settings: ReductionSettings) -> None:
+        self._summation = summation
+        self._settings = settings
+        self._buffers = Buffers()
+        self._owners: Owners | None = None
+        self._exchanger: Exchanger | None = None
+
+    def close(self) -> None:
+        """End the thread that exchanges."""
+        self._leave_thread(self._settings.close_wait)
+
+    def _leave_thread(self, patience: float) -> None:
+        if self._exchanger is not None:
+            self._exchanger.close(patience)
+            self._exchanger = None
+
+    def share(self, owners: Owners | None) -> None:
+        """Bring the sums of the first places to their ``owners`` only; those of further places to all."""
+        self._owners = owners
+
+    def _needed_by(self, templates: Sequence[Tensor], size: int) -> list[Sequence[int]] | None:
+        if self._owners is None:
+            return None
+        return [*self._owners, *([range(size)] * (len(templates) - len(self._owners)))]
+
+    def release_unused(self) -> None:
+        """An exchange is complete: free buffers that it did without."""
+        self._buffers.release_unused()
+
+    def forget(self) -> None:
+        """Another communicator comes: free the buffers, and leave a thread behind that may hang in the former one."""
+        self._buffers.clear()
+        self._leave_thread(0.0)
+
+    def reduce(
+        self,
+        collectives: Collectives,
+        ranges: Sequence[range],
+        parts: Parts,
+        *,
+        templates: Sequence[Tensor],
+        present: Sequence[bool],
+        scale: float,
+    ) -> Tensors:
+        """Sum over all virtual nodes, times ``scale``, on every worker that needs it (see :meth:`share`).
+
+        Args:
+            collectives: the communicator; its members are assigned ``ranges`` in the order of their ranks.
+            parts: what an :class:`Accumulator` holds for this worker's range; used up.
+            templates: one tensor per place, with its shape, dtype and device.
+            present: which places any virtual node of the job contributed to; the others come back as ``None``,
+                as do those whose sums this worker does not need.
+            scale: the factor of the sum, the same on every worker.
+
+        Returns:
+            One contiguous tensor per present place, views of buffers that the next call overwrites.
+        """
+        result: Tensors = [None] * len(templates)
+        places = [place for place, there in enumerate(present) if there]
+        if collectives.size == 1:
+            total = self._summation.add_up(dict(parts), add_tensors)
+            # What is present was contributed by this worker: there is no other.
+            found = [tensor.contiguous() for tensor in (total[place] for place in places) if tensor is not None]
+            multiply(found, scale)
+            for place, tensor in zip(places, found, strict=True):
+                result[place] = tensor
+            return result
+        keys = self._keys(ranges)
+        small = self._small_places(keys, templates, places)
+        course = self._course(collectives, keys, templates, scale)
+        for group in small:
+            for place, tensor in self._gather(course, parts, group):
+                if course.needed_by is None or collectives.rank in course.needed_by[place]:
+                    result[place] = tensor
+        large = [place for place in places if not any(place in group for group in small)]
+        if large:
+            course = self._in_buckets(course, large[::-1])
+            pipeline = Pipeline(course, self._buffers, "late")
+            for index, bucket in enumerate(course.buckets):
+                for row, (_, tensors) in enumerate(parts):
+                    pipeline.write_row(index, row, [tensors[place] for place in bucket.places])
+                pipeline.submit(index)
+            pipeline.close(None)
+            self._exchange(pipeline.run)
+            for index in range(len(course.buckets)):
+                for place, tensor in pipeline.result(index).items():
+                    result[place] = tensor
+        return result
+
+    def begin(
+        self,
+        collectives: Collectives,
+        ranges: Sequence[range],
+        accumulator: Accumulator,
+        *,
+        last: int,
+        weight: float,
+        templates: Sequence[Tensor],
+        places: Sequence[int],
+        scale: float,
+    ) -> Early | None:
+        """Begin to reduce before the last virtual node's tensors are there; ``None`` if that is not worth it.
+
+        All workers call this at the same place of the same synchronization, or none does.
+
+        Args:
+            collectives: the communicator; its members are assigned ``ranges`` in the order of their ranks.
+            ranges: see above.
+            accumulator: the sums of this worker's range but for its last virtual node.
+            last: that one.
+            weight: the factor of its tensors.
+            templates: one tensor per place.
+            places: which of them are reduced, in the order in which they are expected; the same on all workers.
+            scale: the factor of the sum.
+        """
+        if collectives.size == 1:
+            return None
+        keys = self._keys(ranges)
+        small = {place for group in self._small_places(keys, templates, places) for place in group}
+        large = [place for place in places if place not in small]
+        if not large:
+            return None
+        course = self._in_buckets(self._course(collectives, keys, templates, scale), large)
+        pipeline = Pipeline(course, self._buffers, "early")
+        early = Early(pipeline, course.buckets, accumulator.parts, merges=accumulator.merges(last), weight=weight)
+        self._exchange(pipeline.run)
+        return early
+
+    def _exchange(self, task: Callable[[], None]) -> None:
+        if self._exchanger is None:
+            self._exchanger = Exchanger()
+        self._exchanger.submit(task)
+
+    def _course(self, collectives: Collectives, keys: Keys, templates: Sequence[Tensor], scale: float) -> Course:
+        def total(arrived: dict[Key, Tensor], out: Tensor | None = None) -> Tensor:
+            whole = self._summation.add_up(arrived, Tensor.add_)
+            if scale != 1.0:
+                return torch.mul(whole, scale, out=whole if out is None else out)
+            return whole if out is None else out.copy_(whole)
+
+        return Course(collectives, keys, total, templates, (), self._needed_by(templates, collectives.size))
+
+    def _in_buckets(self, course: Course, places: Sequence[int]) -> Course:
+        settings = self._settings
+        size = course.collectives.size
+        buckets = plan_buckets(course.templates, places, size, alignment=settings.alignment, limit=settings.bucket)
+        return replace(course, buckets=buckets)
+
+    def _keys(self, ranges: Sequence[range]) -> Keys:
+        return [self._summation.parts_of(assigned) for assigned in ranges]
+
+    def _small_places(self, keys: Keys, templates: Sequence[Tensor], places: Sequence[int]) -> list[list[int]]:
+        """Places of the types of which there is so little that latency counts and not bandwidth."""
+        groups: dict[torch.dtype, list[int]] = {}
+        for place in places:
+            groups.setdefault(templates[place].dtype, []).append(place)
+        rows = len(keys) * max(len(nodes) for nodes in keys)
+        return [
+            group
+            for dtype, group in groups.items()
+            if rows * sum(templates[place].numel() for place in group) * dtype.itemsize <= self._settings.small_exchange
+        ]
+
+    def _gather(self, course: Course, parts: Parts, places: list[int]) -> list[tuple[int, Tensor]]:
+        """Everyone gets all subtrees, whole, and does the same additions."""
+        collectives, keys, templates = course.collectives, course.keys, course.templates
+        most, total = max(len(nodes) for nodes in keys), sum(templates[place].numel() for place in places)
+        dtype = templates[places[0]].dtype
+        flat = self._buffers.get(("small", most), (most, total), dtype)
+        for row, (_, tensors) in zip(flat, parts, strict=False):
+            flatten(row, [tensors[place] for place in places], [templates[place] for place in places])
+        gathered = self._buffers.get(("gathered", most), (collectives.size, most, total), dtype)
+        collectives.start_all_gather(as_raw(gathered), as_raw(flat)).wait()
+        arrived = {node: gathered[rank, at] for rank, nodes in enumerate(keys) for at, node in enumerate(nodes)}
+        return list(zip(places, unflatten(course.total(arrived), [templates[place] for place in places]), strict=True))

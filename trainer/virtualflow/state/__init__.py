@@ -1,0 +1,39 @@
+"""The training's state as bytes: captured and put back to the bit, striped over donors on its way to a joiner, and in
+checkpoints on disk. Also the pure decision who gives it to whom.
+"""
+
+from __future__ import annotations
+
+from virtualflow.state.checkpoint_format import JobIdentity
+from virtualflow.state.checkpoint_writer import CheckpointPolicy
+from virtualflow.state.checkpointing import Keeper, Kind, choose_policy
+from virtualflow.state.digests import signature
+from virtualflow.state.preallocation import Reserve, elder, make_room, tell_room
+from virtualflow.state.striping import Path, size_of, split
+from virtualflow.state.transfer import Moving, carry, wrap
+from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer, someone_has_state
+
+__all__ = [
+    "SPOILED",
+    "CheckpointPolicy",
+    "JobIdentity",
+    "Keeper",
+    "Kind",
+    "Moving",
+    "Origin",
+    "Path",
+    "Reserve",
+    "Standing",
+    "Transfer",
+    "carry",
+    "choose_policy",
+    "elder",
+    "make_room",
+    "plan_transfer",
+    "signature",
+    "size_of",
+    "someone_has_state",
+    "split",
+    "tell_room",
+    "wrap",
+]

@@ -1,0 +1,313 @@
+"""What a checkpoint on disk is: whose it is, how it is written, found and checked.
+
+It is a directory ``step-00000120`` with ``state.safetensors`` (the tensors of the state, its skeleton in the metadata)
+and ``manifest.json`` (whose it is, size and SHA-256 of the state). It appears by one rename after everything in it has
+reached the disk, so a writer may die at any instruction: readers see all of it or nothing. What the disk itself
+damages is found by the checksums, and an older checkpoint takes its place.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.state import codec, digests
+
+FORMAT = 1
+"""Of the manifest and the state; raised when an older reader would misread a newer checkpoint."""
+
+STATE, MANIFEST = "state.safetensors", "manifest.json"
+_COMPLETE = re.compile(r"step-(\d{8,})")
+_HIDDEN = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
+
+_NATIVE = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+"""Every version of safetensors knows these; tensors of other dtypes are stored as rows of bytes."""
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """What makes two runs the same job: with all of it equal they go through the same bits."""
+
+    virtual_nodes: int
+    seed: int
+    batch_size: int
+    dataset_size: int | None
+    """Samples of an epoch; None for a stream."""
+    signature: dict[str, Any]
+    """Of the model and the optimizer: ``digests.signature``."""
+
+    def difference(self, other: JobIdentity) -> str | None:
+        """The first thing in which this job (here) differs from another one (there); None if nothing."""
+        for name, noun in (
+            ("virtual_nodes", "the number of virtual nodes"),
+            ("seed", "the seed"),
+            ("batch_size", "the batch size"),
+            ("dataset_size", "the number of samples in the dataset"),
+        ):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return f"{noun} is {_amount(ours)} here and {_amount(theirs)} there"
+        return digests.difference(self.signature, other.signature)
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whose state it is, and what its file must look like."""
+
+    format: int
+    step: int
+    identity: JobIdentity
+    state_size: int
+    state_sha256: str
+    torch: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint whose content was verified."""
+
+    step: int
+    path: Path
+    identity: JobIdentity
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+
+
+def find_newest(directory: Path, on_event: Callable[[str], None], identity: JobIdentity | None = None) -> Found | None:
+    """The newest valid checkpoint; None where there is none. Torn and corrupt ones are skipped with an event.
+
+    ConfigurationError if the newest one that can be read is of another job than ``identity``, if another
+    version of the format wrote it, or if it may not be read.
+    """
+    for step, path in sorted(complete(directory), reverse=True):
+        try:
+            manifest = _read_manifest(path, step)
+            problem = identity and identity.difference(manifest.identity)
+            if problem:
+                raise ConfigurationError(
+                    f"the checkpoint {path} belongs to another job: {problem}; use another "
+                    "--checkpoint-dir, or go back to the old value"
+                )
+            _verify_state(path, manifest)
+        except PermissionError as error:
+            # To start again from nothing would be a worse answer than to ask for the permission.
+            raise ConfigurationError(
+                f"the checkpoint {path} may not be read ({error.strerror}); give this user the "
+                "right to, or use another --checkpoint-dir"
+            ) from None
+        except ConfigurationError:
+            raise  # It is a ValueError too, but no damage.
+        except (OSError, ValueError) as error:
+            on_event(f"skipped the damaged checkpoint {path}: {error}")
+            continue
+        if manifest.torch != torch.__version__:
+            on_event(
+                f"the checkpoint {path} was written by torch {manifest.torch} and this is "
+                f"{torch.__version__}: from here on the bits may differ"
+            )
+        return Found(step, path, manifest.identity)
+    return None
+
+
+def load(found: Found) -> dict[str, Any]:
+    """The tree that was saved, on the CPU and independent of the file; ValueError if it cannot be read."""
+    try:
+        with safe_open(found.path / STATE, "pt") as file:
+
+            def read(n: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+                # A copy, because the file is mapped, and a remote disk could take that memory away.
+                tensor: Tensor = file.get_tensor(f"t{n}").clone()
+                if dtype not in _NATIVE:
+                    tensor = tensor.view(dtype).view(shape)
+                if tensor.dtype != dtype or tensor.shape != shape:
+                    raise ValueError(f"tensor {n} is not what the skeleton says")
+                return tensor
+
+            tree: dict[str, Any] = codec.decode(file.metadata()["skeleton"].encode(), read)
+            return tree
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"the checkpoint {found.path} cannot be read: {error}") from error
+
+
+def complete(directory: Path) -> list[tuple[int, Path]]:
+    """What is named like a complete checkpoint, with its step; ConfigurationError for an unreadable directory."""
+    try:
+        entries = list(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigurationError(
+            f"the checkpoint directory {directory} cannot be read ({error.strerror}); use another --checkpoint-dir"
+        ) from None
+    matches = ((_COMPLETE.fullmatch(path.name), path) for path in entries)
+    return [(int(match[1]), path) for match, path in matches if match]
+
+
+def _read_manifest(path: Path, step: int) -> Manifest:
+    try:
+        envelope = msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Envelope)
+        content = bytes(envelope.manifest)
+        if hashlib.sha256(content).hexdigest() != envelope.checksum:
+            raise ValueError(f"the content of {MANIFEST} is not what was written (its checksum differs)")
+        version = msgspec.json.decode(content, type=_Version).format
+        manifest = msgspec.json.decode(content, type=Manifest) if version == FORMAT else None
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{MANIFEST} cannot be understood: {error}") from None
+    if manifest is None:
+        raise ConfigurationError(
+            f"the checkpoint {path} has format {version} and this version of VirtualFlow reads {FORMAT}; use "
+            "the version that wrote it, or another --checkpoint-dir"
+        )
+    if manifest.step != step:
+        raise ValueError(f"{MANIFEST} is of step {manifest.step}")
+    return manifest
+
+
+def _verify_state(path: Path, manifest: Manifest) -> None:
+    with (path / STATE).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != manifest.state_size:
+            raise ValueError(f"{STATE} has {size} bytes instead of {manifest.state_size}")
+        if hashlib.file_digest(file, "sha256").hexdigest() != manifest.state_sha256:
+            raise ValueError(f"the content of {STATE} is not what was written (its SHA-256 differs)")
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    """``manifest.json``: a flipped bit in it must not pass for another job or another format."""
+
+    checksum: str
+    """SHA-256 (hex) of the manifest as it stands in the file."""
+    manifest: msgspec.Raw
+
+
+class _Version(msgspec.Struct, frozen=True):
+    format: int
+
+
+def _amount(value: int | None) -> str:
+    return "unknown (a stream)" if value is None else str(value)
+
+
+# -- writing ------------------------------------------------------------------------------------------------
+
+
+def write(directory: Path, step: int, tree: dict[str, Any], identity: JobIdentity) -> Path:
+    """Write a checkpoint of a tree that nobody changes meanwhile; OSError or SafetensorError if that fails.
+
+    The manifest's file is locked from before the first byte until after the rename: that is how another
+    process knows a leftover of a dead writer from the work of a living one, on any machine that shares the
+    directory.
+    """
+    final = directory / f"step-{step:08d}"
+    if final.exists() and _is_valid(final, step, identity):
+        return final  # It is the same state, and there is no way to swap two directories.
+    temporary = hidden(directory, step)
+    temporary.mkdir()
+    try:
+        with (temporary / MANIFEST).open("xb") as manifest_file:
+            _lock(manifest_file.fileno())
+            size, checksum = _write_state(temporary / STATE, tree)
+            # safetensors makes its file private; ours has the mode that the umask gave to the manifest.
+            (temporary / STATE).chmod(os.fstat(manifest_file.fileno()).st_mode & 0o777)
+            manifest = Manifest(FORMAT, step, identity, size, checksum, str(torch.__version__))
+            content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+            envelope = _Envelope(hashlib.sha256(content).hexdigest(), msgspec.Raw(content))
+            manifest_file.write(msgspec.json.encode(envelope))
+            manifest_file.flush()
+            os.fsync(manifest_file.fileno())
+            _sync_directory(temporary)
+            if final.exists():
+                doomed = hidden(directory, step)
+                final.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+            temporary.rename(final)
+            _sync_directory(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # Gone already, unless something failed.
+    return final
+
+
+def _write_state(path: Path, tree: dict[str, Any]) -> tuple[int, str]:
+    """Write the state and make sure that the disk has it; its size in bytes and its SHA-256 (hex)."""
+    skeleton, tensors = codec.encode(tree)
+    rows = [t if t.dtype in _NATIVE else t.reshape(-1).view(torch.uint8) for t in tensors]
+    save_file({f"t{n}": row for n, row in enumerate(rows)}, path, metadata={"skeleton": skeleton.decode()})
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_valid(path: Path, step: int, identity: JobIdentity) -> bool:
+    """Whether a directory is a checkpoint of this step of this job, byte for byte what was written."""
+    try:
+        manifest = _read_manifest(path, step)
+        _verify_state(path, manifest)
+    except (OSError, ValueError):
+        return False
+    return identity.difference(manifest.identity) is None
+
+
+def looks_complete(path: Path, step: int) -> bool:
+    """Whether the manifest is sound and the state has its size: cheap enough to ask after every write."""
+    try:
+        return (path / STATE).stat().st_size == _read_manifest(path, step).state_size
+    except (OSError, ValueError):
+        return False
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a dead writer left this behind."""
+    return _HIDDEN.fullmatch(path.name) is not None and _abandoned(path)
+
+
+def _abandoned(path: Path) -> bool:
+    """Whether no living process works on a hidden directory."""
+    try:
+        # Writable, because NFS gives an exclusive lock to nobody else.
+        with (path / MANIFEST).open("r+b") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise  # Without locks leftovers stay: ``_abandoned`` gets the same error.
+
+
+def hidden(directory: Path, step: int) -> Path:
+    """A name that no reader counts, for what is not complete yet or not wanted any more."""
+    return directory / f".step-{step:08d}.{secrets.token_hex(4)}"
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

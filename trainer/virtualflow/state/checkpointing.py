@@ -1,0 +1,128 @@
+"""A run's checkpoints: where they go, when one is due, and which one to begin from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS
+from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load
+from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
+
+
+def choose_policy(
+    given: CheckpointPolicy | Path | str | None, environment: WorkerEnvironment
+) -> CheckpointPolicy | None:
+    """The policy in force: the environment goes before what the script says.
+
+    Raises:
+        ConfigurationError: what the script says cannot be.
+    """
+    policy = CheckpointPolicy(given) if isinstance(given, Path | str) else given
+    if not isinstance(policy, CheckpointPolicy | None):
+        raise ConfigurationError(f"checkpoint is {given!r}; it must be a directory or a vf.CheckpointPolicy")
+    directory = environment.checkpoint_dir or (policy.directory if policy else None)
+    if directory is None:
+        return None
+    every_steps = environment.checkpoint_steps or (policy.every_steps if policy else None)
+    every_seconds = environment.checkpoint_seconds or (policy.every_seconds if policy else None)
+    if every_steps is None and every_seconds is None:
+        every_seconds = CHECKPOINT_SECONDS
+    keep = environment.checkpoint_keep or (policy.keep if policy else CHECKPOINT_KEEP)
+    return CheckpointPolicy(directory, every_steps, every_seconds, keep)
+
+
+Kind = Literal["checkpoint", "checkpoint-failed", "warning"]
+"""What there is to tell of checkpoints: one was written, one could not be, or something else about them."""
+
+
+class Checkpointable(Protocol):
+    """A training whose state can be taken and put back."""
+
+    @property
+    def completed_steps(self) -> int:
+        """Updates that have been applied."""
+
+    def capture(self) -> dict[str, Any]:
+        """Return the whole state, as it is now."""
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Put a captured state back."""
+
+
+class Keeper:
+    """Keeps the checkpoints of one run, or none when there is no place for them."""
+
+    def __init__(
+        self, policy: CheckpointPolicy | None, identity: JobIdentity, tell: Callable[[Kind, str], None]
+    ) -> None:
+        self._policy = policy
+        self._identity = identity
+        self._tell = tell
+        self._saved_step = -1
+        self._told: int | None = None
+        self._found: Found | None = None
+        self._writer: CheckpointWriter | None = None
+        if policy is not None:
+            self._writer = CheckpointWriter(policy, identity, self._say, time.monotonic)
+            self._writer.check_writable()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the last checkpoint could not be written, and what to do."""
+        return None if self._writer is None else self._writer.failure
+
+    def find(self) -> int:
+        """The step of the newest checkpoint that this worker can read; -1 for none.
+
+        Raises:
+            ConfigurationError: it is another job's.
+        """
+        if self._policy is not None and self._found is None:
+            self._found = find_newest(self._policy.directory, self._say, self._identity)
+        return -1 if self._found is None else self._found.step
+
+    def restore(self, training: Checkpointable) -> None:
+        """Begin from the checkpoint that :meth:`find` has found."""
+        if self._found is None:
+            raise ValueError("there is no checkpoint to restore")
+        training.restore(load(self._found))
+        self._saved_step = self._found.step
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written when ``step`` is complete."""
+        return self._writer is not None and self._writer.due(step)
+
+    def save_if_due(self, training: Checkpointable) -> None:
+        """Write a checkpoint behind the training's back when it is time."""
+        writer, step = self._writer, training.completed_steps
+        self._tell_of_success()
+        if writer is not None and writer.due(step) and writer.save(step, training.capture()):
+            self._saved_step = step
+
+    def save_final(self, training: Checkpointable) -> None:
+        """Write a checkpoint of the present step, and wait for it."""
+        if self._writer is None:
+            return
+        self._writer.flush(None)
+        if self._saved_step != training.completed_steps or self._writer.failure is not None:
+            self._writer.save_now(training.completed_steps, training.capture())
+            self._saved_step = training.completed_steps
+        self._tell_of_success()
+
+    def flush(self, timeout: float) -> None:
+        """Wait for a write under way."""
+        if self._writer is not None:
+            self._writer.flush(timeout)
+
+    def _tell_of_success(self) -> None:
+        if self._writer is not None and self._policy is not None and self._writer.newest != self._told:
+            self._told = self._writer.newest
+            self._tell("checkpoint", f"checkpoint of step {self._told} written to {self._policy.directory}")
+
+    def _say(self, text: str) -> None:
+        self._tell("checkpoint-failed" if self.failure == text else "warning", text)

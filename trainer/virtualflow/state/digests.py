@@ -1,0 +1,134 @@
+"""Whether two states are equal, and whether they can be: compared without sending either of them.
+
+That workers hold the same bits is shown by digests, which a user can recompute; that a state fits a model and an
+optimizer is found before anything is changed, by signatures, and said in a sentence that names the first difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.state.codec import NAMES, Tree, flatten, storable
+
+
+def digest(state_dict: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) over the sorted entries: the UTF-8 name, then the contiguous CPU tensor's raw bytes.
+
+    An entry that is no tensor (``get_extra_state``) counts as the JSON of its canonical ``codec.flatten``, then its
+    tensors.
+    """
+    digester = hashlib.sha256()
+    for name in sorted(state_dict):
+        digester.update(name.encode())
+        value = state_dict[name]
+        if isinstance(value, Tensor):
+            digester.update(_raw(value))
+        else:
+            _digest_tree(digester, value)
+    return digester.hexdigest()
+
+
+def optimizer_digest(optimizer: torch.optim.Optimizer) -> str:
+    """SHA-256 (hex) over ``optimizer.state_dict()``: JSON of its canonical ``codec.flatten``, then its tensors."""
+    digester = hashlib.sha256()
+    _digest_tree(digester, optimizer.state_dict())
+    return digester.hexdigest()
+
+
+def _digest_tree(digester: hashlib._Hash, tree: Tree) -> None:
+    skeleton, tensors = flatten(tree, canonical=True)
+    digester.update(json.dumps(skeleton, separators=(",", ":")).encode())
+    for tensor in tensors:
+        digester.update(json.dumps([NAMES[tensor.dtype], list(tensor.shape)], separators=(",", ":")).encode())
+        digester.update(_raw(tensor))
+
+
+def _raw(tensor: Tensor) -> Any:
+    plain = storable(tensor, "").cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
+def signature(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What must be equal for one state to fit both, as JSON: names, shapes, dtypes, ties, optimizer, groups.
+
+    Take it before training starts: modules may change the shapes of their buffers while they run.
+    ConfigurationError if a parameter has no shape yet, or if the optimizer has one that the model does not
+    hold (its state would be lost).
+    """
+    first: dict[int, str] = {}
+    parameters, ties = {}, {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            ties[name] = first[id(parameter)]
+            continue
+        first[id(parameter)] = name
+        parameters[name] = {
+            **tensor_signature(storable(parameter, f"parameter {name}")),
+            "trained": parameter.requires_grad,
+        }
+    groups = [[first.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        for parameter, name in zip(group["params"], names, strict=True):
+            if not name:
+                raise ConfigurationError(
+                    f"the optimizer updates a parameter of shape {list(parameter.shape)} that the model "
+                    "does not hold; put both in one module, for example nn.ModuleList([model, criterion]), "
+                    "and pass that as the model"
+                )
+    buffers = {name: tensor_signature(storable(buffer, f"buffer {name}")) for name, buffer in model.named_buffers()}
+    return {
+        "parameters": parameters,
+        "ties": ties,
+        "buffers": buffers,
+        "optimizer": type(optimizer).__qualname__,
+        "groups": groups,
+    }
+
+
+def tensor_signature(tensor: Tensor) -> dict[str, Any]:
+    """What must be equal for the bits of one tensor to fit another one, as JSON: its shape and its dtype."""
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
+    """A sentence that names the first thing in which two signatures differ; None if they are equal."""
+    for section, noun in (("parameters", "parameter"), ("buffers", "buffer")):
+        ours, theirs = here.get(section, {}), there.get(section, {})
+        for name in [*ours, *(name for name in theirs if name not in ours)]:
+            if name not in ours or name not in theirs:
+                one, other = ("here", "there") if name in ours else ("there", "here")
+                return f"{noun} {name} exists {one} and not {other}"
+            for fact, word in (("shape", str), ("dtype", str), ("trained", _trained)):
+                if ours[name].get(fact) != theirs[name].get(fact):
+                    return f"{noun} {name} is {word(ours[name][fact])} here and {word(theirs[name][fact])} there"
+    ours, theirs = here.get("ties", {}), there.get("ties", {})
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            return f"parameter {name} is {_tie(ours.get(name))} here and {_tie(theirs.get(name))} there"
+    if here.get("optimizer") != there.get("optimizer"):
+        return f"the optimizer is {here.get('optimizer')} here and {there.get('optimizer')} there"
+    our_groups, their_groups = here.get("groups", []), there.get("groups", [])
+    if len(our_groups) != len(their_groups):
+        return f"the optimizer has {len(our_groups)} parameter groups here and {len(their_groups)} there"
+    for n, (our, their) in enumerate(zip(our_groups, their_groups, strict=True)):
+        if len(our) != len(their):
+            return f"group {n} of the optimizer holds {len(our)} parameters here and {len(their)} there"
+        for one, other in zip(our, their, strict=True):
+            if one != other:
+                return f"group {n} of the optimizer holds {one} here where it holds {other} there"
+    return None
+
+
+def _trained(value: bool) -> str:
+    return "trained" if value else "frozen"
+
+
+def _tie(name: str | None) -> str:
+    return f"tied to {name}" if name else "not tied"

@@ -1,0 +1,29 @@
+"""One optimizer update: what every virtual node contributes, the header that goes before the gradients, the model's
+buffers, the optimizer's step whole, in portions or sharded, and virtual nodes that are run as one micro-batch.
+"""
+
+from __future__ import annotations
+
+from virtualflow.step.gradient_sync import Reduced
+from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
+from virtualflow.step.microbatch_fusion import BatchNorm, Fusing
+from virtualflow.step.optimizer_step import SchedulerInterval, Stepping
+from virtualflow.step.partial_step import is_separable
+from virtualflow.step.sharded_optimizer import Holding, Shards
+from virtualflow.step.update import Update
+
+__all__ = [
+    "BatchNorm",
+    "Fusing",
+    "Holding",
+    "Kind",
+    "Reduced",
+    "SchedulerInterval",
+    "Schema",
+    "Shards",
+    "StepHeader",
+    "Stepping",
+    "Update",
+    "is_separable",
+    "read_headers",
+]

@@ -1,0 +1,244 @@
+"""The model's buffers during a step: every virtual node starts from the same, and what each has changed is collected.
+
+A buffer of numbers that can be averaged (batch norm's statistics) is exchanged like a gradient; any other travels in
+the header, and one worker's counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.step.header import Schema
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size, types as which the bits of others can be compared."""
+
+
+@dataclass
+class _Buffer:
+    module: nn.Module
+    attribute: str
+    tensor: Tensor
+    baseline: Tensor
+
+    def differs(self) -> bool:
+        """Whether the module's present value is another one than the baseline.
+
+        By content: batch norm's kernels write to its statistics without raising the tensor's version counter.
+        """
+        present = self.module._buffers[self.attribute]
+        return present is not self.tensor or not _same_bytes(self.tensor, self.baseline)
+
+    def put(self, value: Tensor) -> None:
+        """Set the module's value, in the tensor that it had at first."""
+        with torch.no_grad():
+            self.tensor.copy_(value)
+        self.module._buffers[self.attribute] = self.tensor
+
+
+@dataclass(frozen=True)
+class _Routine:
+    """What :meth:`BufferTracker.collect` does as long as every buffer of a schema is changed in its place."""
+
+    schema: Schema
+    buffers: list[_Buffer]
+    """Of the schema: the averaged ones, then the copied ones."""
+    others: list[_Buffer]
+    tensors: list[Tensor]
+    baselines: list[Tensor]
+
+    def applies(self) -> bool:
+        """Whether nothing else has happened."""
+        for buffer in self.buffers:
+            if buffer.module._buffers[buffer.attribute] is not buffer.tensor:
+                return False
+        return not any(buffer.differs() for buffer in self.others)
+
+    def collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Copies of the averaged and the copied buffers, and the baseline put back."""
+        with torch.no_grad():
+            values = [tensor.clone(memory_format=torch.contiguous_format) for tensor in self.tensors]
+            if values:
+                torch._foreach_copy_(self.tensors, self.baselines)
+        schema, middle = self.schema, len(self.schema.averaged)
+        return (
+            dict(zip(schema.averaged, values[:middle], strict=True)),
+            dict(zip(schema.copied, values[middle:], strict=True)),
+        )
+
+
+class BufferTracker:
+    """Lets every virtual node start from the same buffers, and collects what it changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._routine: _Routine | None = None
+        self._buffers: dict[str, _Buffer] = {}
+        self._modules = list(model.named_modules())
+        self._ties: list[tuple[str, nn.Module, str, str]] = []
+        """Further places of a tensor: the name, the module and its attribute, and the name of the first place."""
+        self._tied_names: set[str] = set()
+        seen: dict[int, str] = {}
+        for prefix, module in self._modules:
+            for attribute, tensor in module._buffers.items():
+                if tensor is None:
+                    continue
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if id(tensor) in seen:
+                    self._ties.append((name, module, attribute, seen[id(tensor)]))
+                    self._tied_names.add(name)
+                    continue
+                seen[id(tensor)] = name
+                self._buffers[name] = _Buffer(module, attribute, tensor, tensor.detach().clone())
+
+    def begin(self) -> None:
+        """Take the present values as those that every virtual node of the coming step starts from."""
+        for buffer in self._buffers.values():
+            if buffer.differs():
+                present = buffer.module._buffers[buffer.attribute]
+                buffer.tensor = buffer.tensor if present is None else present
+                buffer.baseline = buffer.tensor.detach().clone()
+                self._routine = None
+
+    def collect(self, schema: Schema) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """New values of (averaged, copied) buffers after a virtual node, and the baseline put back.
+
+        Buffers of the schema are always among them; the values are copies.
+        """
+        if not self._buffers:
+            return {}, {}
+        routine = self._routine
+        if routine is None or routine.schema is not schema:
+            routine = self._routine = self._prepare(schema)
+        if routine.applies():
+            return routine.collect()
+        self._routine = None
+        averaged: dict[str, Tensor] = {}
+        copied: dict[str, Tensor] = {}
+        in_place: list[_Buffer] = []
+        values: list[Tensor] = []
+        known = {*schema.averaged, *schema.copied}
+        for name, buffer in self._buffers.items():
+            if name not in known and not buffer.differs():
+                continue
+            present = buffer.module._buffers[buffer.attribute]
+            target = averaged if _averages(buffer.tensor) else copied
+            if present is buffer.tensor:
+                target[name] = torch.empty_like(present, memory_format=torch.contiguous_format)
+                in_place.append(buffer)
+                values.append(target[name])
+                continue
+            value = buffer.baseline if present is None else present.detach()
+            if value.shape != buffer.tensor.shape:
+                if buffer.attribute not in buffer.module._non_persistent_buffers_set or name in known:
+                    raise ConfigurationError(
+                        f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} "
+                        "in a forward pass, so virtual nodes cannot be averaged; give it its shape from the start"
+                    )
+                # A cache that has grown. It stays, because its module remembers elsewhere how far it reaches.
+                buffer.tensor = buffer.tensor if present is None else present
+                buffer.baseline = value.clone()
+                continue
+            target[name] = value.to(buffer.tensor.dtype, copy=True).reshape(buffer.tensor.shape)
+            buffer.put(buffer.baseline)
+        if in_place:
+            with torch.no_grad():
+                torch._foreach_copy_(values, [buffer.tensor for buffer in in_place])
+                torch._foreach_copy_([buffer.tensor for buffer in in_place], [buffer.baseline for buffer in in_place])
+        return averaged, copied
+
+    def _prepare(self, schema: Schema) -> _Routine:
+        known = (*schema.averaged, *schema.copied)
+        buffers = [self._buffers[name] for name in known]
+        others = [buffer for name, buffer in self._buffers.items() if name not in known]
+        return _Routine(schema, buffers, others, [b.tensor for b in buffers], [b.baseline for b in buffers])
+
+    def refuse_strangers(self) -> None:
+        """Refuse what no virtual node could start anew from: buffers that came, and tied ones that were replaced.
+
+        Raises:
+            ConfigurationError: there is one of them. One that is not persistent is a cache and may come.
+        """
+        for prefix, module in self._modules:
+            for attribute, tensor in module._buffers.items():
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if tensor is None or name in self._buffers or name in self._tied_names:
+                    continue
+                if attribute not in module._non_persistent_buffers_set:
+                    raise ConfigurationError(
+                        f"buffer {name} came into being in a forward pass, so virtual nodes cannot start from the same "
+                        "value; register it with a tensor from the start, or with persistent=False if it is a cache"
+                    )
+        for name, module, attribute, first in self._ties:
+            if module._buffers.get(attribute) is not self._buffers[first].tensor:
+                raise ConfigurationError(
+                    f"buffer {name} shares its tensor with {first} and was replaced; change it in place"
+                )
+
+    def changed(self, name: str, value: Tensor) -> bool:
+        """Whether ``value`` differs from what the step began with."""
+        return not _same_bytes(value, self._buffers[name].baseline)
+
+    def baseline(self, name: str) -> Tensor:
+        """A copy of what a buffer began the step with."""
+        return self._buffers[name].baseline.clone()
+
+    def restore(self) -> None:
+        """Put the baseline back: the attempt is aborted."""
+        for buffer in self._buffers.values():
+            if buffer.differs():
+                buffer.put(buffer.baseline)
+
+    def commit(self, values: Mapping[str, Tensor]) -> None:
+        """Set the combined values; every other buffer keeps its baseline."""
+        if not values:
+            return
+        buffers = [self._buffers[name] for name in values]
+        shaped = [value.reshape(buffer.tensor.shape) for buffer, value in zip(buffers, values.values(), strict=True)]
+        with torch.no_grad():
+            torch._foreach_copy_([buffer.baseline for buffer in buffers], shaped)
+            torch._foreach_copy_([buffer.tensor for buffer in buffers], [buffer.baseline for buffer in buffers])
+        for buffer in buffers:
+            buffer.module._buffers[buffer.attribute] = buffer.tensor
+
+    def templates(self, names: Sequence[str]) -> list[Tensor]:
+        """One tensor per name, with its shape, dtype and device."""
+        return [self._buffers[name].tensor for name in names]
+
+    def copied_bytes(self, schema: Schema) -> int:
+        """Bytes of the copied buffers of the schema."""
+        return sum(tensor.nbytes for tensor in self.templates(schema.copied))
+
+    def read_copied(self, schema: Schema, raw: bytes) -> dict[str, Tensor]:
+        """The copied buffers from a header."""
+        values, at = {}, 0
+        for name, tensor in zip(schema.copied, self.templates(schema.copied), strict=True):
+            part = bytearray(raw[at : at + tensor.nbytes])
+            at += tensor.nbytes
+            if part:
+                values[name] = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        return values
+
+
+def summed_as(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a buffer is averaged: half precision would overflow and lose most of what is added."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _averages(tensor: Tensor) -> bool:
+    """Whether virtual nodes' values of that type are averaged (float8 has no addition)."""
+    return (tensor.is_floating_point() and tensor.dtype.itemsize > 1) or tensor.is_complex()
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and type hold the same bits (a NaN equals itself here)."""
+    if a.data_ptr() == b.data_ptr():
+        return True
+    bits = _BITS.get(a.dtype.itemsize)
+    if bits is not None:
+        return torch.equal(a.detach().view(bits), b.detach().view(bits))
+    return torch.equal(a.detach().contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

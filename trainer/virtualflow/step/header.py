@@ -1,0 +1,268 @@
+"""What travels with each step beside the gradients: the step header, and metrics in it.
+
+Each worker's *step header* is one block of fixed size, gathered from all before anything large moves. It says which
+synchronization this is, which generation the worker would like to enter next, how many samples each of its virtual
+nodes had, which tensors it contributes to, and its metrics. All workers read the same headers, so they agree on
+everything that follows without a further round trip: the weight of the step, the metrics (combined as gradients are),
+what to reduce at all, and whether to switch the generation after this step.
+
+The names of metrics and of changing buffers are not known before a model has run. They form a :class:`Schema` that only
+grows: a worker that met a new name raises a flag in its header, all gather the names, and the headers are exchanged
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from virtualflow.errors import VirtualFlowError
+from virtualflow.protocol import messages as m
+from virtualflow.reduction import Summation
+
+_FIXED = struct.Struct("<10q")
+_NODE = struct.Struct("<q")
+_PAIR = struct.Struct("<dd")
+
+
+class Kind(IntEnum):
+    """What workers exchange step headers for."""
+
+    TRAIN = 1
+    EVALUATE = 2
+    FINISH = 3
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Names that every worker knows: metrics, buffers that are averaged, buffers that are copied."""
+
+    metrics: tuple[str, ...] = ()
+    averaged: tuple[str, ...] = ()
+    """Floating-point and complex buffers that have changed at least once."""
+    copied: tuple[str, ...] = ()
+    """Buffers of other types that have changed: the first virtual node's value counts, as rank 0's does in DDP."""
+
+    def merge(self, other: Schema) -> Schema:
+        """Both schemas in one, with names in order."""
+        return Schema(*(tuple(sorted({*a, *b})) for a, b in zip(self.parts(), other.parts(), strict=True)))
+
+    def parts(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The three kinds of names."""
+        return self.metrics, self.averaged, self.copied
+
+    def to_json(self) -> list[list[str]]:
+        """As JSON."""
+        return [list(part) for part in self.parts()]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Sequence[str]]) -> Schema:
+        """The inverse of :meth:`to_json`."""
+        return cls(*(tuple(str(name) for name in part) for part in value))
+
+
+@dataclass
+class NodeRecord:
+    """What one virtual node left behind, beside its gradients; or several that were computed as one."""
+
+    samples: int = 0
+    metrics: dict[str, float | Tensor] = field(default_factory=dict)
+    averaged: dict[str, Tensor] = field(default_factory=dict)
+    """New values of changed floating-point buffers."""
+    copied: dict[str, Tensor] = field(default_factory=dict)
+    virtual_nodes: int = 1
+    """How many it is of."""
+
+
+@dataclass(frozen=True)
+class StepHeader:
+    """A worker's header, as read by all."""
+
+    kind: int
+    exchange: int
+    layout: int
+    offer: m.Generation
+    wishes: bool
+    more: bool
+    """Whether the worker has samples for a further step of this epoch."""
+    steady: bool
+    """Whether its gradients stayed as autograd left them (``reduction.overlap``)."""
+    saves: bool
+    """Whether it will write a checkpoint after this step, for which it needs the whole state."""
+    samples: tuple[int, ...]
+    """Of each of its records: in a ``bitwise`` job, of each virtual node."""
+    present: tuple[bool, ...]
+    metrics: tuple[tuple[tuple[float, bool], ...], ...]
+    """For each record and metric of the schema: the value, and whether there is one."""
+    copied: bytes
+
+
+@dataclass(frozen=True)
+class HeaderFormat:
+    """Sizes of a header's parts; equal on all workers of a generation."""
+
+    schema: Schema
+    places: int
+    """Tensors whose presence is told: parameters, then averaged buffers."""
+    most_nodes: int
+    """The largest number of virtual nodes on one worker."""
+    copied_bytes: int
+    alignment: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of a header."""
+        per_node = _NODE.size + _PAIR.size * len(self.schema.metrics)
+        size = _FIXED.size + (self.places + 7) // 8 + self.most_nodes * per_node + self.copied_bytes
+        return -(-size // self.alignment) * self.alignment
+
+    def tell(
+        self,
+        kind: Kind,
+        exchange: int,
+        offer: m.Generation,
+        *,
+        layout: int = 0,
+        wishes: bool = False,
+        more: bool = False,
+        steady: bool = True,
+        saves: bool = False,
+        present: Sequence[bool] = (),
+        records: Sequence[NodeRecord] = (),
+    ) -> StepHeader:
+        """What this worker has to say."""
+        copied = b""
+        if self.copied_bytes:
+            first = next((record for record in records if record.samples), None)
+            if first is not None:
+                copied = b"".join(_raw(first.copied[name]) for name in self.schema.copied)
+        metrics = []
+        for record in records:
+            values = [record.metrics.get(name) for name in self.schema.metrics]
+            metrics.append(tuple((0.0, False) if value is None else (float(value), True) for value in values))
+        samples = tuple(record.samples for record in records)
+        return StepHeader(
+            kind=kind,
+            exchange=exchange,
+            layout=layout,
+            offer=offer,
+            wishes=wishes,
+            more=more,
+            steady=steady,
+            saves=saves,
+            samples=samples,
+            present=tuple(present),
+            metrics=tuple(metrics),
+            copied=copied,
+        )
+
+    def write(self, header: StepHeader) -> Tensor:
+        """The header as a uint8 tensor ``[size]``."""
+        block = bytearray(self.size)
+        offer, nodes = header.offer, len(header.samples)
+        numbers = (header.kind, header.exchange, header.layout, offer.incarnation, offer.counter, header.wishes, nodes)
+        _FIXED.pack_into(block, 0, *numbers, header.more, header.steady, header.saves)
+        at = _FIXED.size
+        bits = sum(1 << place for place, there in enumerate(header.present) if there)
+        block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
+        at += (self.places + 7) // 8
+        for samples, metrics in zip(header.samples, header.metrics, strict=True):
+            _NODE.pack_into(block, at, samples)
+            at += _NODE.size
+            for value, there in metrics:
+                _PAIR.pack_into(block, at, value, there)
+                at += _PAIR.size
+        if header.copied:
+            block[self.size - self.copied_bytes :] = header.copied
+        return torch.frombuffer(block, dtype=torch.uint8)
+
+    def read(self, block: Tensor) -> StepHeader:
+        """The inverse of :meth:`write`."""
+        raw = block.numpy().tobytes()
+        kind, exchange, layout, incarnation, counter, wishes, nodes, more, steady, saves = _FIXED.unpack_from(raw, 0)
+        at = _FIXED.size
+        bits = int.from_bytes(raw[at : at + (self.places + 7) // 8], "little")
+        at += (self.places + 7) // 8
+        samples, metrics = [], []
+        for _ in range(nodes):
+            samples.append(_NODE.unpack_from(raw, at)[0])
+            at += _NODE.size
+            values = []
+            for _ in self.schema.metrics:
+                value, there = _PAIR.unpack_from(raw, at)
+                values.append((value, there == 1.0))
+                at += _PAIR.size
+            metrics.append(tuple(values))
+        return StepHeader(
+            kind=kind,
+            exchange=exchange,
+            layout=layout,
+            offer=m.Generation(incarnation, counter),
+            wishes=bool(wishes),
+            more=bool(more),
+            steady=bool(steady),
+            saves=bool(saves),
+            samples=tuple(samples),
+            present=tuple(bool(bits >> place & 1) for place in range(self.places)),
+            metrics=tuple(metrics),
+            copied=raw[len(raw) - self.copied_bytes :] if self.copied_bytes else b"",
+        )
+
+
+def read_headers(form: HeaderFormat, gathered: Tensor, kind: Kind, number: int) -> tuple[StepHeader, ...]:
+    """Read all members' headers and check that they are about the same exchange.
+
+    Raises:
+        VirtualFlowError: the workers are at different places of the user's code.
+    """
+    headers = tuple(form.read(block) for block in gathered)
+    for header in headers:
+        if {kind, header.kind} == {Kind.TRAIN, Kind.FINISH}:
+            raise VirtualFlowError(
+                "a worker left the loop over the steps, and others go on; end the training by steps= or step.number: a "
+                "counter of the script's own begins anew in a joiner"
+            )
+        if header.kind != kind or header.exchange != number:
+            raise VirtualFlowError(
+                "workers are at different places of the script: some train, evaluate or are through while others are "
+                "not; every worker must call vf.evaluate at the same step (not only the leader)"
+            )
+    return headers
+
+
+def combine_metrics(schema: Schema, summation: Summation, headers: Sequence[StepHeader]) -> dict[str, float]:
+    """Means over all samples, each record weighted by its samples, summed as gradients are.
+
+    A metric that some virtual nodes did not log is the mean over those that did.
+    """
+    samples = [count for header in headers for count in header.samples]
+    rows = [row for header in headers for row in header.metrics]
+    combined = {}
+    for place, name in enumerate(schema.metrics):
+        weighted = {
+            (index, index + 1): (row[place][0] * count, float(count)) if row[place][1] else (0.0, 0.0)
+            for index, (row, count) in enumerate(zip(rows, samples, strict=True))
+        }
+        total, weight = summation.add_up(weighted, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+        if weight:
+            combined[name] = total / weight
+    return combined
+
+
+def layout_hash(parameters: Iterable[tuple[str, Tensor]], schema: Schema) -> int:
+    """A number that differs when two workers would misread each other's messages."""
+    described = [[name, list(p.shape), str(p.dtype)] for name, p in parameters]
+    text = json.dumps([described, schema.to_json()])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _raw(tensor: Tensor) -> bytes:
+    raw: bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return raw

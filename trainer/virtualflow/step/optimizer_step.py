@@ -1,0 +1,126 @@
+"""The optimizer's step on a reduced gradient: clipping, the gradient scaler, portions, shares, the scheduler.
+
+Nothing of it happens before the gradient is there; what is stepped before all of it is (``partial_step``) can be put
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow.reduction import Owners, Tensors
+from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.state.settings import TransferSettings
+from virtualflow.step.gradient_sync import Portion
+from virtualflow.step.partial_step import StepInPortions, is_separable
+from virtualflow.step.sharded_optimizer import Shards
+
+SchedulerInterval = Literal["step", "epoch", "manual"]
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """What the user wants to happen at a step."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: Any = None
+    scheduler_interval: SchedulerInterval = "step"
+    scaler: Any = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    sharded: bool = False
+
+
+class OptimizerStep:
+    """Steps the parameters of a model.
+
+    Args:
+        model: whose parameters.
+        stepping: what happens at a step.
+        reduction: how new values of a sharded optimizer travel.
+        transfer: how its states do.
+    """
+
+    def __init__(
+        self, model: nn.Module, stepping: Stepping, reduction: ReductionSettings, transfer: TransferSettings
+    ) -> None:
+        self._parameters = list(model.parameters())
+        self._wanted = stepping
+        self._clips = stepping.clip_norm is not None or stepping.clip_value is not None
+        self._in_portions = StepInPortions(stepping.optimizer)
+        self.shards: Shards | None = None
+        """This worker's share of a sharded optimizer."""
+        if stepping.sharded:
+            self.shards = Shards(
+                self._parameters,
+                stepping.optimizer,
+                clip_norm=stepping.clip_norm,
+                clip_value=stepping.clip_value,
+                reduction=reduction,
+                transfer=transfer,
+            )
+
+    @property
+    def owners(self) -> Owners | None:
+        """Of the parameters, where they are sharded."""
+        return None if self.shards is None else self.shards.owners
+
+    @property
+    def steps_scheduler(self) -> bool:
+        """Whether the learning rate is changed here, and not by the user's code between two steps."""
+        return self._wanted.scheduler is not None and self._wanted.scheduler_interval != "manual"
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        if self._wanted.scaler is not None and self._parameters:
+            # A scaler comes into being when it first scales; a worker without samples must be able to step it, too.
+            self._wanted.scaler.scale(torch.ones((), device=self._parameters[0].device))
+
+    @property
+    def portion(self) -> Portion | None:
+        """Steps some parameters while the gradients of others are still on their way; ``None``: that is impossible."""
+        whole = self._wanted.scaler is not None or self._clips or self.shards is not None
+        return None if whole else self._step_portion
+
+    def _step_portion(self, gradients: Mapping[int, Tensor]) -> None:
+        if is_separable(self._wanted.optimizer):
+            self._in_portions.step([self._parameters[place] for place in gradients], list(gradients.values()))
+
+    def step(self, gradients: Tensors) -> None:
+        """Clip and step whatever no portion has stepped."""
+        wanted, stepped = self._wanted, set(self._in_portions.stepped)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = None if parameter in stepped else gradient
+        parameters = [p for p in self._parameters if p.grad is not None]
+        if wanted.scaler is not None and self._clips:
+            wanted.scaler.unscale_(wanted.optimizer)
+        if wanted.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, wanted.clip_value)
+        if wanted.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, wanted.clip_norm)
+        if wanted.scaler is not None:
+            wanted.scaler.step(wanted.optimizer)
+            wanted.scaler.update()
+        else:
+            wanted.optimizer.step()
+
+    def commit(self, gradients: Tensors) -> None:
+        """The step counts: leave the gradients for the user to look at."""
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._in_portions = StepInPortions(self._wanted.optimizer)
+
+    def schedule(self, epoch_ends: bool) -> None:
+        """Let the scheduler go on, if it is its time."""
+        interval = self._wanted.scheduler_interval
+        if self.steps_scheduler and (interval == "step" or epoch_ends):
+            self._wanted.scheduler.step()
+
+    def undo(self) -> None:
+        """The attempt is aborted: put back what a portion has stepped."""
+        self._in_portions.undo()

@@ -1,0 +1,170 @@
+"""One optimizer update of the whole job, as one worker sees it: contribute, synchronize, apply.
+
+Coordinates the two halves: ``gradient_sync`` collects and reduces, ``optimizer_step`` applies when the whole reduced
+gradient has arrived. Until then nothing of the model, the optimizer or the scheduler has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from virtualflow.protocol import messages as m
+from virtualflow.reduction import Summation
+from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.state.settings import TransferSettings
+from virtualflow.step.gradient_sync import GradientSync, Reduced
+from virtualflow.step.header import HeaderFormat, Schema
+from virtualflow.step.optimizer_step import OptimizerStep, Stepping
+from virtualflow.transport import Collectives
+
+
+class Update:
+    """What a worker keeps for the sake of its updates.
+
+    Args:
+        model: the model.
+        stepping: what happens at a step.
+        summation: the order in which virtual nodes are added up.
+        micro_batch: samples of a virtual node.
+        reduction: how gradients travel.
+        transfer: how states of a sharded optimizer travel.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stepping: Stepping,
+        summation: Summation,
+        *,
+        micro_batch: int,
+        reduction: ReductionSettings,
+        transfer: TransferSettings,
+    ) -> None:
+        self._sync = GradientSync(model, summation, micro_batch, reduction)
+        self._step = OptimizerStep(model, stepping, reduction, transfer)
+        self.shards = self._step.shards
+        """This worker's share of a sharded optimizer."""
+        self.contributed = False
+        """Whether this worker has taken part in a synchronization, so that it is no joiner any more."""
+        self.pending: Reduced | None = None
+        """A complete synchronization whose step may count already, though it has not been applied here (sharded)."""
+        self._pending_schema = Schema()
+
+    # --- an attempt ---------------------------------------------------------------------------------------------------
+
+    def begin(self, assigned: range, most: int = 1) -> None:
+        """Start an attempt over the virtual nodes ``assigned``, where ``most`` is what any worker has."""
+        self._sync.begin(assigned, most)
+        self._step.begin()
+
+    def expect_last(self, collectives: Collectives, ranges: Sequence[range], samples: int, of_step: int | None) -> None:
+        """The last micro-batch of this worker's range is about to run; see `GradientSync.expect_last`."""
+        self._sync.expect_last(collectives, ranges, samples, of_step)
+
+    def take(self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1) -> None:
+        """Take over what the next virtual node has left in the model; see `GradientSync.take`."""
+        self._sync.take(samples, metrics, virtual_nodes)
+
+    def synchronize(
+        self,
+        communicator: Collectives,
+        ranges: Sequence[range],
+        number: int,
+        offer: m.Generation,
+        *,
+        more: bool,
+        saves: bool = False,
+    ) -> Reduced:
+        """Reduce everything with the other workers.
+
+        Args:
+            communicator: of the running generation, whose members are assigned ``ranges``.
+            ranges: see above.
+            number: of this synchronization, counted the same by all workers.
+            offer: the generation that this worker could enter next, (0, 0) for none.
+            more: whether this worker has samples for a further step of the epoch.
+            saves: whether it needs the whole state after this step.
+
+        Raises:
+            CommunicatorBroken: the attempt is aborted.
+            AttemptSpoiled: it is to be repeated by all.
+            VirtualFlowError: the workers do not run the same code.
+        """
+        self.contributed = True
+        reduced = self._sync.synchronize(
+            communicator, ranges, number, offer, more=more, saves=saves, portion=self._step.portion
+        )
+        if self.shards is not None and communicator.size > 1:
+            self.pending, self._pending_schema = reduced, self._sync.schema
+            self.shards.prepare(reduced.gradients, reduced.present)
+            self.shards.decide(communicator)
+            self.shards.step()
+            self.shards.spread(communicator)
+        return reduced
+
+    def abandon(self) -> None:
+        """The attempt is aborted: leave no trace of it."""
+        # What is under way ends before anything is put back.
+        self._sync.abandon()
+        self._step.undo()
+
+    # --- the update ---------------------------------------------------------------------------------------------------
+
+    def apply(self, reduced: Reduced, epoch_ends: bool) -> None:
+        """Apply a complete synchronization: clip, optimizer, scaler, buffers, scheduler."""
+        if reduced is self.pending:
+            self.forget_pending()
+        else:
+            self._step.step(reduced.gradients)
+        self._step.commit(reduced.gradients)
+        self._sync.commit(reduced.buffers)
+        self._step.schedule(epoch_ends)
+
+    def complete_pending(self, norm: float | None) -> Reduced:
+        """The step that is pending counts, as others know: step this worker's share; it is to be committed.
+
+        Args:
+            norm: of the whole gradient, if it is clipped by that.
+        """
+        assert self.pending is not None
+        assert self.shards is not None
+        self.shards.step(norm)
+        self._sync.schema = self._pending_schema
+        return self.pending
+
+    def forget_pending(self) -> None:
+        """It is committed, or aborted."""
+        self.pending = None
+        if self.shards is not None:
+            self.shards.settle()
+
+    # --- a life -------------------------------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> Schema:
+        """Names that all workers knew when the last step was committed: part of the state."""
+        return self._sync.settled
+
+    def settle(self, schema: Schema) -> None:
+        """Take over the names of a state that was restored."""
+        self._sync.schema = self._sync.settled = schema
+
+    @property
+    def steps_scheduler(self) -> bool:
+        """Whether the learning rate is changed here, and not by the user's code between two steps."""
+        return self._step.steps_scheduler
+
+    def header_format(self, ranges: Sequence[range]) -> HeaderFormat:
+        """The format of step headers among members that are assigned ``ranges``."""
+        return self._sync.header_format(ranges)
+
+    def enter(self) -> None:
+        """A generation begins."""
+        self._sync.enter(self._step.owners)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self._sync.close()
+        self._step.undo()

@@ -1,0 +1,20 @@
+"""How the workers of a generation reach each other and the coordinator: the interface of the collectives, gloo behind
+it, and the connection to the coordinator. It knows nothing of what is sent.
+"""
+
+from __future__ import annotations
+
+from virtualflow.transport.gloo import Communicator
+from virtualflow.transport.interface import ALONE, Collectives, Message, Pending, as_bytes, gather_bytes
+from virtualflow.transport.link import Link
+
+__all__ = [
+    "ALONE",
+    "Collectives",
+    "Communicator",
+    "Link",
+    "Message",
+    "Pending",
+    "as_bytes",
+    "gather_bytes",
+]

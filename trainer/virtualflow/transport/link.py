@@ -1,0 +1,335 @@
+"""A worker's connection to its coordinator: a thread that outlives coordinators and never stops the training.
+
+The training thread reads the newest facts under :attr:`Link.changed` and queues messages; the thread behind it
+connects, says Hello, beats, and comes back with another Hello whenever the connection is lost. What a restarted
+coordinator must know and Hello does not say is kept and sent again (:meth:`Link.send` with ``keep``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from virtualflow.errors import ConfigurationError, CoordinatorAbsent
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_MESSAGE
+from virtualflow.transport.settings import LinkSettings
+
+logger = logging.getLogger("virtualflow.worker")
+
+T = TypeVar("T")
+
+_BACKLOG = 200
+"""Messages kept while there is no connection; the oldest go first (Hello tells the state anyway)."""
+
+
+_TOLD = 8
+"""Latest plans that are remembered as told by the coordinator that is connected; it remembers more."""
+
+
+class Link:
+    """The connection of one worker process.
+
+    All attributes below are written by the link's thread and read under :attr:`changed`, notified on each news.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        hello: Callable[[], m.Hello],
+        on_plan: Callable[[m.Plan], None],
+        settings: LinkSettings,
+    ) -> None:
+        self.changed = threading.Condition()
+        self.connected = False
+        self.welcome: m.Welcome | None = None
+        self.plan: m.Plan | None = None
+        """The newest plan that this worker was told."""
+        self.hold: int | None = None
+        self.drain: m.Drain | None = None
+        self.drain_until = 0.0
+        self.ended: m.End | None = None
+        self.refused: str | None = None
+        self.released = False
+        self.rejected: str | None = None
+        """Why the coordinator cannot be used at all (a wrong token)."""
+        self.failure: Exception | None = None
+        """A defect that ended something behind the training thread, which is to raise it."""
+        self._keys: dict[tuple[m.Generation, str], bytes] = {}
+        self._told: deque[m.Generation] = deque(maxlen=_TOLD)
+        """Plans that came over the present connection."""
+        self._published: dict[tuple[m.Generation, str], m.Publish] = {}
+        self._url = url
+        self._token = token
+        self._hello = hello
+        self._on_plan = on_plan
+        self._settings = settings
+        self._queue: deque[m.FromWorker] = deque(maxlen=_BACKLOG)
+        self._kept: dict[type, m.FromWorker] = {}
+        self._wake: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = threading.Event()
+        self._lost_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="virtualflow-link", daemon=True)
+
+    # --- for the training thread -------------------------------------------------------------------------------------
+
+    def start(self, limit: float | None = None) -> None:
+        """Connect, and wait until the coordinator has answered.
+
+        Args:
+            limit: seconds to wait at the most, instead of the orphan limit.
+
+        Raises:
+            ConfigurationError: the token is wrong, or nobody answers in time.
+        """
+        self._thread.start()
+        limit = self._settings.orphan_limit if limit is None else limit
+        if not self.wait(lambda: self.welcome or self.rejected or self.refused or self.failure, limit):
+            raise CoordinatorAbsent(
+                f"no coordinator answers at {self._url} for {limit:g} s; check VIRTUALFLOW_COORDINATOR"
+            )
+        if self.rejected is not None:
+            raise ConfigurationError(self.rejected)
+
+    @property
+    def started(self) -> bool:
+        """Whether :meth:`start` was called."""
+        return self._thread.ident is not None
+
+    def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
+        """Queue a message; with ``keep`` it is sent again to every coordinator to come (the latest of its kind)."""
+        message = _encodable(message)
+        with self.changed:
+            if keep:
+                self._kept[type(message)] = message
+            self._queue.append(message)
+        self._stir()
+
+    def forget(self, kind: type) -> None:
+        """A message that was kept has served its purpose."""
+        with self.changed:
+            self._kept.pop(kind, None)
+
+    def wait(self, predicate: Callable[[], T], timeout: float) -> T:
+        """Wait until ``predicate()`` is true (called under the lock) or the time is over; its last value."""
+        with self.changed:
+            return self.changed.wait_for(predicate, timeout)
+
+    def notify(self) -> None:
+        """Wake those who wait: something that their predicate looks at has changed elsewhere."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def publish(self, generation: m.Generation, key: str, value: bytes) -> None:
+        """Tell the other members of a generation a key of its rendezvous."""
+        message = m.Publish(generation, key, value)
+        with self.changed:
+            self._keys[generation, key] = value
+            self._published[generation, key] = message
+        self.send(message)
+
+    def lookup(self, generation: m.Generation, key: str) -> bytes | None:
+        """A key of a generation's rendezvous, if it has arrived."""
+        return self._keys.get((generation, key))
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was queued has been written to a connection."""
+        return bool(self.wait(lambda: (not self._queue and self.connected) or self.rejected, timeout))
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the connection was lost; 0 while it stands."""
+        return 0.0 if self.connected else time.monotonic() - self._lost_at
+
+    def close(self) -> None:
+        """End the thread and the connection."""
+        self._closing.set()
+        self._stir()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=self._settings.connect_timeout)
+
+    # --- the link's thread -------------------------------------------------------------------------------------------
+
+    def _stir(self) -> None:
+        loop, wake = self._loop, self._wake
+        if loop is not None and wake is not None and not loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(wake.set)
+            except RuntimeError:
+                logger.debug("the link's loop has just closed")
+
+    def fail(self, error: Exception) -> None:
+        """Let the training thread raise ``error``, which has ended something behind it."""
+        with self.changed:
+            if self.failure is None and not self._closing.is_set():
+                self.failure = error
+            self.changed.notify_all()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                asyncio.run(self._stay_connected())
+                return
+            except Exception as error:  # noqa: BLE001 - the training thread raises it, and tells it over this link
+                self.fail(error)
+                self._closing.wait(self._settings.retry_most)
+
+    async def _stay_connected(self) -> None:
+        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        pause, said = self._settings.retry_first, False
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout)
+        async with aiohttp.ClientSession(
+            timeout=timeout, headers={"Authorization": f"Bearer {self._token}"}
+        ) as session:
+            while not self._closing.is_set() and self.rejected is None and self.refused is None:
+                try:
+                    # A coordinator that accepts connections and then does nothing must not hold this up for ever.
+                    async with asyncio.timeout(self._settings.connect_timeout):
+                        socket = await session.ws_connect(
+                            f"{self._url}/v1/worker",
+                            max_msg_size=MAX_MESSAGE,
+                            heartbeat=2 * self._settings.connect_timeout,
+                            timeout=aiohttp.ClientWSTimeout(ws_close=self._settings.connect_timeout),
+                        )
+                    welcome = self.welcome
+                    async with socket:
+                        await self._converse(socket)
+                    if self.welcome is not welcome:
+                        pause, said = self._settings.retry_first, False
+                except aiohttp.WSServerHandshakeError as error:
+                    if error.status in (401, 403):
+                        self._reject(f"the coordinator at {self._url} refuses the token; check VIRTUALFLOW_TOKEN")
+                    logger.debug("the coordinator answers %s", error.status)
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    if not said:
+                        logger.debug("no connection to the coordinator: %s", error)
+                        said = True
+                if self._closing.is_set():
+                    break
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, self._settings.retry_most)
+
+    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        with self.changed:
+            # What waited is old news to a coordinator that is about to read Hello, but for what Hello does not say.
+            # The queue is taken before Hello is made: what is queued from now on may be missing in it.
+            queued = [x for x in self._queue if isinstance(x, m.Note | m.Resumed)]
+            self._queue.clear()
+            self._told.clear()
+            self._queue.extend([*queued, *self._kept.values(), *self._published.values()])
+        await socket.send_bytes(_encode_hello(self._hello()))
+        with self.changed:
+            self.connected = True
+            self.changed.notify_all()
+        writer = asyncio.create_task(self._write(socket))
+        try:
+            async for frame in socket:
+                if frame.type not in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
+                    break
+                try:
+                    self._take(m.unpack_to_worker(frame.data))
+                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                    logger.warning("the coordinator sent a message that is refused: %s", error)
+        finally:
+            writer.cancel()
+            with self.changed:
+                self.connected = False
+                self._lost_at = time.monotonic()
+                self.changed.notify_all()
+
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        assert self._wake is not None
+        try:
+            while True:
+                while self._queue:
+                    message = self._queue[0]
+                    await socket.send_bytes(m.pack(self._short(message)))
+                    with self.changed:
+                        # A queue that was full has lost its first message meanwhile.
+                        if self._queue and self._queue[0] is message:
+                            self._queue.popleft()
+                        self.changed.notify_all()
+                if self._closing.is_set():
+                    await socket.close()
+                    return
+                self._wake.clear()
+                if self._queue or self._closing.is_set():
+                    continue
+                try:
+                    welcome = self.welcome
+                    every = self._settings.heartbeat if welcome is None else welcome.heartbeat
+                    async with asyncio.timeout(every):
+                        await self._wake.wait()
+                except TimeoutError:
+                    await socket.send_bytes(m.encode(m.Heartbeat()))
+        except Exception as error:  # noqa: BLE001 - nobody waits for this task; the training thread raises it
+            if not isinstance(error, aiohttp.ClientError | OSError):
+                self.fail(error)
+            await socket.close()
+
+    def _take(self, message: m.ToWorker) -> None:
+        with self.changed:
+            match message:
+                case m.Welcome():
+                    self.welcome, self.hold = message, message.hold
+                case m.Plan():
+                    self._told.append(message.generation)
+                    if self.plan is None or message.generation > self.plan.generation:
+                        self.plan = message
+                        self._keys = {key: value for key, value in self._keys.items() if key[0] >= message.generation}
+                        self._published = {k: v for k, v in self._published.items() if k[0] >= message.generation}
+                    else:
+                        return
+                case m.Drain():
+                    self.drain, self.drain_until = message, time.monotonic() + message.deadline
+                case m.Hold(step):
+                    self.hold = step
+                case m.Release():
+                    self.released = True
+                case m.Refuse(reason):
+                    self.refused = reason
+                case m.End():
+                    self.ended = message
+                case m.Keys(generation, values):
+                    self._keys.update({(generation, key): value for key, value in values.items()})
+            self.changed.notify_all()
+        if isinstance(message, m.Plan):
+            self._on_plan(message)
+
+    def _short(self, message: m.FromWorker) -> m.FromWorker:
+        """``message`` without what this very coordinator has told."""
+        if isinstance(message, m.Entered) and message.plan.generation in self._told:
+            return m.EnteredTold(message.plan.generation, message.step, message.restored)
+        return message
+
+    def _reject(self, sentence: str) -> None:
+        with self.changed:
+            self.rejected = sentence
+            self.changed.notify_all()
+
+
+def _encode_hello(hello: m.Hello) -> bytes:
+    """JSON of ``hello``, without the oldest membership changes if it would be more than the coordinator reads."""
+    while hello.changes and len(m.encode(hello)) > MAX_MESSAGE:
+        hello = msgspec.structs.replace(hello, changes=hello.changes[len(hello.changes) // 2 + 1 :])
+    return m.pack(hello)
+
+
+def _encodable(message: m.FromWorker) -> m.FromWorker:
+    """``message`` without metrics that JSON has no number for: a loss of NaN must not cost the connection."""
+    if isinstance(message, m.Progress | m.Done) and not all(map(math.isfinite, message.metrics.values())):
+        finite = {name: value for name, value in message.metrics.items() if math.isfinite(value)}
+        return msgspec.structs.replace(message, metrics=finite)
+    return message

@@ -1,0 +1,38 @@
+"""Every default of the transport, once.
+
+Durations are seconds and sizes are bytes unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """A worker's connection to the coordinator."""
+
+    heartbeat: float = 1.0
+    """A sign of life in this interval, until the coordinator has said which one it wants."""
+    progress: float = 0.2
+    """The leader reports its step at most this often."""
+    connect_timeout: float = 3.0
+    retry_first: float = 0.05
+    retry_most: float = 1.0
+    orphan_limit: float = 600.0
+    """A worker that can neither train nor reach a coordinator for this long ends itself."""
+    goodbye: float = 30.0
+    """How long a worker that is through waits for the coordinator to take its result."""
+
+
+@dataclass(frozen=True)
+class CommunicatorSettings:
+    """The collectives between workers."""
+
+    connect_timeout: float = 10.0
+    """Building the communicator of a generation: the full mesh must stand by then."""
+    operation_timeout: float = 1_800.0
+    """The last resort of a collective or message. A dead peer is noticed by its sockets and a hung one by the
+    coordinator, both much earlier."""
+    wait_slice: float = 0.05
+    """How long a collective is waited for before the coordinator's news are looked at."""

@@ -1,0 +1,104 @@
+"""The door to the library: :func:`elastic`, and what each of its arguments means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from virtualflow.data import LoaderOptions
+from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
+from virtualflow.state import CheckpointPolicy
+from virtualflow.step import BatchNorm, SchedulerInterval
+from virtualflow.worker.options import Options
+from virtualflow.worker.run import Run
+from virtualflow.worker.settings import WorkerSettings
+
+
+def elastic(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    *,
+    batch_size: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    virtual_nodes: int = VIRTUAL_NODES,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    scheduler: Any = None,
+    scheduler_interval: SchedulerInterval = "step",
+    scaler: Any = None,
+    clip_grad_norm: float | None = None,
+    clip_grad_value: float | None = None,
+    checkpoint: CheckpointPolicy | Path | str | None = None,
+    reproducibility: Reproducibility = "bitwise",
+    max_fused: int | None = None,
+    batch_norm: BatchNorm = "virtual-node",
+    shard_optimizer: bool = False,
+    **loader: Unpack[LoaderOptions],
+) -> Run:
+    """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
+
+    Args:
+        model: built and seeded the same in every worker.
+        optimizer: over the model's parameters; one that needs a closure is refused.
+        dataset: map-style, or iterable with a method ``shard(index, count, epoch, start)``.
+        batch_size: samples of a global batch, divisible by the number of virtual nodes.
+        epochs: how often to go through the dataset; with ``steps`` too, whichever ends first. At least one is needed.
+        steps: how many optimizer updates to make.
+        virtual_nodes: equal slices of every global batch, 8 unless said otherwise; the command line or the manifest
+            overrides it.
+        seed: what the order of the samples and all random streams follow from.
+        shuffle: a new order every epoch.
+        drop_last: leave out a last short batch, which otherwise weighs by its samples.
+        scheduler: a learning rate scheduler, stepped once an update (``scheduler_interval="step"``), once an epoch
+            (``"epoch"``), or by your own code after the virtual nodes of a step (``"manual"``).
+        scaler: a ``GradScaler``; your code calls ``scaler.scale(loss).backward()``, the rest is the library's.
+        clip_grad_norm: the most that the norm of the reduced gradient may be.
+        clip_grad_value: the most that each element of the reduced gradient may be.
+        checkpoint: a directory or a policy; ``VIRTUALFLOW_CHECKPOINT_DIR`` and its kin override it.
+        reproducibility: ``"bitwise"``: the same bits on any number of workers; kernels and workers that would give
+            others are refused. ``"statistical"``: the same in distribution, and faster: a worker runs neighbouring
+            virtual nodes as one larger micro-batch. ``VIRTUALFLOW_REPRODUCIBILITY`` overrides it.
+        max_fused: the most virtual nodes of such a micro-batch (``VIRTUALFLOW_MAX_FUSED``); without it, as many as
+            memory allows and make it faster, which is measured.
+        batch_norm: whether batch norm goes on normalising over each ``"virtual-node"`` of such a micro-batch, or over
+            the whole ``"micro-batch"``.
+        shard_optimizer: each worker keeps only its share of the optimizer's state, and that of one other worker in case
+            it is lost. For optimizers that treat each element for itself (SGD, Adam and their kin);
+            after a step a worker has the gradients of its share only.
+        **loader: passed through to the ``DataLoader``.
+
+    Returns:
+        The run; iterate over it inside its ``with`` block.
+    """
+    return Run(
+        model,
+        optimizer,
+        dataset,
+        Options(
+            batch_size,
+            epochs,
+            steps,
+            virtual_nodes,
+            seed,
+            shuffle,
+            drop_last,
+            scheduler,
+            scheduler_interval,
+            scaler,
+            clip_grad_norm,
+            clip_grad_value,
+            checkpoint,
+            reproducibility,
+            max_fused,
+            batch_norm,
+            shard_optimizer,
+            loader,
+        ),
+        WorkerSettings(),
+    )

@@ -1,0 +1,165 @@
+"""Inference over a dataset on the same virtual nodes: every sample once, results in dataset order, on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow.data import LoaderOptions, Source, open_source, seed_virtual_node
+from virtualflow.data.settings import LoadingSettings
+from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError, show_errors_plainly
+from virtualflow.state import codec
+from virtualflow.step import Kind, read_headers
+from virtualflow.transport import gather_bytes
+from virtualflow.worker.loop import Loop
+from virtualflow.worker.run import active_loop
+
+Rows = Any
+"""A tensor with one row a sample, or a tuple, list or dict of such."""
+
+
+def evaluate(
+    model: nn.Module,
+    dataset: Any,
+    fn: Callable[[Any], Rows],
+    *,
+    batch_size: int,
+    **loader: Unpack[LoaderOptions],
+) -> Rows:
+    """Run ``fn`` over a map-style dataset and return its rows in dataset order, the same on every worker.
+
+    Inside the ``with`` block of a run all its workers share the work, so all must call it: after a step's micro-batches
+    or after the last step. Members may drain or be lost meanwhile. Joiners wait until it is over. Without a run, this
+    process does everything.
+
+    Args:
+        model: put into evaluation mode meanwhile.
+        dataset: map-style.
+        fn: gets a collated micro-batch and returns one row a sample: a tensor ``[n, ...]``, or a tuple, list or dict of
+            them.
+        batch_size: samples at a time over all virtual nodes, divisible by their number.
+        **loader: passed through to the ``DataLoader``.
+
+    Raises:
+        ConfigurationError: the dataset is no map-style one or the sizes do not fit.
+    """
+    show_errors_plainly()
+    loop = active_loop()
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigurationError(
+            "vf.evaluate needs a map-style dataset (with __len__ and __getitem__): rows have an order"
+        )
+    modes = {module: module.training for module in model.modules()}
+    source = open_source(
+        dataset,
+        batch_size=batch_size,
+        virtual_nodes=1 if loop is None else loop.context.request.virtual_nodes,
+        seed=0 if loop is None else loop.context.request.options.seed,
+        shuffle=False,
+        drop_last=False,
+        epochs=1,
+        options=loader,
+        settings=LoadingSettings() if loop is None else loop.context.request.settings.loading,
+    )
+    try:
+        model.eval()
+        with torch.no_grad():
+            parts = _alone(source, fn) if loop is None else _together(loop, source, fn)
+    finally:
+        source.close()
+        for module, training in modes.items():
+            module.training = training
+    return _join(parts)
+
+
+def _alone(source: Source, fn: Callable[[Any], Rows]) -> list[Rows]:
+    source.assign(range(1), 0, 0)
+    batches = (source.fetch(0, step, 0) for step in range(source.steps_per_epoch or 0))
+    return [_checked(fn(batch.data), batch.size) for batch in batches]
+
+
+def _together(loop: Loop, source: Source, fn: Callable[[Any], Rows]) -> list[Rows]:
+    """One exchange a batch; the rows of virtual node v are the v-th slice of the batch."""
+    loop.begin_evaluation()
+    training, membership, state = loop.context.training, loop.context.membership, loop.context.session.state
+    rows: list[Rows] = []
+    assigned = range(0)
+    for step in range(source.steps_per_epoch or 0):
+        number = training.exchanges + 1
+        while training.exchanges < number:
+            if state.assigned != assigned:
+                assigned = state.assigned
+                source.assign(assigned, 0, step)
+            try:
+                _gather(loop, source, fn, step, number)
+            except CommunicatorBroken as error:
+                membership.recover(error)
+                assigned = range(0)
+        if training.evaluated is None:
+            raise VirtualFlowError("an evaluation was overtaken by a step; call vf.evaluate on all workers alike")
+        by_node: dict[int, Rows] = {}
+        for block in training.evaluated:
+            by_node |= codec.unpack(block)
+        rows += [by_node[node] for node in sorted(by_node)]
+    loop.end_evaluation()
+    return rows
+
+
+def _gather(loop: Loop, source: Source, fn: Callable[[Any], Rows], step: int, number: int) -> None:
+    context, state = loop.context, loop.context.session.state
+    communicator = context.membership.communicator
+    mine: dict[int, Rows] = {}
+    for node in state.assigned:
+        context.membership.check()
+        batch = source.fetch(0, step, node)
+        if batch.size:
+            seed_virtual_node(context.request.options.seed, -number, node)
+            mine[node] = _to_cpu(_checked(fn(batch.data), batch.size))
+    form = context.update.header_format(state.ranges)
+    header = form.write(form.tell(Kind.EVALUATE, number, context.session.offer(evaluating=True)))
+    headers = read_headers(form, communicator.all_gather(header), Kind.EVALUATE, number)
+    blocks = gather_bytes(communicator, codec.pack(mine))
+    loop.commit_evaluation(blocks, headers)
+
+
+def _checked(rows: Rows, samples: int) -> Rows:
+    """``rows`` with tuples for lists.
+
+    Raises:
+        ConfigurationError: it is not made of tensors with one row a sample.
+    """
+    if isinstance(rows, dict):
+        return {name: _checked(value, samples) for name, value in rows.items()}
+    if isinstance(rows, tuple | list):
+        return tuple(_checked(value, samples) for value in rows)
+    if not isinstance(rows, Tensor):
+        raise ConfigurationError(
+            f"the function of vf.evaluate returned a {type(rows).__name__}; return a tensor with one row a sample, or "
+            "a tuple, list or dict of such tensors"
+        )
+    if rows.ndim == 0 or rows.shape[0] != samples:
+        raise ConfigurationError(
+            f"the function of vf.evaluate returned a tensor of shape {list(rows.shape)} for {samples} "
+            f"sample{'' if samples == 1 else 's'}; return one row a sample, without reducing over the batch"
+        )
+    return rows.detach()
+
+
+def _to_cpu(rows: Rows) -> Rows:
+    if isinstance(rows, Tensor):
+        return rows.cpu()
+    if isinstance(rows, dict):
+        return {name: _to_cpu(value) for name, value in rows.items()}
+    return tuple(_to_cpu(value) for value in rows)
+
+
+def _join(parts: list[Rows]) -> Rows:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return {name: _join([part[name] for part in parts]) for name in first}
+    return tuple(_join([part[place] for part in parts]) for place in range(len(first)))

@@ -1,0 +1,252 @@
+"""The loop over the steps: what stands between two steps, and the attempts at one.
+
+Between two steps stands everything that the user does not see: the synchronization and the update (``update``), the
+membership, the state that a joiner gets, checkpoints and reports. An attempt that fails is repeated inside the inner
+loop: after it, the step is committed, and code that follows runs exactly once a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from virtualflow.data import MicroBatch, seed_virtual_node
+from virtualflow.device import device_of
+from virtualflow.errors import CommunicatorBroken, VirtualFlowError
+from virtualflow.protocol import messages as m
+from virtualflow.reduction import AttemptSpoiled
+from virtualflow.step import Reduced, StepHeader
+from virtualflow.worker.finish import complete_leader
+from virtualflow.worker.setup import Context
+from virtualflow.worker.step import Step
+
+
+class Loop:
+    """The steps of one run, made of the parts of its ``context``."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.trained = False
+        """Whether this worker has seen the last step."""
+        self._state = context.session.state
+        self._seed = context.request.options.seed
+        self._virtual_nodes = context.request.virtual_nodes
+        self._metrics: dict[str, float | Tensor] = {}
+        self._open_step: Step | None = None
+        device = device_of(context.request.model)
+        self._kernels_on = device if device.type == "cuda" and context.session.coordinated else None
+
+    # --- for the user's code ------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps that remain."""
+        context = self.context
+        if not self._state.running:
+            context.membership.join()
+        while not self._state.has_state or not context.is_over:
+            self._between_steps()
+            step = self._open_step = Step(self)
+            yield step
+            if not step.complete:
+                raise VirtualFlowError(
+                    "a step was left before its end; iterate over all its micro-batches: for batch in step: ..."
+                )
+        self.trained = True
+        complete_leader(context.membership, context.training)
+        if self._state.leader:
+            context.keeper.save_final(context.training)
+        context.reporter.progress(now=True)
+
+    def _between_steps(self) -> None:
+        """What happens between two steps beside the update: leave or enter a generation."""
+        context = self.context
+        if context.session.stopping:
+            context.keeper.save_final(context.training)
+            context.session.leave(m.NO_GENERATION)
+        context.membership.switch_if_agreed()
+
+    def join(self) -> tuple[int, int]:
+        """Become a member, if this worker is none yet; the number of the step to come, and its epoch."""
+        self.context.membership.join()
+        return self.context.training.completed_steps + 1, self.context.training.position[0]
+
+    def log_metrics(self, metrics: dict[str, float | Tensor]) -> None:
+        """Note metrics of the present virtual node (``Step.log``)."""
+        for name, value in metrics.items():
+            self._metrics[name] = value.detach() if isinstance(value, Tensor) else float(value)
+
+    def warm_up(self) -> Iterator[Any]:
+        """Let a joiner's first forward and backward pass happen before anybody waits for it.
+
+        It gets one micro-batch through the user's loop and forgets what came of it: kernels are chosen, allocators
+        and loader processes are warm when it enters.
+        """
+        if self._state.has_state:
+            return
+        batch = self.context.loading.first()
+        self.context.update.begin(range(1))
+        yield from self._present(batch, 0)
+        self.context.update.abandon()
+
+    def make(self, number: int) -> Iterator[Any]:
+        """Attempt the step ``number`` until it is committed here or brought by a donor."""
+        context, training = self.context, self.context.training
+        if context.profiling is not None:
+            yield from context.profiling.measure()
+        membership = context.membership
+        while training.completed_steps < number and not context.is_over:
+            try:
+                self._wait_while_held()
+                yield from self._attempt(number)
+                offer = m.NO_GENERATION if number == context.total_steps else context.session.offer(evaluating=False)
+                reduced = context.update.synchronize(
+                    membership.communicator,
+                    self._state.ranges,
+                    training.exchanges + 1,
+                    offer,
+                    more=context.loading.peek(self._state.assigned),
+                    saves=self._saves_after(number),
+                )
+            except CommunicatorBroken as error:
+                context.stopwatch.fail()
+                generation = context.session.generation
+                if membership.recover(error) and context.audit is not None:
+                    context.audit.committed(generation, number)
+            except AttemptSpoiled:
+                context.update.abandon()
+                context.on_entry()
+            else:
+                self._commit(number, reduced)
+        self._seed_between_steps()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The combined metrics of the last step."""
+        return self.context.training.metrics
+
+    # --- an attempt ---------------------------------------------------------------------------------------------------
+
+    def _wait_while_held(self) -> None:
+        context, completed = self.context, self.context.training.completed_steps
+        if context.session.held(completed):
+            context.reporter.progress(now=True)
+            context.stopwatch.hold(context.session.await_hold(completed))
+            context.pace.interrupt()
+
+    def _attempt(self, number: int) -> Iterator[Any]:
+        context, state = self.context, self._state
+        update, fusing, pace, assigned = context.update, context.fusing, context.pace, state.assigned
+        context.membership.check()
+        context.stopwatch.attempt(number)
+        update.begin(assigned, max(len(nodes) for nodes in state.ranges))
+        pace.begin(time.monotonic(), len(assigned))
+        if fusing.exploring:
+            pace.disregard()
+        for nodes in fusing.begin():
+            context.membership.check()
+            batch = context.loading.fetch(nodes)
+            if batch.size < context.micro_batch * len(nodes):
+                pace.disregard()
+            if context.audit is not None:
+                for node, samples in batch.apart():
+                    context.audit.carried(
+                        context.session.generation, context.training.position[0], number, node, samples
+                    )
+            last = nodes.stop == assigned.stop
+            if last:
+                update.expect_last(context.membership.communicator, state.ranges, batch.size, context.loading.samples())
+            yield from self._present(batch, number)
+            if last:
+                if self._kernels_on is not None:
+                    # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.
+                    torch.cuda.synchronize(self._kernels_on)
+                pace.end(time.monotonic())
+            update.take(batch.size, self._metrics, len(nodes))
+        fusing.end()
+
+    def _present(self, batch: MicroBatch, number: int) -> Iterator[Any]:
+        """Give a micro-batch to the user's code, with the random streams of its (first) virtual node."""
+        self._metrics = {}
+        if batch.size:
+            self.context.fusing.present(batch)
+            seed_virtual_node(self._seed, number, batch.virtual_node)
+            yield batch.data
+
+    def _seed_between_steps(self) -> None:
+        """Let random numbers of the user's code after a step or an evaluation be the same on all workers."""
+        seed_virtual_node(self._seed, self.context.training.exchanges, self._virtual_nodes + 1)
+
+    # --- its end ------------------------------------------------------------------------------------------------------
+
+    def _commit(self, number: int, reduced: Reduced) -> None:
+        """Apply a complete exchange and do all that belongs between two steps."""
+        context, training, session = self.context, self.context.training, self.context.session
+        before = training.members
+        # An optimizer may draw at random, and so may the user's code after the step: the same on all workers.
+        seed_virtual_node(self._seed, number, self._virtual_nodes)
+        training.commit(reduced, len(self._state.ranges))
+        context.loading.adjust(self._state.assigned)
+        now = time.monotonic()
+        change = context.stopwatch.commit(now, number, before, session.generation)
+        context.pace.commit(now)
+        self._state.step = number
+        if context.audit is not None:
+            context.audit.committed(session.generation, number)
+        if change is not None:
+            session.remember(change)
+        context.membership.note_offers(header.offer for header in reduced.headers)
+        context.reporter.progress(now=context.is_over)
+        context.reporter.pace(context.pace.estimate)
+        session.tidy()
+        if context.update.shards is not None:
+            self._save_together(any(header.saves for header in reduced.headers))
+        elif self._state.leader:
+            context.keeper.save_if_due(training)
+
+    def _saves_after(self, number: int) -> bool:
+        """Whether this worker writes a checkpoint after the step ``number`` and needs others' help with it."""
+        return self.context.update.shards is not None and self._state.leader and self.context.keeper.is_due(number)
+
+    def _save_together(self, due: bool) -> None:
+        """The state of a sharded optimizer is brought together for a checkpoint, if one is ``due``."""
+        if not due:
+            return
+        membership = self.context.membership
+        try:
+            membership.complete_leader()
+        except CommunicatorBroken as error:
+            membership.recover(error)  # the next checkpoint that is due tries again
+            return
+        if self._state.leader:
+            self.context.keeper.save_if_due(self.context.training)
+        membership.keep_share()
+
+    # --- evaluations --------------------------------------------------------------------------------------------------
+
+    def begin_evaluation(self) -> None:
+        """Refuse an evaluation where a joiner could not take part in it; tell that one begins.
+
+        Raises:
+            VirtualFlowError: it is called before a step's micro-batches.
+        """
+        if self._open_step is not None and not self._open_step.complete:
+            raise VirtualFlowError("call vf.evaluate after the micro-batches of a step, or after the last step")
+        if not self._state.has_state:
+            raise VirtualFlowError("call vf.evaluate after the first step: a worker that joins later cannot repeat it")
+        self.context.reporter.phase("evaluating")
+
+    def commit_evaluation(self, blocks: list[Tensor], headers: Sequence[StepHeader]) -> None:
+        """An exchange of an evaluation is complete; members that drain leave now."""
+        self.context.training.evaluated = blocks
+        self.context.training.exchanges += 1
+        self.context.membership.note_offers(header.offer for header in headers)
+        self.context.membership.switch_if_agreed()
+
+    def end_evaluation(self) -> None:
+        """The evaluation is over: joiners may come."""
+        self._seed_between_steps()
+        self.context.reporter.phase("training")

@@ -1,0 +1,47 @@
+"""Where a worker stands in its job, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import Reproducibility
+
+
+@dataclass
+class MemberState:
+    """Where this worker stands in its job. Only the training thread writes it; the link's thread makes Hello of it."""
+
+    virtual_nodes: int
+    fingerprint: str
+    reproducibility: Reproducibility = "bitwise"
+    device: str = ""
+    self_test: str = ""
+    pace: float | None = None
+    """Seconds per virtual node by a profile of this device."""
+    total_steps: int | None = None
+    running: bool = False
+    """Whether the job ran already when this worker was connected."""
+    ready: bool = False
+    has_state: bool = False
+    done: bool = False
+    step: int = 0
+    """Completed steps."""
+    plan: m.Plan | None = None
+    """The generation that this worker is in."""
+    assigned: range = range(0)
+    """The virtual nodes of this worker."""
+    ranges: tuple[range, ...] = ()
+    """Those of all members, in the order of their ranks."""
+    drain_reason: str | None = None
+    """Why this worker has asked to leave, if it has."""
+    drain_until: float = 0.0
+    changes: dict[m.Generation, m.Change] = field(default_factory=dict)
+    """Shared with the training's state: joiners bring on what happened before them."""
+    room: tuple[int, ...] = ()
+    """Sizes in bytes of the large tensors that a joiner has to make memory for."""
+
+    @property
+    def leader(self) -> bool:
+        """Whether virtual node 0 is assigned to this worker."""
+        return 0 in self.assigned

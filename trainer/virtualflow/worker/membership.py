@@ -1,0 +1,251 @@
+"""A worker's part in the job's membership: join, enter a generation with one state, switch, recover, leave.
+
+Between ``session`` (which plans there are) and ``loop`` (what the user's script sees).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from virtualflow.errors import CommunicatorBroken, ConfigurationError
+from virtualflow.protocol import messages as m
+from virtualflow.state import (
+    SPOILED,
+    Keeper,
+    Origin,
+    Path,
+    Standing,
+    Transfer,
+    carry,
+    digests,
+    plan_transfer,
+    someone_has_state,
+    wrap,
+)
+from virtualflow.transport import Communicator, gather_bytes
+from virtualflow.worker.resharding import Resharding
+from virtualflow.worker.standalone import AnySession
+from virtualflow.worker.stopwatch import Stopwatch
+from virtualflow.worker.train_state import Training, signature_hash
+
+logger = logging.getLogger("virtualflow.worker")
+
+
+class Membership:
+    """With whom this worker trains, and how that changes."""
+
+    def __init__(
+        self,
+        session: AnySession,
+        training: Training,
+        keeper: Keeper,
+        signature: dict[str, Any],
+        stopwatch: Stopwatch,
+        on_entry: Callable[[], None],
+    ) -> None:
+        self._session = session
+        self._state = session.state
+        self._training = training
+        self._keeper = keeper
+        self._signature = signature
+        self._stopwatch = stopwatch
+        self._on_entry = on_entry
+        self._agreed: m.Plan | None = None
+        shards = training.update.shards
+        self._resharding = None if shards is None else Resharding(training, shards)
+        self._spoiled = False
+        """A state was, at least in part, written over the fresh model."""
+        self._room_of: m.Generation | None = None
+
+    @property
+    def communicator(self) -> Communicator:
+        """The collectives of the running generation."""
+        communicator = self._session.communicator
+        assert communicator is not None
+        return communicator
+
+    def join(self) -> None:
+        """Become a member, with a state; returns at once for one that is.
+
+        Raises:
+            Leave: this process is not to take part.
+        """
+        if not self._state.has_state:
+            self._session.be_ready()
+            self._enter(self._session.await_entry())
+
+    def check(self) -> None:
+        """Look whether the attempt still makes sense.
+
+        Raises:
+            CommunicatorBroken: a recovery is called for.
+        """
+        reason = self._session.interruption(self._state.plan)
+        if reason is not None:
+            raise CommunicatorBroken(reason)
+
+    def note_offers(self, offers: Iterable[m.Generation]) -> None:
+        """An exchange is complete: remember the plan that all have offered to enter, if there is one."""
+        session = self._session
+        self._agreed = session.agreed_plan(offers)
+        if self._room_of != session.generation:
+            # Once a generation, and not in the first place: an optimizer makes its state in its first step.
+            self._room_of, self._state.room = session.generation, self._training.room()
+
+    def switch_if_agreed(self) -> None:
+        """Enter the generation that all have agreed on, or leave by it.
+
+        Raises:
+            Drained: this worker is not in it.
+        """
+        plan, self._agreed = self._agreed, None
+        if plan is None:
+            return
+        try:
+            if self._resharding is not None and self._state.plan is not None:
+                self._resharding.hand_over(self.communicator, self._state.plan, plan)
+        except CommunicatorBroken as error:
+            self.recover(error)
+            return
+        if not self._session.is_member(plan):
+            if not plan.members and self._session.rank == 0:
+                self._keeper.save_final(self._training)
+            self._session.leave(plan.generation, plan.reason if plan.cause == "stop" else "")
+        self._enter(plan)
+
+    def recover(self, error: CommunicatorBroken) -> bool:
+        """The attempt is aborted: wait for the generation that takes over, and enter it.
+
+        Returns:
+            Whether the attempt turned out to count all the same, and this worker has committed it.
+
+        Raises:
+            Leave: this process is not to take part any more.
+        """
+        session, exchanges = self._session, self._training.exchanges
+        pending = self._training.update.pending is not None
+        self._training.update.abandon()
+        if session.interruption(self._state.plan) is None:
+            logger.info("%s: generation %s broke: %s", session.worker, session.generation, error)
+            session.say_broken(session.generation, str(error))
+        self._enter(session.await_entry())
+        return pending and self._training.exchanges > exchanges
+
+    def _enter(self, plan: m.Plan) -> None:
+        """Enter ``plan``, or whichever takes over from it, and come to one state with its members."""
+        session = self._session
+        while True:
+            self._stopwatch.plans.append(plan)
+            try:
+                self._synchronize(session.enter(plan))
+                break
+            except CommunicatorBroken as error:
+                # A worker without a state says so even when a newer plan has called it away: those who have agreed on
+                # this one would wait for it.
+                if session.interruption(plan) is None or not self._state.has_state:
+                    session.say_broken(plan.generation, str(error))
+                plan = session.await_entry()
+        self._state.assigned = plan.members[session.rank].virtual_nodes
+        self._state.ranges = tuple(member.virtual_nodes for member in plan.members)
+        self._agreed = None
+        self._training.update.enter()
+        self._on_entry()
+
+    def _synchronize(self, communicator: Communicator) -> None:
+        """Come to one state with the other members of a generation.
+
+        Raises:
+            CommunicatorBroken: a member was lost meanwhile.
+            ConfigurationError: the members do not fit together.
+        """
+        session, training = self._session, self._training
+        standing = Standing(
+            has_state=self._state.has_state,
+            exchanges=training.exchanges,
+            step=training.completed_steps,
+            signature=signature_hash(self._signature),
+        )
+        standings = [Standing.from_bytes(block) for block in communicator.all_gather(standing.to_bytes())]
+        if len({other.signature for other in standings}) > 1:
+            self._explain_difference(communicator)
+        if self._resharding is not None:
+            standings = self._resharding.complete_step(communicator, standings, len(self._state.ranges))
+        origins: list[Origin] = []
+        if not someone_has_state(standings):
+            origin = Origin(self._keeper.find(), self._fresh_model(communicator))
+            origins = [Origin.from_bytes(block) for block in communicator.all_gather(origin.to_bytes())]
+        transfer = plan_transfer(standings, origins, equal_start=self._state.reproducibility == "bitwise")
+        self._bring_state(communicator, transfer)
+        if self._resharding is not None:
+            self._resharding.share_out(communicator, standings, transfer)
+        self._state.step = training.completed_steps
+        if not self._state.has_state:
+            self._state.has_state = True
+            session.say_entered(restored=transfer.restorer is not None)
+
+    def _fresh_model(self, communicator: Communicator) -> int:
+        """What the others compare their freshly built models with."""
+        if self._spoiled:
+            return SPOILED
+        return self._training.model_hash() if communicator.size > 1 else 0
+
+    def _bring_state(self, communicator: Communicator, transfer: Transfer) -> None:
+        """Restore a checkpoint, give or receive the state, as the transfer says."""
+        training, session = self._training, self._session
+        if transfer.restorer == communicator.rank:
+            self._spoiled = True
+            self._keeper.restore(training)
+        if not transfer.receivers:
+            return
+        whole = self._resharding is None
+        gives = communicator.rank in transfer.donors
+        parcel = wrap(training.capture(states=whole), training.transfer) if gives else None
+        in_place = not self._state.has_state
+
+        def land(tree: dict[str, Any], stripes: dict[Path, Tensor]) -> dict[Path, Tensor]:
+            targets = training.land(tree, stripes, session.reserve, in_place)
+            self._spoiled = in_place
+            return targets
+
+        moved = carry(
+            communicator, transfer.donors, transfer.receivers, parcel=parcel, land=land, settings=training.transfer
+        )
+        if moved.tree is not None:
+            if whole:
+                training.restore(moved.tree, given=True)
+            else:
+                training.restore_but_states(moved.tree)
+        session.reserve.release()
+        if moved.bytes:
+            self._stopwatch.moved = moved.bytes, moved.seconds, moved.donors
+
+    def complete_leader(self) -> None:
+        """Bring the leader the whole state of a sharded optimizer, in host memory.
+
+        Raises:
+            CommunicatorBroken: a member was lost meanwhile.
+        """
+        if self._resharding is not None:
+            self._resharding.complete_leader(self.communicator)
+
+    def keep_share(self) -> None:
+        """Forget what :meth:`complete_leader` has brought."""
+        if self._resharding is not None:
+            self._resharding.keep_share()
+
+    def _explain_difference(self, communicator: Communicator) -> None:
+        raw = torch.frombuffer(bytearray(msgspec.json.encode(self._signature)), dtype=torch.uint8)
+        blocks = gather_bytes(communicator, raw)
+        signatures = [msgspec.json.decode(block.numpy().tobytes()) for block in blocks]
+        for other in signatures:
+            found = digests.difference(signatures[0], other)
+            if found is not None:
+                raise ConfigurationError(
+                    f"the workers run different models: {found}; start all of them with the same script and arguments"
+                )

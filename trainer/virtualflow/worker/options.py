@@ -1,0 +1,162 @@
+"""The arguments of :func:`virtualflow.elastic`, checked before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from virtualflow.data import LoaderOptions, micro_batch
+from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.settings import Reproducibility
+from virtualflow.state import CheckpointPolicy
+from virtualflow.step import BatchNorm, SchedulerInterval, is_separable
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Options:
+    """All arguments but the model, the optimizer and the dataset; :func:`virtualflow.elastic` describes them."""
+
+    batch_size: int
+    epochs: int | None
+    steps: int | None
+    virtual_nodes: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    scheduler: Any
+    scheduler_interval: SchedulerInterval
+    scaler: Any
+    clip_grad_norm: float | None
+    clip_grad_value: float | None
+    checkpoint: CheckpointPolicy | Path | str | None
+    reproducibility: Reproducibility
+    max_fused: int | None
+    batch_norm: BatchNorm
+    shard_optimizer: bool
+    loader: LoaderOptions
+
+    def total_steps(self, steps_per_epoch: int | None) -> int | None:
+        """How many updates the training takes; ``None`` when the length of the streams decides."""
+        if self.epochs is None:
+            return self.steps
+        if steps_per_epoch is None:
+            return None
+        by_epochs = self.epochs * steps_per_epoch
+        return by_epochs if self.steps is None else min(by_epochs, self.steps)
+
+    def is_over(self, completed_steps: int, epoch: int) -> bool:
+        """Whether a training that stands there is through."""
+        return (self.steps is not None and completed_steps >= self.steps) or (
+            self.epochs is not None and epoch >= self.epochs
+        )
+
+
+def check_sizes(batch_size: int, virtual_nodes: int, epochs: int | None, steps: int | None) -> None:
+    """Check the numbers that a training is made of.
+
+    Raises:
+        ConfigurationError: they make no training.
+    """
+    if virtual_nodes < 1:
+        raise ConfigurationError(f"virtual_nodes is {virtual_nodes}; a job has at least 1")
+    micro_batch(batch_size, virtual_nodes)
+    if epochs is None and steps is None:
+        raise ConfigurationError("how long to train is open; pass epochs=, steps= or both to vf.elastic")
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name} is {value}; it must be at least 1")
+
+
+def check_reproducibility(reproducibility: str, max_fused: int | None, batch_norm: str) -> None:
+    """Check how equal the result is to be, and what that leaves open.
+
+    Raises:
+        ConfigurationError: one of them is unknown or too small.
+    """
+    if reproducibility not in get_args(Reproducibility):
+        raise ConfigurationError(f'reproducibility is {reproducibility!r}; it must be "bitwise" or "statistical"')
+    if max_fused is not None and max_fused < 1:
+        raise ConfigurationError(f"max_fused is {max_fused}; use 1 to run virtual nodes one by one, None for no limit")
+    if batch_norm not in get_args(BatchNorm):
+        raise ConfigurationError(f'batch_norm is {batch_norm!r}; it must be "virtual-node" or "micro-batch"')
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that the library can step this optimizer.
+
+    Raises:
+        ConfigurationError: it needs a closure, holds parameters that are not the model's, or this torch steps them
+            wrongly.
+    """
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"{name} evaluates the loss several times a step through a closure, which one exchange a step cannot "
+            "serve; use an optimizer whose step() needs no closure, such as AdamW"
+        )
+    owned = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in owned for parameter in group["params"]):
+            raise ConfigurationError(
+                f"{name} holds a parameter that is not the model's, so joiners would not get it; make it part of the "
+                "model"
+            )
+        halves = {p.dtype for p in group["params"] if p.device.type == "cpu" and p.dtype in _HALVES}
+        for dtype in halves if isinstance(optimizer, torch.optim.SGD) and group["fused"] else ():
+            if not fused_sgd_steps(dtype):
+                raise ConfigurationError(
+                    f"torch {torch.__version__} leaves parameters of {dtype} as they are when SGD is fused on the CPU "
+                    "(pytorch issue 191763); leave out fused=True"
+                )
+
+
+def fused_sgd_steps(dtype: torch.dtype) -> bool:
+    """Whether this torch's fused SGD moves parameters of ``dtype`` on the CPU at all.
+
+    Up to 2.13 it passes over whole vectors of half precision, and its momentum has what was in memory before.
+    """
+    parameter = torch.ones(64, dtype=dtype)
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.5, fused=True).step()
+    return bool((parameter == 0.5).all())
+
+
+def check_sharding(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    """Check that this optimizer can be sharded.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if not is_separable(optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} cannot be sharded, because it does not treat each element for itself or has "
+            "been changed or hooked; use one of torch's own, such as AdamW, or leave out shard_optimizer"
+        )
+    if scaler is not None:
+        raise ConfigurationError(
+            "a GradScaler looks at the whole gradient, which no worker has when the optimizer is sharded; train in "
+            "bfloat16 without a scaler, or leave out shard_optimizer"
+        )
+
+
+def check_scheduler(scheduler: Any, interval: str) -> None:
+    """Check that the library can step this scheduler.
+
+    Raises:
+        ConfigurationError: it needs an argument, or the interval is unknown.
+    """
+    if interval not in ("step", "epoch", "manual"):
+        raise ConfigurationError(f'scheduler_interval is {interval!r}; it must be "step", "epoch" or "manual"')
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and interval != "manual":
+        raise ConfigurationError(
+            'ReduceLROnPlateau.step needs a metric; pass scheduler_interval="manual" and call '
+            'scheduler.step(step.metrics["loss"]) after the virtual nodes of a step'
+        )

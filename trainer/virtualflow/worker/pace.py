@@ -1,0 +1,150 @@
+"""How fast this worker is: its computing time per virtual node, measured as it trains.
+
+The coordinator gives the more virtual nodes to a worker the faster it is, so the measurement must not take for speed
+what is none: the exchange and the waiting for others are left out, and so are attempts that came to nothing, steps that
+were held, the first ones of a generation and those of short micro-batches. One slow step says little, and a process
+that is stopped and continued many times a second (a CPU quota) is slow in some short steps and fast in others;
+therefore short steps are put together, and the middle of several such samples counts, with the quartiles for those who
+want to be careful.
+
+Pure: times come in, in seconds of one steady clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from virtualflow.worker.settings import PaceSettings
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds per virtual node."""
+
+    median: float
+    low: float
+    """The lower quartile."""
+    high: float
+    rest: float
+    """Seconds of a step that were not its own computing: exchange, update, waiting for others."""
+    samples: int
+
+
+class Pace:
+    """Measures the attempts of one generation after the other."""
+
+    def __init__(self, settings: PaceSettings) -> None:
+        self._settings = settings
+        self._samples: deque[tuple[float, float]] = deque(maxlen=self._settings.window)
+        """Of each sample: seconds per virtual node, and the rest of a step."""
+        self.estimate: Estimate | None = None
+        """What the latest samples say, ``None`` as long as they are few."""
+        self._began: float | None = None
+        self._computed: float | None = None
+        self._nodes = 0
+        self._committed_at: float | None = None
+        self._to_skip = 0
+        self.enter()
+
+    def enter(self) -> None:
+        """A generation is entered: what was measured was under other circumstances."""
+        self._samples.clear()
+        self.estimate = None
+        self._to_skip = self._settings.skipped
+        self._began = self._computed = self._committed_at = None
+        self._empty()
+
+    def begin(self, now: float, virtual_nodes: int) -> None:
+        """An attempt begins to fetch its first micro-batch."""
+        self._began, self._computed, self._nodes = now, None, virtual_nodes
+
+    def disregard(self) -> None:
+        """The attempt says nothing: some of its micro-batches are short or empty."""
+        self._began = self._computed = None
+
+    def end(self, now: float) -> None:
+        """The last backward pass of the attempt is over."""
+        if self._began is not None:
+            self._computed = now - self._began
+
+    def interrupt(self) -> None:
+        """Something else came between two steps, on purpose: that time is nobody's."""
+        self._committed_at = None
+
+    def commit(self, now: float) -> None:
+        """The attempt counts."""
+        before, self._committed_at = self._committed_at, now
+        computed, self._began, self._computed = self._computed, None, None
+        if self._to_skip > 0:
+            self._to_skip -= 1
+            return
+        if computed is None or computed <= 0.0 or before is None:
+            return
+        self._steps += 1
+        self._computing += computed
+        self._computed_nodes += self._nodes
+        self._passed += now - before
+        if self._passed >= self._settings.sample:
+            rest = max(0.0, self._passed - self._computing) / self._steps
+            self._samples.append((self._computing / self._computed_nodes, rest))
+            self.estimate = self._estimate()
+            self._empty()
+
+    def _empty(self) -> None:
+        self._steps = self._computed_nodes = 0
+        self._computing = self._passed = 0.0
+
+    def _estimate(self) -> Estimate | None:
+        if len(self._samples) < self._settings.fewest:
+            return None
+        low, median, high = quartiles([pace for pace, _ in self._samples])
+        return Estimate(median, low, high, statistics.median(rest for _, rest in self._samples), len(self._samples))
+
+
+class Telling:
+    """When the coordinator is to hear of an estimate: not of every step, and soon of what matters."""
+
+    def __init__(self, settings: PaceSettings) -> None:
+        self._settings = settings
+        self._told: Estimate | None = None
+        self._told_at = float("-inf")
+
+    def enter(self) -> None:
+        """A generation is entered: the first estimate in it is news."""
+        self._told = None
+
+    def is_due(self, now: float, estimate: Estimate, members: int) -> bool:
+        """Whether to tell ``estimate`` now; if so, it is taken for told.
+
+        Args:
+            now: the time.
+            estimate: the present one.
+            members: of the generation, who all tell theirs to one coordinator.
+        """
+        interval = max(self._settings.interval, self._settings.interval_per_member * members)
+        if now - self._told_at < interval or not self._differs(estimate):
+            return False
+        self._told, self._told_at = estimate, now
+        return True
+
+    def _differs(self, estimate: Estimate) -> bool:
+        if self._told is None:
+            return True
+        # The quartiles follow a change later than the median, and decisions are made by them.
+        pairs = zip(
+            (self._told.low, self._told.median, self._told.high),
+            (estimate.low, estimate.median, estimate.high),
+            strict=True,
+        )
+        return any(abs(after - before) >= self._settings.change * before for before, after in pairs)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile of at least one value."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high

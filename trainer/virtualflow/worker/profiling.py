@@ -1,0 +1,386 @@
+"""Measures how long micro-batches of a user's own script take on this device, and how much memory.
+
+``virtualflow profile`` runs the script as it is, in this mode: its inner loop gets micro-batches of one size after the
+other, the gradients are added up as in a training and thrown away, and nothing is committed. When enough is known the
+profile is written and the script is ended, before the code that follows a training would run on half of one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from virtualflow.data import MicroBatch, Source, micro_batch, open_source, seed_virtual_node
+from virtualflow.device import device_name, device_of
+from virtualflow.errors import ConfigurationError, Profiled
+from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
+from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.worker.memory_use import free_bytes, peak_of_cpu
+from virtualflow.worker.options import Options
+from virtualflow.worker.settings import ProfilingSettings, WorkerSettings
+from virtualflow.worker.train_state import signature_hash
+
+logger = logging.getLogger("virtualflow.worker")
+
+
+def describe_situation(
+    model: nn.Module, options: Options, environment: WorkerEnvironment, virtual_nodes: int, signature: dict[str, Any]
+) -> Situation:
+    """What this process is about to run, as far as profiles go."""
+    device = device_of(model)
+    return Situation(
+        device.type,
+        device_name(device),
+        environment.threads,
+        f"{signature_hash(signature):x}",
+        micro_batch(options.batch_size, virtual_nodes),
+    )
+
+
+def foretell_pace(environment: WorkerEnvironment, situation: Situation) -> tuple[float | None, str | None]:
+    """Seconds per virtual node by the profile that this worker was given, and a warning if that says nothing."""
+    if environment.profile is None:
+        return None, None
+    try:
+        return guess_pace(environment.profile, situation), None
+    except ConfigurationError as error:
+        logger.warning("%s", error)
+        return None, str(error)
+
+
+def open_profiling(
+    model: nn.Module,
+    dataset: Any,
+    options: Options,
+    environment: WorkerEnvironment,
+    virtual_nodes: int,
+    source: Source,
+    situation: Situation,
+    settings: WorkerSettings,
+) -> Profiling:
+    """Prepare to measure a run; its own source is closed, since each size has one of its own.
+
+    Raises:
+        ConfigurationError: a size is asked for that the job cannot have.
+    """
+    assert environment.profile_out is not None
+    source.close()
+    indexed = source.steps_per_epoch is not None
+
+    def open_sized(samples: int) -> Source:
+        return open_source(
+            dataset,
+            batch_size=samples,
+            virtual_nodes=1,
+            seed=options.seed,
+            shuffle=options.shuffle,
+            drop_last=indexed,
+            epochs=None,
+            options=options.loader,
+            settings=settings.loading,
+        )
+
+    blank = DeviceProfile(
+        device_type=situation.device_type,
+        device=situation.device,
+        torch=str(torch.__version__),
+        threads=situation.threads,
+        reproducibility=environment.reproducibility or options.reproducibility,
+        signature=situation.signature,
+        script=os.path.basename(sys.argv[0]),
+        batch_size=options.batch_size,
+        virtual_nodes=virtual_nodes,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        stopped="",
+        sizes=(),
+    )
+    samples = len(dataset) if indexed else None
+    sizes = sizes_to_measure(virtual_nodes, situation.micro_batch, samples, environment.profile_sizes)
+    return Profiling(
+        model,
+        device_of(model),
+        open_sized,
+        sizes,
+        situation.micro_batch,
+        options.seed,
+        blank,
+        environment.profile_out,
+        settings.profiling,
+    )
+
+
+def sizes_to_measure(virtual_nodes: int, micro_batch: int, samples: int | None, asked: tuple[int, ...]) -> list[int]:
+    """How many virtual nodes' samples to put into a micro-batch, from the smallest: 1, 2, 4, ... and all of them.
+
+    Args:
+        virtual_nodes: of the job; no worker ever has more.
+        micro_batch: samples of one of them.
+        samples: of the dataset; ``None`` for a stream.
+        asked: by the user, instead of all.
+
+    Raises:
+        ConfigurationError: a size is asked for that the job cannot have.
+    """
+    powers = [1 << power for power in range(virtual_nodes.bit_length()) if 1 << power < virtual_nodes]
+    sizes = sorted({*(asked or (*powers, virtual_nodes))})
+    if sizes[-1] > virtual_nodes:
+        raise ConfigurationError(
+            f"a size of {sizes[-1]} virtual nodes is asked for, and the job has {virtual_nodes}; ask for at most that"
+        )
+    possible = [size for size in sizes if samples is None or size * micro_batch <= samples]
+    if not possible:
+        raise ConfigurationError(
+            f"the dataset has {samples} samples, fewer than the {sizes[0] * micro_batch} of one micro-batch; give a "
+            "larger dataset or ask for a smaller size"
+        )
+    return possible
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Of one micro-batch, in seconds."""
+
+    whole: float
+    loading: float
+
+
+class Profiling:
+    """The profiling of one run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        open_sized: Callable[[int], Source],
+        sizes: list[int],
+        micro_batch: int,
+        seed: int,
+        blank: DeviceProfile,
+        path: Path,
+        settings: ProfilingSettings,
+    ) -> None:
+        """Prepare to measure.
+
+        Args:
+            model: of the user.
+            device: where it is.
+            open_sized: opens a source whose micro-batches hold so many samples.
+            sizes: in virtual nodes, ascending.
+            micro_batch: samples of one virtual node.
+            seed: of the job.
+            blank: all of the profile but the sizes and why they end.
+            path: where it is written to.
+            settings: how much is measured.
+        """
+        self._model = model
+        self._device = device
+        self._open_sized = open_sized
+        self._sizes = sizes
+        self._micro_batch = micro_batch
+        self._seed = seed
+        self._blank = blank
+        self._path = path
+        self._settings = settings
+        self._measured: list[SizeProfile] = []
+        self._sums: list[Tensor] = []
+
+    def measure(self) -> Iterator[Any]:
+        """Yield micro-batches to the user's inner loop; ends the script.
+
+        Raises:
+            Profiled: always, in the end.
+            ConfigurationError: there is nothing to measure.
+        """
+        stopped = "all were measured"
+        for size in self._sizes:
+            reason = self._reason_to_stop(size)
+            if reason is not None:
+                stopped = reason
+                break
+            yield from self._measure_size(size)
+        self.finish(stopped)
+
+    def finish(self, stopped: str) -> None:
+        """Write the profile of what was measured.
+
+        Raises:
+            Profiled: always, when it is written.
+            ConfigurationError: it cannot be written.
+        """
+        profile = msgspec.structs.replace(self._blank, sizes=tuple(self._measured), stopped=stopped)
+        try:
+            self._write(encode(profile))
+        except OSError as error:
+            raise ConfigurationError(f"the profile cannot be written to {self._path}: {error.strerror}") from error
+        raise Profiled(f"the profile is written to {self._path}")
+
+    def explain(self, error: BaseException) -> None:
+        """The script ended with ``error``: memory that is used up ends the measurement, not the profile.
+
+        Raises:
+            Profiled: the sizes that fitted are written.
+            ConfigurationError: none has fitted.
+        """
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return
+        if self._measured:
+            self._sums = []
+            self.finish(f"{2 * self._measured[-1].virtual_nodes} or fewer virtual nodes do not fit into memory")
+        raise ConfigurationError(
+            f"a micro-batch of {self._micro_batch} samples does not fit into the memory of {self._blank.device}; use "
+            "more virtual nodes or a smaller batch size"
+        ) from error
+
+    # --- one size -----------------------------------------------------------------------------------------------------
+
+    def _measure_size(self, size: int) -> Iterator[Any]:
+        settings = self._settings
+        source = self._open_sized(size * self._micro_batch)
+        batches = whole_batches(source, size * self._micro_batch)
+        times: list[_Times] = []
+        began = time.perf_counter()
+        try:
+            for _ in range(settings.warm_up):
+                yield from self._one(batches, [])
+            peak: list[int | None] = [None]
+            if not self._cannot_count:
+                yield from self._one_counted(batches, peak)
+            while len(times) < settings.samples and (
+                len(times) < settings.least or time.perf_counter() - began < settings.seconds
+            ):
+                yield from self._one(batches, times)
+        finally:
+            source.close()
+            self._sums = []
+        whole = [each.whole for each in times]
+        low, _, high = statistics.quantiles(whole, n=4, method="inclusive")
+        self._measured.append(
+            SizeProfile(
+                virtual_nodes=size,
+                micro_batch=size * self._micro_batch,
+                samples=len(times),
+                seconds=statistics.median(whole),
+                seconds_low=low,
+                seconds_high=high,
+                loading_seconds=statistics.median(each.loading for each in times),
+                peak_bytes=peak[0],
+            )
+        )
+
+    def _one(self, batches: Iterator[MicroBatch], times: list[_Times]) -> Iterator[Any]:
+        """Let the user's code compute on one micro-batch, add up its gradients, and note how long it took."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        self._wait_for_device()
+        began = time.perf_counter()
+        batch = next(batches)
+        loaded = time.perf_counter()
+        seed_virtual_node(self._seed, 1, 0)
+        yield batch.data
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        if not gradients:
+            raise ConfigurationError(
+                "no parameter got a gradient from a micro-batch; call loss.backward() for each micro-batch of the step"
+            )
+        if len(self._sums) == len(gradients):
+            torch._foreach_add_(self._sums, gradients)
+        else:
+            self._sums = gradients
+        self._wait_for_device()
+        times.append(_Times(time.perf_counter() - began, loaded - began))
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _cannot_count(self) -> bool:
+        """A profiler of the user's is at work, which cannot be asked beside it."""
+        return self._device.type != "cuda" and (
+            self._device.type != "cpu" or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        )
+
+    def _one_counted(self, batches: Iterator[MicroBatch], peak: list[int | None]) -> Iterator[Any]:
+        """As :meth:`_one`, and count bytes; slower, so that its time does not count."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
+            yield from self._one(batches, [])
+            peak[0] = max(0, torch.cuda.max_memory_allocated(self._device) - before)
+            return
+        # Gradients of the micro-batch before must not be freed while bytes are counted from zero.
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        profiler = torch.autograd.profiler.profile(profile_memory=True, use_cpu=True)
+        with profiler:
+            yield from self._one(batches, [])
+        peak[0] = peak_of_cpu(profiler)
+
+    def _reason_to_stop(self, size: int) -> str | None:
+        """Why a size is not even tried: by what the last one took."""
+        if not self._measured:
+            return None
+        last = self._measured[-1]
+        growth = size / last.virtual_nodes
+        rounds = self._settings.least + self._settings.warm_up
+        if last.seconds * growth * rounds > self._settings.longest:
+            return f"{size} virtual nodes at a time would take more than {self._settings.longest:g} s to measure"
+        free = free_bytes(self._device)
+        if free is not None and last.peak_bytes is not None and last.peak_bytes * growth > self._settings.memory * free:
+            return (
+                f"{size} virtual nodes at a time would need about {last.peak_bytes * growth / 2**20:.0f} MiB of the "
+                f"{free / 2**20:.0f} MiB that are free"
+            )
+        return None
+
+    def _write(self, raw: bytes) -> None:
+        """Write the file as a whole or not at all."""
+        handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(raw)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, self._path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+def whole_batches(source: Source, samples: int) -> Iterator[MicroBatch]:
+    """Micro-batches of exactly so many samples, epoch after epoch, without end.
+
+    Raises:
+        ConfigurationError: an epoch has none.
+    """
+    epoch = 0
+    while True:
+        source.assign(range(1), epoch, 0)
+        found, step = False, 0
+        while source.steps_per_epoch is None or step < source.steps_per_epoch:
+            batch = source.fetch(epoch, step, 0)
+            if batch.size == samples:
+                found = True
+                yield batch
+            elif not batch.size:
+                break
+            step += 1
+        if not found:
+            raise ConfigurationError(
+                f"an epoch of the dataset has no micro-batch of {samples} samples; ask for smaller --sizes"
+            )
+        epoch += 1

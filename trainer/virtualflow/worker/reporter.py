@@ -1,0 +1,99 @@
+"""What a worker tells its coordinator of the training: progress, checkpoints, the result, a failure."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from typing import Literal
+
+from virtualflow.errors import VirtualFlowError
+from virtualflow.protocol import messages as m
+from virtualflow.state import digests
+from virtualflow.worker.pace import Estimate, Telling
+from virtualflow.worker.settings import WorkerSettings
+from virtualflow.worker.standalone import AnySession
+from virtualflow.worker.stopwatch import Stopwatch
+from virtualflow.worker.train_state import Training
+
+
+class Reporter:
+    """Reports one worker's training."""
+
+    def __init__(
+        self,
+        session: AnySession,
+        training: Training,
+        stopwatch: Stopwatch,
+        total_steps: int | None,
+        settings: WorkerSettings,
+    ) -> None:
+        self._session = session
+        self._training = training
+        self._stopwatch = stopwatch
+        self._total_steps = total_steps
+        self._phase: Literal["training", "evaluating"] = "training"
+        self._reported_at = 0.0
+        self._telling = Telling(settings.pace)
+        self._interval = settings.link.progress
+
+    def progress(self, now: bool) -> None:
+        """Tell where the training is: the first member does, and not too often unless it is to be ``now``."""
+        session, training, moment = self._session, self._training, time.monotonic()
+        if session.rank != 0 or not session.coordinated or (not now and moment - self._reported_at < self._interval):
+            return
+        self._reported_at = moment
+        progress = m.Progress(
+            session.generation,
+            training.completed_steps,
+            training.position[0],
+            self._total_steps,
+            training.numbers,
+            self._stopwatch.steps_per_second,
+            self._phase,
+            self._stopwatch.latest_ms,
+        )
+        session.send(progress)
+
+    def pace(self, estimate: Estimate | None) -> None:
+        """Tell how fast this worker is, when that is news; a coordinator to come is told the latest."""
+        session = self._session
+        if estimate is not None and self._telling.is_due(time.monotonic(), estimate, len(session.state.ranges)):
+            told = m.Pace(
+                session.generation, estimate.median, estimate.low, estimate.high, estimate.rest, estimate.samples
+            )
+            session.send(told, keep=True)
+
+    def entered(self) -> None:
+        """A generation is entered."""
+        self._telling.enter()
+        self.progress(now=True)
+
+    def phase(self, phase: Literal["training", "evaluating"]) -> None:
+        """Tell what goes on: it decides which membership changes can be made."""
+        self._phase = phase
+        self.progress(now=True)
+
+    def result(self) -> m.Done:
+        """What the training came to."""
+        training, shards = self._training, self._training.update.shards
+        whole = shards is None or shards.states == shards.all
+        return m.Done(
+            step=training.completed_steps,
+            digest=digests.digest(training.model.state_dict()),
+            # Of a sharded optimizer, only the leader has the whole by then.
+            optimizer_digest=digests.optimizer_digest(training.optimizer) if whole else "",
+            metrics=training.numbers,
+            step_ms=self._stopwatch.median_ms,
+            timed_steps=self._stopwatch.timed_steps,
+        )
+
+
+def report_failure(session: AnySession, error: Exception) -> None:
+    """Tell why this process ends: one sentence for an error raised on purpose, the traceback for any other."""
+    if not session.connect():
+        return
+    if isinstance(error, VirtualFlowError):
+        session.report_failed(str(error), "")
+    else:
+        line = traceback.format_exception_only(error)[-1].strip()
+        session.report_failed(line, "".join(traceback.format_exception(error)))

@@ -1,0 +1,181 @@
+"""The state of a sharded optimizer when the members of a job change, or when one of them is to have the whole.
+
+A generation begins with a question that there is without sharding, too (who has the newest state?), and two more. Does
+the last step count, though perhaps nobody has come to its end? It does if anybody has heard that all were ready for it
+(``sharded_optimizer``); then those who are left complete it. And who has the states of which parameters? They go from
+those to the owners in the new generation; what a worker does not own any more it forgets at the next step, when it is
+certain that the others have what they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from virtualflow.errors import Evicted
+from virtualflow.protocol import messages as m
+from virtualflow.reduction import lost, owned_by, plan_hand_over, plan_moves, plan_owners
+from virtualflow.state import Standing, Transfer
+from virtualflow.step import Holding, Shards
+from virtualflow.transport import Communicator, gather_bytes
+from virtualflow.worker.train_state import Training
+
+
+class Resharding:
+    """Moves the shares of one training's optimizer.
+
+    Args:
+        training: the training.
+        shards: this worker's share.
+    """
+
+    def __init__(self, training: Training, shards: Shards) -> None:
+        self._training = training
+        self._shards = shards
+        self._everything = sorted(shards.all)
+        self._finishing = False
+        self._have: list[list[int]] = []
+        """Of whose states each member of the generation to come had which, when it was asked."""
+
+    # --- a generation begins ------------------------------------------------------------------------------------------
+
+    def complete_step(self, communicator: Communicator, standings: list[Standing], members: int) -> list[Standing]:
+        """If the last step counts for anybody, see that it is complete for all who have a share of it.
+
+        Args:
+            communicator: of the generation that begins.
+            standings: where its members stand.
+            members: of the generation in which the last step was made.
+
+        Returns:
+            Where they stand then.
+
+        Raises:
+            CommunicatorBroken: a member was lost meanwhile.
+            Evicted: both owners of a parameter are.
+        """
+        training, shards = self._training, self._shards
+        shards.dismiss_guests()
+        holdings = self._gather_holdings(communicator)
+        newest = completed_exchanges(standings, holdings)
+        norm = next((holding.norm for holding in holdings if holding.decided), None)
+        completed = list(standings)
+        for rank, (standing, holding) in enumerate(zip(standings, holdings, strict=True)):
+            if standing.has_state and holding.pending and standing.exchanges == newest - 1:
+                if rank == communicator.rank:
+                    training.complete_pending(norm, members)
+                completed[rank] = replace(standing, exchanges=newest, step=standing.step + 1)
+        training.update.forget_pending()
+        # Completing a step takes values of parameters and states away from those who do not keep them.
+        holdings = self._gather_holdings(communicator)
+        self._finishing = any(holding.finishing for holding in holdings)
+        pairs = list(zip(standings, holdings, strict=True))
+        self._have = [holding.states if standing.has_state else [] for standing, holding in pairs]
+        if any(standing.has_state for standing in standings):
+            values = [holding.values if standing.has_state else [] for standing, holding in pairs]
+            missing = lost(values, len(self._everything)) or lost(self._have, len(self._everything))
+            if missing:
+                raise Evicted(
+                    f"both workers that kept the optimizer's state of {len(missing)} parameters are lost: the job goes "
+                    "on from its newest checkpoint, or begins anew if there is none"
+                )
+            want = [self._everything if standing.has_state else [] for standing in standings]
+            shards.pass_values(communicator, plan_moves(values, want, shards.sizes))
+        return completed
+
+    def share_out(self, communicator: Communicator, standings: Sequence[Standing], transfer: Transfer) -> None:
+        """Bring each member the optimizer's state of its share in the generation that begins.
+
+        Args:
+            communicator: see above.
+            standings: where its members stood.
+            transfer: how those without a state got the rest of it.
+
+        Raises:
+            CommunicatorBroken: a member was lost meanwhile.
+        """
+        shards, size = self._shards, communicator.size
+        if not any(standing.has_state for standing in standings):  # It begins, from a checkpoint or anew.
+            self._have = [self._everything if rank in transfer.donors else [] for rank in range(size)]
+        shards.states = frozenset(self._have[communicator.rank])
+        shards.keep(shards.states)
+        shards.enter(communicator.rank, size)
+        want = [sorted(owned_by(rank, shards.owners)) for rank in range(size)]
+        if self._finishing:
+            want[0] = self._everything
+        shards.pass_states(communicator, plan_moves(self._have, want, shards.sizes), to_host=self._finishing)
+
+    def _gather_holdings(self, communicator: Communicator) -> list[Holding]:
+        raw = torch.frombuffer(bytearray(msgspec.json.encode(self._shards.tell())), dtype=torch.uint8)
+        blocks = gather_bytes(communicator, raw)
+        return [msgspec.json.decode(block.numpy().tobytes(), type=Holding) for block in blocks]
+
+    # --- a generation ends --------------------------------------------------------------------------------------------
+
+    def hand_over(self, communicator: Communicator, running: m.Plan, coming: m.Plan) -> None:
+        """Before members leave: see that those who stay have every state, and may lose one of them.
+
+        Args:
+            communicator: of the generation that ends.
+            running: that generation.
+            coming: the one that all have agreed on.
+
+        Raises:
+            CommunicatorBroken: a member was lost meanwhile.
+        """
+        stays = [coming.rank_of(member.worker, member.incarnation) is not None for member in running.members]
+        stay = [rank for rank, does in enumerate(stays) if does]
+        if all(stays):
+            return
+        if not stay:  # The job ends, and its leader writes a checkpoint.
+            self.complete_leader(communicator)
+            return
+        shards = self._shards
+        ranks = {member.incarnation: rank for rank, member in enumerate(running.members)}
+        old_ranks = [ranks.get(member.incarnation) for member in coming.members]
+        planned = plan_owners(shards.sizes, len(coming.members))
+        preferred = tuple(tuple(old for rank in owners if (old := old_ranks[rank]) is not None) for owners in planned)
+        have = [sorted(owned_by(rank, shards.owners)) for rank in range(communicator.size)]
+        want = plan_hand_over(shards.owners, preferred, stay, communicator.size)
+        shards.pass_states(communicator, plan_moves(have, want, shards.sizes))
+        _confirm(communicator)
+
+    def complete_leader(self, communicator: Communicator) -> None:
+        """Bring the leader all states, in host memory.
+
+        Raises:
+            CommunicatorBroken: a member was lost meanwhile.
+        """
+        shards, size = self._shards, communicator.size
+        if size == 1:
+            return
+        have = [sorted(owned_by(rank, shards.owners)) for rank in range(size)]
+        want = [self._everything if rank == 0 else [] for rank in range(size)]
+        shards.pass_states(communicator, plan_moves(have, want, shards.sizes), to_host=True)
+        _confirm(communicator)
+
+    def keep_share(self) -> None:
+        """Forget what :meth:`complete_leader` has brought."""
+        self._shards.dismiss_guests()
+
+
+def completed_exchanges(standings: Sequence[Standing], holdings: Sequence[Holding]) -> int:
+    """How many exchanges count: whoever knows that all are ready for the next one has as good as completed it."""
+    return max(
+        (
+            standing.exchanges + holding.decided
+            for standing, holding in zip(standings, holdings, strict=True)
+            if standing.has_state
+        ),
+        default=0,
+    )
+
+
+def _confirm(communicator: Communicator) -> None:
+    """Whoever leaves must know that the others have got everything."""
+    nothing: Tensor = torch.zeros(1, dtype=torch.uint8)
+    communicator.all_gather(nothing)

@@ -1,0 +1,192 @@
+"""What a user's script holds: ``with vf.elastic(...) as run: for step in run: for batch in step: ...``."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from virtualflow.errors import CommunicatorBroken, VirtualFlowError, show, show_errors_plainly
+from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.termination_message import TerminationMessageWriter
+from virtualflow.worker.finish import agree_on_end, complete_leader
+from virtualflow.worker.loop import Loop
+from virtualflow.worker.options import Options
+from virtualflow.worker.reporter import report_failure
+from virtualflow.worker.settings import WorkerSettings
+from virtualflow.worker.setup import Context, Request, connect, open_session, set_up
+from virtualflow.worker.standalone import AnySession
+from virtualflow.worker.step import Step
+
+logger = logging.getLogger("virtualflow.worker")
+
+_active: list[Run] = []
+"""The run whose ``with`` block this process is in: one at most."""
+
+
+class Run:
+    """A training in progress, in one worker; made by :func:`virtualflow.elastic`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Any,
+        options: Options,
+        settings: WorkerSettings,
+    ) -> None:
+        show_errors_plainly()
+        self._termination_message = TerminationMessageWriter()
+        try:
+            environment = WorkerEnvironment.read()
+        except VirtualFlowError as error:
+            self._termination_message.ended(error)
+            raise
+        self._request = Request(model, optimizer, dataset, options, environment, settings)
+        self.virtual_nodes = self._request.virtual_nodes
+        self.reproducibility = self._request.reproducibility
+        """Whether the result is the same to the bit on any number of workers, or in distribution."""
+        self._loop: Loop | None = None
+        self._resources = ExitStack()
+        """All that is to be given back when the ``with`` block ends."""
+
+    # --- the with block -----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Run:
+        if _active:
+            raise VirtualFlowError("a run is active already; leave its with block before the next vf.elastic")
+        session: AnySession | None = None
+        try:
+            session = open_session(self._request, self._resources)
+            context = set_up(self._request, session, self._resources)
+            self._obey_sigterm(session)  # which what is forked before must not inherit
+            connect(context)
+            self._loop = Loop(context)
+        except BaseException as error:
+            self._termination_message.ended(error)
+            if isinstance(error, Exception) and session is not None and session.coordinated:
+                if isinstance(error, VirtualFlowError):
+                    show(error)  # before waiting for a coordinator that may never come
+                report_failure(session, error)
+            self._resources.close()
+            raise
+        _active.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _active.clear()
+        context = self.context
+        with self._resources:
+            if error is not None:
+                self._fail(context, error)
+                return
+            try:
+                self._report_result(context)
+            except BaseException as failure:
+                self._say_last(context, failure)
+                raise
+        if not context.session.coordinated and context.keeper.failure is not None:
+            unsaved = VirtualFlowError(context.keeper.failure)
+            self._say_last(context, unsaved)
+            raise unsaved
+
+    def _obey_sigterm(self, session: AnySession) -> None:
+        """SIGTERM asks for a drain, as long as the run lasts."""
+
+        def drain(number: int, frame: FrameType | None) -> None:
+            session.request_drain("SIGTERM", self._request.settings.drain_grace)
+
+        if threading.current_thread() is threading.main_thread():
+            self._resources.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, drain))
+
+    def _fail(self, context: Context, error: BaseException) -> None:
+        """The ``with`` block ended with an exception: say so, first where no coordinator is needed for it."""
+        context.fusing.explain(error)
+        if context.profiling is not None:
+            context.profiling.explain(error)
+        self._say_last(context, error)
+        if isinstance(error, Exception):
+            report_failure(context.session, error)
+
+    def _say_last(self, context: Context, error: BaseException) -> None:
+        training = context.training
+        self._termination_message.ended(error, training.completed_steps, context.total_steps, training.numbers)
+
+    def _report_result(self, context: Context) -> None:
+        """Report the result and wait until nobody needs this worker."""
+        session, membership, training = context.session, context.membership, context.training
+        assert self._loop is not None
+        trained = self._loop.trained
+        if not trained:
+            logger.warning("the with block ended after %d steps, before the last one", training.completed_steps)
+        if not session.state.has_state:
+            return
+        complete_leader(membership, training)
+        agree_on_end(session, membership, training, trained)
+        if session.coordinated or self._termination_message.wanted:
+            result = context.reporter.result()
+            self._termination_message.done(result, context.total_steps)
+            broken = CommunicatorBroken("a peer needs help to finish")
+            session.report_done(result, lambda: membership.recover(broken))
+
+    # --- what a user's script sees ------------------------------------------------------------------------------------
+
+    @property
+    def context(self) -> Context:
+        """The parts of this run.
+
+        Raises:
+            VirtualFlowError: its ``with`` block has not begun.
+        """
+        if self._loop is None:
+            raise VirtualFlowError("use the run inside its with block: with vf.elastic(...) as run: ...")
+        return self._loop.context
+
+    @property
+    def leader(self) -> bool:
+        """Whether virtual node 0 is assigned to this worker, as it is to exactly one: the one that prints."""
+        return 0 in self.assigned
+
+    @property
+    def assigned(self) -> range:
+        """The virtual nodes that are assigned to this worker."""
+        return self.context.session.state.assigned
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The combined metrics of the last step."""
+        return self.context.training.metrics
+
+    @property
+    def completed_steps(self) -> int:
+        """Updates that have been applied."""
+        return self.context.training.completed_steps
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many updates the training takes; ``None`` when the length of the streams decides."""
+        return self.context.total_steps
+
+    def log(self, **metrics: float) -> None:
+        """Add numbers about the whole job (a test accuracy) to its report; every worker logs the same."""
+        self.context.training.logged.update({name: float(value) for name, value in metrics.items()})
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yield the steps that remain; a worker that leaves is ended here, see :class:`virtualflow.Drained`."""
+        if self not in _active or self._loop is None:
+            raise VirtualFlowError("iterate over the run inside its with block: with vf.elastic(...) as run: ...")
+        yield from self._loop.steps()
+
+
+def active_loop() -> Loop | None:
+    """The loop of the run whose ``with`` block this process is in."""
+    return _active[0]._loop if _active else None

@@ -1,0 +1,420 @@
+"""A worker's membership: which generation it is in, which one it could enter, and when it has to let go.
+
+The link's thread brings plans; a thread for each builds its communicator beside the training; the training thread asks
+between two steps. No state of the model is here (``membership`` synchronizes it on entering).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, Evicted, JobEnded, JobFailed
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.settings import MAX_CHANGES, MAX_TRACEBACK
+from virtualflow.state import Kind, Reserve, elder, make_room, tell_room
+from virtualflow.transport import Communicator, Link
+from virtualflow.worker.member_state import MemberState
+from virtualflow.worker.settings import WorkerSettings
+
+logger = logging.getLogger("virtualflow.worker")
+
+
+class Session:
+    """The membership of one worker process in a job with a coordinator.
+
+    The training thread calls it and writes its ``state``. What the link's thread brings (plans, holds, drains, the end)
+    is immutable and read under the link's lock, as are the communicators that a thread for each plan builds.
+    """
+
+    coordinated = True
+    stopping = False
+    """Leaving takes the agreement of all."""
+
+    def __init__(self, environment: WorkerEnvironment, state: MemberState, settings: WorkerSettings) -> None:
+        assert environment.coordinator is not None
+        self.state = state
+        self.worker = environment.worker
+        self.incarnation = uuid.uuid4().hex
+        self.communicator: Communicator | None = None
+        self.reserve = Reserve()
+        """Memory for the state that will come, where this worker has none."""
+        self._address = environment.address
+        self._settings = settings.link
+        self._communicator_settings = settings.communicator
+        self._reserve_wait = settings.transfer.reserve_wait
+        self._report_limit = settings.report_limit
+        self._prepared: dict[m.Generation, Communicator] = {}
+        self._retired: list[Communicator] = []
+        self._closers: list[threading.Thread] = []
+        self._offered: m.Plan | None = None
+        self.link = Link(environment.coordinator, environment.token, self._hello, self._on_plan, settings.link)
+
+    # --- for the training thread --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Connect.
+
+        Raises:
+            ConfigurationError: the coordinator cannot be reached or refuses the token.
+            Leave: this process is not admitted, or the job is over.
+        """
+        self.link.start()
+        self.raise_if_over()
+        assert self.link.welcome is not None
+        self.state.running = self.link.welcome.running
+
+    def connect(self) -> bool:
+        """Whether there is a connection on which to report something, made now if need be."""
+        if not self.link.started:
+            try:
+                self.link.start(self._report_limit)
+            except ConfigurationError:
+                return False
+        return self.link.rejected is None and self.link.refused is None
+
+    @property
+    def rank(self) -> int:
+        """The place among the members of the generation."""
+        return 0 if self.communicator is None else self.communicator.rank
+
+    @property
+    def generation(self) -> m.Generation:
+        """The number of the generation that this worker is in."""
+        return m.NO_GENERATION if self.state.plan is None else self.state.plan.generation
+
+    @property
+    def draining(self) -> bool:
+        """Whether this worker is to leave."""
+        return self.state.drain_reason is not None or self.link.drain is not None
+
+    def request_drain(self, reason: str, seconds: float) -> None:
+        """Ask to leave; safe to call from a signal handler's thread-less context (it only queues)."""
+        if not self.draining:
+            self.state.drain_reason, self.state.drain_until = reason, time.monotonic() + seconds
+            self.link.send(m.DrainRequest(reason), keep=True)
+            self.link.notify()
+
+    def be_ready(self) -> None:
+        """Tell that the model is built and warm."""
+        self.state.ready = True
+        self.link.send(m.Ready())
+
+    def offer(self, evaluating: bool) -> m.Generation:
+        """The planned generation that this worker could enter after the coming exchange.
+
+        One that it is not in needs no preparation. An evaluation goes on without joiners: they have no part in it.
+        """
+        with self.link.changed:
+            self._offered = None
+            newest = self.link.plan
+            if newest is None or newest.mode != "planned" or newest.generation <= self.generation:
+                return m.NO_GENERATION
+            if evaluating and newest.joiners:
+                return m.NO_GENERATION
+            if self.is_member(newest) and newest.generation not in self._prepared:
+                return m.NO_GENERATION
+            self._offered = newest
+            return newest.generation
+
+    def is_member(self, plan: m.Plan) -> bool:
+        """Whether this worker is in ``plan``."""
+        return plan.rank_of(self.worker, self.incarnation) is not None
+
+    def agreed_plan(self, offers: Iterable[m.Generation]) -> m.Plan | None:
+        """The plan that all have just offered to enter; ``None`` when somebody was not ready."""
+        with self.link.changed:
+            plan = self._offered
+        return plan if plan is not None and all(offer == plan.generation for offer in offers) else None
+
+    def enter(self, plan: m.Plan) -> Communicator:
+        """Make ``plan`` the generation of this worker; its communicator stands already.
+
+        Raises:
+            CommunicatorBroken: its communicator is not there (any more).
+        """
+        with self.link.changed:
+            communicator = self._prepared.pop(plan.generation, None)
+        if communicator is None:
+            raise CommunicatorBroken(f"the communicator of generation {plan.generation} is not there")
+        if self.communicator is not None:
+            with self.link.changed:
+                self._retired.append(self.communicator)
+        self.state.plan, self.communicator = plan, communicator
+        self.link.forget(m.Prepared)
+        self.link.forget(m.Broken)
+        if self.state.has_state:
+            self.say_entered(restored=False)
+        return communicator
+
+    def say_entered(self, restored: bool) -> None:
+        """Tell the coordinator that this worker is in its generation for good."""
+        assert self.state.plan is not None
+        self.link.send(m.Entered(self.state.plan, self.state.step, restored))
+
+    def tidy(self) -> None:
+        """Take down communicators of former generations; those whose collective still hangs wait for the next time."""
+        with self.link.changed:
+            finished = [communicator for communicator in self._retired if communicator.idle]
+            self._retired = [communicator for communicator in self._retired if communicator not in finished]
+        if not finished:
+            return
+        self._closers = [closer for closer in self._closers if closer.is_alive()]
+        for communicator in finished:
+            # Its threads and connections take as long to end as a step of a small model, which need not wait for that.
+            name = f"virtualflow-close-{communicator.plan.generation}"
+            closer = threading.Thread(target=communicator.close, name=name, daemon=True)
+            closer.start()
+            self._closers.append(closer)
+
+    def say_broken(self, generation: m.Generation, detail: str) -> None:
+        """Tell the coordinator that the communicator of ``generation`` is lost."""
+        self.link.send(m.Broken(generation, self.state.step, detail), keep=True)
+
+    def await_entry(self) -> m.Plan:
+        """Wait for the newest plan that this worker may enter without an agreement.
+
+        That is a recovery or, for a worker without state, any that it is in.
+
+        Raises:
+            Leave: this process is not to take part (any more).
+        """
+
+        def enterable() -> m.Plan | None:
+            newest = self.link.plan
+            if newest is None or newest.generation <= self.generation or newest.generation not in self._prepared:
+                return None
+            return newest if newest.mode == "recovery" or not self.state.has_state else None
+
+        def over() -> bool:
+            return (
+                self.link.failure is not None
+                or self.link.refused is not None
+                or self.link.ended is not None
+                or (self.draining and not self.state.has_state)
+            )
+
+        said = False
+        while True:
+            self.link.wait(lambda: enterable() is not None or over(), self._settings.retry_most)
+            self.raise_if_over()
+            plan = enterable()
+            if plan is not None:
+                return plan
+            if self.draining and not self.state.has_state:
+                self.leave(m.NO_GENERATION)
+            silent = self.link.silent_for
+            if silent > self._settings.orphan_limit:
+                raise JobFailed(f"no coordinator for {self._settings.orphan_limit:g} s")
+            if silent > self._settings.connect_timeout and not said:
+                said = True
+                logger.warning(
+                    "%s waits for the coordinator at %s", self.worker, os.environ.get("VIRTUALFLOW_COORDINATOR")
+                )
+
+    def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
+        """Tell the coordinator, see :meth:`Link.send`."""
+        self.link.send(message, keep=keep)
+
+    def note(self, kind: Kind, text: str) -> None:
+        """Tell it something that belongs into the job's story."""
+        self.link.send(m.Note(kind, text[:4_000]))
+
+    def held(self, step: int) -> bool:
+        """Whether no step after ``step`` may start yet."""
+        hold = self.link.hold
+        return hold is not None and step >= hold
+
+    def await_hold(self, step: int) -> float:
+        """Wait while no step after ``step`` may start; seconds that it took.
+
+        Ends early when a recovery is called for, or this process is not to go on.
+        """
+        began = time.monotonic()
+
+        def free() -> bool:
+            hold = self.link.hold
+            return hold is None or step < hold or self.interruption(self.state.plan) is not None
+
+        while not self.link.wait(free, self._settings.orphan_limit):
+            logger.info("held before step %d", step + 1)
+        return time.monotonic() - began
+
+    def interruption(self, plan: m.Plan | None) -> str | None:
+        """Why a collective of ``plan`` is not to be waited for any longer."""
+        if self.link.failure is not None:
+            return f"{type(self.link.failure).__name__} behind the training"
+        if self.link.refused is not None:
+            return self.link.refused
+        if self.link.ended is not None and (self.link.ended.failed or not self.state.has_state):
+            return self.link.ended.reason
+        newest = self.link.plan
+        if newest is None or plan is None or newest.generation <= plan.generation:
+            return None
+        if newest.mode == "recovery" or not self.state.has_state:
+            return f"generation {newest.generation} takes over: {newest.reason}"
+        return None
+
+    def raise_if_over(self) -> None:
+        """Raise when this process is not to go on.
+
+        Raises:
+            Evicted: it was declared lost or refused.
+            JobFailed: the job has failed elsewhere.
+            JobEnded: the job is complete or was stopped.
+            Exception: a defect has ended something behind the training thread.
+        """
+        if self.link.failure is not None:
+            raise self.link.failure
+        if self.link.refused is not None:
+            logger.error("%s", self.link.refused)
+            raise Evicted(self.link.refused)
+        if self.link.ended is not None:
+            raise (JobFailed if self.link.ended.failed else JobEnded)(self.link.ended.reason)
+
+    def leave(self, generation: m.Generation, reason: str = "") -> NoReturn:
+        """Leave for good, with the agreement of all or before having entered.
+
+        Args:
+            generation: the one by which it leaves.
+            reason: if not because this worker drains.
+
+        Raises:
+            Drained: always.
+        """
+        self.link.send(m.Left(generation, self.state.step), keep=True)
+        self._await_release()
+        self.close()
+        drain = self.link.drain.reason if self.link.drain else self.state.drain_reason
+        raise Drained(reason or drain or "left")
+
+    def report_done(self, done: m.Done, take_part: Callable[[], object]) -> None:
+        """Report the result and wait until nobody needs this worker any more.
+
+        Args:
+            take_part: enters a recovery that is called for meanwhile: others may need this worker's state to finish.
+        """
+        self.state.done = True
+        self.link.send(done, keep=True)
+        limit = time.monotonic() + self._settings.goodbye
+        while time.monotonic() < limit:
+
+            def called() -> bool:
+                return (
+                    self.link.released or self.link.ended is not None or self.interruption(self.state.plan) is not None
+                )
+
+            if not self.link.wait(called, max(0.0, limit - time.monotonic())):
+                break
+            ended = self.link.ended
+            if ended is not None and (ended.failed or not self.link.released):
+                self.raise_if_over()
+            if self.link.released or self.link.refused is not None:
+                return
+            take_part()
+        logger.warning("nobody has taken the result of %s within %g s", self.worker, self._settings.goodbye)
+
+    def report_failed(self, error: str, trace: str) -> None:
+        """Report an error of the user's code, and see that it has left this process."""
+        self.link.send(m.Failed(self.state.step + 1 if trace else 0, error[:4_000], trace[-MAX_TRACEBACK:]), keep=True)
+        self.link.flush(self._settings.connect_timeout)
+
+    def remember(self, change: m.Change) -> None:
+        """Keep a membership change for coordinators to come, and report it."""
+        self.state.changes[change.generation] = change
+        while len(self.state.changes) > MAX_CHANGES:
+            del self.state.changes[min(self.state.changes)]
+        self.link.send(m.Resumed(change))
+
+    def close(self) -> None:
+        """End the connection and take all communicators down."""
+        self.link.close()
+        with self.link.changed:
+            communicators = (*self._retired, *self._prepared.values(), self.communicator)
+            self._retired, self._prepared, self.communicator = [], {}, None
+        for communicator in communicators:
+            if communicator is not None:
+                communicator.close()
+        for closer in self._closers:
+            closer.join(self._settings.connect_timeout)
+
+    # --- behind it ----------------------------------------------------------------------------------------------------
+
+    def _await_release(self) -> None:
+        self.link.wait(lambda: self.link.released or self.link.ended or self.link.refused, self._settings.goodbye)
+
+    def _hello(self) -> m.Hello:
+        state = self.state
+        deadline = self.link.drain_until if self.link.drain is not None else self.state.drain_until
+        return m.Hello(
+            protocol=m.PROTOCOL,
+            worker=self.worker,
+            incarnation=self.incarnation,
+            address=self._address,
+            pid=os.getpid(),
+            virtual_nodes=state.virtual_nodes,
+            fingerprint=state.fingerprint,
+            ready=state.ready,
+            draining=self.draining,
+            drain_deadline=max(0.0, deadline - time.monotonic()) if self.draining else None,
+            plan=self.state.plan if self.state.has_state else None,
+            step=state.step,
+            total_steps=state.total_steps,
+            done=state.done,
+            changes=tuple(sorted(state.changes.values(), key=lambda change: change.generation)),
+            pace=state.pace,
+            reproducibility=state.reproducibility,
+            device=state.device,
+            self_test=state.self_test,
+        )
+
+    def _on_plan(self, plan: m.Plan) -> None:
+        """A new plan has arrived (link's thread): build its communicator beside whatever runs."""
+        rank = plan.rank_of(self.worker, self.incarnation)
+        if rank is not None and plan.generation > self.generation:
+            name = f"virtualflow-generation-{plan.generation}"
+            threading.Thread(target=self._build_or_fail, args=(plan, rank), name=name, daemon=True).start()
+
+    def _build_or_fail(self, plan: m.Plan, rank: int) -> None:
+        try:
+            self._build(plan, rank)
+        except Exception as error:  # noqa: BLE001 - the training thread raises it
+            self.link.fail(error)
+
+    def _build(self, plan: m.Plan, rank: int) -> None:
+        def superseded() -> bool:
+            newest = self.link.plan
+            return newest is not None and newest.generation > plan.generation
+
+        told_by = elder(plan)
+        if told_by is not None and told_by.incarnation == self.incarnation:
+            tell_room(self.link, plan, self.state.room)
+        elif told_by is not None and not self.state.has_state:
+            make_room(self.link, plan, self.reserve, superseded, self._reserve_wait)
+        try:
+            communicator = Communicator.open(
+                plan, rank, self.link, superseded, lambda: self.interruption(plan), self._communicator_settings
+            )
+        except CommunicatorBroken as error:
+            if not superseded():
+                detail = f"the communicator could not be built: {error}"
+                self.link.send(m.Broken(plan.generation, self.state.step, detail))
+            return
+        with self.link.changed:
+            wanted = not superseded()
+            if wanted:
+                self._prepared[plan.generation] = communicator
+                kept = self._offered.generation if self._offered is not None else m.NO_GENERATION
+                old = [g for g in self._prepared if g < plan.generation and g != kept]
+                self._retired.extend(self._prepared.pop(g) for g in old)
+                self.link.changed.notify_all()
+        if wanted:
+            self.link.send(m.Prepared(plan.generation), keep=True)
+        else:
+            communicator.close()

@@ -1,0 +1,277 @@
+"""The set-up of a run: everything is checked, opened and put together before anybody waits for it.
+
+:func:`set_up` returns a :class:`Context` whose parts are all ready; what has to be given back is in the caller's
+``ExitStack``, in whatever state the set-up ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from virtualflow.data import Source, micro_batch, open_source
+from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
+from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.settings import Reproducibility
+from virtualflow.reduction import choose_summation
+from virtualflow.state import JobIdentity, Keeper, choose_policy
+from virtualflow.state import signature as signature_of
+from virtualflow.step import Fusing, Stepping, Update
+from virtualflow.worker.audit import Audit
+from virtualflow.worker.loading import Loading
+from virtualflow.worker.member_state import MemberState
+from virtualflow.worker.membership import Membership
+from virtualflow.worker.options import (
+    Options,
+    check_optimizer,
+    check_reproducibility,
+    check_scheduler,
+    check_sharding,
+    check_sizes,
+)
+from virtualflow.worker.pace import Pace
+from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace, open_profiling
+from virtualflow.worker.reporter import Reporter
+from virtualflow.worker.session import Session
+from virtualflow.worker.settings import WorkerSettings
+from virtualflow.worker.standalone import AnySession, StandaloneSession
+from virtualflow.worker.stopwatch import Stopwatch
+from virtualflow.worker.train_state import Training
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for, and what the environment says to it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    dataset: Any
+    options: Options
+    environment: WorkerEnvironment
+    settings: WorkerSettings
+
+    @property
+    def virtual_nodes(self) -> int:
+        """Of the job."""
+        return self.environment.virtual_nodes or self.options.virtual_nodes
+
+    @property
+    def reproducibility(self) -> Reproducibility:
+        """Whether the result is the same to the bit on any number of workers, or in distribution."""
+        return self.environment.reproducibility or self.options.reproducibility
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether it is the same to the bit."""
+        return self.reproducibility == "bitwise"
+
+
+@dataclass(frozen=True)
+class Context:
+    """The parts of a run, all of them ready."""
+
+    request: Request
+    micro_batch: int
+    """Samples of a virtual node."""
+    total_steps: int | None
+    """Updates that the training takes; ``None`` when the length of the streams decides."""
+    session: AnySession
+    loading: Loading
+    fusing: Fusing
+    update: Update
+    training: Training
+    keeper: Keeper
+    membership: Membership
+    reporter: Reporter
+    stopwatch: Stopwatch
+    pace: Pace
+    audit: Audit | None
+    """``None``: nobody asked for one."""
+    profiling: Profiling | None
+    """``None``: the script trains."""
+    on_entry: Callable[[], None]
+    """To be called when this worker begins again from where all are."""
+    warning: str | None
+    """What the coordinator is to hear of the set-up."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training is through."""
+        return self.request.options.is_over(self.training.completed_steps, self.training.position[0])
+
+
+def open_session(request: Request, resources: ExitStack) -> AnySession:
+    """The membership of this process, in a job or alone, before anything else; nothing is connected yet."""
+    environment, settings = request.environment, request.settings
+    state = MemberState(
+        max(1, request.virtual_nodes),
+        fingerprint(environment.threads, request.reproducibility),
+        reproducibility=request.reproducibility,
+        device=describe_device(device_of(request.model)),
+    )
+    session: AnySession
+    if environment.coordinator is None or environment.profile_out is not None:
+        session = StandaloneSession(state, settings)
+    else:
+        session = Session(environment, state, settings)
+    resources.callback(session.close)
+    return session
+
+
+def set_up(request: Request, session: AnySession, resources: ExitStack) -> Context:
+    """Check what the user asked for, and open everything that the loop needs, but for the connection.
+
+    Raises:
+        ConfigurationError: it cannot be done.
+    """
+    _check(request)
+    options, environment, settings = request.options, request.environment, request.settings
+    resources.callback(pin(environment.threads, request.reproducibility).undo)
+    # First what forks loader processes, then what opens connections that they should not inherit.
+    source = _open_source(request, resources)
+    size = micro_batch(options.batch_size, request.virtual_nodes)
+    update = _open_update(request, size, resources)
+    fusing = _open_fusing(request, source, size, resources)
+    training = Training(request.model, request.optimizer, options.scheduler, options.scaler, update, settings.transfer)
+    signature = signature_of(request.model, request.optimizer)
+    situation = describe_situation(request.model, options, environment, request.virtual_nodes, signature)
+    profiling = None
+    if environment.profile_out is not None:
+        profiling = open_profiling(
+            request.model, request.dataset, options, environment, request.virtual_nodes, source, situation, settings
+        )
+    keeper = _open_keeper(request, source, signature, session, profiling is None, resources)
+    total_steps = options.total_steps(source.steps_per_epoch)
+    stopwatch, pace = Stopwatch(), Pace(settings.pace)
+    loading = Loading(source, fusing, training, options)
+    reporter = Reporter(session, training, stopwatch, total_steps, settings)
+
+    def on_entry() -> None:
+        loading.enter(session.state.assigned)
+        pace.enter()
+        reporter.entered()
+
+    if options.shard_optimizer:  # which checkpoints need not know
+        signature = {**signature, "optimizer": f"{signature['optimizer']}, sharded"}
+    membership = Membership(session, training, keeper, signature, stopwatch, on_entry)
+    state = session.state
+    state.total_steps, state.changes = total_steps, training.changes
+    warning = None
+    if session.coordinated:
+        state.pace, warning = foretell_pace(environment, situation)
+    audit = None
+    if session.coordinated and environment.audit_dir is not None:
+        audit = Audit(environment.audit_dir, session.worker, session.incarnation)
+        resources.callback(audit.close)
+    return Context(
+        request,
+        size,
+        total_steps,
+        session,
+        loading,
+        fusing,
+        update,
+        training,
+        keeper,
+        membership,
+        reporter,
+        stopwatch,
+        pace,
+        audit,
+        profiling,
+        on_entry,
+        warning,
+    )
+
+
+def connect(context: Context) -> None:
+    """Enter the job, or wait beside it until it has a place.
+
+    Raises:
+        ConfigurationError: the coordinator cannot be reached or refuses the token.
+        Leave: this process is not admitted, or the job is over.
+    """
+    session, request = context.session, context.request
+    if session.coordinated and request.bitwise:
+        session.state.self_test = bit_probe.digest(device_of(request.model))
+    session.start()
+    if context.warning is not None:
+        session.note("warning", context.warning)
+
+
+def _check(request: Request) -> None:
+    options = request.options
+    check_sizes(options.batch_size, request.virtual_nodes, options.epochs, options.steps)
+    check_reproducibility(request.reproducibility, options.max_fused, options.batch_norm)
+    check_optimizer(request.model, request.optimizer)
+    check_scheduler(options.scheduler, options.scheduler_interval)
+    if options.shard_optimizer:
+        check_sharding(request.optimizer, options.scaler)
+
+
+def _open_source(request: Request, resources: ExitStack) -> Source:
+    options = request.options
+    source = open_source(
+        request.dataset,
+        batch_size=options.batch_size,
+        virtual_nodes=request.virtual_nodes,
+        seed=options.seed,
+        shuffle=options.shuffle,
+        drop_last=options.drop_last,
+        epochs=options.epochs,
+        options=options.loader,
+        settings=request.settings.loading,
+    )
+    resources.callback(source.close)
+    return source
+
+
+def _open_update(request: Request, size: int, resources: ExitStack) -> Update:
+    options = request.options
+    stepping = Stepping(
+        request.optimizer,
+        scheduler=options.scheduler,
+        scheduler_interval=options.scheduler_interval,
+        scaler=options.scaler,
+        clip_norm=options.clip_grad_norm,
+        clip_value=options.clip_grad_value,
+        sharded=options.shard_optimizer,
+    )
+    update = Update(
+        request.model,
+        stepping,
+        choose_summation(request.virtual_nodes, request.reproducibility),
+        micro_batch=size,
+        reduction=request.settings.reduction,
+        transfer=request.settings.transfer,
+    )
+    resources.callback(update.close)
+    return update
+
+
+def _open_fusing(request: Request, source: Source, size: int, resources: ExitStack) -> Fusing:
+    cap = request.environment.max_fused or request.options.max_fused
+    if request.bitwise or not source.fuses:
+        cap = 1
+    settings = request.settings
+    fusing = Fusing(
+        request.model, cap, size, request.options.batch_norm, settings=settings.fusing, memory=settings.memory
+    )
+    resources.callback(fusing.close)
+    return fusing
+
+
+def _open_keeper(
+    request: Request, source: Source, signature: dict[str, Any], session: AnySession, trains: bool, resources: ExitStack
+) -> Keeper:
+    options = request.options
+    size = len(request.dataset) if source.steps_per_epoch is not None else None
+    identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, size, signature)
+    keeper = Keeper(choose_policy(options.checkpoint, request.environment) if trains else None, identity, session.note)
+    resources.callback(keeper.flush, request.settings.stop_grace)
+    return keeper

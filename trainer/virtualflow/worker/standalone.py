@@ -1,0 +1,133 @@
+"""The membership of a process without a coordinator: a job of one member, with nobody to tell.
+
+It answers as a :class:`Session` does, so that nothing else asks whether there is a coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from virtualflow.errors import Drained
+from virtualflow.protocol import messages as m
+from virtualflow.state import Kind, Reserve
+from virtualflow.transport import Communicator
+from virtualflow.worker.member_state import MemberState
+from virtualflow.worker.session import Session
+from virtualflow.worker.settings import WorkerSettings
+
+logger = logging.getLogger("virtualflow.worker")
+
+
+class StandaloneSession:
+    """All virtual nodes are assigned to this process."""
+
+    coordinated = False
+    worker = "alone"
+    rank = 0
+    generation = m.NO_GENERATION
+
+    def __init__(self, state: MemberState, settings: WorkerSettings) -> None:
+        self.state = state
+        self.incarnation = uuid.uuid4().hex
+        self.reserve = Reserve()
+        self.communicator: Communicator | None = None
+        self._settings = settings
+
+    @property
+    def stopping(self) -> bool:
+        """Whether to end before the next step."""
+        return self.state.drain_reason is not None
+
+    def start(self) -> None:
+        """There is nobody to connect to."""
+
+    def connect(self) -> bool:
+        """There is nobody to connect to."""
+        return False
+
+    def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
+        """There is nobody to tell."""
+
+    def note(self, kind: Kind, text: str) -> None:
+        """Tell the user."""
+        logger.log(logging.INFO if kind == "checkpoint" else logging.WARNING, "%s", text)
+
+    def held(self, step: int) -> bool:
+        """Nobody holds it."""
+        return False
+
+    def await_hold(self, step: int) -> float:
+        """Nobody holds it."""
+        return 0.0
+
+    def request_drain(self, reason: str, seconds: float) -> None:
+        """End before the next step."""
+        self.state.drain_reason = reason
+
+    def be_ready(self) -> None:
+        """Nobody waits for it."""
+
+    def offer(self, evaluating: bool) -> m.Generation:
+        """There is no other generation."""
+        return m.NO_GENERATION
+
+    def agreed_plan(self, offers: Iterable[m.Generation]) -> m.Plan | None:
+        """There is no other generation."""
+        return None
+
+    def is_member(self, plan: m.Plan) -> bool:
+        """It is."""
+        return True
+
+    def await_entry(self) -> m.Plan:
+        """The one generation there is."""
+        member = m.Member(self.worker, self.incarnation, "127.0.0.1", 0, self.state.virtual_nodes)
+        return m.Plan(m.NO_GENERATION, "planned", (member,), (), "start", "runs alone")
+
+    def enter(self, plan: m.Plan) -> Communicator:
+        """Begin."""
+        self.state.plan = plan
+        self.communicator = Communicator(plan, 0, None, lambda: None, self._settings.communicator)
+        return self.communicator
+
+    def say_entered(self, restored: bool) -> None:
+        """Tell the user where the training begins."""
+        if restored:
+            logger.warning("resumed from the checkpoint of step %d", self.state.step)
+
+    def say_broken(self, generation: m.Generation, detail: str) -> None:
+        """There is nobody to tell."""
+
+    def interruption(self, plan: m.Plan | None) -> str | None:
+        """Nothing interrupts it."""
+        return None
+
+    def leave(self, generation: m.Generation, reason: str = "") -> NoReturn:
+        """End.
+
+        Raises:
+            Drained: always.
+        """
+        raise Drained(reason or self.state.drain_reason or "left")
+
+    def remember(self, change: m.Change) -> None:
+        """There are no changes."""
+
+    def tidy(self) -> None:
+        """There is nothing to take down."""
+
+    def report_done(self, done: m.Done, take_part: Callable[[], object]) -> None:
+        """There is nobody to tell."""
+
+    def report_failed(self, error: str, trace: str) -> None:
+        """There is nobody to tell."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+AnySession = Session | StandaloneSession
+"""The membership of a process, in a job or alone."""

@@ -1,0 +1,104 @@
+"""What the outer loop yields: one optimizer update, to be iterated over for its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+
+
+class Attempts(Protocol):
+    """What makes a step."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The combined metrics of the last step."""
+
+    def join(self) -> tuple[int, int]:
+        """Become a member, if this worker is none yet; the number of the step to come, and its epoch."""
+
+    def warm_up(self) -> Iterator[Any]:
+        """Yield what a joiner warms up with before it joins."""
+
+    def make(self, number: int) -> Iterator[Any]:
+        """Yield this worker's micro-batches until the step is committed."""
+
+    def log_metrics(self, metrics: dict[str, float | Tensor]) -> None:
+        """Note metrics of the present micro-batch."""
+
+
+class Step:
+    """One optimizer update of the whole job: iterate over it once for the micro-batches assigned to this worker.
+
+    After the iteration the update is applied, and ``metrics`` holds what was logged, combined over all virtual nodes.
+    """
+
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
+        self._number: int | None = None
+        self._epoch = 0
+        self._iterating = False
+        self._warming_up = False
+        self.metrics: dict[str, float] = {}
+        self.complete = False
+
+    @property
+    def number(self) -> int:
+        """The number of this update, from 1.
+
+        Read before the micro-batches, it lets a joiner enter at once and without warming up: what the script does with
+        the number must be right. A joiner's warm-up counts as the first step: joining in it would replace the weights
+        between a forward pass and its backward pass.
+        """
+        return 1 if self._warming_up else self.bind()._number or 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that its samples belong to, from 0."""
+        return 0 if self._warming_up else self.bind()._epoch
+
+    def bind(self) -> Step:
+        """Learn which step this is; a worker that is about to join does so now, without warming up."""
+        if self._number is None:
+            self._number, self._epoch = self._attempts.join()
+        return self
+
+    def log(self, **metrics: float | Tensor) -> None:
+        """Log numbers of the present micro-batch. Their means over all samples of the step are in ``metrics``.
+
+        Raises:
+            VirtualFlowError: there is no present micro-batch.
+            ConfigurationError: something is not one real number.
+        """
+        if self.complete or not self._iterating:
+            raise VirtualFlowError(
+                "step.log belongs into the loop over the micro-batches; for numbers about the whole job use run.log"
+            )
+        values: dict[str, float | Tensor] = {}
+        for name, value in metrics.items():
+            if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+                raise ConfigurationError(
+                    f"step.log got {name} of shape {list(value.shape)} and type {value.dtype}; log one real number"
+                )
+            # A copy: it may be a view of something that changes before the step's exchange, a buffer for example.
+            values[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        self._attempts.log_metrics(values)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the micro-batches of this worker, again when an attempt was aborted; then commit the step."""
+        if self.complete:
+            raise VirtualFlowError(f"step {self._number} was iterated over twice; take the next one from the run")
+        self._iterating = True
+        if self._number is None:
+            self._warming_up = True
+            try:
+                yield from self._attempts.warm_up()
+            finally:
+                self._warming_up = False
+        self.bind()
+        yield from self._attempts.make(self.number)
+        self.metrics = dict(self._attempts.metrics)
+        self.complete = True

@@ -1,0 +1,111 @@
+"""How long steps take, and how long a membership change made a survivor wait."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from virtualflow.protocol import messages as m
+from virtualflow.worker.settings import MAX_STEP_TIMES
+
+_RECENT = 50
+"""Steps that the present rate is taken over."""
+
+_LATEST = 10
+"""Steps that the present duration is the median of."""
+
+
+class Stopwatch:
+    """Measures from commit to commit; times in seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self.plans: list[m.Plan] = []
+        """Generations entered since the last commit."""
+        self.moved: tuple[int, float, int] | None = None
+        """The state that others were given since the last commit: its bytes, the seconds, the donors."""
+        self._held = 0.0
+        self._committed_at: float | None = None
+        self._steps: deque[float] = deque(maxlen=MAX_STEP_TIMES)
+        self._latest: deque[float] = deque(maxlen=_LATEST)
+        """Of the present generation alone."""
+        self._attempted = 0
+        self._failed_attempts = 0
+
+    def attempt(self, step: int) -> None:
+        """An attempt at ``step`` begins."""
+        if step != self._attempted:
+            self._attempted, self._failed_attempts = step, 0
+
+    def fail(self) -> None:
+        """The attempt was aborted."""
+        self._failed_attempts += 1
+
+    def hold(self, seconds: float) -> None:
+        """The job was held on purpose for so long, which is nobody's pause."""
+        self._held += seconds
+
+    def commit(self, now: float, step: int, members_before: int | None, generation: m.Generation) -> m.Change | None:
+        """``step`` is committed; the membership change that came before it, if there was one.
+
+        Args:
+            now: the time.
+            step: the number of the committed step.
+            members_before: how many workers made the step before it, ``None`` at the start: there may have been others,
+                of whom nobody survived and no checkpoint is left, so the restart is told as one from no workers.
+            generation: the running one.
+        """
+        passed = None if self._committed_at is None else now - self._committed_at - self._held
+        plans, self.plans = self.plans, []
+        moved, self.moved = self.moved, None
+        repeated = self._failed_attempts if step == self._attempted else 0
+        self._held, self._committed_at, self._failed_attempts = 0.0, now, 0
+        if not plans:
+            if passed is not None:
+                self._steps.append(passed)
+                self._latest.append(passed)
+            return None
+        self._latest.clear()
+        cause = _cause(plans)
+        if cause == "start" or (members_before is None and cause != "restart"):
+            return None
+        return m.Change(
+            generation=generation,
+            step=step,
+            from_=members_before or 0,
+            to=len(plans[-1].members),
+            cause=cause,
+            reason="; ".join(plan.reason for plan in plans)[:4_000],
+            pause_ms=None if passed is None else 1_000 * passed,
+            repeated_steps=repeated,
+            state_bytes=moved[0] if moved else None,
+            state_ms=1_000 * moved[1] if moved else None,
+            state_donors=moved[2] if moved else None,
+        )
+
+    @property
+    def steps_per_second(self) -> float:
+        """The rate of the last steps."""
+        recent = list(self._steps)[-_RECENT:]
+        return len(recent) / sum(recent) if sum(recent) > 0 else 0.0
+
+    @property
+    def latest_ms(self) -> float | None:
+        """The median of the latest steps of the present generation, in milliseconds."""
+        return 1_000 * statistics.median(self._latest) if self._latest else None
+
+    @property
+    def median_ms(self) -> float | None:
+        """The median duration of a step without a change, in milliseconds."""
+        return 1_000 * statistics.median(self._steps) if self._steps else None
+
+    @property
+    def timed_steps(self) -> int:
+        """How many steps the median is over."""
+        return len(self._steps)
+
+
+def _cause(plans: Sequence[m.Plan]) -> m.Cause:
+    """The gravest cause of several generations in a row."""
+    order: list[m.Cause] = ["restart", "lost", "broken", "resize", "drain", "join", "rebalance", "stop", "start"]
+    return min((plan.cause for plan in plans), key=order.index)

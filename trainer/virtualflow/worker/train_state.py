@@ -1,0 +1,160 @@
+"""The state of a training between two steps, as a whole: what a joiner gets, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from virtualflow.protocol import messages as m
+from virtualflow.state import Path, Reserve, capture, codec, digests, size_of, split
+from virtualflow.state.settings import TransferSettings
+from virtualflow.step import Reduced, Schema, Update
+
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+"""What learning rate schedulers, torch's own and hand-written ones, change in a parameter group."""
+
+
+@dataclass
+class Training:
+    """The model and its companions, and how far the training has come."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: Any
+    update: Update
+    transfer: TransferSettings
+    """How a state travels."""
+    completed_steps: int = 0
+    """Updates that have been applied."""
+    position: tuple[int, int] = (0, 0)
+    """Epoch and step in the epoch of the next update, both from 0."""
+    exchanges: int = 0
+    """Exchanges of any kind that are complete; the same on all workers between two of them."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The combined metrics of the last step."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """Numbers of the whole job."""
+    evaluated: list[Tensor] | None = None
+    """What the last exchange brought, if it was one of an evaluation: others may need it again."""
+    members: int | None = None
+    """How many workers made the last step."""
+    changes: dict[m.Generation, m.Change] = field(default_factory=dict)
+    """Membership changes so far, for coordinators and members to come."""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """All that is told of the training in numbers."""
+        return {**self.metrics, **self.logged}
+
+    def commit(self, reduced: Reduced, members: int) -> None:
+        """Apply a complete exchange: the next step's turn has come."""
+        epoch, epoch_step = self.position
+        epoch_ends = not any(header.more for header in reduced.headers)
+        self.update.apply(reduced, epoch_ends)
+        self.completed_steps += 1
+        self.exchanges += 1
+        self.position = (epoch + 1, 0) if epoch_ends else (epoch, epoch_step + 1)
+        self.metrics, self.evaluated, self.members = reduced.metrics, None, members
+
+    def capture(self, *, states: bool = True) -> dict[str, Any]:
+        """Everything, by reference: to be packed or copied before the next step.
+
+        Args:
+            states: without them, the optimizer's state of parameters is left out.
+        """
+        extra = {
+            "step": self.completed_steps,
+            "position": self.position,
+            "exchanges": self.exchanges,
+            "schema": self.update.settled.to_json(),
+            "metrics": self.metrics,
+            "logged": self.logged,
+            "evaluated": self.evaluated,
+            "members": self.members,
+            "changes": msgspec.to_builtins(list(self.changes.values())),
+        }
+        tree = capture.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
+        if not states:
+            tree |= {"optimizer": {**tree["optimizer"], "state": {}}, "hosted": []}
+        return tree
+
+    def room(self) -> tuple[int, ...]:
+        """Sizes in bytes of the large tensors of a state that a joiner will have to make memory for."""
+        if self.update.shards is not None:
+            return ()
+        _, stripes = split(self.capture(), self.transfer.stripe)
+        return tuple(size_of(tensor) for path, tensor in stripes.items() if path[0] == "optimizer")
+
+    def land(
+        self, tree: dict[str, Any], stripes: dict[Path, Tensor], reserve: Reserve, in_place: bool
+    ) -> dict[Path, Tensor]:
+        """Where the large tensors of a state that arrives are to be written, before :meth:`restore`.
+
+        Args:
+            tree: the capture, whose large tensors have no content yet.
+            stripes: those tensors.
+            reserve: memory for what is not the model's own.
+            in_place: into the model's own parameters where they are dense. Only for a worker that has no state to lose:
+                if the rest does not arrive, its model is spoiled.
+
+        Raises:
+            ConfigurationError: the state does not fit; nothing has changed.
+        """
+        capture.check_fit(tree, self.model, self.optimizer, self.scheduler, self.scaler)
+        own = capture.own_tensors(self.model, stripes) if in_place else {}
+        return {path: own[path] if path in own else reserve.take(like) for path, like in stripes.items()}
+
+    def restore(self, tree: dict[str, Any], *, given: bool = False) -> None:
+        """Become what :meth:`capture` gave, here or elsewhere; a tree that is ``given`` away is not copied.
+
+        A survivor that lacks the last exchange gets it from one that has gone on, through the user's code after the
+        step. Its own code after that step is still to come. What that code changes, a learning rate scheduled by
+        hand, is therefore kept as it is, or it would be changed twice.
+        """
+        survivor = self.update.contributed
+        by_hand = survivor and not self.update.steps_scheduler
+        kept = [{key: group[key] for key in _SCHEDULED if key in group} for group in self.optimizer.param_groups]
+        schedule = codec.snapshot(self.scheduler.state_dict()) if by_hand and self.scheduler is not None else None
+        extra = capture.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler, given=given)
+        if by_hand:
+            for group, values in zip(self.optimizer.param_groups, kept, strict=True):
+                group.update(values)
+        if schedule is not None:
+            self.scheduler.load_state_dict(schedule)
+        self.completed_steps, self.exchanges = extra["step"], extra["exchanges"]
+        self.position = (extra["position"][0], extra["position"][1])
+        self.update.settle(Schema.from_json(extra["schema"]))
+        self.metrics, self.logged, self.members = extra["metrics"], extra["logged"], extra["members"]
+        self.evaluated = None if extra["evaluated"] is None else [block.clone() for block in extra["evaluated"]]
+        for change in msgspec.convert(extra["changes"], list[m.Change]):
+            self.changes.setdefault(change.generation, change)
+
+    def restore_but_states(self, tree: dict[str, Any]) -> None:
+        """Become what ``capture(states=False)`` gave, which is given away; the optimizer keeps its states."""
+        shards = self.update.shards
+        assert shards is not None
+        kept = shards.detach_states()
+        self.restore(tree, given=True)
+        shards.attach_states(kept)
+        shards.values = shards.all
+
+    def complete_pending(self, norm: float | None, members: int) -> None:
+        """Commit the step that is pending, because it counts for others (``shards``)."""
+        self.commit(self.update.complete_pending(norm), members)
+
+    def model_hash(self) -> int:
+        """A number that differs when two freshly built models do."""
+        return int(digests.digest(self.model.state_dict())[:15], 16)
+
+
+def signature_hash(signature: dict[str, Any]) -> int:
+    """A number that differs when two signatures (``digests.signature``) do."""
+    text = json.dumps(signature, sort_keys=True)
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
