@@ -137,10 +137,9 @@ class Cluster:
 
     def apply(self, manifest: Object | Path, namespace: str, check: bool = True) -> str:
         """Do ``kubectl apply`` with a file or an object."""
-        flags = [] if self.minor >= 25 else ["--validate=false"]
         if isinstance(manifest, Path):
-            return self.kubectl("apply", "-n", namespace, *flags, "-f", str(manifest), check=check)
-        return self.kubectl("apply", "-n", namespace, *flags, "-f", "-", stdin=json.dumps(manifest), check=check)
+            return self.kubectl("apply", "-n", namespace, "-f", str(manifest), check=check)
+        return self.kubectl("apply", "-n", namespace, "-f", "-", stdin=json.dumps(manifest), check=check)
 
     # --- what a test watches -----------------------------------------------------------------------------------------
 

@@ -71,25 +71,46 @@ def spent(before: Metrics, after: Metrics, name: str) -> float:
     return after.total(f"{name}_sum") - before.total(f"{name}_sum")
 
 
-def test_a_scaled_up_job_trains_with_the_new_worker_a_second_after_its_start_up_time(start: Start) -> None:
+def process_started(job: Job, pod: str) -> float:
+    """Return when a pod's container was started, in Unix seconds."""
+    return float(job.kubectl("exec", pod, "--", "python", "-c", AGE))
+
+
+def bare_pod(job: Job, name: str) -> float:
+    """Return the seconds from ``kubectl apply`` of a pod like a worker's, without operator, to its container's start."""
+    template = digits("bare")["spec"]["workerGroups"][0]["template"]
+    template["spec"]["containers"][0]["command"] = ["sleep", "600"]
+    template["spec"]["containers"][0]["args"] = []
+    begun = time.time()
+    job.create({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, **template})
+    job.kubectl("wait", "pod", name, "--for=condition=Ready", "--timeout=60s", timeout=90)
+    started = process_started(job, name)
+    job.kubectl("delete", "pod", name, "--grace-period=0", "--force", "--wait=false")
+    return started - begun
+
+
+def test_a_scaled_up_job_has_its_new_container_within_a_second_of_what_a_bare_pod_takes(start: Start) -> None:
+    """What the cluster takes for a pod is measured beside it, because that depends on the machine."""
     job = start(digits("joined", steps=100_000, pause=0.05, replicas=1))
-    waited = []
-    for _ in range(3):
+    waited, bare = [], []
+    for n in range(3):
         job.wait_training(1)
+        bare.append(bare_pod(job, f"bare-{n}"))
         changes = job.coordinator_status()["changesTotal"]
         begun = time.time()
         job.kubectl("scale", "vfj", "joined", "--replicas=2")
         change(job, changes, "join", "resize")
         trained = time.time()
         worker = max(job.workers(), key=lambda pod: pod["metadata"]["creationTimestamp"])["metadata"]["name"]
-        started = float(job.kubectl("exec", worker, "--", "python", "-c", AGE))
+        started = process_started(job, worker)
         print(
             f"from kubectl scale to the first step with the new worker: {trained - begun:.2f} s, of which its "
-            f"container took {trained - started:.2f} s to start up, and {started - begun:.2f} s passed before"
+            f"container took {trained - started:.2f} s to start up, and {started - begun:.2f} s passed before; "
+            f"a bare pod's container was started after {bare[-1]:.2f} s"
         )
         waited.append(started - begun)
         job.kubectl("scale", "vfj", "joined", "--replicas=1")
-    assert min(waited) <= 1.0, waited  # a machine that others use as well may slow down one or two
+    assert min(waited) <= min(bare) + 1.0, (waited, bare)  # others who use the machine may slow down one or two
 
 
 def test_a_power_cut_is_survived_within_the_heartbeat_limit_and_two_seconds(installed: Installed, start: Start) -> None:
