@@ -127,14 +127,6 @@ class Cluster:
         """Run helm on this cluster."""
         return command("helm", "--kubeconfig", self.kubeconfig, *words, timeout=timeout, check=check)
 
-    def helm_flags(self) -> list[str]:
-        """What helm has to be told on this version of Kubernetes."""
-        if self.minor >= 25:
-            return []
-        four = self.helm("version", "--template", "{{.Version}}").lstrip("v").startswith("4")
-        # Server-side apply of an old server refuses a CRD with fields that it does not know.
-        return ["--server-side=false", "--disable-openapi-validation"] if four else ["--disable-openapi-validation"]
-
     def apply(self, manifest: Object | Path, namespace: str, check: bool = True) -> str:
         """Do ``kubectl apply`` with a file or an object."""
         if isinstance(manifest, Path):

@@ -39,7 +39,7 @@ def install(cluster: Cluster, had_crd: bool) -> Installed:
     }
     sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     chart = str(ROOT / "charts" / "virtualflow")
-    flags = [*cluster.helm_flags(), *(["--take-ownership"] if had_crd else [])]
+    flags = ["--take-ownership"] if had_crd else []
     begun = time.monotonic()
     cluster.helm("install", RELEASE, chart, "-n", SYSTEM, "--create-namespace", *sets, *flags)
     with temporary_namespace(cluster, "first") as namespace:

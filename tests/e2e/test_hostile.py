@@ -37,11 +37,11 @@ def number(text: str) -> str:
     return f"@number {text}@"
 
 
-def written(job: Object, most: int) -> str:
-    """Return the JSON of a job, its marks replaced; by at most so many levels."""
+def written(job: Object) -> str:
+    """Return the JSON of a job, its marks replaced."""
     text = json.dumps(job)
     for mark, levels in re.findall(r'("@deep (\d+)@")', text):
-        depth = min(int(levels), most)
+        depth = int(levels)
         text = text.replace(mark, '{"a":' * depth + "1" + "}" * depth)
     return re.sub(r'"@number (.*?)@"', r"\1", text)
 
@@ -258,11 +258,10 @@ def test_each_of_a_hundred_hostile_manifests_is_refused_or_answered(installed: I
 
 def send_all(cluster: Cluster, namespace: str) -> tuple[int, dict[str, str]]:
     """Send all manifests: how many were refused, and the cases of the jobs that were taken, by name."""
-    # Old API servers take twice the time for each further level, whatever the resource.
-    refused, taken, most = 0, {}, MOST_LEVELS if cluster.minor >= 25 else 12
+    refused, taken = 0, {}
     for number, (case, changes) in enumerate(CASES.items()):
         manifest = build(number, changes)
-        code = cluster.post(cluster.path("vfj", namespace), written(manifest, most))
+        code = cluster.post(cluster.path("vfj", namespace), written(manifest))
         assert code < 500, f"{case}: the API server fails with {code}"
         if code >= 400:
             refused += 1

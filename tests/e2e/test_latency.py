@@ -77,7 +77,7 @@ def process_started(job: Job, pod: str) -> float:
 
 
 def bare_pod(job: Job, name: str) -> float:
-    """Return the seconds from ``kubectl apply`` of a pod like a worker's, without operator, to its container's start."""
+    """Return the seconds from ``kubectl apply`` of a pod like a worker's to its container's start."""
     template = digits("bare")["spec"]["workerGroups"][0]["template"]
     template["spec"]["containers"][0]["command"] = ["sleep", "600"]
     template["spec"]["containers"][0]["args"] = []
