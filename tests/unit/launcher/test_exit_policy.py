@@ -15,6 +15,7 @@ USUAL = {
     "killed": False,
     "declared_lost": False,
     "refused": None,
+    "unknown": False,
     "expired": False,
 }
 
@@ -40,7 +41,10 @@ USUAL = {
         pytest.param(1, {"done": True}, "failed", id="an error after the training is an error"),
         pytest.param(-9, {"done": True, "over": True}, "failed", id="so is a death while the script goes on"),
         pytest.param(1, {"over": True}, "fine", id="of a failing job nobody asks how it ends"),
-        pytest.param(1, {"joined": False}, "failed", id="a script that raises on import fails the job at once"),
+        pytest.param(1, {"joined": False}, "open", id="one that ends at once may have joined since the last news"),
+        pytest.param(
+            1, {"joined": False, "unknown": True}, "failed", id="a script that raises on import fails the job at once"
+        ),
         pytest.param(1, {}, "open", id="an error reaches the status with its traceback in a moment"),
         pytest.param(1, {"expired": True}, "failed", id="an error that does not reach it fails the job itself"),
         pytest.param(0, {}, "open", id="an end may precede the news that the training is complete"),

@@ -42,6 +42,8 @@ class ExitFacts:
     refused: str | None
     """Why the coordinator has not admitted it, if so. What it looks at (library, settings of the script, machine) is
     the same when the process is started again."""
+    unknown: bool
+    """The coordinator's status of after the end says nothing of it."""
     expired: bool
     """The status had time to explain the end, and did not."""
 
@@ -65,7 +67,7 @@ def judge(facts: ExitFacts) -> Verdict:
         return Verdict("lost", how) if facts.joined or facts.expired else Verdict("open")
     if code == 0 and facts.left:
         return Verdict("fine")
-    if code > 0 and not facts.joined:
+    if code > 0 and not facts.joined and facts.unknown:
         return Verdict("failed", f"{worker} ended before it could join: {how}")
     if not facts.expired:
         return Verdict("open")  # An error is on its way to the status, with its traceback; or the end of the training.

@@ -35,7 +35,7 @@ from virtualflow.launcher.supervisor import Process, Supervisor, describe_exit
 from virtualflow.launcher.throttle import Throttle
 from virtualflow.launcher.usage import complain
 from virtualflow.launcher.worker_starter import WorkerCommand
-from virtualflow.launcher.worker_table import WorkerTable
+from virtualflow.launcher.worker_table import Worker, WorkerTable, mentions
 from virtualflow.launcher.workforce import Workforce
 from virtualflow.protocol.http_api import (
     ENDED,
@@ -108,6 +108,8 @@ class Runner:
         self._throttle = Throttle(settings.slow_period)
         self._relay = LogRelay(console.line, time.monotonic, replay=settings.replay, grace=settings.traceback_grace)
         self._wake = asyncio.Event()
+        self._asking: list[asyncio.Task[None]] = []
+        """Why workers ended before they joined, as far as was seen."""
         self._calls = CoordinatorCalls(console.event, self._wake.set)
         self._control = JobControl(
             state=self._state,
@@ -172,6 +174,8 @@ class Runner:
         finally:
             watching.cancel()
             keeping.cancel()
+            for asking in self._asking:
+                asking.cancel()
             self._throttle.end()
             self._calls.close()
 
@@ -259,6 +263,20 @@ class Runner:
                 # At once and before anything else: survivors wait for nothing but this.
                 call = GoneCall(worker.name, worker.incarnation, describe_exit(code))
                 self._calls.make(("gone", worker.number), call, 0.0 if worker.incarnation is None else None)
+            elif code > 0 and worker.incarnation is None:
+                # It may have joined, and said why it ends, since the last status.
+                self._asking.append(asyncio.create_task(self._ask_why(worker)))
+        self._wake.set()
+
+    async def _ask_why(self, worker: Worker) -> None:
+        try:
+            status = await self._client.status(self._settings.verdict_grace)
+        except (CoordinatorUnreachable, CallRefused):
+            return  # What is known when the time for a verdict has passed will do.
+        if status.phase in ENDED:
+            self._take(status)
+        # What it says of one that has joined comes with the watch, in the order in which it happened.
+        worker.unknown = not mentions(status, worker)
         self._wake.set()
 
     def _interrupt(self, number: signal.Signals) -> None:

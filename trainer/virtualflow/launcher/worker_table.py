@@ -46,6 +46,8 @@ class Worker:
     refused: str | None = None
     """Why the coordinator has not admitted it, if so."""
     ended_at: float | None = None
+    unknown: bool = False
+    """It has ended, and the coordinator's status of after that says nothing of it."""
     judged: bool = False
 
     @property
@@ -62,6 +64,13 @@ class Worker:
         """SIGKILL it and all that it started."""
         self.killed = True
         self.process.signal_group(signal.SIGKILL)
+
+
+def mentions(status: Status, worker: Worker) -> bool:
+    """Whether a status says that a worker has joined, or why it was not admitted."""
+    return any(worker.process.owns(entry.pid) for entry in status.workers if entry.pid) or any(
+        event.refusal is not None and event.refusal.worker == worker.name for event in status.events
+    )
 
 
 @dataclass

@@ -82,6 +82,7 @@ class Workforce:
                     killed=worker.killed,
                     declared_lost=worker.declared_lost,
                     refused=worker.refused,
+                    unknown=worker.unknown,
                     expired=now - (worker.ended_at or now) > self._settings.verdict_grace,
                 )
             )
