@@ -15,6 +15,7 @@ import aiohttp
 
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE
+from virtualflow.protocol.versions import PROTOCOL
 from virtualflow.transport.settings import LinkSettings
 
 PATIENCE = 120.0
@@ -117,7 +118,7 @@ class Worker:
     def pack_hello(self) -> bytes:
         """What it says first."""
         hello = m.Hello(
-            protocol=m.PROTOCOL,
+            protocol=PROTOCOL,
             worker=self.name,
             incarnation=self.incarnation,
             address="127.0.0.1",

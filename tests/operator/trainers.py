@@ -13,6 +13,7 @@ import aiohttp
 
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow.protocol.versions import PROTOCOL
 
 DIGEST = "d" * 64
 STEP_SECONDS = 0.03
@@ -101,7 +102,7 @@ class Trainer:
     def hello(self) -> m.Hello:
         training = self.training
         return m.Hello(
-            protocol=m.PROTOCOL,
+            protocol=PROTOCOL,
             worker=self.name,
             incarnation=self.incarnation,
             address=self.address,

@@ -13,6 +13,7 @@ from aiohttp import web
 from virtualflow.coordinator.server import Coordinator
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.versions import PROTOCOL
 
 TOKEN = "the job's token"
 RIGHT = {"Authorization": f"Bearer {TOKEN}"}
@@ -21,7 +22,7 @@ SETTINGS = CoordinatorSettings(membership=MembershipSettings(restart_grace=0.0),
 
 def hello(name: str, incarnation: str = "", **facts: object) -> m.Hello:
     usual = m.Hello(
-        protocol=m.PROTOCOL,
+        protocol=PROTOCOL,
         worker=name,
         incarnation=incarnation or f"{name}.0",
         address="127.0.0.1",

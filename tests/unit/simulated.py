@@ -14,6 +14,7 @@ from driven import Driven
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.versions import PROTOCOL
 
 VIRTUAL_NODES = 4
 SETTINGS = MembershipSettings()
@@ -72,7 +73,7 @@ class Worker:
 
     def hello(self, now: float) -> m.Hello:
         return m.Hello(
-            protocol=m.PROTOCOL,
+            protocol=PROTOCOL,
             worker=self.name,
             incarnation=self.incarnation,
             address="127.0.0.1",

@@ -8,11 +8,12 @@ from driven import Driven
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.versions import PROTOCOL
 
 
 def hello(worker: str) -> m.Hello:
     return m.Hello(
-        protocol=m.PROTOCOL, worker=worker, incarnation=f"i{worker}", address="127.0.0.1", pid=1, virtual_nodes=8,
+        protocol=PROTOCOL, worker=worker, incarnation=f"i{worker}", address="127.0.0.1", pid=1, virtual_nodes=8,
         fingerprint="f", ready=True, draining=False, drain_deadline=None, plan=None, step=0, total_steps=100,
         done=False, changes=(),
     )  # fmt: skip

@@ -9,6 +9,15 @@ from virtualflow.coordinator.snapshot import Worker
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.versions import (
+    Introduction,
+    Party,
+    explain_mismatch,
+    negotiate,
+    party,
+    read_introduction,
+    this_party,
+)
 
 _LARGEST = 2**53 - 2**20
 """Numbers of generations end here, so that one can always be counted on from."""
@@ -16,14 +25,14 @@ _LARGEST = 2**53 - 2**20
 
 def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     """Admit a connection; a sentence instead when that process must not take part."""
-    refusal = _refuse(state, hello)
+    us = this_party("the coordinator")
+    protocol = negotiate(_party(hello), us)
+    refusal = _refuse(state, hello) if protocol is not None else explain_mismatch(_party(hello), us)
     if refusal is not None:
         if hello.plan is not None and hello.incarnation not in state.roster.workers:
             # An earlier coordinator may have declared it lost: it was in a generation, and has no part in this job.
             state.roster.note_lost(hello.worker, hello.incarnation, hello.address, refusal)
-        refused = http_api.Refusal(hello.worker, refusal[:MAX_TEXT])
-        state.tell("refused", f"{refused.worker} refused: {refused.reason}", refused)
-        return refused.reason
+        return _tell_refusal(state, hello.worker, refusal)
     known = state.roster.workers.get(hello.incarnation)
     if hello.plan is not None:
         learn(state, hello.plan, now)
@@ -39,18 +48,40 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     state.history.reached(hello.step)
     if hello.total_steps is not None:
         state.history.total_steps = hello.total_steps
-    _greet(state, hello, worker, known, now)
+    _greet(state, hello, worker, known, now, protocol)
     if known is None:
         state.tell("worker", f"{hello.worker} connected (pid {hello.pid})")
     state.note_news()
     return None
 
 
-def _greet(state: JobState, hello: m.Hello, worker: Worker, known: Worker | None, now: float) -> None:
+def refuse_unread(state: JobState, data: bytes | str) -> str | None:
+    """A sentence for who says a Hello that cannot be read, because it is of a version too far away.
+
+    ``None``: that is not why, and there is nobody to tell.
+    """
+    hello = read_introduction(data)
+    mismatch = explain_mismatch(_party(hello), this_party("the coordinator")) if hello is not None else None
+    return _tell_refusal(state, hello.worker, mismatch) if hello is not None and mismatch is not None else None
+
+
+def _party(hello: m.Hello | Introduction) -> Party:
+    return party(hello.worker, hello.protocol, hello.oldest_protocol, hello.version)
+
+
+def _tell_refusal(state: JobState, worker: str, reason: str) -> str:
+    refused = http_api.Refusal(worker, reason[:MAX_TEXT])
+    state.tell("refused", f"{refused.worker} refused: {refused.reason}", refused)
+    return refused.reason
+
+
+def _greet(
+    state: JobState, hello: m.Hello, worker: Worker, known: Worker | None, now: float, protocol: int | None
+) -> None:
     """Tell a worker what it must know and may have missed."""
     running = state.running is not None and bool(state.running.members)
     heartbeat = state.settings.heartbeat_limit / HEARTBEATS
-    state.send(hello.incarnation, m.Welcome(running, state.history.step, state.hold, heartbeat))
+    state.send(hello.incarnation, m.Welcome(running, state.history.step, state.hold, heartbeat, protocol))
     if known is not None and known.draining and not hello.draining:
         seconds = max(0.0, (worker.deadline or now) - now)
         state.send(hello.incarnation, m.Drain(seconds, "asked to"))
@@ -91,11 +122,6 @@ def _described(state: JobState, hello: m.Hello, known: Worker | None, now: float
 
 def _refuse(job: JobState, hello: m.Hello) -> str | None:
     """Why the process that says ``hello`` must not take part in ``job``, in one sentence; ``None``: it may."""
-    if hello.protocol != m.PROTOCOL:
-        return (
-            f"this worker speaks protocol {hello.protocol} and the coordinator {m.PROTOCOL}; "
-            "use one version of virtualflow"
-        )
     over = job.roster.refusal(hello.incarnation)
     if over is not None:
         return over

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from virtualflow.coordinator.admission import admit
+from virtualflow.coordinator.admission import admit, refuse_unread
 from virtualflow.coordinator.calls import carry_out
 from virtualflow.coordinator.decisions import decide
 from virtualflow.coordinator.line import Line
@@ -253,9 +253,7 @@ class Coordinator:
         self._deliver()  # what a former connection was still to be told is not for this one
         refusal = admit(self.state, hello, now)
         if refusal is not None:
-            self._turn()
-            with contextlib.suppress(ConnectionError):
-                await socket.send_bytes(m.pack(m.Refuse(refusal)))
+            await self._refuse(socket, refusal)
             return socket
         line = Line(socket, request.transport, self._settings.backlog)
         former = self._lines.get(hello.incarnation)
@@ -298,8 +296,14 @@ class Coordinator:
             else:  # a heartbeat, progress, something stale: these can only put decisions off
                 self._watchers.notice()
 
+    async def _refuse(self, socket: web.WebSocketResponse, refusal: str) -> None:
+        self._turn()
+        with contextlib.suppress(ConnectionError):
+            await socket.send_bytes(m.pack(m.Refuse(refusal)))
+
     async def _first_message(self, socket: web.WebSocketResponse) -> m.Hello | None:
         message: m.FromWorker | None = None
+        frame = None
         try:
             frame = await asyncio.wait_for(socket.receive(), self._settings.first_message)
             if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
@@ -309,6 +313,11 @@ class Coordinator:
             logger.warning("a connection is refused: it said nothing for %g s", self._settings.first_message)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             logger.warning("a connection is refused: %s", error)
+            self._tick()
+            refusal = refuse_unread(self.state, frame.data) if frame is not None else None
+            if refusal is not None:
+                await self._refuse(socket, refusal)
+                return None
         if isinstance(message, m.Hello):
             return message
         await socket.close(code=WSCloseCode.INVALID_TEXT, message=b"the first message must be a valid Hello")

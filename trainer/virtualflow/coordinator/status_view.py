@@ -8,6 +8,7 @@ from virtualflow.coordinator.balance import known_pace, predicted_step
 from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_EVENTS
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
+from virtualflow.protocol.versions import this_party
 
 WorkerState = Literal["starting", "ready", "training", "draining", "silent", "done"]
 
@@ -17,6 +18,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
     history, progress, result = job.history, job.history.progress, job.history.result
     changes, events = history.ordered_changes(), tuple(history.events)
     proposed, predicted = job.proposed, predicted_step(job.snapshot())
+    us = this_party("the coordinator")
     assigned = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
     return http_api.Status(
         phase=job.phase,
@@ -51,6 +53,9 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         error=history.error,
         traceback=history.traceback,
         predicted_step_ms=None if predicted is None else 1_000 * predicted,
+        protocol=us.newest,
+        oldest_protocol=us.oldest,
+        version=us.version,
     )
 
 

@@ -7,6 +7,7 @@ that is over, changes nothing.
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
 from msgspec import structs
 
@@ -19,6 +20,9 @@ from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_api import ENDED
 
 logger = logging.getLogger("virtualflow.coordinator")
+
+_NOTES: dict[str, m.NoteKind] = {kind: kind for kind in get_args(m.NoteKind)}
+"""Kinds of notes that this version knows; one of a newer worker is for people to read all the same."""
 
 
 def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float) -> None:
@@ -62,7 +66,7 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
         case m.Done():
             _done(state, worker, message)
         case m.Note(kind, text):
-            state.tell(kind, text)
+            state.tell(_NOTES.get(kind, "info"), text)
         case m.Publish():
             if any(plan.generation == message.generation and plan.includes(incarnation) for plan in state.newest):
                 state.rendezvous.add(incarnation, message)

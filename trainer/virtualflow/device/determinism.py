@@ -14,6 +14,7 @@ import torch
 import torch.utils.deterministic
 
 from virtualflow.protocol.settings import Reproducibility
+from virtualflow.protocol.versions import NUMERICS, PROTOCOL
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -64,10 +65,11 @@ def pin(threads: int, reproducibility: Reproducibility) -> Pinned:
 
 def fingerprint(threads: int, reproducibility: Reproducibility) -> str:
     """What must be equal on all workers whatever their devices are, for people to read."""
-    version = torch.__version__.split("+")[0]
+    # What workers exchange among themselves has a fixed layout, which is not negotiated.
+    version = f"torch {torch.__version__.split('+')[0]}, protocol {PROTOCOL}"
     if reproducibility == "statistical":
-        return f"torch {version}"
-    return f"torch {version}, {threads} thread{'s' if threads != 1 else ''}"
+        return version
+    return f"{version}, numerics {NUMERICS}, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -24,7 +24,7 @@ _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class SizeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SizeProfile(msgspec.Struct, frozen=True):
     """Micro-batches of one size."""
 
     virtual_nodes: _Count
@@ -51,7 +51,7 @@ class SizeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.seconds / self.virtual_nodes
 
 
-class DeviceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a profile file (JSON)."""
 
     version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)] = VERSION

@@ -1,7 +1,7 @@
 """What passes between the coordinator and those who signal or watch it: typed calls, their answer, and the status.
 
 HTTP requests and the watch stream, made by the operator, the local runner and the command line. What workers and the
-coordinator say to each other is in ``messages``; decoding is as strict here.
+coordinator say to each other is in ``messages``; decoding is the same here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from virtualflow.protocol.messages import Base, Change, Count, Name, NoteKind, Seconds, Sentence
+from virtualflow.protocol.messages import Base, Change, Count, Name, NoteKind, Seconds, Sentence, Version, Word
 from virtualflow.protocol.settings import MAX_WORKERS, Reproducibility
 
 
@@ -122,7 +122,8 @@ class Event(Base, frozen=True, tag=False, omit_defaults=True):
     number: int
     time: float
     """Unix time."""
-    kind: EventKind
+    kind: Word
+    """One of ``EventKind``, or of those of a newer version."""
     text: str
     refusal: Refusal | None = None
     """Of kind ``refused``: who, and why."""
@@ -179,3 +180,9 @@ class Status(Base, frozen=True, tag=False):
     """Which of the two the job is; ``None`` before anybody has said."""
     predicted_step_ms: float | None = None
     """How long a step should take by the workers' paces and assignments; ``None`` until all are measured."""
+    protocol: Count | None = None
+    """The newest that the coordinator speaks (``versions``)."""
+    oldest_protocol: Count | None = None
+    """The oldest that it speaks; ``None``: only ``protocol``."""
+    version: Version = ""
+    """Of its library, for people to read."""

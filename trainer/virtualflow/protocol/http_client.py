@@ -20,6 +20,7 @@ from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol.http_api import PATHS, Answer, Call, Status
 from virtualflow.protocol.messages import encode
 from virtualflow.protocol.settings import SignalSettings
+from virtualflow.protocol.versions import Bearing, explain_mismatch, party, read_bearing, this_party
 
 _status = msgspec.json.Decoder(Status)
 _answer = msgspec.json.Decoder(Answer)
@@ -36,6 +37,10 @@ class CallRefused(VirtualFlowError):
         super().__init__(message)
         self.code = code
         """The HTTP status."""
+
+
+class ProtocolMismatch(CallRefused):
+    """The coordinator is of a version that this one has no protocol in common with."""
 
 
 class CoordinatorClient:
@@ -74,10 +79,7 @@ class CoordinatorClient:
             brief: with the latest few membership changes and events only.
         """
         body = await self._request("GET", "/v1/status?brief=1" if brief else "/v1/status", None, patience)
-        try:
-            return _status.decode(body)
-        except msgspec.MsgspecError as error:
-            raise CallRefused(200, f"the coordinator at {self._url} speaks another version: {error}") from error
+        return self._read(body)
 
     async def send(self, call: Call, patience: float | None = None) -> str:
         """Make a call; the coordinator's one-sentence answer.
@@ -126,19 +128,39 @@ class CoordinatorClient:
                     async for message in stream:
                         if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
                             delay = self._settings.retry_first
-                            yield _status.decode(message.data)
+                            yield self._read(message.data)
             except aiohttp.WSServerHandshakeError as error:
                 if 400 <= error.status < 500:
                     tell(False)
                     raise CallRefused(error.status, _refusal(error.status)) from error
-            except msgspec.MsgspecError as error:
+            except CallRefused:
                 tell(False)
-                raise CallRefused(200, f"the coordinator at {self._url} speaks another version: {error}") from error
+                raise
             except (aiohttp.ClientError, OSError, TimeoutError):
                 pass  # It is restarting, or gone for good: whoever started it knows, and stops watching.
             tell(False)
             await asyncio.sleep(delay)
             delay = min(2 * delay, self._settings.retry_most)
+
+    def _read(self, content: bytes | str) -> Status:
+        """The status, of whatever version that this one has a protocol in common with."""
+        try:
+            status, error = _status.decode(content), None
+        except msgspec.MsgspecError as fault:
+            status, error = None, fault
+        mismatch = self._mismatch(read_bearing(content) if status is None else status)
+        if mismatch is not None:
+            raise ProtocolMismatch(200, mismatch) from error
+        if status is None:
+            raise CallRefused(200, f"the coordinator at {self._url} answers what is no status: {error}") from error
+        return status
+
+    def _mismatch(self, status: Status | Bearing | None) -> str | None:
+        if status is None or status.protocol is None:
+            return None
+        name = f"the coordinator at {self._url}"
+        coordinator = party(name, status.protocol, status.oldest_protocol, status.version)
+        return explain_mismatch(coordinator, this_party("this client"))
 
     async def _request(self, method: str, path: str, body: bytes | None, patience: float | None) -> bytes:
         assert self._session is not None, "use the client as an asynchronous context manager"

@@ -1,8 +1,9 @@
 """What goes over the wire between workers and the coordinator: typed, bounded JSON.
 
 Workers hold one WebSocket to the coordinator (``/v1/worker``). What the operator and the command line ask it, and what
-it answers, is in ``http_api``, which stands on the same ground. Decoding is strict (msgspec): an unknown field or tag,
-a wrong type or a number out of bounds is refused as a whole and changes nothing.
+it answers, is in ``http_api``, which stands on the same ground. An unknown field is ignored, because the other side may
+be newer (``versions``). Apart from that decoding is strict (msgspec): an unknown tag, a wrong type or a number out of
+bounds is refused as a whole and changes nothing.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ from virtualflow.protocol.settings import (
     MAX_TRACEBACK,
     MAX_UNPACKED,
     MAX_VIRTUAL_NODES,
+    MAX_WORD,
     MAX_WORKERS,
     Reproducibility,
 )
 
-PROTOCOL = 2
-"""Raised when a message changes in a way that an older party would misread."""
-
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Address = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
+Word = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_WORD)]
+"""One of a set that is shown to people and may grow: a reader takes those that it does not know as well."""
 Traceback = Annotated[str, msgspec.Meta(max_length=MAX_TRACEBACK)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0 * 366)]
 PaceSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=86_400.0)]
 """A worker's computing time per virtual node."""
+Version = Annotated[str, msgspec.Meta(max_length=MAX_WORD)]
 NoteKind = Literal["info", "warning", "checkpoint", "checkpoint-failed"]
 Cause = Literal["start", "join", "drain", "resize", "lost", "broken", "restart", "rebalance", "stop"]
 
 
-class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", rename="camel"):
-    """Common ground of all messages: immutable, strict, camelCase on the wire."""
+class Base(msgspec.Struct, frozen=True, tag_field="type", rename="camel"):
+    """Common ground of all messages: immutable, camelCase on the wire; a field that is added later has a default."""
 
 
 class Generation(Base, frozen=True, order=True, tag=False):
@@ -114,7 +116,8 @@ class Change(Base, frozen=True, tag=False):
     """The first step completed after it."""
     from_: Count = msgspec.field(name="from")
     to: Count
-    cause: Cause
+    cause: Word
+    """One of ``Cause``, or of those of a newer version."""
     reason: Sentence
     pause_ms: Annotated[float, msgspec.Meta(ge=0)] | None
     """The longest time at a survivor between the last step before it and the first after it; ``None``: no survivor."""
@@ -133,7 +136,8 @@ class Change(Base, frozen=True, tag=False):
 class Hello(Base, frozen=True, tag="hello"):
     """The first message of a connection: who this is and all that it knows, for a coordinator that may know nothing."""
 
-    protocol: int
+    protocol: Count
+    """The newest that it speaks."""
     worker: Name
     incarnation: Name
     address: Address
@@ -159,6 +163,10 @@ class Hello(Base, frozen=True, tag="hello"):
     """The type of its device, for people to read."""
     self_test: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """The digest of what its device computes (``self_test``); empty where bits need not be equal."""
+    oldest_protocol: Count | None = None
+    """The oldest that it speaks; ``None``: only ``protocol``."""
+    version: Version = ""
+    """Of its library, for people to read."""
 
 
 class Heartbeat(Base, frozen=True, tag="heartbeat"):
@@ -280,7 +288,8 @@ class Done(Base, frozen=True, tag="done"):
 class Note(Base, frozen=True, tag="note"):
     """Something for the job's events: a checkpoint written or skipped, a warning."""
 
-    kind: NoteKind
+    kind: Word
+    """One of ``NoteKind``, or of those of a newer version."""
     text: Sentence
 
 
@@ -307,6 +316,8 @@ class Welcome(Base, frozen=True, tag="welcome"):
     hold: Count | None
     heartbeat: Seconds
     """How often the coordinator wants a sign of life."""
+    protocol: Count | None = None
+    """The newest that both speak: what the two may say to each other."""
 
 
 class Keys(Base, frozen=True, tag="keys"):
@@ -368,7 +379,7 @@ def unpack_from_worker(data: bytes | str) -> FromWorker:
     Raises:
         MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
     """
-    return from_worker.decode(_inflated(data))
+    return from_worker.decode(inflated(data))
 
 
 def unpack_to_worker(data: bytes | str) -> ToWorker:
@@ -377,10 +388,10 @@ def unpack_to_worker(data: bytes | str) -> ToWorker:
     Raises:
         MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
     """
-    return to_worker.decode(_inflated(data))
+    return to_worker.decode(inflated(data))
 
 
-def _inflated(data: bytes | str) -> bytes | str:
+def inflated(data: bytes | str) -> bytes | str:
     """JSON, which begins with a brace, as it is; else what was deflated, as far as it is not too long."""
     if isinstance(data, str) or data[:1] == b"{":
         return data

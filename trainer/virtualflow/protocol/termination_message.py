@@ -34,7 +34,7 @@ _NAME = 100
 """Characters of a metric's name; a longer one is left out."""
 
 
-class TerminationMessage(m.Base, frozen=True, tag="last-word", forbid_unknown_fields=False, omit_defaults=True):
+class TerminationMessage(m.Base, frozen=True, tag="last-word", omit_defaults=True):
     """What a worker writes into its termination log when it ends; one that is killed writes nothing.
 
     ``done``: it saw the end of the training. ``left``: it was drained and has handed over, or all were stopped.

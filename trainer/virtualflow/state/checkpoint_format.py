@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import codec, digests
 
 FORMAT = 1
@@ -69,8 +70,8 @@ class JobIdentity:
         return digests.difference(self.signature, other.signature)
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose state it is, and what its file must look like."""
+class Manifest(msgspec.Struct, frozen=True):
+    """Whose state it is, and what its file must look like; a field that is added later has a default."""
 
     format: int
     step: int
@@ -78,6 +79,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state_size: int
     state_sha256: str
     torch: str
+    numerics: int = 1
+    """``versions.NUMERICS`` of the library that wrote it."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,11 @@ def find_newest(directory: Path, on_event: Callable[[str], None], identity: JobI
             on_event(
                 f"the checkpoint {path} was written by torch {manifest.torch} and this is "
                 f"{torch.__version__}: from here on the bits may differ"
+            )
+        if manifest.numerics != NUMERICS:
+            on_event(
+                f"the checkpoint {path} was written by a virtualflow with numerics {manifest.numerics} and this has "
+                f"{NUMERICS}: from here on the bits may differ"
             )
         return Found(step, path, manifest.identity)
     return None
@@ -228,7 +236,7 @@ def write(directory: Path, step: int, tree: dict[str, Any], identity: JobIdentit
             size, checksum = _write_state(temporary / STATE, tree)
             # safetensors makes its file private; ours has the mode that the umask gave to the manifest.
             (temporary / STATE).chmod(os.fstat(manifest_file.fileno()).st_mode & 0o777)
-            manifest = Manifest(FORMAT, step, identity, size, checksum, str(torch.__version__))
+            manifest = Manifest(FORMAT, step, identity, size, checksum, str(torch.__version__), NUMERICS)
             content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
             envelope = _Envelope(hashlib.sha256(content).hexdigest(), msgspec.Raw(content))
             manifest_file.write(msgspec.json.encode(envelope))

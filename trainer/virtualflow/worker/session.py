@@ -18,6 +18,7 @@ from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, 
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_TRACEBACK
+from virtualflow.protocol.versions import this_party
 from virtualflow.state import Kind, Reserve, elder, make_room, tell_room
 from virtualflow.transport import Communicator, Link
 from virtualflow.worker.member_state import MemberState
@@ -350,10 +351,12 @@ class Session:
         self.link.wait(lambda: self.link.released or self.link.ended or self.link.refused, self._settings.goodbye)
 
     def _hello(self) -> m.Hello:
-        state = self.state
+        state, us = self.state, this_party(self.worker)
         deadline = self.link.drain_until if self.link.drain is not None else self.state.drain_until
         return m.Hello(
-            protocol=m.PROTOCOL,
+            protocol=us.newest,
+            oldest_protocol=us.oldest,
+            version=us.version,
             worker=self.worker,
             incarnation=self.incarnation,
             address=self._address,

@@ -1,0 +1,106 @@
+"""Which versions of the messages a party speaks, and whether two parties can talk to each other.
+
+Fields come and go without a new number: unknown ones are ignored, and those that were added later have defaults. A
+number is needed where that is not enough. What to do when is in CONTRIBUTING.md, "How to change a message".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from virtualflow._version import __version__
+from virtualflow.protocol.messages import Base, Count, Name, Version, inflated
+
+PROTOCOL = 3
+"""The newest protocol that this version speaks: raised when a party that does not know a change would misread it, or
+when what workers exchange among themselves changes. 3 is the first in which unknown fields are ignored."""
+
+OLDEST_PROTOCOL = 3
+"""The oldest that it still speaks: raised when code for an older one is taken out."""
+
+NUMERICS = 1
+"""Raised when the same script, data and machine would come to other bits than with the version before."""
+
+
+@dataclass(frozen=True)
+class Party:
+    """Somebody who speaks a range of protocols, its newest included."""
+
+    name: str
+    """For sentences, such as "the coordinator"."""
+    oldest: int
+    newest: int
+    version: str = ""
+    """Of its library, for people to read; empty where it is not known."""
+
+    def __str__(self) -> str:
+        numbers = f"protocol {self.newest}"
+        if self.oldest != self.newest:
+            numbers = f"protocols {self.oldest} to {self.newest}"
+        return numbers + (f" (virtualflow {self.version})" if self.version else "")
+
+
+class Introduction(Base, frozen=True, tag="hello"):
+    """What every version's ``Hello`` begins with, also one that cannot be read as a whole."""
+
+    protocol: Count
+    worker: Name
+    oldest_protocol: Count | None = None
+    version: Version = ""
+
+
+class Bearing(Base, frozen=True, tag=False):
+    """What every version's ``Status`` bears, also one that cannot be read as a whole."""
+
+    protocol: Count | None = None
+    oldest_protocol: Count | None = None
+    version: Version = ""
+
+
+_introduction = msgspec.json.Decoder(Introduction)
+_bearing = msgspec.json.Decoder(Bearing)
+
+
+def this_party(name: str) -> Party:
+    """This process, under that name."""
+    return Party(name, OLDEST_PROTOCOL, PROTOCOL, __version__)
+
+
+def party(name: str, newest: int, oldest: int | None, version: str) -> Party:
+    """Somebody who has said so; one that tells no oldest protocol speaks but one."""
+    return Party(name, newest if oldest is None else oldest, newest, version)
+
+
+def read_introduction(data: bytes | str) -> Introduction | None:
+    """Who says a Hello that cannot be read as a whole; ``None``: it is none of any version."""
+    try:
+        return _introduction.decode(inflated(data))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def read_bearing(data: bytes | str) -> Bearing | None:
+    """Of what version a status is that cannot be read as a whole; ``None``: it is none of any version."""
+    try:
+        return _bearing.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def negotiate(one: Party, other: Party) -> int | None:
+    """The newest protocol that both speak; ``None``: there is none."""
+    newest = min(one.newest, other.newest)
+    return newest if newest >= max(one.oldest, other.oldest) else None
+
+
+def explain_mismatch(one: Party, other: Party) -> str | None:
+    """Why two parties cannot talk and what to do, in one sentence; ``None``: they can."""
+    if negotiate(one, other) is not None:
+        return None
+    older, newer = sorted((one, other), key=lambda party: party.newest)
+    return (
+        f"{one.name} speaks {one} and {other.name} {other}, which have none in common; give {older.name} a newer "
+        f"virtualflow, or {newer.name} an older one"
+    )
