@@ -19,6 +19,7 @@ FINISHED = "Finished"
 WAITING = "WaitingForWorkers"
 COORDINATOR_UNREACHABLE = "CoordinatorUnreachable"
 TOKEN_REFUSED = "TokenRefused"
+PROTOCOL_MISMATCH = "ProtocolMismatch"
 # Degraded
 AS_WANTED = "AsWanted"
 FEWER_WORKERS = "FewerWorkers"

@@ -119,6 +119,8 @@ class JobStatus(Base, frozen=True):
     failures: Failures = Failures()
     template_hash: str | None = None
     coordinator: str | None = None
+    coordinator_image: str | None = None
+    """The operator's when the job began to run; its own template may name another one."""
     scale_down_since: str | None = None
     start_time: str | None = None
     completion_time: str | None = None

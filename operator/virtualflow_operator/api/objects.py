@@ -155,6 +155,8 @@ class Link:
     status: Status | None = None
     refused: str = ""
     """Why the coordinator does not talk to this operator."""
+    foreign: bool = False
+    """Whether that is because of their versions, not of the token."""
 
 
 @dataclass(frozen=True)

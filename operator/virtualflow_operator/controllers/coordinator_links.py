@@ -15,7 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from virtualflow.protocol.http_api import DrainCall, GoneCall, ScaleCall, StopCall
-from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
+from virtualflow.protocol.http_client import (
+    CallRefused,
+    CoordinatorClient,
+    CoordinatorUnreachable,
+    ProtocolMismatch,
+)
 from virtualflow.protocol.settings import SignalSettings
 from virtualflow_operator.api import Link, Pod
 from virtualflow_operator.constants import COORDINATOR_PORT
@@ -146,7 +151,13 @@ class CoordinatorLinks:
                         line.link = replace(line.link, connected=True, since=since, status=status, refused="")
                         self._wake(key)
                 except CallRefused as error:
-                    line.link = replace(line.link, connected=False, since=time.time(), refused=str(error))
+                    line.link = replace(
+                        line.link,
+                        connected=False,
+                        since=time.time(),
+                        refused=str(error),
+                        foreign=isinstance(error, ProtocolMismatch),
+                    )
                     logger.warning("the coordinator of %s/%s refuses this operator: %s", *key, error)
                     self._wake(key)
                 await asyncio.sleep(REFUSED_RETRY)

@@ -31,6 +31,8 @@ def keep_coordinator(facts: Facts, draft: Draft, *, accepted: bool) -> None:
             return  # the kubelet has refused it, and would refuse the next one as quickly
         if pod is not chosen and not pod.terminating:
             draft.delete(pod, "it is lost or not needed", "coordinator", FAILED_GRACE if pod not in here else None)
+    # Workers that train have found that its version fits: an upgrade of the operator does not change it under them.
+    draft.amend(coordinator_image=draft.status.coordinator_image or facts.settings.image)
     prefix = manifests.coordinator_name(facts.job)
     if chosen is not None:
         ordinal = chosen.ordinal

@@ -149,6 +149,12 @@ def _latest_change(status: JobStatus, remote: Status) -> LastChange | None:
 
 
 def _ready(link: Link | None, begun: bool, ready: int, minimum: int) -> Aspect:
+    if link is not None and link.foreign:
+        message = (
+            f"The operator cannot talk to the coordinator ({link.refused}); workers that train go on. Suspended and "
+            "resumed, the job gets a coordinator of the operator's version."
+        )
+        return ("Ready", "Unknown", reasons.PROTOCOL_MISMATCH, message)
     if link is not None and link.refused:
         message = (
             f"The coordinator does not talk to the operator ({link.refused}): give the operator its former key back, "

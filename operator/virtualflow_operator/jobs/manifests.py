@@ -58,6 +58,8 @@ from virtualflow_operator.settings import OperatorSettings
 
 UNSCHEDULABLE_TAINT = "node.kubernetes.io/unschedulable"
 """The taint of a cordoned node."""
+_CHECKPOINT = ("directory", "everySeconds", "everySteps", "keep", "volume")
+"""Fields of ``spec.checkpoint`` that a worker's pod is made from."""
 _USER = 65532
 """The user that coordinators run as: `nonroot` by convention."""
 
@@ -100,13 +102,19 @@ def coordinator_name(job: Job) -> str:
 
 
 def template_hash(job: Job, group: WorkerGroup) -> str:
-    """What a worker's pod is made from; a pod with another hash is replaced. A profile is but a first guess."""
+    """What a worker's pod is made from; a pod with another hash is replaced. A profile is but a first guess.
+
+    An operator that computes another hash for the same job restarts every job of the cluster. So what is hashed is
+    named here, since a newer schema gives each job its new defaults; a field comes in only where it is no default.
+    """
     checkpoint = job.raw["spec"].get("checkpoint")
+    if checkpoint is not None:
+        checkpoint = {field: checkpoint[field] for field in _CHECKPOINT if field in checkpoint}
     return _hash({"template": group.template, "checkpoint": checkpoint})
 
 
 def coordinator_hash(job: Job) -> str:
-    """What the coordinator's pod is made from."""
+    """What the coordinator's pod is made from; as for workers, nothing of it may change with the operator."""
     return _hash({"template": job.spec.coordinator.template, "heartbeat": job.spec.elasticity.heartbeat_limit_seconds})
 
 
@@ -249,9 +257,10 @@ def _coordinator_container(job: Job, settings: OperatorSettings) -> Object:
     elasticity = job.spec.elasticity
     return {
         "name": COORDINATOR,
-        "image": settings.image,
+        "image": job.status.coordinator_image or settings.image,
         "imagePullPolicy": settings.image_pull_policy,
         "command": ["virtualflow", "coordinator"],
+        # An image of an older operator refuses a flag that it does not know: what is new goes into the environment.
         "args": [
             *("--host", "0.0.0.0"),  # a pod's own address is not known before it runs
             *("--port", str(COORDINATOR_PORT)),

@@ -66,6 +66,7 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         assignment=(),
         start_time=None,
         coordinator=None,
+        coordinator_image=None,
         steps_per_second=None,
         step_milliseconds=None,
         predicted_step_milliseconds=None,

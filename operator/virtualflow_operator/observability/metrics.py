@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,9 +23,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from virtualflow._version import __version__
+from virtualflow.protocol.messages import Cause
 
 PHASES = ("Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed")
 """Phases that are exposed even when no job is in them."""
+
+_CAUSES = get_args(Cause)
 
 PAUSES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Buckets for pauses of the training and for recoveries, in seconds."""
@@ -121,6 +125,8 @@ class Metrics:
 
     def change(self, cause: str, pause_seconds: float | None, repeated: int) -> None:
         """Count a change of a job's workers: what held up the training for how long, and the steps repeated."""
+        # A newer coordinator may name others; a label is one of few all the same.
+        cause = cause if cause in _CAUSES else "other"
         self._changes.labels(cause).inc()
         self._repeated.labels(cause).inc(max(repeated, 0))
         if pause_seconds is not None:

@@ -67,7 +67,8 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
 @pytest.mark.parametrize(
     ("act", "sample", "value"),
     [
-        (lambda m: m.change("scaled", 0.2, 0), "virtualflow_membership_changes_total,cause=scaled", 1),
+        (lambda m: m.change("join", 0.2, 0), "virtualflow_membership_changes_total,cause=join", 1),
+        (lambda m: m.change("of a newer version", 0.2, 0), "virtualflow_membership_changes_total,cause=other", 1),
         (lambda m: m.object_cut("VirtualFlowJob"), "virtualflow_objects_cut_total,kind=VirtualFlowJob", 1),
         (lambda m: m.change("lost", 0.2, 1), "virtualflow_repeated_steps_total,cause=lost", 1),
         (lambda m: m.change("lost", 0.2, 1), "virtualflow_change_pause_seconds_sum,cause=lost", 0.2),
@@ -162,10 +163,10 @@ def test_series_of_single_jobs_can_be_switched_off() -> None:
 
 def test_a_change_without_a_known_pause_is_counted_without_one() -> None:
     metrics = Metrics()
-    metrics.change("founded", None, 0)
+    metrics.change("start", None, 0)
     found = samples(metrics)
-    assert found["virtualflow_membership_changes_total,cause=founded"] == 1
-    assert "virtualflow_change_pause_seconds_count,cause=founded" not in found
+    assert found["virtualflow_membership_changes_total,cause=start"] == 1
+    assert "virtualflow_change_pause_seconds_count,cause=start" not in found
 
 
 def test_nothing_else_is_exposed() -> None:
