@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import psutil
@@ -157,6 +157,15 @@ def _work(
     pipe.close()
 
 
+class RunningCoordinator(Protocol):
+    """A coordinator that a job is to have, and that ends with it."""
+
+    url: str
+
+    def close(self) -> None:
+        """End it."""
+
+
 class _CoordinatorThread:
     """A real coordinator, on a thread of its own."""
 
@@ -205,6 +214,7 @@ class ElasticJob:
         hold: int | None = None,
         environment: Mapping[str, str] | None = None,
         membership: MembershipSettings | None = None,
+        coordinator: RunningCoordinator | None = None,
     ) -> None:
         self.workers: dict[str, _Worker] = {}
         self._directory = directory
@@ -213,7 +223,7 @@ class ElasticJob:
         # Of a short name, since sockets go there; a worker that is killed leaves something in it.
         self._temporary = tempfile.mkdtemp(prefix="vf-")
         self._environment = {"TMPDIR": self._temporary, **(environment or {})}
-        self._coordinator = _CoordinatorThread(workers, membership or MEMBERSHIP)
+        self._coordinator = coordinator or _CoordinatorThread(workers, membership or MEMBERSHIP)
         self.wanted = workers
         if hold is not None:
             self.hold(hold)
