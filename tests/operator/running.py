@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import yaml
 
+import other_version
 from forking import FORKING, start
 
 _WRITE = re.compile(rb"^(POST|PUT|PATCH|DELETE) (\S+) HTTP/1\.1\r\n", re.MULTILINE)
@@ -37,7 +38,7 @@ def write_kubeconfig(path: Path, url: str, token: str) -> Path:
 
 
 def _operate(kubeconfig: str, log: str, arguments: list[str], changes: dict[str, Any]) -> None:
-    """Be the operator: what ``main`` does, with settings that have no flag changed as well."""
+    """Be the operator: what ``main`` does, with settings that have no flag changed as well, and of ``version``."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -50,6 +51,7 @@ def _operate(kubeconfig: str, log: str, arguments: list[str], changes: dict[str,
 
     kube_config.KUBE_CONFIG_DEFAULT_LOCATION = kubeconfig  # read when it was imported
     settings = read_settings(arguments, {})
+    other_version.be(changes.pop("version", "this"))
     for place, value in changes.items():
         group, _, member = place.rpartition("__")
         inner = dataclasses.replace(getattr(settings, group), **{member: value}) if group else value
@@ -65,7 +67,7 @@ class OperatorProcess:
         kubeconfig: where the API server is.
         log: where its output goes.
         arguments: its flags.
-        changes: fields of its settings; those of a group as ``queue__backoff_first``.
+        changes: fields of its settings; those of a group as ``queue__backoff_first``. ``version``: another one.
     """
 
     def __init__(self, kubeconfig: Path, log: Path, arguments: list[str], changes: dict[str, Any]) -> None:

@@ -218,6 +218,16 @@ def test_a_coordinator_that_refuses_the_operator_is_said_so() -> None:
     assert "another job's" in message_of(plan, "Ready")
 
 
+def test_a_coordinator_of_a_version_too_far_away_is_said_so() -> None:
+    stage = training()
+    assert stage.link is not None
+    stage.link = dataclasses.replace(stage.link, connected=False, refused="it speaks protocol 9", foreign=True)
+    plan = stage.decide(NOW - 45)
+    assert plan.actions == ()
+    assert reason_of(plan, "Ready") == ("Unknown", reasons.PROTOCOL_MISMATCH)
+    assert "(it speaks protocol 9); workers that train go on" in message_of(plan, "Ready")
+
+
 def test_a_message_is_never_longer_than_people_read() -> None:
     stage = training(backoffLimit=0)
     stage.link = link(remote("failed", error="E" * 9_000))

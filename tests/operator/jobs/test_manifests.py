@@ -159,6 +159,44 @@ def test_only_what_a_pod_is_made_from_changes_its_hash(change: Spec, differs: bo
     assert (manifests.templates_hash(before) != manifests.templates_hash(after)) == differs
 
 
+@pytest.mark.parametrize(
+    ("spec", "template", "coordinator"),
+    [
+        pytest.param({}, "dc6a62f2f42b8b24", "a9d53ef5d5f1e395", id="a plain job"),
+        pytest.param(
+            {
+                "workerGroups": [group(pod={"priorityClassName": "high"}, profile="/p.json", deviceType="T4")],
+                "checkpoint": {"volume": CLAIM, "directory": "d", "everySteps": 9, "everySeconds": 60, "keep": 3},
+                "coordinator": {"template": {"spec": {"priorityClassName": "high"}}},
+                "elasticity": {"heartbeatLimitSeconds": 9, "drainGraceSeconds": 9},
+            },
+            "55e2fc8d69a29964",
+            "7b41ffd5f0a73350",
+            id="one with all that is hashed",
+        ),
+    ],
+)
+def test_hashes_are_those_of_every_version_before(spec: Spec, template: str, coordinator: str) -> None:
+    """An operator that computes others replaces every pod of every job: these are never to be changed."""
+    job = job_of(**spec)
+    found = manifests.template_hash(job, job.spec.worker_groups[0]), manifests.coordinator_hash(job)
+    assert found == (template, coordinator)
+
+
+def test_a_field_that_a_newer_schema_gives_every_job_changes_no_hash() -> None:
+    volume = {"volume": CLAIM, "keep": 3}
+    before, after = job_of(checkpoint=volume), job_of(checkpoint=volume | {"addedLater": 7})
+    assert manifests.templates_hash(before) == manifests.templates_hash(after)
+
+
+def test_a_coordinator_is_told_nothing_that_an_image_of_an_older_operator_refuses() -> None:
+    (container,) = manifests.coordinator_pod(job_of(), 0, SETTINGS)["spec"]["containers"]
+    assert container["command"] == ["virtualflow", "coordinator"]
+    assert set(container["args"][::2]) <= {
+        "--host", "--port", "--wanted", "--minimum", "--startup-grace", "--heartbeat-limit"
+    }  # fmt: skip
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 
 

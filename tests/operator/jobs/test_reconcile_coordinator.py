@@ -25,7 +25,7 @@ from scenes import (
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node, Service
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.actions import CreateService, PointService
+from virtualflow_operator.jobs.actions import CreatePod, CreateService, PointService
 
 # --- the coordinator --------------------------------------------------------------------------------------------------
 
@@ -100,6 +100,16 @@ def test_a_coordinator_is_replaced_and_the_service_leads_to_the_new_one(
     assert plan.status.coordinator == "digits-coordinator-1"
     assert plan.status.phase == "Running"
     assert noticed(plan) == [reasons.COORDINATOR_LOST]
+
+
+def test_a_coordinator_keeps_its_image_whatever_the_operators_is() -> None:
+    stage = training()
+    stage.settings = dataclasses.replace(stage.settings, image="virtualflow-operator:newer")
+    assert stage.decide().actions == ()
+    _node_gone(stage)
+    plan = stage.decide()
+    (pod,) = [action.manifest for action in plan.actions if isinstance(action, CreatePod)]
+    assert pod["spec"]["containers"][0]["image"] == plan.status.coordinator_image == SETTINGS.image
 
 
 def test_a_coordinator_that_was_just_lost_sight_of_gets_time() -> None:

@@ -44,7 +44,7 @@ MAX_NAME = 253
 MAX_SENTENCE = 4_096
 """Characters of a sentence in a message; a longer one is refused, so senders cut theirs below it."""
 
-MAX_WORD = 64
+MAX_WORD = 63
 """Characters of a kind or a cause in a message."""
 
 MAX_MESSAGE = 1 << 20
