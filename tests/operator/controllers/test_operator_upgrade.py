@@ -58,6 +58,8 @@ def test_an_upgrade_of_the_operator_changes_nothing_about_a_job_that_trains(
         stage.change("digits", replicas=3)
         await stage.until(lambda: stage.trains("digits", 3))
         assert pods < uids(stage)
+        (pod,) = uids(stage, COORDINATOR)
+        await stage.until(lambda: stage.kubelet.coordinators[pod].coordinator.state.wanted == 3)
 
         # A coordinator that is lost comes back in the version that the workers were admitted by.
         workers, (former,) = uids(stage, WORKER), uids(stage, COORDINATOR)

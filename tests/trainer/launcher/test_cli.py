@@ -273,14 +273,15 @@ def test_a_worker_that_would_be_refused_again_is_done_without(command_line: Comm
 
 def test_where_all_are_refused_the_job_fails_with_the_reason(command_line: CommandLine) -> None:
     script = command_line.script(
-        "train.py", "from virtualflow.protocol import messages\nmessages.PROTOCOL = 1\n" + TRAINING
+        "train.py",
+        "from virtualflow.protocol import versions\nversions.PROTOCOL = versions.OLDEST_PROTOCOL = 1\n" + TRAINING,
     )
     code, _, err = command_line.run("run", "--workers", "2", "--log-dir", "logs", script, "12", "0.02", "0")
     assert code == 1
     said = err.splitlines()[-1]
     assert said.startswith("virtualflow: the job failed: worker-")
-    assert "was refused: this worker speaks protocol 1" in said
-    assert "use one version of virtualflow" in said
+    assert " speaks protocol 1 (virtualflow " in said
+    assert " a newer virtualflow, or the coordinator an older one (" in said
 
 
 def test_nothing_outlives_a_runner_that_is_killed(command_line: CommandLine) -> None:

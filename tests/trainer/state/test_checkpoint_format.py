@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -139,6 +140,34 @@ def test_a_checkpoint_of_another_torch_counts_with_a_warning(
     assert_holds(newest(tmp_path, events), 1)
     assert len(events) == 1
     assert "was written by torch 2.0.0 and this is" in events[0]
+
+
+def test_a_checkpoint_of_other_numerics_counts_with_a_warning(
+    tmp_path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer_to(tmp_path, events).save_now(1, tree_of(1))
+    monkeypatch.setattr(checkpoint_format, "NUMERICS", 2)
+    assert_holds(newest(tmp_path, events), 1)
+    (event,) = events
+    assert "was written by a virtualflow with numerics 1 and this has 2" in event
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"addedLater": {"by": "a newer version"}}, id="a newer one"),
+        pytest.param({"numerics": None}, id="one from before there were numerics"),
+    ],
+)
+def test_a_checkpoint_of_another_version_counts(change: dict[str, Any], tmp_path: Path, events: list[str]) -> None:
+    writer_to(tmp_path, events).save_now(1, tree_of(1))
+    path = tmp_path / "step-00000001" / "manifest.json"
+    said = {key: value for key, value in (json.loads(path.read_text())["manifest"] | change).items() if value}
+    content = json.dumps(said)
+    checksum = hashlib.sha256(content.encode()).hexdigest()
+    path.write_text(f'{{"checksum": "{checksum}", "manifest": {content}}}')
+    assert_holds(newest(tmp_path, events), 1)
+    assert events == []
 
 
 OTHERS = {

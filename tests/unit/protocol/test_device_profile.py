@@ -54,6 +54,13 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert "10.00" in table[2]
 
 
+def test_a_file_of_a_newer_version_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(encode(PROFILE).replace(b"{", b'{"addedLater": 1,'))
+    assert path.read_bytes().count(b"addedLater") == 1 + len(PROFILE.sizes)
+    assert read_profile(path) == PROFILE
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [

@@ -71,7 +71,10 @@ class JobIdentity:
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Whose state it is, and what its file must look like; a field that is added later has a default."""
+    """Whose state it is, and what its file must look like.
+
+    A field that is added later has a default, also one of the identity: else older checkpoints would pass for damaged.
+    """
 
     format: int
     step: int

@@ -1,0 +1,54 @@
+"""Which workers may compute together: what must be equal on all of them, whatever their devices are."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from simulated import Worker, World
+
+from virtualflow.device import determinism
+from virtualflow.device.determinism import fingerprint
+from virtualflow.protocol import versions
+from virtualflow.protocol.settings import Reproducibility
+
+TORCH = torch.__version__.split("+")[0]
+
+
+def admitted(one: str, other: str, reproducibility: Reproducibility) -> bool:
+    """Whether a worker with the one fingerprint is admitted beside one with the other."""
+    world = World(wanted=2)
+    refusals = []
+    for name, told in (("a", one), ("b", other)):
+        hello = Worker(name, f"{name}.0").hello(0.0)
+        refusals.append(world.admit(msgspec.structs.replace(hello, fingerprint=told, reproducibility=reproducibility)))
+    assert refusals[0] is None
+    assert refusals[1] is None or f"b runs [{other}] and the job [{one}]" in refusals[1]
+    return refusals[1] is None
+
+
+@pytest.mark.parametrize(
+    ("number", "reproducibility", "together"),
+    [
+        pytest.param("PROTOCOL", "bitwise", False, id="another protocol"),
+        pytest.param("PROTOCOL", "statistical", False, id="another protocol, statistical"),
+        pytest.param("NUMERICS", "bitwise", False, id="other numerics"),
+        pytest.param("NUMERICS", "statistical", True, id="other numerics, statistical"),
+        pytest.param("__version__", "bitwise", True, id="another version with the same numbers"),
+    ],
+)
+def test_a_joiner_of_another_version_needs_the_same_numbers(
+    number: str, reproducibility: Reproducibility, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = fingerprint(1, reproducibility)
+    newer = "99.0.0" if number == "__version__" else getattr(versions, number) + 1
+    monkeypatch.setattr(versions, number, newer)
+    if number != "__version__":
+        monkeypatch.setattr(determinism, number, newer)
+    assert admitted(job, fingerprint(1, reproducibility), reproducibility) is together
+
+
+def test_people_can_read_what_must_be_equal() -> None:
+    numbers = f"protocol {versions.PROTOCOL}, numerics {versions.NUMERICS}"
+    assert fingerprint(2, "bitwise") == f"torch {TORCH}, {numbers}, 2 threads"
+    assert fingerprint(2, "statistical") == f"torch {TORCH}, protocol {versions.PROTOCOL}"
