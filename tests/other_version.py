@@ -1,7 +1,8 @@
 """Be another version of the library, in a process of its own: what it says has other fields than what this one says.
 
 A newer version adds a field to every object of every message, names kinds and causes that nobody has heard of, and
-speaks one more protocol. An older one says nothing that came with a default, and only what protocol it speaks.
+speaks one more protocol. An older one says nothing that came with a default, and only what protocol it speaks. One that
+is far away speaks none that this one does.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import msgspec
 from virtualflow.protocol import http_api, http_client, versions
 from virtualflow.protocol import messages as m
 
-Version = Literal["this", "newer", "older"]
+Version = Literal["this", "newer", "older", "far"]
 ADDED = {"addedLater": {"by": ["a", "newer", "version"]}}
 NEWER = "99.0.0"
+FAR = 2
+"""How many protocols there are to the version that is far away."""
 UNHEARD = "unheard-of"
 """A kind and a cause of the newer version."""
 _EVENT = {"number": 1_000_000, "time": 1.0, "kind": UNHEARD, "text": "what only a newer version tells", **ADDED}
@@ -29,6 +32,9 @@ def be(version: Version) -> None:
         m.encode = http_client.encode = encode
     if version == "newer":
         versions.PROTOCOL += 1
+        versions.__version__ = NEWER
+    elif version == "far":
+        versions.OLDEST_PROTOCOL = versions.PROTOCOL = versions.PROTOCOL + FAR
         versions.__version__ = NEWER
 
 

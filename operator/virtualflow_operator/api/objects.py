@@ -155,7 +155,7 @@ class Link:
     status: Status | None = None
     refused: str = ""
     """Why the coordinator does not talk to this operator."""
-    foreign: bool = False
+    incompatible: bool = False
     """Whether that is because of their versions, not of the token."""
 
 

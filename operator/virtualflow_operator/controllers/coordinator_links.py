@@ -148,7 +148,9 @@ class CoordinatorLinks:
                     watch = line.client.watch(self._settings.progress_interval, brief=True, on_link=note)
                     async for status in watch:
                         since = line.link.since if line.link.connected else time.time()
-                        line.link = replace(line.link, connected=True, since=since, status=status, refused="")
+                        line.link = replace(
+                            line.link, connected=True, since=since, status=status, refused="", incompatible=False
+                        )
                         self._wake(key)
                 except CallRefused as error:
                     line.link = replace(
@@ -156,7 +158,7 @@ class CoordinatorLinks:
                         connected=False,
                         since=time.time(),
                         refused=str(error),
-                        foreign=isinstance(error, ProtocolMismatch),
+                        incompatible=isinstance(error, ProtocolMismatch),
                     )
                     logger.warning("the coordinator of %s/%s refuses this operator: %s", *key, error)
                     self._wake(key)

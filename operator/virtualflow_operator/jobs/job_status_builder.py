@@ -149,7 +149,7 @@ def _latest_change(status: JobStatus, remote: Status) -> LastChange | None:
 
 
 def _ready(link: Link | None, begun: bool, ready: int, minimum: int) -> Aspect:
-    if link is not None and link.foreign:
+    if link is not None and link.incompatible:
         message = (
             f"The operator cannot talk to the coordinator ({link.refused}); workers that train go on. Suspended and "
             "resumed, the job gets a coordinator of the operator's version."

@@ -63,7 +63,7 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
     )
     address = facts.scene.service.address if facts.scene.service is not None else ""
     # One with another token refuses new workers as well; one of another version need not.
-    refused = facts.link is not None and facts.link.refused and not facts.link.foreign
+    refused = facts.link is not None and facts.link.refused and not facts.link.incompatible
     made = _make(facts, draft, plan, address) if address and not waiting and not refused else []
     for worker in plan.withdraw:
         reason = worker.reason if worker.fate == "planned" else "others have taken its place"

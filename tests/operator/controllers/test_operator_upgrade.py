@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from stage import NAMESPACE, Stage, play, running
 
+from other_version import NEWER
+from virtualflow._version import __version__
 from virtualflow_operator.constants import COORDINATOR, WORKER
 from virtualflow_operator.k8s.client import JOBS, PODS
 
@@ -75,5 +77,30 @@ def test_an_upgrade_of_the_operator_changes_nothing_about_a_job_that_trains(
         stage.change("digits", suspend=False)
         await stage.until(lambda: stage.trains("digits", 3))
         assert coordinator_image(stage) == NEW
+
+    play(tmp_path, story)
+
+
+def test_an_operator_of_a_version_too_far_away_says_so_and_leaves_a_job_alone(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        process = stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        pods, training = uids(stage), stage.kubelet.training(NAMESPACE, "digits")
+
+        process.kill()
+        process = await stage.replace(process, version="far")
+        await stage.until(lambda: stage.condition("digits", "Ready").get("reason") == "ProtocolMismatch")
+        said = stage.condition("digits", "Ready")["message"]
+        assert f"(virtualflow {__version__}) and this client protocol" in said
+        assert f"(virtualflow {NEWER})" in said
+        step = training.step
+        await stage.until(lambda: training.step > step)
+        assert uids(stage) == pods
+
+        process.kill()
+        await stage.replace(process)
+        await stage.until(lambda: stage.condition("digits", "Ready").get("reason") == "Training")
+        assert (uids(stage), stage.status("digits")["repeatedSteps"]) == (pods, 0)
 
     play(tmp_path, story)

@@ -221,7 +221,7 @@ def test_a_coordinator_that_refuses_the_operator_is_said_so() -> None:
 def test_a_coordinator_of_a_version_too_far_away_is_said_so() -> None:
     stage = training()
     assert stage.link is not None
-    stage.link = dataclasses.replace(stage.link, connected=False, refused="it speaks protocol 9", foreign=True)
+    stage.link = dataclasses.replace(stage.link, connected=False, refused="it speaks protocol 9", incompatible=True)
     plan = stage.decide(NOW - 45)
     assert plan.actions == ()
     assert reason_of(plan, "Ready") == ("Unknown", reasons.PROTOCOL_MISMATCH)

@@ -10,12 +10,12 @@ from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.versions import (
-    Introduction,
+    HelloHeader,
     Party,
     explain_mismatch,
     negotiate,
     party,
-    read_introduction,
+    read_hello_header,
     this_party,
 )
 
@@ -60,12 +60,12 @@ def refuse_unread(state: JobState, data: bytes | str) -> str | None:
 
     ``None``: that is not why, and there is nobody to tell.
     """
-    hello = read_introduction(data)
+    hello = read_hello_header(data)
     mismatch = explain_mismatch(_party(hello), this_party("the coordinator")) if hello is not None else None
     return _tell_refusal(state, hello.worker, mismatch) if hello is not None and mismatch is not None else None
 
 
-def _party(hello: m.Hello | Introduction) -> Party:
+def _party(hello: m.Hello | HelloHeader) -> Party:
     return party(hello.worker, hello.protocol, hello.oldest_protocol, hello.version)
 
 

@@ -20,7 +20,7 @@ from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol.http_api import PATHS, Answer, Call, Status
 from virtualflow.protocol.messages import encode
 from virtualflow.protocol.settings import SignalSettings
-from virtualflow.protocol.versions import Bearing, explain_mismatch, party, read_bearing, this_party
+from virtualflow.protocol.versions import StatusHeader, explain_mismatch, party, read_status_header, this_party
 
 _status = msgspec.json.Decoder(Status)
 _answer = msgspec.json.Decoder(Answer)
@@ -148,14 +148,14 @@ class CoordinatorClient:
             status, error = _status.decode(content), None
         except msgspec.MsgspecError as fault:
             status, error = None, fault
-        mismatch = self._mismatch(read_bearing(content) if status is None else status)
+        mismatch = self._mismatch(read_status_header(content) if status is None else status)
         if mismatch is not None:
             raise ProtocolMismatch(200, mismatch) from error
         if status is None:
             raise CallRefused(200, f"the coordinator at {self._url} answers what is no status: {error}") from error
         return status
 
-    def _mismatch(self, status: Status | Bearing | None) -> str | None:
+    def _mismatch(self, status: Status | StatusHeader | None) -> str | None:
         if status is None or status.protocol is None:
             return None
         name = f"the coordinator at {self._url}"

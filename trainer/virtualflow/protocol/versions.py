@@ -42,7 +42,7 @@ class Party:
         return numbers + (f" (virtualflow {self.version})" if self.version else "")
 
 
-class Introduction(Base, frozen=True, tag="hello"):
+class HelloHeader(Base, frozen=True, tag="hello"):
     """What every version's ``Hello`` begins with, also one that cannot be read as a whole."""
 
     protocol: Count
@@ -51,7 +51,7 @@ class Introduction(Base, frozen=True, tag="hello"):
     version: Version = ""
 
 
-class Bearing(Base, frozen=True, tag=False):
+class StatusHeader(Base, frozen=True, tag=False):
     """What every version's ``Status`` bears, also one that cannot be read as a whole."""
 
     protocol: Count | None = None
@@ -59,8 +59,8 @@ class Bearing(Base, frozen=True, tag=False):
     version: Version = ""
 
 
-_introduction = msgspec.json.Decoder(Introduction)
-_bearing = msgspec.json.Decoder(Bearing)
+_hello_header = msgspec.json.Decoder(HelloHeader)
+_status_header = msgspec.json.Decoder(StatusHeader)
 
 
 def this_party(name: str) -> Party:
@@ -73,18 +73,18 @@ def party(name: str, newest: int, oldest: int | None, version: str) -> Party:
     return Party(name, newest if oldest is None else oldest, newest, version)
 
 
-def read_introduction(data: bytes | str) -> Introduction | None:
+def read_hello_header(data: bytes | str) -> HelloHeader | None:
     """Who says a Hello that cannot be read as a whole; ``None``: it is none of any version."""
     try:
-        return _introduction.decode(inflated(data))
+        return _hello_header.decode(inflated(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def read_bearing(data: bytes | str) -> Bearing | None:
+def read_status_header(data: bytes | str) -> StatusHeader | None:
     """Of what version a status is that cannot be read as a whole; ``None``: it is none of any version."""
     try:
-        return _bearing.decode(data)
+        return _status_header.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -148,17 +148,11 @@ def test_a_worker_of_a_version_too_far_away_is_told_both_versions(
     start_job: Callable[..., ElasticJob], tmp_path: Path
 ) -> None:
     coordinator = CoordinatorProcess(tmp_path, "this")
-    job = start_job(train_far_away, workers=1, coordinator=coordinator)
+    job = start_job(train, "far", workers=1, coordinator=coordinator)
     assert coordinator.status().version == versions.__version__
     outcomes = job.finish()
-    newest = versions.PROTOCOL
-    said = f"worker-0 speaks protocol {newest + 2} (virtualflow 77.0.0) and the coordinator protocol {newest}"
+    newest, far = versions.PROTOCOL, versions.PROTOCOL + other_version.FAR
+    said = f"worker-0 speaks protocol {far} (virtualflow {other_version.NEWER}) and the coordinator protocol {newest}"
     assert outcomes["worker-0"].kind == "Evicted"
     assert outcomes["worker-0"].text.startswith(said)
     assert "give the coordinator a newer virtualflow, or worker-0 an older one" in outcomes["worker-0"].text
-
-
-def train_far_away() -> Trained:
-    versions.PROTOCOL = versions.OLDEST_PROTOCOL = versions.PROTOCOL + 2
-    versions.__version__ = "77.0.0"
-    return train("this")
