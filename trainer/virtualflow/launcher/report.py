@@ -5,13 +5,12 @@ ran.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from virtualflow.atomic_file import write_whole
 from virtualflow.protocol.http_api import Event, Status
 from virtualflow.protocol.messages import Change, Generation
 
@@ -162,29 +161,8 @@ def write_audit(path: Path, directory: Path) -> int:
                 yield iter(file)
 
     lines = [json.dumps(row, separators=(",", ":")) for row in merge_audit(fragments())]
-    write_whole(path, "".join(line + "\n" for line in lines))
+    write_whole(path, "".join(line + "\n" for line in lines).encode())
     return len(lines)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it holds the old content or the new, never a part; a device or pipe is written
-    directly.
-    """
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    target = path.resolve()
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def write_results(report: Mapping[str, object], target: Path | None, audit: Path | None, fragments: Path) -> str | None:
@@ -193,7 +171,7 @@ def write_results(report: Mapping[str, object], target: Path | None, audit: Path
         if audit is not None:
             write_audit(audit, fragments)
         if target is not None:
-            write_whole(target, json.dumps(report, indent=2) + "\n")
+            write_whole(target, (json.dumps(report, indent=2) + "\n").encode())
     except OSError as error:
         what = error.filename or "its report"
         return f"the training is over, but {what} cannot be written: {error.strerror}"

@@ -12,7 +12,6 @@ import logging
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from virtualflow.atomic_file import write_whole
 from virtualflow.data import MicroBatch, Source, micro_batch, open_source, seed_virtual_node
 from virtualflow.device import device_name, device_of
 from virtualflow.errors import ConfigurationError, Profiled
@@ -222,7 +222,7 @@ class Profiling:
         """
         profile = msgspec.structs.replace(self._blank, sizes=tuple(self._measured), stopped=stopped)
         try:
-            self._write(encode(profile))
+            write_whole(self._path, encode(profile))
         except OSError as error:
             raise ConfigurationError(f"the profile cannot be written to {self._path}: {error.strerror}") from error
         raise Profiled(f"the profile is written to {self._path}")
@@ -347,18 +347,6 @@ class Profiling:
                 f"{free / 2**20:.0f} MiB that are free"
             )
         return None
-
-    def _write(self, raw: bytes) -> None:
-        """Write the file as a whole or not at all."""
-        handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(raw)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self._path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
 
 
 def whole_batches(source: Source, samples: int) -> Iterator[MicroBatch]:
