@@ -119,7 +119,7 @@ def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object
     Args:
         fragments: the lines of each worker process.
     """
-    carried: dict[tuple[int, tuple[int, int]], dict[int, dict[str, object]]] = {}
+    computed: dict[tuple[int, tuple[int, int]], dict[int, dict[str, object]]] = {}
     counts: dict[int, tuple[int, int]] = {}
     for lines in fragments:
         for line in lines:
@@ -129,17 +129,17 @@ def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object
                 continue
             if not isinstance(entry, Mapping):
                 continue
-            if "carried" in entry:
-                fact = entry["carried"]
+            if "computed" in entry:
+                fact = entry["computed"]
                 attempt = (fact["step"], _generation(fact["generation"]))
                 row = {key: fact[key] for key in ("epoch", "step", "virtual_node", "worker", "samples")}
-                carried.setdefault(attempt, {})[fact["virtual_node"]] = row
+                computed.setdefault(attempt, {})[fact["virtual_node"]] = row
             elif "committed" in entry:
                 fact = entry["committed"]
                 step, generation = fact["step"], _generation(fact["generation"])
                 counts[step] = max(generation, counts.get(step, generation))
     for step in sorted(counts):
-        rows = carried.get((step, counts[step]), {})
+        rows = computed.get((step, counts[step]), {})
         yield from (rows[virtual_node] for virtual_node in sorted(rows))
 
 

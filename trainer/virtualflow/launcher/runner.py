@@ -157,7 +157,7 @@ class Runner:
 
     async def _run_with(self, client: CoordinatorClient) -> int:
         self._client = self._calls.client = client
-        self._workforce = self._hire()
+        self._workforce = self._make_workforce()
         watching = asyncio.create_task(self._watch())
         keeping = asyncio.create_task(self._keep_coordinator())
         try:
@@ -179,7 +179,7 @@ class Runner:
             self._throttle.end()
             self._calls.close()
 
-    def _hire(self) -> Workforce:
+    def _make_workforce(self) -> Workforce:
         command = WorkerCommand(
             command=self._options.command,
             environment=self._options.environment,

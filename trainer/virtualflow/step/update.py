@@ -16,7 +16,7 @@ from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import HeaderFormat, Schema
-from virtualflow.step.optimizer_step import OptimizerStep, Stepping
+from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
 from virtualflow.transport import Collectives
 
 
@@ -25,7 +25,7 @@ class Update:
 
     Args:
         model: the model.
-        stepping: what happens at a step.
+        options: what happens at a step.
         summation: the order in which virtual nodes are added up.
         micro_batch: samples of a virtual node.
         reduction: how gradients travel.
@@ -35,7 +35,7 @@ class Update:
     def __init__(
         self,
         model: nn.Module,
-        stepping: Stepping,
+        options: OptimizerOptions,
         summation: Summation,
         *,
         micro_batch: int,
@@ -43,7 +43,7 @@ class Update:
         transfer: TransferSettings,
     ) -> None:
         self._sync = GradientSync(model, summation, micro_batch, reduction)
-        self._step = OptimizerStep(model, stepping, reduction, transfer)
+        self._step = OptimizerStep(model, options, reduction, transfer)
         self.shards = self._step.shards
         """This worker's share of a sharded optimizer."""
         self.contributed = False

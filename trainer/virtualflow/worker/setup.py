@@ -19,9 +19,9 @@ from virtualflow.device import bit_probe, describe_device, device_of, fingerprin
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction import choose_summation
-from virtualflow.state import JobIdentity, Keeper, choose_policy
+from virtualflow.state import Checkpointer, JobIdentity, choose_policy
 from virtualflow.state import signature as signature_of
-from virtualflow.step import Fusing, Stepping, Update
+from virtualflow.step import MicrobatchFusion, OptimizerOptions, Update
 from virtualflow.worker.audit import Audit
 from virtualflow.worker.loading import Loading
 from virtualflow.worker.member_state import MemberState
@@ -82,10 +82,10 @@ class Context:
     """Updates that the training takes; ``None`` when the length of the streams decides."""
     session: AnySession
     loading: Loading
-    fusing: Fusing
+    fusion: MicrobatchFusion
     update: Update
     training: Training
-    keeper: Keeper
+    checkpointer: Checkpointer
     membership: Membership
     reporter: Reporter
     stopwatch: Stopwatch
@@ -136,7 +136,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     source = _open_source(request, resources)
     size = micro_batch(options.batch_size, request.virtual_nodes)
     update = _open_update(request, size, resources)
-    fusing = _open_fusing(request, source, size, resources)
+    fusion = _open_fusion(request, source, size, resources)
     training = Training(request.model, request.optimizer, options.scheduler, options.scaler, update, settings.transfer)
     signature = signature_of(request.model, request.optimizer)
     situation = describe_situation(request.model, options, environment, request.virtual_nodes, signature)
@@ -145,10 +145,10 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         profiling = open_profiling(
             request.model, request.dataset, options, environment, request.virtual_nodes, source, situation, settings
         )
-    keeper = _open_keeper(request, source, signature, session, profiling is None, resources)
+    checkpointer = _open_checkpointer(request, source, signature, session, profiling is None, resources)
     total_steps = options.total_steps(source.steps_per_epoch)
     stopwatch, pace = Stopwatch(), Pace(settings.pace)
-    loading = Loading(source, fusing, training, options)
+    loading = Loading(source, fusion, training, options)
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
 
     def on_entry() -> None:
@@ -158,7 +158,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
 
     if options.shard_optimizer:  # which checkpoints need not know
         signature = {**signature, "optimizer": f"{signature['optimizer']}, sharded"}
-    membership = Membership(session, training, keeper, signature, stopwatch, on_entry)
+    membership = Membership(session, training, checkpointer, signature, stopwatch, on_entry)
     state = session.state
     state.total_steps, state.changes = total_steps, training.changes
     warning = None
@@ -174,10 +174,10 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         total_steps,
         session,
         loading,
-        fusing,
+        fusion,
         update,
         training,
-        keeper,
+        checkpointer,
         membership,
         reporter,
         stopwatch,
@@ -233,7 +233,7 @@ def _open_source(request: Request, resources: ExitStack) -> Source:
 
 def _open_update(request: Request, size: int, resources: ExitStack) -> Update:
     options = request.options
-    stepping = Stepping(
+    optimizing = OptimizerOptions(
         request.optimizer,
         scheduler=options.scheduler,
         scheduler_interval=options.scheduler_interval,
@@ -244,7 +244,7 @@ def _open_update(request: Request, size: int, resources: ExitStack) -> Update:
     )
     update = Update(
         request.model,
-        stepping,
+        optimizing,
         choose_summation(request.virtual_nodes, request.reproducibility),
         micro_batch=size,
         reduction=request.settings.reduction,
@@ -254,24 +254,26 @@ def _open_update(request: Request, size: int, resources: ExitStack) -> Update:
     return update
 
 
-def _open_fusing(request: Request, source: Source, size: int, resources: ExitStack) -> Fusing:
+def _open_fusion(request: Request, source: Source, size: int, resources: ExitStack) -> MicrobatchFusion:
     cap = request.environment.max_fused or request.options.max_fused
     if request.bitwise or not source.fuses:
         cap = 1
     settings = request.settings
-    fusing = Fusing(
-        request.model, cap, size, request.options.batch_norm, settings=settings.fusing, memory=settings.memory
+    fusion = MicrobatchFusion(
+        request.model, cap, size, request.options.batch_norm, settings=settings.fusion, memory=settings.memory
     )
-    resources.callback(fusing.close)
-    return fusing
+    resources.callback(fusion.close)
+    return fusion
 
 
-def _open_keeper(
+def _open_checkpointer(
     request: Request, source: Source, signature: dict[str, Any], session: AnySession, trains: bool, resources: ExitStack
-) -> Keeper:
+) -> Checkpointer:
     options = request.options
     size = len(request.dataset) if source.steps_per_epoch is not None else None
     identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, size, signature)
-    keeper = Keeper(choose_policy(options.checkpoint, request.environment) if trains else None, identity, session.note)
-    resources.callback(keeper.flush, request.settings.stop_grace)
-    return keeper
+    checkpointer = Checkpointer(
+        choose_policy(options.checkpoint, request.environment) if trains else None, identity, session.note
+    )
+    resources.callback(checkpointer.flush, request.settings.stop_grace)
+    return checkpointer
