@@ -5,10 +5,9 @@ What it exports is for commands of other parts of the project, so that they comp
 
 from __future__ import annotations
 
-from virtualflow.launcher.usage import ABOVE_ZERO, EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
+from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
 
 __all__ = [
-    "ABOVE_ZERO",
     "EXIT_FAILED",
     "EXIT_USAGE",
     "Number",
