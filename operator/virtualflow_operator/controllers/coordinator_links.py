@@ -16,7 +16,6 @@ from typing import Literal
 
 from virtualflow.protocol.http_api import DrainCall, GoneCall, ScaleCall, StopCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
-from virtualflow.protocol.settings import SignalSettings
 from virtualflow_operator.api import Link, Pod
 from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.jobs import Call, TellDrain, TellGone, TellScale, TellStop, derive_token
@@ -27,12 +26,6 @@ from virtualflow_operator.settings import OperatorSettings
 logger = logging.getLogger(__name__)
 
 Outcome = Literal["ok", "refused", "unreachable"]
-
-CALL_PATIENCE = 2.0
-"""Seconds for one call; what it would have said is said again by the next reconciliation."""
-REFUSED_RETRY = 30.0
-"""Seconds until a coordinator that refused the token is asked again."""
-SETTINGS = SignalSettings(request_timeout=5.0, retry_first=0.1, retry_most=2.0, patience=CALL_PATIENCE)
 
 
 @dataclass
@@ -77,7 +70,8 @@ class CoordinatorLinks:
         if usable is None:
             return
         host = f"[{usable.ip}]" if ":" in usable.ip else usable.ip
-        client = CoordinatorClient(f"http://{host}:{COORDINATOR_PORT}", derive_token(self._key, uid), SETTINGS)
+        url, token = f"http://{host}:{COORDINATOR_PORT}", derive_token(self._key, uid)
+        client = CoordinatorClient(url, token, self._settings.signals)
         line = _Line(Link(usable.uid, False, time.time()), usable.ip, client)
         self._lines[key] = line
         # Without this job's log context: what it wakes may be logged, and begun, on behalf of others.
@@ -107,8 +101,8 @@ class CoordinatorLinks:
         if line is None:
             return "unreachable"
         try:
-            async with asyncio.timeout(CALL_PATIENCE):
-                await line.client.send(_translate(call), CALL_PATIENCE)
+            async with asyncio.timeout(self._settings.signals.patience):
+                await line.client.send(_translate(call))
         except CallRefused as error:
             # A worker that the coordinator does not know (any more) needs no telling.
             logger.info("the coordinator refuses %s: %s", name, error)
@@ -149,7 +143,7 @@ class CoordinatorLinks:
                     line.link = replace(line.link, connected=False, since=time.time(), refused=str(error))
                     logger.warning("the coordinator of %s/%s refuses this operator: %s", *key, error)
                     self._wake(key)
-                await asyncio.sleep(REFUSED_RETRY)
+                await asyncio.sleep(self._settings.refused_retry)
 
 
 def _translate(call: Call) -> DrainCall | GoneCall | ScaleCall | StopCall:

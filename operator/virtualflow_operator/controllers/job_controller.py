@@ -227,7 +227,7 @@ class JobController:
                         answers[SERVICE] = memory.refusals[SERVICE].reason
                         continue
                     answers[SERVICE] = await self._provisioner.service(job, manifest)
-                    memory.refusals[SERVICE].note(answers[SERVICE], self._settings.crashes.backoff_most)
+                    memory.refusals[SERVICE].note(answers[SERVICE], self._settings)
                     again = 0.0
                 case PointService(name, selector):
                     body = await self._api.patch(SERVICES, job.namespace, name, {"spec": {"selector": selector}})
@@ -248,13 +248,13 @@ class JobController:
                 answers[role] = refusal.reason
                 break
             answers[role] = await self._provisioner.pods(key, job, creations)
-            refusal.note(answers[role], self._settings.crashes.backoff_most)
+            refusal.note(answers[role], self._settings)
             again = 0.0 if answers[role] else again
             if answers[role]:
                 break
         for kind, reason in answers.items():
             if not reason and memory.refusals[kind].reason:
-                memory.refusals[kind].note("", 0.0)  # nothing more is wanted of that kind, or it was granted
+                memory.refusals[kind].note("", self._settings)  # nothing more is wanted of that kind, or it was granted
                 again = 0.0
         return again
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from virtualflow.protocol.settings import MAX_REASON
 from virtualflow_operator.api import Standing
 from virtualflow_operator.jobs import event_messages
 from virtualflow_operator.jobs.actions import TellDrain, TellGone
@@ -20,8 +21,6 @@ _RELIEVED: tuple[Standing, ...] = ("starting", "ready", "training")
 _PRESENT: tuple[Standing, ...] = ("starting", "ready", "training", "draining", "silent")
 """Workers that the coordinator counts on, or waits for."""
 _POD_GONE = "its pod does not exist any more"
-_SHOWN = 400
-"""Characters of a reason that the coordinator is told."""
 
 
 def tell_losses(facts: Facts, draft: Draft) -> None:
@@ -31,7 +30,7 @@ def tell_losses(facts: Facts, draft: Draft) -> None:
     for worker in facts.pods.of("lost", "left", "crashed", "disrupted", "refused"):
         if worker.standing in _PRESENT:
             trained = worker.fate != "left" and worker.standing in ("training", "draining")
-            draft.calls.append(TellGone(worker.pod.name, worker.incarnation, worker.reason[:_SHOWN], trained))
+            draft.calls.append(TellGone(worker.pod.name, worker.incarnation, worker.reason[:MAX_REASON], trained))
             if worker.fate != "left":
                 draft.events.append(event_messages.lost(worker.pod.name, worker.reason))
     _tell_deleted(facts, draft)
@@ -67,7 +66,7 @@ def drain(facts: Facts, draft: Draft, leaving: Iterable[tuple[ClassifiedPod, str
         graces = [worker.pod.deleting_at - facts.now for worker in workers if worker.pod.deleting_at is not None]
         deadline = min(graces, default=float(facts.spec.elasticity.drain_grace_seconds))
         names = tuple(worker.pod.name for worker in workers)
-        draft.calls.append(TellDrain(names, max(deadline, 0.0), reason[:_SHOWN]))
+        draft.calls.append(TellDrain(names, max(deadline, 0.0), reason[:MAX_REASON]))
         draft.events.append(event_messages.draining(names, reason))
 
 

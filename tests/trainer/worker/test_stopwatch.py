@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from virtualflow.protocol.messages import Change, Generation, Member, Plan
+from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.worker.settings import MAX_STEP_TIMES
 from virtualflow.worker.stopwatch import Stopwatch
 
@@ -168,7 +169,7 @@ def test_a_failed_attempt_at_a_step_that_others_have_made_repeats_nothing() -> N
 def test_a_reason_that_grows_and_grows_is_cut() -> None:
     told = change([plan(number, "lost", 2, "x" * 1_000) for number in range(2, 9)])
     assert told is not None
-    assert len(told.reason) == 4_000
+    assert len(told.reason) == MAX_TEXT
 
 
 def test_the_median_is_over_steps_without_a_change() -> None:

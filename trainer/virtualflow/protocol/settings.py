@@ -44,6 +44,12 @@ MAX_NAME = 253
 MAX_SENTENCE = 4_096
 """Characters of a sentence in a message; a longer one is refused, so senders cut theirs below it."""
 
+MAX_TEXT = 4_000
+"""Where they cut it."""
+
+MAX_REASON = 400
+"""Characters of a part of such a sentence."""
+
 MAX_MESSAGE = 1 << 20
 """The largest message or request body that the coordinator reads; a larger one is refused."""
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, Evicted, JobEnded, JobFailed
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import MAX_CHANGES, MAX_TRACEBACK
+from virtualflow.protocol.settings import MAX_CHANGES, MAX_TEXT, MAX_TRACEBACK
 from virtualflow.state import Kind, Reserve, elder, make_room, tell_room
 from virtualflow.transport import Communicator, Link
 from virtualflow.worker.member_state import MemberState
@@ -224,7 +224,7 @@ class Session:
 
     def note(self, kind: Kind, text: str) -> None:
         """Tell it something that belongs into the job's story."""
-        self.link.send(m.Note(kind, text[:4_000]))
+        self.link.send(m.Note(kind, text[:MAX_TEXT]))
 
     def held(self, step: int) -> bool:
         """Whether no step after ``step`` may start yet."""
@@ -322,7 +322,8 @@ class Session:
 
     def report_failed(self, error: str, trace: str) -> None:
         """Report an error of the user's code, and see that it has left this process."""
-        self.link.send(m.Failed(self.state.step + 1 if trace else 0, error[:4_000], trace[-MAX_TRACEBACK:]), keep=True)
+        step = self.state.step + 1 if trace else 0
+        self.link.send(m.Failed(step, error[:MAX_TEXT], trace[-MAX_TRACEBACK:]), keep=True)
         self.link.flush(self._settings.connect_timeout)
 
     def remember(self, change: m.Change) -> None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.worker.settings import MAX_STEP_TIMES
 
 _RECENT = 50
@@ -84,7 +85,7 @@ class Stopwatch:
             from_=members_before or 0,
             to=len(plans[-1].members),
             cause=cause,
-            reason="; ".join(plan.reason for plan in plans)[:4_000],
+            reason="; ".join(plan.reason for plan in plans)[:MAX_TEXT],
             pause_ms=None if passed is None else 1_000 * passed,
             repeated_steps=repeated,
             state_bytes=moved[0] if moved else None,
