@@ -18,7 +18,8 @@ from rights import documented
 from running import OperatorProcess, write_kubeconfig
 
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_ROLE, WORKER
-from virtualflow_operator.k8s.client import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES, Object
+from virtualflow_operator.k8s.client import Object
+from virtualflow_operator.k8s.resources import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES
 
 T = TypeVar("T")
 CRDS = Path(__file__).parents[2] / "crds"

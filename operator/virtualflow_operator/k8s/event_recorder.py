@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from virtualflow_operator.constants import API_VERSION, KIND, MANAGER
-from virtualflow_operator.k8s.client import EVENTS, AlreadyExists, ApiError, NotFound, Resource
+from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, NotFound
+from virtualflow_operator.k8s.resources import EVENTS, Resource
 from virtualflow_operator.settings import EventSettings
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from kubelet import NODES as NODE_NAMES
 from stage import NAMESPACE, Stage, job, play
 
 from virtualflow_operator.constants import WORKER
-from virtualflow_operator.k8s.client import NODES, PODS, QUEUES, Object
+from virtualflow_operator.k8s.client import Object
+from virtualflow_operator.k8s.resources import NODES, PODS, QUEUES
 from virtualflow_operator.settings import SchedulingSettings
 
 SLOT = "example.com/slot"

@@ -5,21 +5,12 @@ from __future__ import annotations
 import uuid
 
 import pytest
+from api_clients import client_of
 from contract import Cluster, job, on_both, pod, secret
 
-from virtualflow_operator.k8s.client import (
-    JOBS,
-    PODS,
-    SECRETS,
-    SERVICES,
-    AlreadyExists,
-    Forbidden,
-    Invalid,
-    KubeApi,
-    NotFound,
-    Object,
-    Resource,
-)
+from virtualflow_operator.k8s.client import Object
+from virtualflow_operator.k8s.errors import AlreadyExists, Forbidden, Invalid, NotFound
+from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS, SERVICES, Resource
 
 
 @on_both
@@ -160,7 +151,7 @@ async def test_a_dry_run_checks_and_stores_nothing(cluster: Cluster) -> None:
 @on_both
 async def test_a_wrong_token_opens_nothing(cluster: Cluster) -> None:
     host = cluster.client.configuration.host
-    async with KubeApi.at(host, token="wrong", verify=False) as stranger:
+    async with client_of(host, token="wrong", verify=False) as stranger:
         with pytest.raises(Forbidden) as error:
             await stranger.list(PODS, cluster.namespace)
     assert (error.value.code, error.value.reason, error.value.message) == (401, "Unauthorized", "Unauthorized")
