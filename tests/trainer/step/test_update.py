@@ -51,10 +51,10 @@ def weights_after_steps(communicator: Communicator, settings: ReductionSettings)
         for node in assigned:
             draw = torch.Generator().manual_seed(10 * step + node)
             if node == assigned[-1]:
-                update.expect_last(communicator, RANGES, count, NODES * count)
+                update.sync.expect_last(communicator, RANGES, count, NODES * count)
             x = torch.randn(count, 20, generator=draw)
             model(x).square().mean().backward()
-            update.take(count, {})
+            update.sync.take(count, {})
         reduced = update.synchronize(communicator, RANGES, step + 1, m.Generation(0, 0), more=True)
         update.apply(reduced, epoch_ends=False)
     update.close()

@@ -149,7 +149,7 @@ class Loop:
         for nodes in fusion.begin():
             context.membership.check()
             batch = context.loading.fetch(nodes)
-            if batch.size < context.micro_batch * len(nodes):
+            if batch.size < context.request.micro_batch * len(nodes):
                 pace.disregard()
             if context.audit is not None:
                 for node, samples in batch.apart():
@@ -158,14 +158,15 @@ class Loop:
                     )
             last = nodes.stop == assigned.stop
             if last:
-                update.expect_last(context.membership.communicator, state.ranges, batch.size, context.loading.samples())
+                of_step = context.loading.samples()
+                update.sync.expect_last(context.membership.communicator, state.ranges, batch.size, of_step)
             yield from self._present(batch, number)
             if last:
                 if self._kernels_on is not None:
                     # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.
                     torch.cuda.synchronize(self._kernels_on)
                 pace.end(time.monotonic())
-            update.take(batch.size, self._metrics, len(nodes))
+            update.sync.take(batch.size, self._metrics, len(nodes))
         fusion.end()
 
     def _present(self, batch: MicroBatch, number: int) -> Iterator[Any]:
