@@ -128,6 +128,11 @@ class Stage:
     def job(self, name: str) -> Object | None:
         return self.server.find(JOBS, NAMESPACE, name)
 
+    def secret(self, name: str) -> Object:
+        """The one Secret of a job."""
+        (secret,) = self.server.all(SECRETS, NAMESPACE, f"{LABEL_JOB}={name}")
+        return secret
+
     def status(self, name: str) -> Object:
         """The job's status; empty if there is none."""
         found: Object = (self.job(name) or {}).get("status") or {}
