@@ -26,15 +26,6 @@ async def test_a_created_object_is_stored_with_identity_version_and_time(cluster
 
 
 @on_both
-async def test_a_generated_name_begins_as_wanted(cluster: Cluster) -> None:
-    body = secret("x")
-    body["metadata"] = {"generateName": "token-"}
-    name = (await cluster.api.create(SECRETS, cluster.namespace, body))["metadata"]["name"]
-    assert name.startswith("token-")
-    assert len(name) == len("token-") + 5
-
-
-@on_both
 async def test_a_second_object_of_the_same_name_already_exists(cluster: Cluster) -> None:
     await cluster.secret("a")
     with pytest.raises(AlreadyExists, match='secrets "a" already exists'):
