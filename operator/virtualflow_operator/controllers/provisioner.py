@@ -122,7 +122,7 @@ class Provisioner:
             if isinstance(result, dict):
                 logger.info("created the pod %s", creation.name)
                 self._store.put_pod(result)
-                self._metrics.pod_created(creation.role)
+                self._metrics.pods_created.labels(creation.role).inc()
             elif isinstance(result, AlreadyExists):
                 taken.append(creation.name)
             elif isinstance(result, Invalid | Forbidden):

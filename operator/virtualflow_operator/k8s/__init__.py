@@ -1,7 +1,5 @@
 """The API server at arm's length: a client, a cache of what the watches have told, leader election, events."""
 
-from __future__ import annotations
-
 from virtualflow_operator.k8s.cache import Key, Store, key_of, queue_key
 from virtualflow_operator.k8s.client import KubeApi
 from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound

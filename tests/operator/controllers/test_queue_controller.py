@@ -50,7 +50,10 @@ def test_a_queue_is_shown_as_it_is_and_no_longer_once_it_is_gone() -> None:
     async def story() -> None:
         async with asyncio.timeout(30), FakeApi() as server, client_of(server.url) as api:
             metrics, visited = Metrics(), list[Key]()
-            own, too_deep = OperatorSettings(image="operator:test"), DeepObjects(metrics.object_cut)
+            own, too_deep = (
+                OperatorSettings(image="operator:test"),
+                DeepObjects(lambda kind: metrics.objects_cut.labels(kind).inc()),
+            )
             manager = Manager(own, api, api, KEY.encode(), metrics, too_deep)
 
             async def look() -> None:

@@ -3,8 +3,6 @@
 What it exports is for commands of other parts of the project, so that they complain as its own do.
 """
 
-from __future__ import annotations
-
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
 
 __all__ = [

@@ -2,8 +2,6 @@
 checkpoints on disk. Also the pure decision who gives it to whom.
 """
 
-from __future__ import annotations
-
 from virtualflow.state.checkpoint_format import JobIdentity
 from virtualflow.state.checkpoint_writer import CheckpointPolicy
 from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy

@@ -2,8 +2,6 @@
 buffers, the optimizer's step whole, in portions or sharded, and virtual nodes that are run as one micro-batch.
 """
 
-from __future__ import annotations
-
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
