@@ -163,7 +163,7 @@ def reduce_one(
             begun.give(place, last[place])
         assert bits(last) == bits(untouched), "they are still the user's"
         begun.give_rest({place: last[place] for place in order[single:]})
-        headers = begun.headers(torch.tensor([seat.rank], dtype=torch.uint8))
+        headers = begun.pipeline.exchange_headers(torch.tensor([seat.rank], dtype=torch.uint8))
         assert headers.tolist() == [[rank] for rank in range(seat.size)]
         found = {place: tensor for bucket in begun.results() for place, tensor in bucket.items()}
         last = [None if place in begun.places else value for place, value in enumerate(last)]

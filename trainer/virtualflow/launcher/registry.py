@@ -147,8 +147,8 @@ def _path(name: str) -> Path:
 
 
 def _try_claim(name: str) -> RunningJob | None:
-    facts = _facts(os.getpid())
-    job = RunningJob(name, "", "", os.getpid(), facts.born if facts is not None else 0)
+    _, born = _stat(os.getpid()) or ("", 0)
+    job = RunningJob(name, "", "", os.getpid(), born)
     path = _path(name)
     for _ in range(2):
         try:
@@ -183,21 +183,15 @@ def _lives(job: RunningJob) -> bool:
         os.kill(job.pid, 0)
     except (ProcessLookupError, PermissionError):
         return False  # Nobody's, or somebody else's: the runner is ours.
-    facts = _facts(job.pid)
-    return facts is None or (facts.born == job.born and facts.state not in "ZX")
+    state, born = _stat(job.pid) or ("", job.born)
+    return born == job.born and state not in ("Z", "X")
 
 
-@dataclass(frozen=True)
-class _Facts:
-    state: str
-    born: int
-
-
-def _facts(pid: int) -> _Facts | None:
-    """What the system tells of a process; ``None`` where it does not."""
+def _stat(pid: int) -> tuple[str, int] | None:
+    """The state of a process and when it began, as the system tells; ``None`` where it does not."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         fields = text.rpartition(")")[2].split()
-        return _Facts(fields[0], int(fields[19]))
+        return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
         return None

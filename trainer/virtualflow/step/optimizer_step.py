@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from virtualflow.reduction import Owners, Tensors
+from virtualflow.reduction import Tensors
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step.gradient_sync import Portion
@@ -64,11 +64,6 @@ class OptimizerStep:
                 reduction=reduction,
                 transfer=transfer,
             )
-
-    @property
-    def owners(self) -> Owners | None:
-        """Of the parameters, where they are sharded."""
-        return None if self.shards is None else self.shards.owners
 
     @property
     def steps_scheduler(self) -> bool:

@@ -137,7 +137,7 @@ class Update:
 
     def enter(self) -> None:
         """A generation begins."""
-        self.sync.enter(self.optimizer_step.owners)
+        self.sync.enter(None if self.shards is None else self.shards.owners)
 
     def close(self) -> None:
         """Leave the model as it was."""
