@@ -1,7 +1,5 @@
 """Names that the operator shares with the API server, its users and other programs; each stands here once."""
 
-from __future__ import annotations
-
 GROUP = "virtualflow.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"

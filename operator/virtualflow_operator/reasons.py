@@ -1,7 +1,5 @@
 """Reasons of conditions and events. Users' programs depend on them: they may be added to, never renamed."""
 
-from __future__ import annotations
-
 # Progressing
 STARTING = "Starting"
 TRAINING = "Training"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.settings import SignalSettings
 
 ENV_PREFIX = "VIRTUALFLOW_OPERATOR_"
 """Each flag has an environment variable: ``--log-level`` is ``VIRTUALFLOW_OPERATOR_LOG_LEVEL``."""
@@ -155,7 +156,9 @@ class SharingSettings:
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """What a change of a job's workers costs in the simulator."""
+    """What the simulator is set to: the policies, and what a change of a job's workers costs."""
+
+    scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
 
     join: float = 6.0
     """Seconds until a new worker counts: ``kubectl scale`` to its first step took 5.7 s on a cluster, most of it the
@@ -223,6 +226,10 @@ class OperatorSettings:
     events: EventSettings = field(default_factory=EventSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     sharing: SharingSettings = field(default_factory=SharingSettings)
+    signals: SignalSettings = field(
+        default_factory=lambda: SignalSettings(request_timeout=5.0, retry_first=0.1, retry_most=2.0, patience=2.0)
+    )
+    """Of calls to coordinators; what one would have said is said again by the next reconciliation."""
 
     relist: float = 300.0
     """Every job is looked at this often even when nothing happens (``--resync-seconds``)."""
@@ -234,6 +241,14 @@ class OperatorSettings:
     """How often a running job's step, loss and speed are written to its status (``--progress-seconds``)."""
     coordinator_patience: float = 10.0
     """A coordinator that runs and does not answer for this long is replaced."""
+    refused_retry: float = 30.0
+    """A coordinator that refused the token is asked again after this long."""
+    pod_batch: int = 16
+    """Pods made at once for one job: others wait for connections too."""
+    refusal_first: float = 5.0
+    """What the API server has refused is tried again after this long, then after twice as long."""
+    secret_retry: float = 10.0
+    """A Secret that pods say is missing is looked at again after this long."""
     unschedulable_patience: float = 30.0
     """A group with a worker that no node takes counts as full after this long (``--unschedulable-seconds``): a node may
     be on its way."""

@@ -23,20 +23,13 @@ from unittest import mock
 import aiohttp
 import pytest
 import yaml
+from api_clients import client_of
 from fake_api import FakeApi
 
 import kube_apiserver
-from virtualflow_operator.k8s.client import (
-    JOBS,
-    PODS,
-    SECRETS,
-    AlreadyExists,
-    ApiError,
-    KubeApi,
-    NotFound,
-    Object,
-    Resource,
-)
+from virtualflow_operator.k8s.client import KubeApi, Object
+from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, NotFound
+from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS, Resource
 
 DEFINITION = yaml.safe_load((Path(__file__).parents[2] / "crds" / "virtualflowjobs.yaml").read_text())
 DEFINITIONS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
@@ -202,7 +195,7 @@ async def cluster_of(where: str) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         if where == "fake":
             server = await stack.enter_async_context(FakeApi(token="secret"))
-            api = await stack.enter_async_context(KubeApi.at(server.url, token="secret"))
+            api = await stack.enter_async_context(client_of(server.url, token="secret"))
         else:
             api = await stack.enter_async_context(await connected())
         with suppress(AlreadyExists):

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from statuses import coordinator_status
-from virtualflow.protocol.http_api import LostWorker, Status, WorkerStatus
+from virtualflow.protocol.http_api import Call, DrainCall, GoneCall, LostWorker, Status, WorkerStatus
 from virtualflow.protocol.messages import Change, Generation, encode
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.api.job_status import merge_patch, write_status
 from virtualflow_operator.api.objects import Job, Link, Node, Pod, Service, format_time, read_job, read_pod
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.actions import Action, Call, CreatePod, DeletePod, Plan, TellDrain, TellGone
+from virtualflow_operator.jobs.actions import Action, CreatePod, DeletePod, Plan
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene, Verdict
 from virtualflow_operator.settings import OperatorSettings
@@ -248,11 +248,11 @@ def deleted(plan: Plan) -> list[str]:
 
 
 def drained(plan: Plan) -> list[str]:
-    return [name for call in plan.calls if isinstance(call, TellDrain) for name in call.workers]
+    return [name for call in plan.calls if isinstance(call, DrainCall) for name in call.workers]
 
 
 def gone(plan: Plan) -> list[str]:
-    return [call.worker for call in plan.calls if isinstance(call, TellGone)]
+    return [call.worker for call in plan.calls if isinstance(call, GoneCall)]
 
 
 def kinds(things: Sequence[Action | Call]) -> list[str]:

@@ -7,21 +7,18 @@ import copy
 from scenes import NOW, SETTINGS, given_up
 from small_cluster import KEY, Cluster
 
+from virtualflow.protocol.http_api import Call, DrainCall, GoneCall, ScaleCall
 from virtualflow_operator.api.job_status import merge_patch, write_status
 from virtualflow_operator.api.objects import Link, read_job
 from virtualflow_operator.constants import WORKER
 from virtualflow_operator.jobs.actions import (
     Action,
-    Call,
     CheckTemplates,
     CreatePod,
     CreateService,
     DeletePod,
     Plan,
     PointService,
-    TellDrain,
-    TellGone,
-    TellScale,
 )
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.reconcile import reconcile
@@ -112,16 +109,16 @@ class Operator:
         if process is None:
             return
         match call:
-            case TellDrain(workers=names):
+            case DrainCall(workers=names):
                 for uid, pod in process.known.items():
                     if pod.name in names and process.states.get(uid) in ("starting", "ready", "training"):
                         process.states[uid] = "draining"
-            case TellGone(incarnation=incarnation):
+            case GoneCall(incarnation=incarnation):
                 for uid in list(process.states):
                     if f"process-of-{uid}" == incarnation:
                         del process.states[uid]
                         process.lost.append(given_up(process.known[uid]))
-            case TellScale(workers=wanted, minimum=minimum):
+            case ScaleCall(workers=wanted, minimum=minimum):
                 process.wanted, process.minimum = wanted, minimum
             case _:
                 process.stop = True
@@ -167,7 +164,7 @@ def check(scene: Scene, plan: Plan, now: float) -> None:
         target = job.spec.desired + (1 if pods.of("planned") else 0)
         assert len(counted) + new <= target, "no more are made than there are to be"
         assert len(counted) + new <= job.spec.most + 1
-    told = {name for call in plan.calls if isinstance(call, TellDrain) for name in call.workers}
+    told = {name for call in plan.calls if isinstance(call, DrainCall) for name in call.workers}
     busy = link is not None and link.connected and link.status is not None and link.status.phase == "training"
     deleted = [placed for placed in pods.workers if placed.pod.uid in uids]
     for placed in deleted:

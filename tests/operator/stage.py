@@ -18,7 +18,8 @@ from rights import documented
 from running import OperatorProcess, write_kubeconfig
 
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_ROLE, WORKER
-from virtualflow_operator.k8s.client import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES, Object
+from virtualflow_operator.k8s.client import Object
+from virtualflow_operator.k8s.resources import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES
 
 T = TypeVar("T")
 CRDS = Path(__file__).parents[2] / "crds"
@@ -126,6 +127,11 @@ class Stage:
 
     def job(self, name: str) -> Object | None:
         return self.server.find(JOBS, NAMESPACE, name)
+
+    def secret(self, name: str) -> Object:
+        """The one Secret of a job."""
+        (secret,) = self.server.all(SECRETS, NAMESPACE, f"{LABEL_JOB}={name}")
+        return secret
 
     def status(self, name: str) -> Object:
         """The job's status; empty if there is none."""

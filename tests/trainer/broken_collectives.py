@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from elastic_jobs import die_here
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import virtualflow as vf
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.transport.gloo import Communicator
 from virtualflow.transport.interface import Pending
+from virtualflow.worker.run import Run
 
 HASTY = MembershipSettings(restart_grace=0.0, suspicion_grace=0.02)
 """Nobody dies of the faults here, so there is no news to wait for."""
@@ -33,6 +38,33 @@ class Counting(nn.Module):
         if self.training:
             self.seen += x.shape[0]
         return self.norm(self.linear(x)).sum(1)
+
+
+def regression() -> TensorDataset:
+    """24 samples for :class:`Counting`."""
+    draw = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(24, 4, generator=draw), torch.randn(24, generator=draw))
+
+
+def train_steps(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, after_step: Callable[[], None]
+) -> tuple[dict[str, float], list[float]]:
+    """Train on :func:`regression`, with an evaluation after the second step.
+
+    Returns:
+        The last metrics, and what this worker has seen: the learning rate behind each step, and the evaluation's sum.
+    """
+    seen = []
+    for step in run:
+        for x, y in step:
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            step.log(loss=loss)
+        after_step()
+        seen.append(optimizer.param_groups[0]["lr"])
+        if step.number == 2:
+            seen.append(float(vf.evaluate(model, regression(), lambda batch: model(batch[0]), batch_size=12).sum()))
+    return dict(step.metrics), seen
 
 
 def break_collective(victim: str, number: int, how: str) -> None:

@@ -58,9 +58,9 @@ def run_job(directory: Path, *arguments: str | int | Path, interpreters: bool = 
 
 def check_audit(finished: Finished, samples: int, virtual_nodes: int) -> None:
     """Each sample of a whole epoch exactly once, each virtual node of each step exactly once."""
-    carried = Counter((line["step"], line["virtual_node"]) for line in finished.audit)
+    computed = Counter((line["step"], line["virtual_node"]) for line in finished.audit)
     steps = finished.report["steps"]
-    assert carried == Counter((s, v) for s in range(1, steps + 1) for v in range(virtual_nodes))
+    assert computed == Counter((s, v) for s in range(1, steps + 1) for v in range(virtual_nodes))
     epochs: dict[int, list[int]] = {}
     for line in finished.audit:
         epochs.setdefault(line["epoch"], []).extend(line["samples"])

@@ -124,19 +124,19 @@ def follow_a_random_script(
         first = draw.randrange(NODES)
         return range(first, draw.randint(first + 1, NODES))
 
-    carried = some_range()
-    source.assign(carried, 0, 0)
+    assigned = some_range()
+    source.assign(assigned, 0, 0)
     for epoch in range(2):
         for step in range(steps_per_epoch):
             while draw.random() < 0.4:
-                for node in carried[: draw.randint(0, len(carried))]:  # an attempt that fails half way
+                for node in assigned[: draw.randint(0, len(assigned))]:  # an attempt that fails half way
                     micro = source.fetch(epoch, step, node)
                     if micro.data is not None:
                         micro.data.zero_()
                 if draw.random() < 0.7:
-                    carried = some_range()
-                source.assign(carried, epoch, step)
-            for node in carried:
+                    assigned = some_range()
+                source.assign(assigned, epoch, step)
+            for node in assigned:
                 assert_same(source.fetch(epoch, step, node), expected(epoch, step, node))
 
 

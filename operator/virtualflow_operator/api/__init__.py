@@ -1,7 +1,5 @@
 """The resources as the operator reads and writes them, and what their schema cannot say: pure, and open to all."""
 
-from __future__ import annotations
-
 from virtualflow_operator.api.job_spec import JobSpec, Object, WorkerGroup, without_nulls
 from virtualflow_operator.api.job_status import (
     Allocation,

@@ -14,17 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from virtualflow.protocol.http_api import DrainCall, GoneCall, ScaleCall, StopCall
+from virtualflow.protocol.http_api import Call, StopCall
 from virtualflow.protocol.http_client import (
     CallRefused,
     CoordinatorClient,
     CoordinatorUnreachable,
     ProtocolMismatch,
 )
-from virtualflow.protocol.settings import SignalSettings
 from virtualflow_operator.api import Link, Pod
 from virtualflow_operator.constants import COORDINATOR_PORT
-from virtualflow_operator.jobs import Call, TellDrain, TellGone, TellScale, TellStop, derive_token
+from virtualflow_operator.jobs import derive_token
 from virtualflow_operator.k8s import Key
 from virtualflow_operator.observability import Metrics
 from virtualflow_operator.settings import OperatorSettings
@@ -32,12 +31,6 @@ from virtualflow_operator.settings import OperatorSettings
 logger = logging.getLogger(__name__)
 
 Outcome = Literal["ok", "refused", "unreachable"]
-
-CALL_PATIENCE = 2.0
-"""Seconds for one call; what it would have said is said again by the next reconciliation."""
-REFUSED_RETRY = 30.0
-"""Seconds until a coordinator that refused the token is asked again."""
-SETTINGS = SignalSettings(request_timeout=5.0, retry_first=0.1, retry_most=2.0, patience=CALL_PATIENCE)
 
 
 @dataclass
@@ -82,7 +75,8 @@ class CoordinatorLinks:
         if usable is None:
             return
         host = f"[{usable.ip}]" if ":" in usable.ip else usable.ip
-        client = CoordinatorClient(f"http://{host}:{COORDINATOR_PORT}", derive_token(self._key, uid), SETTINGS)
+        url, token = f"http://{host}:{COORDINATOR_PORT}", derive_token(self._key, uid)
+        client = CoordinatorClient(url, token, self._settings.signals)
         line = _Line(Link(usable.uid, False, time.time()), usable.ip, client)
         self._lines[key] = line
         # Without this job's log context: what it wakes may be logged, and begun, on behalf of others.
@@ -108,12 +102,12 @@ class CoordinatorLinks:
     async def send(self, key: Key, call: Call) -> Outcome:
         """Make a call; how that went."""
         line = self._lines.get(key)
-        name = type(call).__name__.removeprefix("Tell").lower()
+        name = type(call).__name__.removesuffix("Call").lower()
         if line is None:
             return "unreachable"
         try:
-            async with asyncio.timeout(CALL_PATIENCE):
-                await line.client.send(_translate(call), CALL_PATIENCE)
+            async with asyncio.timeout(self._settings.signals.patience):
+                await line.client.send(call)
         except CallRefused as error:
             # A worker that the coordinator does not know (any more) needs no telling.
             logger.info("the coordinator refuses %s: %s", name, error)
@@ -131,7 +125,7 @@ class CoordinatorLinks:
         link = self.view(key)
         if link is None or not link.connected or link.status is None or link.status.phase in ("done", "failed"):
             return False
-        return link.status.phase == "stopped" or await self.send(key, TellStop(reason)) == "ok"
+        return link.status.phase == "stopped" or await self.send(key, StopCall(reason)) == "ok"
 
     async def _listen(self, key: Key, line: _Line) -> None:
         """Follow the coordinator's status for as long as the connection is wanted."""
@@ -162,14 +156,4 @@ class CoordinatorLinks:
                     )
                     logger.warning("the coordinator of %s/%s refuses this operator: %s", *key, error)
                     self._wake(key)
-                await asyncio.sleep(REFUSED_RETRY)
-
-
-def _translate(call: Call) -> DrainCall | GoneCall | ScaleCall | StopCall:
-    if isinstance(call, TellDrain):
-        return DrainCall(call.workers, call.deadline, call.reason)
-    if isinstance(call, TellGone):
-        return GoneCall(call.worker, call.incarnation or None, call.reason)
-    if isinstance(call, TellScale):
-        return ScaleCall(call.workers, call.minimum)
-    return StopCall(call.reason)
+                await asyncio.sleep(self._settings.refused_retry)

@@ -10,6 +10,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from virtualflow.protocol.http_api import DrainCall, GoneCall
 from virtualflow_operator.api import Job, JobStatus, Pod, merge_patch, read_job, write_status
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
@@ -25,8 +26,6 @@ from virtualflow_operator.jobs import (
     Plan,
     PointService,
     Scene,
-    TellDrain,
-    TellGone,
     Verdict,
     manifests,
     reconcile,
@@ -194,11 +193,11 @@ class JobController:
         """Make the calls to the coordinator; in how many seconds to try again, if it was not to be reached."""
         for call in plan.calls:
             outcome = await self._links.send(key, call)
-            if isinstance(call, TellDrain | TellGone):
-                logger.info("%s: %s", call.workers if isinstance(call, TellDrain) else call.worker, call.reason)
+            if isinstance(call, DrainCall | GoneCall):
+                logger.info("%s: %s", call.workers if isinstance(call, DrainCall) else call.worker, call.reason)
                 if outcome == "ok" and touched is not None:
-                    self._metrics.loss_told(time.monotonic() - touched)
-            if isinstance(call, TellGone) and call.trained:
+                    self._metrics.loss_told.observe(time.monotonic() - touched)
+            if isinstance(call, GoneCall) and call.incarnation in plan.recoveries:
                 memory.lost_at = touched if touched is not None else time.monotonic()
             if outcome == "unreachable":
                 return _CALL_AGAIN  # the others would fare no better
@@ -227,7 +226,7 @@ class JobController:
                         answers[SERVICE] = memory.refusals[SERVICE].reason
                         continue
                     answers[SERVICE] = await self._provisioner.service(job, manifest)
-                    memory.refusals[SERVICE].note(answers[SERVICE], self._settings.crashes.backoff_most)
+                    memory.refusals[SERVICE].note(answers[SERVICE], self._settings)
                     again = 0.0
                 case PointService(name, selector):
                     body = await self._api.patch(SERVICES, job.namespace, name, {"spec": {"selector": selector}})
@@ -248,13 +247,13 @@ class JobController:
                 answers[role] = refusal.reason
                 break
             answers[role] = await self._provisioner.pods(key, job, creations)
-            refusal.note(answers[role], self._settings.crashes.backoff_most)
+            refusal.note(answers[role], self._settings)
             again = 0.0 if answers[role] else again
             if answers[role]:
                 break
         for kind, reason in answers.items():
             if not reason and memory.refusals[kind].reason:
-                memory.refusals[kind].note("", 0.0)  # nothing more is wanted of that kind, or it was granted
+                memory.refusals[kind].note("", self._settings)  # nothing more is wanted of that kind, or it was granted
                 again = 0.0
         return again
 
@@ -283,7 +282,7 @@ class JobController:
                 self._store.put_pod(rest)  # before another decision is made from what was
         except (NotFound, Conflict):
             self._store.remove_pod(namespace, action.name, action.uid)
-        self._metrics.pod_deleted(action.cause)
+        self._metrics.pods_deleted.labels(action.cause).inc()
 
     async def _write_status(self, key: Key, job: Job, plan: Plan) -> bool:
         """Write the status if it differs, on top of the version that the decision was made from; whether it did."""
@@ -330,7 +329,7 @@ class JobController:
         memory = self._memories.pop(key, None)
         if memory is not None:
             self._provisioner.forget(memory.uid)
-        self._metrics.forget_job(*key)
+        self._metrics.jobs.pop(key, None)
         self._store.forget_job(key)
         return None
 
@@ -367,9 +366,9 @@ class JobController:
             seconds = None if change.pause_ms is None else change.pause_ms / 1000
             self._metrics.change(change.cause, seconds, change.repeated_steps)
             if change.cause in ("lost", "broken", "restart") and memory.lost_at is not None:
-                self._metrics.recovered(time.monotonic() - memory.lost_at)
+                self._metrics.recovery.observe(time.monotonic() - memory.lost_at)
                 memory.lost_at = None
-        self._metrics.job(*key, _sample(plan.status, plan.workers_wanted))
+        self._metrics.jobs[key] = _sample(plan.status, plan.workers_wanted)
 
 
 def _sample(status: JobStatus, wanted: int) -> JobSample:

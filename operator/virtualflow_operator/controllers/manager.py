@@ -60,7 +60,12 @@ class Manager:
         self.too_deep = too_deep
         self.store = Store()
         self._api, self._lease_api = api, lease_api
-        hooks = QueueHooks(metrics.queue_depth, metrics.queue_wait, metrics.reconciled, metrics.reconcile_error)
+        hooks = QueueHooks(
+            depth=metrics.queue_depth.set,
+            waited=metrics.queue_wait.observe,
+            ran=metrics.reconciliation.observe,
+            failed=lambda kind: metrics.errors.labels(kind).inc(),
+        )
         self.queue: WorkQueue[Key] = WorkQueue(
             settings.queue,
             expected=(ApiError,),
@@ -106,7 +111,7 @@ class Manager:
         """
         metrics = Metrics(job_metrics=settings.job_metrics)
         key = read_key(settings)
-        too_deep = DeepObjects(metrics.object_cut)
+        too_deep = DeepObjects(lambda kind: metrics.objects_cut.labels(kind).inc())
 
         async def connect() -> KubeApi:
             seconds, observe = settings.request_timeout, metrics.api_request
@@ -133,7 +138,7 @@ class Manager:
     async def lead(self) -> None:
         """Wait for the lease; then begin."""
         await self.elector.acquire()
-        self.metrics.leads(True)
+        self.metrics.leader.set(1)
         self._run("lease", self.elector.hold())
         await self._fill()
         self._follow_foreign_pods()
@@ -171,7 +176,7 @@ class Manager:
         await self.foreign_pods.close()
         await self.links.close()
         await self.elector.release()
-        self.metrics.leads(False)
+        self.metrics.leader.set(0)
         await self._stack.aclose()
 
     def readiness(self) -> str | None:

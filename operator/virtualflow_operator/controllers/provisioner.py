@@ -35,13 +35,6 @@ from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WAIT = 5.0
-"""Seconds after a first refusal until it is tried again; they double."""
-_BATCH = 16
-"""Pods made at once for one job: others wait for connections too."""
-_SECRET_AGAIN = 10.0
-"""Seconds between two looks at a Secret that pods say is missing."""
-
 
 @dataclass
 class Refusal:
@@ -52,13 +45,13 @@ class Refusal:
     retry_at: float = 0.0
     """Unix seconds."""
 
-    def note(self, reason: str, most: float) -> None:
+    def note(self, reason: str, settings: OperatorSettings) -> None:
         """Take note of an answer; an empty reason: it was granted, or is not needed any more."""
         if not reason:
             self.reason, self.count, self.retry_at = "", 0, 0.0
             return
         self.reason, self.count = reason, self.count + 1
-        delay = min(_FIRST_WAIT * 2 ** min(self.count - 1, 10), most)
+        delay = min(settings.refusal_first * 2 ** min(self.count - 1, 10), settings.crashes.backoff_most)
         self.retry_at = time.time() + delay
         logger.warning("the API server refuses what the job needs, next try in %.0f s: %s", delay, reason)
 
@@ -113,9 +106,10 @@ class Provisioner:
     async def pods(self, key: Key, job: Job, creations: Sequence[CreatePod]) -> str:
         """Make pods and what they need; why the API server refuses, empty if it does not."""
         refusal = await self.support(job)
-        for first in range(0, len(creations), _BATCH):
+        size = self._settings.pod_batch
+        for first in range(0, len(creations), size):
             if not refusal:
-                refusal = await self._batch(key, job, creations[first : first + _BATCH])
+                refusal = await self._batch(key, job, creations[first : first + size])
         return refusal
 
     async def _batch(self, key: Key, job: Job, creations: Sequence[CreatePod]) -> str:
@@ -128,7 +122,7 @@ class Provisioner:
             if isinstance(result, dict):
                 logger.info("created the pod %s", creation.name)
                 self._store.put_pod(result)
-                self._metrics.pod_created(creation.role)
+                self._metrics.pods_created.labels(creation.role).inc()
             elif isinstance(result, AlreadyExists):
                 taken.append(creation.name)
             elif isinstance(result, Invalid | Forbidden):
@@ -159,7 +153,7 @@ class Provisioner:
             missing: whether a pod lacks something that it names: the Secret, perhaps.
         """
         seen_to = self._supported.get(job.uid)
-        if seen_to is not None and not (missing and time.monotonic() > seen_to + _SECRET_AGAIN):
+        if seen_to is not None and not (missing and time.monotonic() > seen_to + self._settings.secret_retry):
             return ""
         secret = manifests.secret(job, manifests.derive_token(self._key, job.uid), self._settings)
         try:

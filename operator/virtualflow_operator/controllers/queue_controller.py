@@ -122,9 +122,9 @@ class QueueController:
             del self._grants[place]
             self._ceilings.pop(place, None)
         if queue is None:
-            self._metrics.forget_queue(name)
+            self._metrics.queues.pop(name, None)
         elif decision.status is not None:
-            self._metrics.shared(name, _sample(decision.status))
+            self._metrics.queues[name] = _sample(decision.status)
             await self._write_status(queue, decision.status)
         if not members:
             return None

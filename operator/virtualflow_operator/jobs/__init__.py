@@ -2,10 +2,7 @@
 manifests that they ask for.
 """
 
-from __future__ import annotations
-
 from virtualflow_operator.jobs.actions import (
-    Call,
     CheckTemplates,
     CreatePod,
     CreateService,
@@ -13,10 +10,6 @@ from virtualflow_operator.jobs.actions import (
     DeletePod,
     Plan,
     PointService,
-    TellDrain,
-    TellGone,
-    TellScale,
-    TellStop,
 )
 from virtualflow_operator.jobs.manifests import derive_token, fingerprint
 from virtualflow_operator.jobs.pod_classification import find_worker
@@ -24,7 +17,6 @@ from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene, Verdict
 
 __all__ = [
-    "Call",
     "CheckTemplates",
     "CreatePod",
     "CreateService",
@@ -33,10 +25,6 @@ __all__ = [
     "Plan",
     "PointService",
     "Scene",
-    "TellDrain",
-    "TellGone",
-    "TellScale",
-    "TellStop",
     "Verdict",
     "derive_token",
     "find_worker",

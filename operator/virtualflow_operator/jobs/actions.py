@@ -4,49 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from virtualflow.protocol.http_api import Call
 from virtualflow.protocol.messages import Change
 from virtualflow_operator.api import JobStatus, Object
-
-# --- to the coordinator; each may safely be repeated ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TellDrain:
-    """These workers will be taken away."""
-
-    workers: tuple[str, ...]
-    deadline: float
-    """Seconds from now."""
-    reason: str
-
-
-@dataclass(frozen=True)
-class TellGone:
-    """That process does not exist any more."""
-
-    worker: str
-    incarnation: str
-    reason: str
-    trained: bool = False
-    """Whether the others have to recover from it."""
-
-
-@dataclass(frozen=True)
-class TellScale:
-    """How many workers there are to be, and how many it takes to begin."""
-
-    workers: int
-    minimum: int
-
-
-@dataclass(frozen=True)
-class TellStop:
-    """All workers leave at the same step, after a checkpoint."""
-
-    reason: str
-
-
-Call = TellDrain | TellGone | TellScale | TellStop
 
 # --- to the API server ------------------------------------------------------------------------------------------------
 
@@ -124,6 +84,9 @@ class Plan:
 
     status: JobStatus
     calls: tuple[Call, ...] = ()
+    """To the coordinator; each may safely be repeated."""
+    recoveries: frozenset[str] = frozenset()
+    """Incarnations of lost workers that the others have to recover from."""
     actions: tuple[Action, ...] = ()
     events: tuple[EventMessage, ...] = ()
     """Emitted once the status has been written."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from virtualflow.protocol.http_api import ScaleCall
 from virtualflow_operator.api import Pod
 from virtualflow_operator.constants import COORDINATOR
 from virtualflow_operator.jobs import event_messages, manifests
-from virtualflow_operator.jobs.actions import CreatePod, CreateService, PointService, TellScale
+from virtualflow_operator.jobs.actions import CreatePod, CreateService, PointService
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.scene import Facts
 
@@ -78,4 +79,4 @@ def tell_scale(facts: Facts, draft: Draft) -> None:
         return
     desired, minimum = facts.spec.desired, min(facts.spec.min_replicas, facts.spec.most)
     if (remote.wanted, remote.minimum) != (desired, minimum):
-        draft.calls.append(TellScale(desired, minimum))
+        draft.calls.append(ScaleCall(desired, minimum))

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from virtualflow.protocol.http_api import Call
 from virtualflow_operator.api import Job, JobStatus, Pod
-from virtualflow_operator.jobs.actions import Action, Call, DeletePod, EventMessage, Plan
+from virtualflow_operator.jobs.actions import Action, DeletePod, EventMessage, Plan
 from virtualflow_operator.jobs.event_messages import messages_of_change
 from virtualflow_operator.jobs.job_status_builder import fresh_changes, known_step
 from virtualflow_operator.jobs.scene import Facts
@@ -25,6 +26,8 @@ class Draft:
         self.status: JobStatus = facts.granted.status
         """The job's status as far as it is decided."""
         self.calls: list[Call] = []
+        self.recoveries: set[str] = set()
+        """See :class:`Plan`."""
         self.actions: list[Action] = []
         self.events: list[EventMessage] = []
         self._facts = facts
@@ -65,6 +68,7 @@ class Draft:
         return Plan(
             status=msgspec.structs.replace(status, observed_generation=facts.job.generation),
             calls=tuple(self.calls),
+            recoveries=frozenset(self.recoveries),
             actions=tuple(self.actions),
             events=(*self.events, *messages_of_change(old, status, changes)),
             changes=tuple(changes),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from virtualflow.protocol.http_api import DrainCall, GoneCall
+from virtualflow.protocol.settings import MAX_REASON
 from virtualflow_operator.api import Standing
 from virtualflow_operator.jobs import event_messages
-from virtualflow_operator.jobs.actions import TellDrain, TellGone
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.pod_classification import LEFT, ClassifiedPod, has_left
 from virtualflow_operator.jobs.scene import Facts
@@ -20,8 +21,6 @@ _RELIEVED: tuple[Standing, ...] = ("starting", "ready", "training")
 _PRESENT: tuple[Standing, ...] = ("starting", "ready", "training", "draining", "silent")
 """Workers that the coordinator counts on, or waits for."""
 _POD_GONE = "its pod does not exist any more"
-_SHOWN = 400
-"""Characters of a reason that the coordinator is told."""
 
 
 def tell_losses(facts: Facts, draft: Draft) -> None:
@@ -30,8 +29,9 @@ def tell_losses(facts: Facts, draft: Draft) -> None:
         return
     for worker in facts.pods.of("lost", "left", "crashed", "disrupted", "refused"):
         if worker.standing in _PRESENT:
-            trained = worker.fate != "left" and worker.standing in ("training", "draining")
-            draft.calls.append(TellGone(worker.pod.name, worker.incarnation, worker.reason[:_SHOWN], trained))
+            draft.calls.append(GoneCall(worker.pod.name, worker.incarnation or None, worker.reason[:MAX_REASON]))
+            if worker.fate != "left" and worker.standing in ("training", "draining"):
+                draft.recoveries.add(worker.incarnation)
             if worker.fate != "left":
                 draft.events.append(event_messages.lost(worker.pod.name, worker.reason))
     _tell_deleted(facts, draft)
@@ -47,10 +47,11 @@ def _tell_deleted(facts: Facts, draft: Draft) -> None:
         if known.worker in names or known.state not in _PRESENT:
             continue
         if (known.worker, known.address) in left:
-            draft.calls.append(TellGone(known.worker, known.incarnation, LEFT))
+            draft.calls.append(GoneCall(known.worker, known.incarnation, LEFT))
         else:  # it was deleted by force
-            trained = known.state in ("training", "draining")
-            draft.calls.append(TellGone(known.worker, known.incarnation, _POD_GONE, trained))
+            draft.calls.append(GoneCall(known.worker, known.incarnation, _POD_GONE))
+            if known.state in ("training", "draining"):
+                draft.recoveries.add(known.incarnation)
             draft.events.append(event_messages.lost(known.worker, _POD_GONE))
 
 
@@ -67,7 +68,7 @@ def drain(facts: Facts, draft: Draft, leaving: Iterable[tuple[ClassifiedPod, str
         graces = [worker.pod.deleting_at - facts.now for worker in workers if worker.pod.deleting_at is not None]
         deadline = min(graces, default=float(facts.spec.elasticity.drain_grace_seconds))
         names = tuple(worker.pod.name for worker in workers)
-        draft.calls.append(TellDrain(names, max(deadline, 0.0), reason[:_SHOWN]))
+        draft.calls.append(DrainCall(names, max(deadline, 0.0), reason[:MAX_REASON]))
         draft.events.append(event_messages.draining(names, reason))
 
 

@@ -27,7 +27,7 @@ from virtualflow.protocol.settings import (
     ENV_VIRTUAL_NODES,
     ENV_WORKER,
 )
-from virtualflow_operator.api import Job, Node, Object, WorkerGroup, without_nulls
+from virtualflow_operator.api import Job, Object, WorkerGroup, without_nulls
 from virtualflow_operator.constants import (
     ANNOTATION_CONTAINER,
     ANNOTATION_TEMPLATE,
@@ -56,8 +56,6 @@ from virtualflow_operator.constants import (
 )
 from virtualflow_operator.settings import OperatorSettings
 
-UNSCHEDULABLE_TAINT = "node.kubernetes.io/unschedulable"
-"""The taint of a cordoned node."""
 _CHECKPOINT = ("directory", "everySeconds", "everySteps", "keep", "volume")
 """Fields of ``spec.checkpoint`` that a worker's pod is made from."""
 _USER = 65532
@@ -157,33 +155,6 @@ def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, setting
     metadata["annotations"][ANNOTATION_TEMPLATE] = template_hash(job, group)
     metadata["annotations"].setdefault(ANNOTATION_CONTAINER, container.get("name", ""))
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-
-
-def keep_off(pod: Object, nodes: Mapping[str, Node]) -> None:
-    """Keep a new worker off nodes that workers are taken from, where its template tolerates what the taints say.
-
-    Without that, it may be scheduled to the very node that its predecessor leaves, again and again.
-    """
-    spec = pod["spec"]
-    tolerated = {toleration.get("key") for toleration in spec.get("tolerations") or []}
-    names = [
-        name
-        for name, node in nodes.items()
-        if None in tolerated or "" in tolerated or tolerated.intersection((*node.taints, UNSCHEDULABLE_TAINT))
-    ]
-    if not names:
-        return
-    affinity = spec.setdefault("affinity", {})
-    required = affinity.setdefault("nodeAffinity", {}).setdefault(
-        "requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": []}
-    )
-    terms = required.setdefault("nodeSelectorTerms", [])
-    for term in terms or [{}]:  # the terms are alternatives: each must say it
-        term.setdefault("matchFields", []).append(
-            {"key": "metadata.name", "operator": "NotIn", "values": sorted(names)}
-        )
-        if not terms:
-            terms.append(term)
 
 
 def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings: OperatorSettings) -> list[Object]:

@@ -6,10 +6,10 @@ spot nodes, each worker is made for one of the two grounds: on-demand ones keep 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from virtualflow_operator.api import Demand, JobSpec, Object, QueueSpec, SelectorOperator
+from virtualflow_operator.api import Demand, JobSpec, Node, Object, QueueSpec, SelectorOperator
 from virtualflow_operator.constants import LABEL_CAPACITY, ON_DEMAND, SPOT
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 
@@ -21,6 +21,8 @@ _OPPOSITE: dict[SelectorOperator, SelectorOperator] = {
 }
 _PREFERENCE = 100
 """The weight of a preference for spot nodes: the most that Kubernetes knows."""
+_UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
+"""The taint of a cordoned node."""
 
 
 def tells_apart(spec: JobSpec, queue: QueueSpec | None) -> bool:
@@ -81,3 +83,30 @@ def _demand(spec: Object, terms: Sequence[Sequence[Demand]]) -> None:
 def _written(demand: Demand) -> dict[str, Any]:
     values = {"values": list(demand.values)} if demand.values else {}
     return {"key": demand.key, "operator": demand.operator, **values}
+
+
+def keep_off(pod: Object, nodes: Mapping[str, Node]) -> None:
+    """Keep a new worker off nodes that workers are taken from, where its template tolerates what the taints say.
+
+    Without that, it may be scheduled to the very node that its predecessor leaves, again and again.
+    """
+    spec = pod["spec"]
+    tolerated = {toleration.get("key") for toleration in spec.get("tolerations") or []}
+    names = [
+        name
+        for name, node in nodes.items()
+        if None in tolerated or "" in tolerated or tolerated.intersection((*node.taints, _UNSCHEDULABLE))
+    ]
+    if not names:
+        return
+    affinity = spec.setdefault("affinity", {})
+    required = affinity.setdefault("nodeAffinity", {}).setdefault(
+        "requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": []}
+    )
+    terms = required.setdefault("nodeSelectorTerms", [])
+    for term in terms or [{}]:  # the terms are alternatives: each must say it
+        term.setdefault("matchFields", []).append(
+            {"key": "metadata.name", "operator": "NotIn", "values": sorted(names)}
+        )
+        if not terms:
+            terms.append(term)

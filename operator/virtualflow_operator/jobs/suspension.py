@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from virtualflow.protocol.http_api import StopCall
 from virtualflow_operator.api import JobStatus, format_time, parse_time
 from virtualflow_operator.jobs import phases
-from virtualflow_operator.jobs.actions import TellStop
 from virtualflow_operator.jobs.draft import Draft
 from virtualflow_operator.jobs.job_status_builder import build_status
 from virtualflow_operator.jobs.scene import Facts
@@ -20,7 +20,7 @@ def suspend(facts: Facts, draft: Draft) -> JobStatus:
     deadline = since + float(facts.spec.elasticity.drain_grace_seconds)
     in_training = remote is not None and remote.phase in ("training", "evaluating")
     if live and in_training and facts.connected and now < deadline:
-        draft.calls.append(TellStop(facts.rest))
+        draft.calls.append(StopCall(facts.rest))
         draft.wake(deadline)
         return phases.suspending(build_status(facts, draft.status), facts.job, now)
     for worker in live:

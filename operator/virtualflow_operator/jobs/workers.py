@@ -10,7 +10,7 @@ from virtualflow_operator.jobs import event_messages, manifests
 from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.losses import drain
-from virtualflow_operator.jobs.node_affinity import choose_grounds, confine, tells_apart
+from virtualflow_operator.jobs.node_affinity import choose_grounds, confine, keep_off, tells_apart
 from virtualflow_operator.jobs.scene import Facts
 from virtualflow_operator.jobs.worker_plan import WorkerPlan, plan_workers
 
@@ -85,7 +85,7 @@ def _make(facts: Facts, draft: Draft, plan: WorkerPlan, address: str) -> list[st
         manifest = manifests.worker_pod(draft.job, group, ordinal, address, facts.settings)
         if queue is not None:
             confine(manifest, queue, ground)
-        manifests.keep_off(manifest, leaving)
+        keep_off(manifest, leaving)
         draft.actions.append(CreatePod(WORKER, manifest))
         made.append(manifest["metadata"]["name"])
     return made

@@ -60,7 +60,7 @@ class _Entry(Generic[V]):
 
 
 @dataclass
-class Shelf(Generic[V]):
+class ObjectCache(Generic[V]):
     """Objects of one kind, by namespace and name."""
 
     read: Callable[[Object], V]
@@ -121,12 +121,14 @@ class Store:
     """All that the operator has been told."""
 
     def __init__(self) -> None:
-        self.jobs: Shelf[Object] = Shelf(lambda body: body)
-        self.pods: Shelf[tuple[Key, Pod]] = Shelf(lambda body: (_must(key_of(body)), read_pod(body)))
-        self.services: Shelf[tuple[Key, Service]] = Shelf(lambda body: (_must(key_of(body)), read_service(body)))
-        self.nodes: Shelf[Node] = Shelf(read_node)
-        self.queues: Shelf[Queue] = Shelf(read_queue)
-        self.foreign_pods: Shelf[ForeignPod] = Shelf(read_foreign_pod)
+        self.jobs: ObjectCache[Object] = ObjectCache(lambda body: body)
+        self.pods: ObjectCache[tuple[Key, Pod]] = ObjectCache(lambda body: (_must(key_of(body)), read_pod(body)))
+        self.services: ObjectCache[tuple[Key, Service]] = ObjectCache(
+            lambda body: (_must(key_of(body)), read_service(body))
+        )
+        self.nodes: ObjectCache[Node] = ObjectCache(read_node)
+        self.queues: ObjectCache[Queue] = ObjectCache(read_queue)
+        self.foreign_pods: ObjectCache[ForeignPod] = ObjectCache(read_foreign_pod)
         """Pods of others; only kept while a queue counts what they take."""
         self.foreign_pods_known = False
         """Whether they were listed once: before that, nodes look emptier than they are."""

@@ -12,16 +12,16 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
-from urllib.parse import quote
 
 import aiohttp
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
-from virtualflow_operator.constants import GROUP, MANAGED_BY, PLURAL, QUEUE_PLURAL, VERSION
+from virtualflow_operator.constants import MANAGED_BY
+from virtualflow_operator.k8s.errors import Gone, Unavailable, refusal, unanswered
 from virtualflow_operator.k8s.nesting import TooDeep, bounded_response
+from virtualflow_operator.k8s.resources import Resource
 
 Object = dict[str, Any]
 """An object of the API as JSON has it."""
@@ -37,119 +37,6 @@ WATCH_SLACK = 30.0
 """Seconds after which a watch that should have ended is given up."""
 LIST_ATTEMPTS = 3
 """How often a list is begun when its ``continue`` token expires on the way."""
-_MESSAGE_LIMIT = 2000
-"""Characters kept of an answer that is no Status object (a proxy's error page)."""
-
-
-@dataclass(frozen=True)
-class Resource:
-    """One kind of object: where the API server keeps it."""
-
-    group: str
-    """Empty: the core group."""
-    version: str
-    plural: str
-    namespaced: bool
-
-    @property
-    def api_version(self) -> str:
-        """``apiVersion`` of its objects."""
-        return f"{self.group}/{self.version}" if self.group else self.version
-
-    @property
-    def root(self) -> str:
-        """The path of its group and version, where discovery answers."""
-        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
-
-    def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-        """Return the path of an object, or without a name of the collection; a namespace only bears on namespaced ones.
-
-        Raises ValueError for a name that would lead to another path: an empty one deletes or lists a whole collection.
-        """
-        parts = [self.root]
-        if self.namespaced and namespace is not None:
-            parts += ["namespaces", _segment(namespace)]
-        parts.append(self.plural)
-        if name is not None:
-            if self.namespaced and namespace is None:
-                raise ValueError(f"{self.plural}/{name} needs a namespace.")
-            parts.append(_segment(name))
-            if subresource is not None:
-                parts.append(_segment(subresource))
-        return "/".join(parts)
-
-
-JOBS = Resource(GROUP, VERSION, PLURAL, namespaced=True)
-QUEUES = Resource(GROUP, VERSION, QUEUE_PLURAL, namespaced=False)
-PODS = Resource("", "v1", "pods", namespaced=True)
-SERVICES = Resource("", "v1", "services", namespaced=True)
-SECRETS = Resource("", "v1", "secrets", namespaced=True)
-NODES = Resource("", "v1", "nodes", namespaced=False)
-EVENTS = Resource("", "v1", "events", namespaced=True)
-LEASES = Resource("coordination.k8s.io", "v1", "leases", namespaced=True)
-PDBS = Resource("policy", "v1", "poddisruptionbudgets", namespaced=True)
-NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", namespaced=True)
-
-
-class ApiError(Exception):
-    """The API server refused a request, or did not answer it."""
-
-    def __init__(self, code: int, reason: str, message: str) -> None:
-        super().__init__(message or reason or f"HTTP {code}")
-        self.code = code
-        """The HTTP status, or 0 when there was no answer."""
-        self.reason = reason
-        """The Status object's reason in CamelCase (``AlreadyExists``), or the name of a connection's error."""
-        self.message = message or reason or f"HTTP {code}"
-
-
-class NotFound(ApiError):
-    """404: there is no such object, or no such resource."""
-
-
-class AlreadyExists(ApiError):
-    """409: an object of this name is there."""
-
-
-class Conflict(ApiError):
-    """409: somebody else changed the object meanwhile, or a precondition does not hold."""
-
-
-class Gone(ApiError):
-    """410: a resourceVersion or a ``continue`` token is too old."""
-
-
-class Invalid(ApiError):
-    """400, 413, 422: the object will never be accepted as it is."""
-
-
-class Forbidden(ApiError):
-    """401, 403: the operator's account may not do this, or an admission rule forbids it."""
-
-
-class TooManyRequests(ApiError):
-    """429: the API server is overloaded, or a disruption budget forbids an eviction."""
-
-    def __init__(self, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
-        super().__init__(code, reason, message)
-        self.retry_after = retry_after
-        """Seconds to wait as the API server wishes; None when it does not say."""
-
-
-class Unavailable(ApiError):
-    """5xx, a time-out, or no connection: the request may or may not have been carried out."""
-
-
-_ERRORS: dict[int, type[ApiError]] = {
-    400: Invalid,
-    401: Forbidden,
-    403: Forbidden,
-    404: NotFound,
-    409: Conflict,
-    410: Gone,
-    413: Invalid,
-    422: Invalid,
-}
 
 
 class KubeApi:
@@ -180,32 +67,13 @@ class KubeApi:
         that are nested deeper than anything is read.
         Raises kubernetes.aio.config.ConfigException when neither is there.
         """
-        configuration = _configuration(too_deep)
+        configuration = configure(too_deep)
         try:
             load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         except ConfigException:
             path = os.environ.get("KUBECONFIG") or "~/.kube/config"
             loading = load_kube_config(path, client_configuration=configuration, persist_config=False)  # type: ignore[no-untyped-call]
             await loading
-        return cls(ApiClient(configuration), request_timeout=request_timeout, observe=observe)
-
-    @classmethod
-    def at(
-        cls,
-        host: str,
-        *,
-        token: str | None = None,
-        verify: bool = True,
-        request_timeout: float = REQUEST_TIMEOUT,
-        observe: Observe | None = None,
-        too_deep: TooDeep | None = None,
-    ) -> Self:
-        """Return a client of the API server at ``host`` (http://127.0.0.1:8001), by bearer token if given."""
-        configuration = _configuration(too_deep)
-        configuration.host = host.rstrip("/")
-        configuration.verify_ssl = verify
-        if token is not None:
-            configuration.api_key["BearerToken"] = f"Bearer {token}"
         return cls(ApiClient(configuration), request_timeout=request_timeout, observe=observe)
 
     async def __aenter__(self) -> Self:
@@ -278,7 +146,7 @@ class KubeApi:
             response: aiohttp.ClientResponse = answer.response
             try:
                 if response.status >= 300:
-                    raise _refusal(response.status, await response.read(), response.headers.get("Retry-After"))
+                    raise refusal(response.status, await response.read(), response.headers.get("Retry-After"))
                 rest = b""
                 async for chunk in response.content.iter_any():  # not by lines: aiohttp refuses long ones
                     *lines, rest = (rest + chunk).split(b"\n")
@@ -286,12 +154,12 @@ class KubeApi:
                         change = json.loads(line)
                         if change["type"] == "ERROR":
                             told = change["object"]
-                            raise _refusal(told.get("code") or 500, json.dumps(told).encode(), None)
+                            raise refusal(told.get("code") or 500, json.dumps(told).encode(), None)
                         yield change["type"], change["object"]
             finally:
                 response.close()
         except (aiohttp.ClientError, ConfigException, OSError, TimeoutError, ValueError) as error:
-            raise _unanswered(error, seconds) from error
+            raise unanswered(error, seconds) from error
 
     async def create(self, resource: Resource, namespace: str | None, body: Object, dry_run: bool = False) -> Object:
         """Create an object and return it as it was stored; ``dry_run`` only has it checked and filled with defaults."""
@@ -352,12 +220,12 @@ class KubeApi:
             data: bytes = await response.read()  # type: ignore[no-untyped-call]
             code = response.status
         except (aiohttp.ClientError, ConfigException, OSError, TimeoutError) as error:
-            raise _unanswered(error, self._timeout.total) from error
+            raise unanswered(error, self._timeout.total) from error
         finally:
             if self.observe is not None:
                 self.observe(method, resource.plural, code, time.monotonic() - begin)
         if code >= 300:  # redirects are followed; what is left of them is no answer either
-            raise _refusal(code, data, response.headers.get("Retry-After"))
+            raise refusal(code, data, response.headers.get("Retry-After"))
         try:
             answer = json.loads(data)
         except ValueError as error:
@@ -367,7 +235,7 @@ class KubeApi:
         return answer
 
 
-def _configuration(too_deep: TooDeep | None = None) -> Configuration:
+def configure(too_deep: TooDeep | None = None) -> Configuration:
     """Return the client's own defaults, and our limits: no retries, a bounded pool of connections, a bounded depth."""
     response_class = bounded_response(too_deep or (lambda kind, metadata: None))
     return Configuration(
@@ -375,45 +243,3 @@ def _configuration(too_deep: TooDeep | None = None) -> Configuration:
         retries=None,
         client_session_kwargs={"response_class": response_class},
     )
-
-
-def _segment(part: str) -> str:
-    """Return a part of a path, escaped; raises ValueError where escaping does not help."""
-    if part in {"", ".", ".."}:
-        raise ValueError(f"{part!r} cannot be the name of an object or a namespace.")
-    return quote(part, safe="")
-
-
-def _unanswered(error: Exception, seconds: float | None) -> Unavailable:
-    """Return what a failed connection means."""
-    if isinstance(error, TimeoutError):
-        return Unavailable(0, "Timeout", f"The API server did not answer within {seconds:g} s.")
-    return Unavailable(0, type(error).__name__, f"The API server cannot be reached: {error}")
-
-
-def _refusal(code: int, data: bytes, retry_after: str | None) -> ApiError:
-    """Return what an answer that is no success means; its body is a Status object, or a proxy's text."""
-    text = data.decode(errors="replace").strip()
-    try:
-        status = json.loads(text)
-    except ValueError:
-        status = None
-    if not (isinstance(status, dict) and status.get("kind") == "Status"):
-        status = {"message": text[:_MESSAGE_LIMIT]}
-    reason = str(status.get("reason") or "")
-    message = str(status.get("message") or "")
-    if code == 429:
-        return TooManyRequests(code, reason, message, _seconds(retry_after, status.get("details")))
-    if code >= 500 or code < 400:
-        return Unavailable(code, reason, message)
-    if code == 409 and reason == "AlreadyExists":
-        return AlreadyExists(code, reason, message)
-    return _ERRORS.get(code, ApiError)(code, reason, message)
-
-
-def _seconds(header: str | None, details: object) -> float | None:
-    """Return the seconds to wait by the header, else by the Status object's details."""
-    if header is not None and header.isascii() and header.isdigit():
-        return float(header)
-    hint = details.get("retryAfterSeconds") if isinstance(details, dict) else None
-    return float(hint) if isinstance(hint, int) and hint > 0 else None

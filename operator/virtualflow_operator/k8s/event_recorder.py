@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from virtualflow_operator.constants import API_VERSION, KIND, MANAGER
-from virtualflow_operator.k8s.client import EVENTS, AlreadyExists, ApiError, NotFound, Resource
+from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, NotFound
+from virtualflow_operator.k8s.resources import EVENTS, Resource
 from virtualflow_operator.settings import EventSettings
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,6 @@ class EventRecorder:
         api: the API server.
         settings: limits.
         instance: which replica says it, usually the pod's name.
-        on_error: told the class name of every API error.
         clock: steady, in seconds.
         wall: for the timestamps.
     """
@@ -74,17 +74,15 @@ class EventRecorder:
     def __init__(
         self,
         api: EventApi,
-        settings: EventSettings | None = None,
+        settings: EventSettings,
         *,
         instance: str = "",
-        on_error: Callable[[str], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._api = api
-        self._settings = settings or EventSettings()
+        self._settings = settings
         self._instance = (instance or MANAGER)[:MAX_INSTANCE]
-        self._on_error = on_error
         self._clock = clock
         self._wall = wall
         self._buckets: _Latest[_Bucket] = _Latest(self._settings.objects)
@@ -108,7 +106,6 @@ class EventRecorder:
             await self._write(metadata, name, kind, reason, message)
         except ApiError as error:
             self._written.pop(name)
-            self._on_error(type(error).__name__)
             logger.warning("could not write the event %s on %s: %s", reason, metadata["name"], error)
 
     async def _write(self, metadata: dict[str, Any], name: str, kind: EventType, reason: str, message: str) -> None:

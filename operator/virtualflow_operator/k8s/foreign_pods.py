@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 from virtualflow_operator.constants import LABEL_JOB
 from virtualflow_operator.k8s.cache import Store
-from virtualflow_operator.k8s.client import PODS, ApiError, Forbidden, KubeApi, NotFound
+from virtualflow_operator.k8s.client import KubeApi
+from virtualflow_operator.k8s.errors import ApiError, Forbidden, NotFound
 from virtualflow_operator.k8s.leader_election import leave_at_once
+from virtualflow_operator.k8s.resources import PODS
 from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, NoReturn, Protocol
 
-from virtualflow_operator.k8s.client import LEASES, AlreadyExists, ApiError, Conflict, NotFound, Resource
+from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Conflict, NotFound
+from virtualflow_operator.k8s.resources import LEASES, Resource
 from virtualflow_operator.settings import LeaseSettings
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from virtualflow_operator.api import queue_of
 from virtualflow_operator.constants import LABEL_JOB, LABEL_MANAGED_BY, MANAGED_BY
 from virtualflow_operator.k8s.cache import Key, Store, queue_key
-from virtualflow_operator.k8s.client import JOBS, NODES, PODS, QUEUES, SERVICES, Forbidden, KubeApi, NotFound
+from virtualflow_operator.k8s.client import KubeApi
+from virtualflow_operator.k8s.errors import Forbidden, NotFound
+from virtualflow_operator.k8s.resources import JOBS, NODES, PODS, QUEUES, SERVICES
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ the sums and the series of single jobs cannot drift apart, and a job's series va
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -72,10 +72,12 @@ class Metrics:
         # Otherwise every counter brings a second series with the time of its creation. It is the library's only switch.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
-        self._jobs = _Jobs(job_metrics)
-        self._queues = _Queues()
-        registry.register(self._jobs)
-        registry.register(self._queues)
+        self.jobs: dict[tuple[str, str], JobSample] = {}
+        """What is true of each job, by namespace and name; one that is taken out has no series any more."""
+        self.queues: dict[str, QueueSample] = {}
+        """Likewise of each queue."""
+        registry.register(_Jobs(self.jobs, job_metrics))
+        registry.register(_Queues(self.queues))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
@@ -88,20 +90,22 @@ class Metrics:
         self._pause = histogram(
             "virtualflow_change_pause_seconds", "How long a change held up the training.", PAUSES, "cause"
         )
-        self._recovery = histogram(
+        self.recovery = histogram(
             "virtualflow_recovery_seconds", "From a lost pod being seen to the training going on.", PAUSES
         )
-        self._loss_told = histogram(
+        self.loss_told = histogram(
             "virtualflow_loss_told_seconds",
             "From the watch event of a lost pod, or of one about to be lost, to the coordinator having been told.",
             PAUSES,
         )
-        self._reconcile = histogram("virtualflow_reconcile_duration_seconds", "One reconciliation of a job.", CALLS)
-        self._errors = counter("virtualflow_reconcile_errors_total", "Reconciliations that failed.", "kind")
-        self._depth = Gauge(
+        self.reconciliation = histogram("virtualflow_reconcile_duration_seconds", "One reconciliation of a job.", CALLS)
+        self.errors = counter("virtualflow_reconcile_errors_total", "Reconciliations that failed.", "kind")
+        self.queue_depth = Gauge(
             "virtualflow_queue_depth", "Jobs that are due and wait to be reconciled.", registry=registry
         )
-        self._wait = histogram("virtualflow_queue_wait_seconds", "From a job being due to its reconciliation.", CALLS)
+        self.queue_wait = histogram(
+            "virtualflow_queue_wait_seconds", "From a job being due to its reconciliation.", CALLS
+        )
         self._requests = counter(
             "virtualflow_api_requests_total",
             "Requests to the API server; code 0: no answer.",
@@ -112,13 +116,13 @@ class Metrics:
         self._request_seconds = histogram(
             "virtualflow_api_request_duration_seconds", "Requests to the API server.", CALLS, "method"
         )
-        self._cut = counter(
+        self.objects_cut = counter(
             "virtualflow_objects_cut_total", "Objects that are nested too deep to be read as a whole.", "kind"
         )
         self._calls = counter("virtualflow_coordinator_calls_total", "Calls to coordinators.", "call", "outcome")
-        self._created = counter("virtualflow_pods_created_total", "Pods that were created.", "role")
-        self._deleted = counter("virtualflow_pods_deleted_total", "Pods that were deleted.", "reason")
-        self._leader = Gauge("virtualflow_leader", "1: this replica leads; 0: it stands by.", registry=registry)
+        self.pods_created = counter("virtualflow_pods_created_total", "Pods that were created.", "role")
+        self.pods_deleted = counter("virtualflow_pods_deleted_total", "Pods that were deleted.", "reason")
+        self.leader = Gauge("virtualflow_leader", "1: this replica leads; 0: it stands by.", registry=registry)
         Gauge("virtualflow_build_info", "The operator's version.", ("version",), registry=registry).labels(
             __version__
         ).set(1)
@@ -132,70 +136,14 @@ class Metrics:
         if pause_seconds is not None:
             self._pause.labels(cause).observe(pause_seconds)
 
-    def recovered(self, seconds: float) -> None:
-        """Note how long after a lost pod was seen the training went on."""
-        self._recovery.observe(seconds)
-
-    def loss_told(self, seconds: float) -> None:
-        """Note how long after the watch event of a loss its coordinator knew."""
-        self._loss_told.observe(seconds)
-
-    def reconciled(self, seconds: float) -> None:
-        """Note how long one reconciliation took."""
-        self._reconcile.observe(seconds)
-
-    def reconcile_error(self, kind: str) -> None:
-        """Count a reconciliation that failed, by the error's class name."""
-        self._errors.labels(kind).inc()
-
-    def queue_depth(self, depth: int) -> None:
-        """Set how many jobs are due and wait."""
-        self._depth.set(depth)
-
-    def queue_wait(self, seconds: float) -> None:
-        """Note how long a job that was due had to wait."""
-        self._wait.observe(seconds)
-
     def api_request(self, method: str, resource: str, code: int, seconds: float) -> None:
         """Count a request to the API server; fits ``KubeApi``'s ``observe``."""
         self._requests.labels(method, resource, str(code)).inc()
         self._request_seconds.labels(method).observe(seconds)
 
-    def object_cut(self, kind: str) -> None:
-        """Count an object, or a change of one, that is nested too deep to be read as a whole."""
-        self._cut.labels(kind).inc()
-
     def coordinator_call(self, call: str, outcome: str) -> None:
         """Count a call to a coordinator."""
         self._calls.labels(call, outcome).inc()
-
-    def pod_created(self, role: str) -> None:
-        """Count a pod that was created: ``worker`` or ``coordinator``."""
-        self._created.labels(role).inc()
-
-    def pod_deleted(self, reason: str) -> None:
-        """Count a pod that was deleted, by why."""
-        self._deleted.labels(reason).inc()
-
-    def leads(self, leading: bool) -> None:
-        """Set whether this replica leads."""
-        self._leader.set(leading)
-
-    def job(self, namespace: str, name: str, sample: JobSample) -> None:
-        """Set what is true of a job."""
-        self._jobs.samples[namespace, name] = sample
-
-    def forget_job(self, namespace: str, name: str) -> None:
-        """Remove a job that is gone, with its series."""
-        self._jobs.samples.pop((namespace, name), None)
-
-    def shared(self, queue: str, sample: QueueSample) -> None:
-        """Set what is true of a queue."""
-        self._queues.samples[queue] = sample
-
-    def forget_queue(self, queue: str) -> None:
-        """Remove a queue that is gone, with its series."""
-        self._queues.samples.pop(queue, None)
 
     def exposition(self) -> bytes:
         """Return everything in the text format of Prometheus."""
@@ -205,13 +153,12 @@ class Metrics:
 class _Jobs(Collector):
     """The gauges that follow from the jobs."""
 
-    def __init__(self, single: bool) -> None:
-        self.samples: dict[tuple[str, str], JobSample] = {}
-        self._single = single
+    def __init__(self, samples: Mapping[tuple[str, str], JobSample], single: bool) -> None:
+        self._samples, self._single = samples, single
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Compute all of them at this moment."""
-        samples = list(self.samples.items())
+        samples = list(self._samples.items())
         phases = GaugeMetricFamily("virtualflow_jobs", "Jobs, by phase.", labels=("phase",))
         for phase, count in (dict.fromkeys(PHASES, 0) | Tally(sample.phase for _, sample in samples)).items():
             phases.add_metric((phase,), count)
@@ -239,12 +186,12 @@ class _Jobs(Collector):
 class _Queues(Collector):
     """The gauges of each ``VirtualFlowQueue``; there are few, and those who run the cluster make them."""
 
-    def __init__(self) -> None:
-        self.samples: dict[str, QueueSample] = {}
+    def __init__(self, samples: Mapping[str, QueueSample]) -> None:
+        self._samples = samples
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Compute all of them at this moment."""
-        samples = sorted(self.samples.items())
+        samples = sorted(self._samples.items())
         for field, text in _OF_A_QUEUE.items():
             family = GaugeMetricFamily(f"virtualflow_shared_{field}", text, labels=("queue",))
             for name, sample in samples:

@@ -1,7 +1,5 @@
 """How a queue's capacity is counted and shared between its jobs: pure."""
 
-from __future__ import annotations
-
 from virtualflow_operator.queues.allocation import Member, QueueDecision, QueueScene, allocate
 from virtualflow_operator.queues.capacity import requested, worker_units
 from virtualflow_operator.queues.grants import MAX_MESSAGE, Grant, Granted, known_grant, settle_grant, with_allocation

@@ -12,7 +12,7 @@ import msgspec
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
 from virtualflow_operator.scheduling import POLICIES, policy
-from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
+from virtualflow_operator.settings import SimulationSettings
 from virtualflow_operator.simulator.measures import Measures, measure
 from virtualflow_operator.simulator.plots import draw
 from virtualflow_operator.simulator.simulation import ResizeCost, Result, simulate
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         trace = trace.on(given.capacity)
     chosen = {name: policy(name) for name in given.policy or POLICIES}
     results = {
-        name: simulate(trace, decide, cost, SchedulingSettings(), knowledge=given.knowledge, every=given.every)
+        name: simulate(trace, decide, cost, defaults.scheduling, knowledge=given.knowledge, every=given.every)
         for name, decide in chosen.items()
     }
     measured = {name: measure(result) for name, result in results.items()}

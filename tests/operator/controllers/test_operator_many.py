@@ -10,7 +10,7 @@ import pytest
 from fake_api import Fault
 from stage import NAMESPACE, WRITES, Stage, job, play
 
-from virtualflow_operator.k8s.client import JOBS
+from virtualflow_operator.k8s.resources import JOBS
 
 
 def test_twenty_jobs_at_once(tmp_path: Path) -> None:

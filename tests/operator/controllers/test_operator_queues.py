@@ -4,73 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_api import Fault
 from kubelet import NODES as NODE_NAMES
+from queue_stage import QUICK_POLICY, SLOT, add_queue, foreign_pod, given, queue, queued, ready, set_slots, shares
 from stage import NAMESPACE, Stage, job, play
 
 from virtualflow_operator.constants import WORKER
-from virtualflow_operator.k8s.client import NODES, PODS, QUEUES, Object
-from virtualflow_operator.settings import SchedulingSettings
-
-SLOT = "example.com/slot"
-QUICK_POLICY = SchedulingSettings(hold=0.2)
-"""Growth soon after a change, so that the tests need not wait for it."""
-
-
-def queued(name: str, **spec: Any) -> Object:
-    """A job of the queue ``shared``; each worker takes a slot."""
-    container = {"name": "worker", "image": "trainer:test", "resources": {"limits": {SLOT: "1"}}}
-    groups = [{"name": "w", "template": {"spec": {"containers": [container]}}}]
-    return job(name, **({"queue": "shared", "workerGroups": groups, "maxReplicas": 8} | spec))
-
-
-def add_queue(stage: Stage, slots: int = 2, name: str = "shared", **spec: Any) -> Object:
-    """Give each node so many slots, and add a queue that shares them."""
-    for node in NODE_NAMES:
-        set_slots(stage, node, slots)
-    whole = {"resource": SLOT} | spec
-    spec = {key: value for key, value in whole.items() if value is not None}
-    return stage.server.add(
-        {"apiVersion": QUEUES.api_version, "kind": "VirtualFlowQueue", "metadata": {"name": name}, "spec": spec}
-    )
-
-
-def foreign_pod(name: str, slots: int) -> Object:
-    """Somebody else's pod on a node, which takes so many slots."""
-    container = {"name": "web", "image": "web:1", "resources": {"requests": {SLOT: str(slots)}}}
-    metadata = {"name": name, "namespace": NAMESPACE}
-    spec = {"containers": [container], "nodeName": "node-a"}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-
-
-def set_slots(stage: Stage, node: str, slots: int) -> None:
-    stage.server.modify(NODES, None, node, {"status": {"allocatable": {SLOT: str(slots)}}}, "status")
-
-
-def shares(stage: Stage, *names: str) -> list[int]:
-    """Workers in pods, job by job."""
-    return [len(stage.workers(name)) for name in names]
-
-
-def given(stage: Stage, name: str) -> int | None:
-    """What the job's status says that it was given."""
-    found = stage.status(name).get("allocation", {}).get("workers")
-    return found if found is None or isinstance(found, int) else None
-
-
-def queue(stage: Stage, name: str = "shared") -> Object:
-    found = stage.server.find(QUEUES, None, name)
-    assert found is not None
-    return found
-
-
-def ready(stage: Stage, name: str = "shared") -> Object:
-    conditions = (queue(stage, name).get("status") or {}).get("conditions") or [{}]
-    found: Object = conditions[0]
-    return found
+from virtualflow_operator.k8s.client import Object
+from virtualflow_operator.k8s.resources import NODES, PODS, QUEUES
 
 
 def test_shares_follow_the_weights_as_jobs_come_and_go(tmp_path: Path) -> None:
@@ -355,80 +298,6 @@ def test_a_queue_at_rest_is_never_written(tmp_path: Path) -> None:
         await stage.quiet(2.0)
         assert queue(stage)["metadata"]["resourceVersion"] == version
         assert [write for write in stage.writes(since) if "pods" in write or "queues" in write] == []
-
-    play(tmp_path, story)
-
-
-def test_the_minimum_is_made_for_on_demand_nodes_and_the_rest_for_spot_ones(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        for node in NODE_NAMES:
-            stage.server.modify(NODES, None, node, {"metadata": {"labels": {"pool": "ml"}}})
-        stage.server.modify(NODES, None, "node-c", {"metadata": {"labels": {"capacity": "spot"}}})
-        add_queue(
-            stage,
-            nodeSelector={"matchLabels": {"pool": "ml"}},
-            spotSelector={"matchLabels": {"capacity": "spot"}},
-        )
-        stage.start(scheduling=QUICK_POLICY)
-        stage.server.add(queued("digits", minReplicas=2, elasticity={"minReplicasOn": "OnDemand"}))
-        await stage.until(lambda: stage.trains("digits", 6))
-        assert queue(stage)["status"]["capacity"]["spot"] == "2"
-        grounds = [pod["metadata"]["labels"]["virtualflow.dev/capacity"] for pod in stage.pods("digits", WORKER)]
-        assert sorted(grounds) == ["on-demand"] * 2 + ["spot"] * 4
-        for pod in stage.pods("digits", WORKER):
-            affinity = pod["spec"]["affinity"]["nodeAffinity"]
-            (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-            demands = {(d["key"], d["operator"]) for d in term["matchExpressions"]}
-            on_demand = pod["metadata"]["labels"]["virtualflow.dev/capacity"] == "on-demand"
-            assert demands == {("pool", "In")} | ({("capacity", "NotIn")} if on_demand else set())
-            assert ("preferredDuringSchedulingIgnoredDuringExecution" in affinity) is not on_demand
-        # Fewer are wanted: those on spot nodes go first.
-        stage.change("digits", maxReplicas=3)
-        await stage.until(lambda: stage.trains("digits", 3))
-        left = [pod["metadata"]["labels"]["virtualflow.dev/capacity"] for pod in stage.pods("digits", WORKER)]
-        assert sorted(left) == ["on-demand", "on-demand", "spot"]
-
-    play(tmp_path, story)
-
-
-def test_workers_that_find_no_node_are_withdrawn_and_others_get_their_share(tmp_path: Path) -> None:
-    async def story(stage: Stage) -> None:
-        add_queue(stage)
-        pods = stage.server.all
-
-        def large(pod: Object) -> bool:
-            """Of the job ``large`` only one worker finds a node with enough of everything."""
-            own = pods(PODS, NAMESPACE, "virtualflow.dev/job=large,virtualflow.dev/role=worker")
-            name = pod["metadata"]["name"]
-            return name.startswith("large-w") and any(p["spec"].get("nodeName") for p in own)
-
-        stage.kubelet.unschedulable = large
-        stage.start("--unschedulable-seconds=1", scheduling=QUICK_POLICY)
-        stage.server.add(queued("large"))
-        stage.server.add(queued("small"))
-        await stage.until(lambda: given(stage, "large") == 3 and len(stage.workers("large")) == 3)
-        await stage.until(lambda: stage.status("large").get("readyReplicas") == 1)
-        for pod in stage.pods("large", WORKER):
-            if not pod["spec"].get("nodeName"):
-                stage.server.set_pod(
-                    NAMESPACE,
-                    pod["metadata"]["name"],
-                    conditions=[
-                        {
-                            "type": "PodScheduled",
-                            "status": "False",
-                            "reason": "Unschedulable",
-                            "message": "too small",
-                            "lastTransitionTime": stage.server.store.now().strftime("%Y-%m-%dT%H:%M:%SZ"),
-                        }
-                    ],
-                )
-        await stage.until(lambda: given(stage, "large") == 1 and stage.trains("small", 5))
-        assert shares(stage, "large", "small") == [1, 5]
-        stage.kubelet.unschedulable = lambda _: False
-        stage.server.set_node("node-a", taints=[{"key": "new", "effect": "NoSchedule"}])
-        stage.server.set_node("node-a", taints=[])
-        await stage.until(lambda: stage.trains("large", 3) and stage.trains("small", 3))
 
     play(tmp_path, story)
 

@@ -17,7 +17,7 @@ from running import COMMAND, OperatorProcess, Wire, free_port, write_kubeconfig
 from stage import NAMESPACE, TOKEN, WRITES, Stage, play
 
 from virtualflow_operator.constants import COORDINATOR, WORKER
-from virtualflow_operator.k8s.client import LEASES, PODS
+from virtualflow_operator.k8s.resources import LEASES, PODS
 
 
 @dataclass

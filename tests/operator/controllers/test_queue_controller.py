@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from api_clients import client_of
 from fake_api import FakeApi
 from prometheus_client.parser import text_string_to_metric_families
 from scenes import NOW, container, group, training
@@ -18,9 +19,10 @@ from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.manager import Manager
 from virtualflow_operator.controllers.queue_controller import QueueController
 from virtualflow_operator.k8s.cache import Key, Store, queue_key
-from virtualflow_operator.k8s.client import JOBS, QUEUES, KubeApi, Object
+from virtualflow_operator.k8s.client import KubeApi, Object
 from virtualflow_operator.k8s.nesting import DeepObjects
 from virtualflow_operator.k8s.relist import relist
+from virtualflow_operator.k8s.resources import JOBS, QUEUES
 from virtualflow_operator.observability.metrics import Metrics
 from virtualflow_operator.settings import OperatorSettings
 
@@ -46,9 +48,12 @@ def shown(metrics: Metrics) -> dict[str, float]:
 
 def test_a_queue_is_shown_as_it_is_and_no_longer_once_it_is_gone() -> None:
     async def story() -> None:
-        async with asyncio.timeout(30), FakeApi() as server, KubeApi.at(server.url) as api:
+        async with asyncio.timeout(30), FakeApi() as server, client_of(server.url) as api:
             metrics, visited = Metrics(), list[Key]()
-            own, too_deep = OperatorSettings(image="operator:test"), DeepObjects(metrics.object_cut)
+            own, too_deep = (
+                OperatorSettings(image="operator:test"),
+                DeepObjects(lambda kind: metrics.objects_cut.labels(kind).inc()),
+            )
             manager = Manager(own, api, api, KEY.encode(), metrics, too_deep)
 
             async def look() -> None:

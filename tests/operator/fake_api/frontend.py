@@ -21,9 +21,7 @@ from fake_api.kinds import Kind
 from fake_api.status import Object, Refusal
 from fake_api.store import Change, Store
 
-_SUBRESOURCES = {"status", "scale", "eviction", "finalize"}
-_BOOKMARK_LEAD = 2.0
-"""Seconds before its end at which a watch says how far it has come."""
+_SUBRESOURCES = {"status", "scale", "finalize"}
 _WATCH_SECONDS = 1800
 _DEEP = re.compile(r'"@deep (\d+)@"')
 
@@ -85,7 +83,6 @@ class Frontend:
         self.token = token
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
-        self.collects_garbage = True
         self._collecting = False
         self.news = asyncio.Event()
         """Set, and a new one put in its place, at every change and request."""
@@ -102,7 +99,7 @@ class Frontend:
             if kind is change.kind:
                 queue.put_nowait(change)
         owned = change.type == "ADDED" and change.item["metadata"].get("ownerReferences")
-        if self.collects_garbage and (owned or change.type == "DELETED"):
+        if owned or change.type == "DELETED":
             with contextlib.suppress(RuntimeError):  # before the loop runs there is nothing to collect
                 loop = asyncio.get_running_loop()
                 if not self._collecting:
@@ -112,8 +109,7 @@ class Frontend:
 
     def _collect(self) -> None:
         self._collecting = False
-        if self.collects_garbage:
-            self.store.collect_garbage()
+        self.store.collect_garbage()
 
     def _pulse(self) -> None:
         self.news.set()
@@ -197,10 +193,6 @@ class Frontend:
             return 200, self._list(request, kind, namespace)
         if call.verb == "create" and call.name is None:
             return 201, store.create(kind, namespace, body, dry_run)
-        if call.verb == "create" and call.part == "eviction":
-            options = body.get("deleteOptions") or {}
-            store.delete(kind, namespace, call.name or "", options, dry_run)
-            return 201, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
         if call.name is None:
             raise Refusal(405, "MethodNotAllowed", "the server does not allow this method on the requested resource")
         name = call.name
@@ -273,22 +265,14 @@ class Frontend:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        bookmark = deadline - _BOOKMARK_LEAD if request.query.get("allowWatchBookmarks") == "true" else None
         try:
             await response.prepare(request)
             while True:
-                limit = deadline if bookmark is None else bookmark
                 try:
-                    async with asyncio.timeout_at(limit):
+                    async with asyncio.timeout_at(deadline):
                         change = await queue.get()
                 except TimeoutError:
-                    if bookmark is None:
-                        break
-                    bookmark = None
-                    metadata = {"resourceVersion": str(self.store.version), "creationTimestamp": None}
-                    item = {"kind": kind.kind, "apiVersion": kind.api_version, "metadata": metadata}
-                    await response.write(_line("BOOKMARK", item))
-                    continue
+                    break
                 if change is None:
                     break
                 event = self._event(request, call, change)

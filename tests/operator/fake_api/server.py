@@ -66,17 +66,6 @@ class FakeApi:
     def token(self, token: str | None) -> None:
         self._frontend.token = token
 
-    @property
-    def collects_garbage(self) -> bool:
-        """Whether objects go when all of their owners are gone."""
-        return self._frontend.collects_garbage
-
-    @collects_garbage.setter
-    def collects_garbage(self, collects: bool) -> None:
-        self._frontend.collects_garbage = collects
-        if collects:
-            self.store.collect_garbage()
-
     async def start(self) -> None:
         """Listen, on the former port if there was one."""
         application = web.Application(client_max_size=3 * 1024 * 1024)
@@ -169,9 +158,6 @@ class FakeApi:
         kind = next(k for k in self.store.kinds.values() if (k.api_version, k.kind) == _type(manifest))
         namespace = manifest["metadata"].get("namespace", "default") if kind.namespaced else None
         return self.store.create(kind, namespace, manifest)
-
-    def add_namespace(self, name: str) -> None:
-        self.store.create(kinds.NAMESPACES, None, {"metadata": {"name": name}})
 
     def all(self, resource: ResourceLike, namespace: str | None = None, labels: str = "") -> list[Object]:
         """Return the objects of a namespace (None: of all) that the selector matches; not to be changed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ _FIRST = 100
 """The version of an empty cluster; older ones are forgotten."""
 _HISTORY = 20_000
 """Changes to be told to who comes back."""
-_SUFFIX = "bcdfghjklmnpqrstvwxz2456789"
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 Key = tuple[str | None, str]
 
@@ -109,8 +107,6 @@ class Store:
             self.get(kinds.NAMESPACES, None, namespace or "")
         if metadata.get("resourceVersion"):
             raise status.bad_request("resourceVersion should not be set on objects to be created")
-        if metadata.get("generateName") and not metadata.get("name"):
-            metadata["name"] = metadata["generateName"] + "".join(random.choices(_SUFFIX, k=5))
         for key in ("deletionTimestamp", "deletionGracePeriodSeconds", "generation", "selfLink"):
             metadata.pop(key, None)
         if kind.status and kind is not kinds.NODES:

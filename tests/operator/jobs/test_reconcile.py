@@ -38,11 +38,12 @@ from scenes import (
     verdict_of,
 )
 
+from virtualflow.protocol.http_api import GoneCall, ScaleCall
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api.job_status import write_status
 from virtualflow_operator.api.objects import Node, Service, format_time
-from virtualflow_operator.jobs.actions import CheckTemplates, DeletePod, TellGone, TellScale
+from virtualflow_operator.jobs.actions import CheckTemplates, DeletePod
 
 # --- the beginning ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ def test_a_job_of_another_controller_that_cannot_be_read_is_not_touched_either()
 def test_scaling_up_makes_workers_and_tells_the_coordinator_how_many() -> None:
     plan = edit(training(), replicas=4).decide()
     assert created(plan) == ["digits-workers-2", "digits-workers-3"]
-    assert plan.calls == (TellScale(4, 1),)
+    assert plan.calls == (ScaleCall(4, 1),)
     assert plan.status.workers == "2/4"
     assert reason_of(plan, "Degraded") == ("True", reasons.FEWER_WORKERS)
 
@@ -127,7 +128,7 @@ def test_scaling_down_drains_whom_it_can_do_without_by_one_call() -> None:
     plan = edit(training(4), replicas=2).decide()
     assert drained(plan) == ["digits-workers-3", "digits-workers-2"]
     assert deleted(plan) == drained(plan)
-    assert kinds(plan.calls) == ["TellScale", "TellDrain"]
+    assert kinds(plan.calls) == ["ScaleCall", "DrainCall"]
     assert [action.cause for action in plan.actions if isinstance(action, DeletePod)] == ["scale", "scale"]
     assert noticed(plan) == [reasons.DRAINING]
 
@@ -248,7 +249,7 @@ def test_notices_of_a_drain_are_not_swallowed_by_another_of_the_same_reason() ->
     swap(stage, dataclasses.replace(stage.pods[2], node="node-0"))
     swap(stage, ended(stage.pods[3], word=RAISED))
     plan = stage.decide()
-    assert kinds(plan.calls) == ["TellGone", "TellDrain"]
+    assert kinds(plan.calls) == ["GoneCall", "DrainCall"]
     assert drained(plan) == ["digits-workers-0", "digits-workers-1"]
     assert noticed(plan) == [reasons.LOST, reasons.DRAINING, reasons.CRASHED, reasons.CREATED]
 
@@ -257,8 +258,8 @@ def test_a_worker_whose_pod_was_deleted_by_force_is_told_gone_at_once() -> None:
     stage = training()
     lost = stage.pods.pop()
     plan = stage.decide()
-    gone = [call for call in plan.calls if isinstance(call, TellGone)]
-    assert [(call.worker, call.trained) for call in gone] == [(lost.name, True)]
+    gone = [call for call in plan.calls if isinstance(call, GoneCall)]
+    assert [(call.worker, call.incarnation in plan.recoveries) for call in gone] == [(lost.name, True)]
     assert created(plan) == [lost.name]
     assert reasons.LOST in noticed(plan)
 
@@ -281,8 +282,8 @@ def test_a_worker_that_left_before_its_pod_was_deleted_is_not_lost(
     stage.former = [was if at_home else dataclasses.replace(was, ip="10.1.9.9")]
     plan = stage.decide()
     (told,) = plan.calls
-    assert isinstance(told, TellGone)
-    assert (told.worker, told.trained) == (was.name, not left)
+    assert isinstance(told, GoneCall)
+    assert (told.worker, told.incarnation in plan.recoveries) == (was.name, not left)
     assert (reasons.LOST in noticed(plan)) == (not left)
 
 

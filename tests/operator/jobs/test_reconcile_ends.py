@@ -30,11 +30,12 @@ from scenes import (
     worker,
 )
 
+from virtualflow.protocol.http_api import StopCall
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node, Service, format_time
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.actions import DeleteJob, PointService, TellStop
+from virtualflow_operator.jobs.actions import DeleteJob, PointService
 
 # --- how it ends ------------------------------------------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ def test_a_suspended_job_stops_behind_one_step_and_then_loses_all_its_pods(keeps
     extra: dict[str, Any] = {"checkpoint": {"volume": {"persistentVolumeClaim": {"claimName": "c"}}}} if keeps else {}
     stage = edit(training(**extra), suspend=True)
     plan = stage.decide()
-    assert (plan.calls, plan.actions) == ((TellStop("the job is suspended"),), ())
+    assert (plan.calls, plan.actions) == ((StopCall("the job is suspended"),), ())
     assert (plan.status.phase, plan.wake_at) == ("Suspending", NOW + 30)
     stage.write(plan)
 

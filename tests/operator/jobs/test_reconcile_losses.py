@@ -29,10 +29,11 @@ from scenes import (
     worker,
 )
 
+from virtualflow.protocol.http_api import DrainCall, GoneCall
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node
-from virtualflow_operator.jobs.actions import DeletePod, TellDrain, TellGone
+from virtualflow_operator.jobs.actions import DeletePod
 from virtualflow_operator.jobs.disruptions import OUT_OF_SERVICE, TERMINATION_TAINTS
 
 # --- what is announced ------------------------------------------------------------------------------------------------
@@ -42,21 +43,21 @@ def test_deleting_a_pod_is_a_drain_with_the_deadline_of_the_pod() -> None:
     stage = training()
     swap(stage, dataclasses.replace(stage.pods[2], deleting_at=NOW + 12))
     plan = stage.decide()
-    assert plan.calls == (TellDrain(("digits-workers-1",), 12.0, "its pod is being deleted"),)
+    assert plan.calls == (DrainCall(("digits-workers-1",), 12.0, "its pod is being deleted"),)
     assert (created(plan), deleted(plan)) == (["digits-workers-2"], [])
 
 
 def test_a_deadline_that_has_passed_is_no_negative_number() -> None:
     stage = training()
     swap(stage, dataclasses.replace(stage.pods[2], deleting_at=NOW - 3))
-    assert stage.decide().calls == (TellDrain(("digits-workers-1",), 0.0, "its pod is being deleted"),)
+    assert stage.decide().calls == (DrainCall(("digits-workers-1",), 0.0, "its pod is being deleted"),)
 
 
 def test_an_eviction_is_a_drain_with_its_reason() -> None:
     stage = training()
     why = "EvictionByEvictionAPI: Eviction API: evicting"
     swap(stage, dataclasses.replace(stage.pods[1], deleting_at=NOW + 30, disrupted=why))
-    assert stage.decide().calls == (TellDrain(("digits-workers-0",), 30.0, why),)
+    assert stage.decide().calls == (DrainCall(("digits-workers-0",), 30.0, why),)
 
 
 @pytest.mark.parametrize("taint", [*TERMINATION_TAINTS, "example.com/going"])
@@ -65,7 +66,7 @@ def test_a_taint_that_announces_the_end_of_a_node_drains_its_worker_at_once(tain
     stage.settings = dataclasses.replace(SETTINGS, extra_taints=("example.com/going",))
     stage.nodes = nodes(*stage.pods, node_1=Node("", taints=("other", taint)))
     plan = stage.decide()
-    assert plan.calls == (TellDrain(("digits-workers-1",), 30.0, f"its node node-1 has the taint {taint}"),)
+    assert plan.calls == (DrainCall(("digits-workers-1",), 30.0, f"its node node-1 has the taint {taint}"),)
     assert (created(plan), deleted(plan)) == (["digits-workers-2"], ["digits-workers-1"])
 
 
@@ -152,7 +153,7 @@ def test_a_loss_is_told_at_once_with_the_process_that_is_meant(happens: Callable
     happens(stage)
     plan = stage.decide()
     (told,) = plan.calls
-    assert isinstance(told, TellGone)
+    assert isinstance(told, GoneCall)
     assert (told.worker, told.incarnation) == ("digits-workers-1", "process-of-workers-1")
     assert why in told.reason
     assert "digits-workers-2" in created(plan)

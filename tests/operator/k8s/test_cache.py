@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow_operator.constants import LABEL_JOB
-from virtualflow_operator.k8s.cache import Shelf, Store, key_of
+from virtualflow_operator.k8s.cache import ObjectCache, Store, key_of
 
 KEY = ("ml", "digits")
 
@@ -28,11 +28,11 @@ def pod(
     return body
 
 
-def shelf() -> Shelf[int]:
-    return Shelf(lambda body: int(body["metadata"]["resourceVersion"]))
+def shelf() -> ObjectCache[int]:
+    return ObjectCache(lambda body: int(body["metadata"]["resourceVersion"]))
 
 
-def value(kept: Shelf[int], name: str = "a") -> int | None:
+def value(kept: ObjectCache[int], name: str = "a") -> int | None:
     entry = kept.entries.get(("ml", name))
     return entry.value if entry is not None else None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from api_clients import client_of
 from fake_api import FakeApi, Fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,25 +22,19 @@ from kubernetes.aio.config import ConfigException, incluster_config
 
 from tiers import examples
 from virtualflow_operator.k8s import client
-from virtualflow_operator.k8s.client import (
-    JOBS,
-    LEASES,
-    MAX_CONNECTIONS,
-    NODES,
-    PODS,
-    SECRETS,
+from virtualflow_operator.k8s.client import MAX_CONNECTIONS, KubeApi, Object
+from virtualflow_operator.k8s.errors import (
     AlreadyExists,
     ApiError,
     Conflict,
     Forbidden,
     Gone,
     Invalid,
-    KubeApi,
     NotFound,
-    Object,
     TooManyRequests,
     Unavailable,
 )
+from virtualflow_operator.k8s.resources import JOBS, LEASES, NODES, PODS, SECRETS
 
 Test = Callable[[FakeApi, KubeApi], Coroutine[Any, Any, None]]
 
@@ -51,7 +46,7 @@ def run(test: Test, *, request_timeout: float = 10.0) -> None:
         async with (
             asyncio.timeout(30),
             FakeApi(token="secret") as server,
-            KubeApi.at(server.url, token="secret", request_timeout=request_timeout) as api,
+            client_of(server.url, token="secret", request_timeout=request_timeout) as api,
         ):
             await test(server, api)
 
@@ -74,7 +69,7 @@ async def answered(status: int, body: bytes, headers: dict[str, str] | None = No
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with KubeApi.at(f"http://127.0.0.1:{runner.addresses[0][1]}") as api:
+        async with client_of(f"http://127.0.0.1:{runner.addresses[0][1]}") as api:
             await api.get(PODS, "default", "a")
     except ApiError as error:
         return error
@@ -219,7 +214,7 @@ def test_more_requests_than_connections_wait_for_one() -> None:
     async def test(server: FakeApi, api: KubeApi) -> None:
         gate = server.inject(Fault(times=None, resource="pods", gate=asyncio.Event()))
         waiting = [asyncio.create_task(api.list(PODS)) for _ in range(MAX_CONNECTIONS + 5)]
-        async with KubeApi.at(server.url, token="secret") as other:
+        async with client_of(server.url, token="secret") as other:
             while gate.hits < MAX_CONNECTIONS:
                 await other.list(SECRETS)
             await other.list(SECRETS)

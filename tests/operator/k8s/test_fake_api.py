@@ -7,10 +7,12 @@ from typing import Any
 
 import kopf
 import pytest
+from api_clients import client_of
 from contract import DEFINITION, LIMIT, job, pod, secret
 from fake_api import FakeApi, Fault
 
-from virtualflow_operator.k8s.client import JOBS, NODES, PODS, SECRETS, KubeApi, Unavailable
+from virtualflow_operator.k8s.errors import Unavailable
+from virtualflow_operator.k8s.resources import JOBS, NODES, PODS, SECRETS
 
 
 def test_kopf_follows_through_every_interruption() -> None:
@@ -89,7 +91,7 @@ def test_kopf_follows_through_every_interruption() -> None:
 )
 def test_a_fault_hits_what_it_is_meant_for(fault: Fault, hit: list[int]) -> None:
     async def run() -> None:
-        async with FakeApi() as server, KubeApi.at(server.url) as api:
+        async with FakeApi() as server, client_of(server.url) as api:
             server.inject(fault)
             calls = [
                 api.create(SECRETS, "default", secret("a")),
@@ -104,7 +106,7 @@ def test_a_fault_hits_what_it_is_meant_for(fault: Fault, hit: list[int]) -> None
 
 def test_a_test_moves_pods_and_nodes() -> None:
     async def run() -> None:
-        async with FakeApi() as server, KubeApi.at(server.url) as api:
+        async with FakeApi() as server, client_of(server.url) as api:
             server.add_node("node-1", cpu="4")
             server.add(pod("a"))
             server.set_pod("default", "a", node="node-1", ready=True, phase="Running", podIP="10.1.2.3")

@@ -9,11 +9,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from api_clients import client_of
 from fake_api import FakeApi, Fault
 
 from virtualflow_operator.k8s.cache import Store
-from virtualflow_operator.k8s.client import PODS, Forbidden, KubeApi, Object, Unavailable
+from virtualflow_operator.k8s.client import KubeApi, Object
+from virtualflow_operator.k8s.errors import Forbidden, Unavailable
 from virtualflow_operator.k8s.foreign_pods import ForeignPodWatch
+from virtualflow_operator.k8s.resources import PODS
 from virtualflow_operator.settings import OperatorSettings, QueueSettings, SharingSettings
 
 SETTINGS = OperatorSettings(image="operator:test", queue=QueueSettings(backoff_first=0.05, backoff_most=0.1))
@@ -55,7 +58,7 @@ class Following:
 
 @asynccontextmanager
 async def following(settings: OperatorSettings = SETTINGS) -> AsyncIterator[Following]:
-    async with asyncio.timeout(30), FakeApi() as server, KubeApi.at(server.url) as api:
+    async with asyncio.timeout(30), FakeApi() as server, client_of(server.url) as api:
         found = Following(server, api, settings)
         try:
             yield found
@@ -142,7 +145,7 @@ def test_a_watch_that_the_server_ends_is_begun_again() -> None:
 
 def test_the_answer_to_a_watch_may_be_a_refusal() -> None:
     async def story() -> None:
-        async with FakeApi() as server, KubeApi.at(server.url) as api:
+        async with FakeApi() as server, client_of(server.url) as api:
             server.inject(Fault(code=403, reason="Forbidden", verb="list"))
             with pytest.raises(Forbidden):
                 await api.list(PODS, None)

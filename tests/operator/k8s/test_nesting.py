@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from api_clients import client_of
 from fake_api.frontend import deep
 from hypothesis import given
 from hypothesis import strategies as st
 from stage import NAMESPACE, Stage, play
 
-from virtualflow_operator.k8s.client import JOBS, PODS, KubeApi, Object
+from virtualflow_operator.k8s.client import Object
 from virtualflow_operator.k8s.nesting import LEFT_OUT, MAX_LEVELS, DeepObjects, cut
+from virtualflow_operator.k8s.resources import JOBS, PODS
 
 MOST_STORED = 10_000
 """Levels that an API server takes."""
@@ -103,7 +105,7 @@ def test_one_deep_object_of_a_list_or_a_watch_costs_no_other(caplog: pytest.LogC
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
-            async with KubeApi.at(f"http://127.0.0.1:{runner.addresses[0][1]}", too_deep=too_deep) as api:
+            async with client_of(f"http://127.0.0.1:{runner.addresses[0][1]}", too_deep=too_deep) as api:
                 listed = await api.list(PODS, NAMESPACE)
                 watched = [body async for _, body in api.watch(PODS, NAMESPACE, "", "", 10)]
                 alone = await api.get(PODS, NAMESPACE, "bad")

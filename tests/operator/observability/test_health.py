@@ -62,7 +62,7 @@ def test_the_probes_say_what_is_wrong() -> None:
 def test_metrics_are_on_a_port_of_their_own() -> None:
     async def story() -> None:
         operator = Operator()
-        operator.metrics.leads(True)
+        operator.metrics.leader.set(1)
         async with operator.server() as server:
             status, text = await ask(server.metrics_port, "/metrics")
             assert status == 200

@@ -69,16 +69,20 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
     [
         (lambda m: m.change("join", 0.2, 0), "virtualflow_membership_changes_total,cause=join", 1),
         (lambda m: m.change("of a newer version", 0.2, 0), "virtualflow_membership_changes_total,cause=other", 1),
-        (lambda m: m.object_cut("VirtualFlowJob"), "virtualflow_objects_cut_total,kind=VirtualFlowJob", 1),
+        (
+            lambda m: m.objects_cut.labels("VirtualFlowJob").inc(),
+            "virtualflow_objects_cut_total,kind=VirtualFlowJob",
+            1,
+        ),
         (lambda m: m.change("lost", 0.2, 1), "virtualflow_repeated_steps_total,cause=lost", 1),
         (lambda m: m.change("lost", 0.2, 1), "virtualflow_change_pause_seconds_sum,cause=lost", 0.2),
         (lambda m: m.change("lost", 0.2, 1), "virtualflow_change_pause_seconds_bucket,cause=lost,le=0.25", 1),
-        (lambda m: m.recovered(3), "virtualflow_recovery_seconds_sum", 3),
-        (lambda m: m.loss_told(0.1), "virtualflow_loss_told_seconds_count", 1),
-        (lambda m: m.reconciled(0.02), "virtualflow_reconcile_duration_seconds_sum", 0.02),
-        (lambda m: m.reconcile_error("Unavailable"), "virtualflow_reconcile_errors_total,kind=Unavailable", 1),
-        (lambda m: m.queue_depth(7), "virtualflow_queue_depth", 7),
-        (lambda m: m.queue_wait(0.5), "virtualflow_queue_wait_seconds_sum", 0.5),
+        (lambda m: m.recovery.observe(3), "virtualflow_recovery_seconds_sum", 3),
+        (lambda m: m.loss_told.observe(0.1), "virtualflow_loss_told_seconds_count", 1),
+        (lambda m: m.reconciliation.observe(0.02), "virtualflow_reconcile_duration_seconds_sum", 0.02),
+        (lambda m: m.errors.labels("Unavailable").inc(), "virtualflow_reconcile_errors_total,kind=Unavailable", 1),
+        (lambda m: m.queue_depth.set(7), "virtualflow_queue_depth", 7),
+        (lambda m: m.queue_wait.observe(0.5), "virtualflow_queue_wait_seconds_sum", 0.5),
         (
             lambda m: m.api_request("GET", "pods", 200, 0.01),
             "virtualflow_api_requests_total,code=200,method=GET,resource=pods",
@@ -94,24 +98,32 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
             "virtualflow_coordinator_calls_total,call=status,outcome=ok",
             1,
         ),
-        (lambda m: m.pod_created("worker"), "virtualflow_pods_created_total,role=worker", 1),
-        (lambda m: m.pod_deleted("Orphan"), "virtualflow_pods_deleted_total,reason=Orphan", 1),
-        (lambda m: m.leads(True), "virtualflow_leader", 1),
+        (lambda m: m.pods_created.labels("worker").inc(), "virtualflow_pods_created_total,role=worker", 1),
+        (lambda m: m.pods_deleted.labels("Orphan").inc(), "virtualflow_pods_deleted_total,reason=Orphan", 1),
+        (lambda m: m.leader.set(1), "virtualflow_leader", 1),
         (lambda m: None, f"virtualflow_build_info,version={__version__}", 1),
-        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_ready,queue=gpus", 1),
-        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_capacity,queue=gpus", 7.5),
-        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_allocated,queue=gpus", 6),
-        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_jobs,queue=gpus,state=running", 3),
-        (lambda m: m.shared("gpus", BUSY), "virtualflow_shared_jobs,queue=gpus,state=waiting", 2),
-        (lambda m: m.job("a", "b", RUNNING), "virtualflow_jobs,phase=Running", 1),
-        (lambda m: m.job("a", "b", RUNNING), "virtualflow_workers_wanted", 3),
-        (lambda m: m.job("a", "b", RUNNING), "virtualflow_workers_ready", 2),
-        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_step,job_name=b,job_namespace=a", 70),
-        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_total_steps,job_name=b,job_namespace=a", 100),
-        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_steps_per_second,job_name=b,job_namespace=a", 1.5),
-        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_loss,job_name=b,job_namespace=a", 0.25),
-        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_workers_ready,job_name=b,job_namespace=a", 2),
-        (lambda m: m.job("a", "b", RUNNING), "virtualflow_job_workers_wanted,job_name=b,job_namespace=a", 3),
+        (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_ready,queue=gpus", 1),
+        (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_capacity,queue=gpus", 7.5),
+        (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_allocated,queue=gpus", 6),
+        (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_jobs,queue=gpus,state=running", 3),
+        (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_jobs,queue=gpus,state=waiting", 2),
+        (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_jobs,phase=Running", 1),
+        (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_workers_wanted", 3),
+        (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_workers_ready", 2),
+        (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_step,job_name=b,job_namespace=a", 70),
+        (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_total_steps,job_name=b,job_namespace=a", 100),
+        (
+            lambda m: m.jobs.update({("a", "b"): RUNNING}),
+            "virtualflow_job_steps_per_second,job_name=b,job_namespace=a",
+            1.5,
+        ),
+        (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_loss,job_name=b,job_namespace=a", 0.25),
+        (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_workers_ready,job_name=b,job_namespace=a", 2),
+        (
+            lambda m: m.jobs.update({("a", "b"): RUNNING}),
+            "virtualflow_job_workers_wanted,job_name=b,job_namespace=a",
+            3,
+        ),
     ],
 )
 def test_every_metric_moves(act: Callable[[Metrics], None], sample: str, value: float) -> None:
@@ -122,8 +134,8 @@ def test_every_metric_moves(act: Callable[[Metrics], None], sample: str, value: 
 
 def test_the_series_of_a_queue_go_with_it() -> None:
     metrics = Metrics()
-    metrics.shared("gpus", BUSY)
-    metrics.forget_queue("gpus")
+    metrics.queues["gpus"] = BUSY
+    metrics.queues.pop("gpus", None)
     assert samples(metrics) == samples(Metrics())
 
 
@@ -134,9 +146,9 @@ def test_every_phase_has_a_series_from_the_beginning() -> None:
 
 def test_sums_and_phases_follow_the_jobs() -> None:
     metrics = Metrics()
-    metrics.job("a", "one", RUNNING)
-    metrics.job("b", "one", JobSample("Pending", workers_wanted=2))
-    metrics.job("a", "one", JobSample("Complete", step=100))
+    metrics.jobs["a", "one"] = RUNNING
+    metrics.jobs["b", "one"] = JobSample("Pending", workers_wanted=2)
+    metrics.jobs["a", "one"] = JobSample("Complete", step=100)
     found = samples(metrics)
     assert found["virtualflow_jobs,phase=Running"] == 0
     assert found["virtualflow_jobs,phase=Complete"] == 1
@@ -147,15 +159,15 @@ def test_sums_and_phases_follow_the_jobs() -> None:
 
 def test_a_jobs_series_vanish_with_it() -> None:
     metrics = Metrics()
-    metrics.job("a", "one", RUNNING)
-    metrics.forget_job("a", "one")
-    metrics.forget_job("a", "one")
+    metrics.jobs["a", "one"] = RUNNING
+    metrics.jobs.pop(("a", "one"), None)
+    metrics.jobs.pop(("a", "one"), None)
     assert samples(metrics) == samples(Metrics())
 
 
 def test_series_of_single_jobs_can_be_switched_off() -> None:
     metrics = Metrics(job_metrics=False)
-    metrics.job("a", "one", RUNNING)
+    metrics.jobs["a", "one"] = RUNNING
     found = samples(metrics)
     assert not [name for name in found if name.startswith("virtualflow_job_")]
     assert found["virtualflow_workers_wanted"] == 3

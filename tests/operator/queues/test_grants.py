@@ -8,13 +8,14 @@ import msgspec
 import pytest
 from scenes import NOW, accepted, body, container, coordinator, edit, group, nodes, training, worker
 
+from virtualflow.protocol.http_api import StopCall
 from virtualflow_operator import reasons
 from virtualflow_operator.api.job_status import merge_patch, write_status
 from virtualflow_operator.api.objects import Job, Pod, Service, read_job
 from virtualflow_operator.api.queue import QueueSpec
 from virtualflow_operator.constants import LABEL_CAPACITY, ON_DEMAND, SPOT, WORKER
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.actions import CreatePod, DeletePod, Plan, TellStop
+from virtualflow_operator.jobs.actions import CreatePod, DeletePod, Plan
 from virtualflow_operator.jobs.node_affinity import choose_grounds, confine
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.reconcile import reconcile
@@ -112,7 +113,7 @@ def test_no_workers_any_more_is_a_suspension_with_a_checkpoint() -> None:
     pods = (coordinator(job), worker(job, 0))
     link = Link(pods[0].uid, True, NOW - 50, remote("training", seen(pods[1])))
     plan = decide(raw, *pods, given=grant(0, "others are more entitled"), link=link)
-    assert any(isinstance(call, TellStop) for call in plan.calls)
+    assert any(isinstance(call, StopCall) for call in plan.calls)
     assert plan.status.phase == "Suspending"
     assert "Queued" in told(plan)
     rest = decide(raw | {"status": write_status(plan.status)}, given=grant(0, "others are more entitled"))

@@ -69,7 +69,7 @@ def test_a_stream_that_is_read_on_is_not_opened_again() -> None:
     assert opened_at == [(0, 0, 0), (1, 0, 0), (2, 0, 4)]
 
 
-def test_streams_have_no_process_for_what_is_not_carried() -> None:
+def test_streams_have_no_process_for_what_is_not_assigned() -> None:
     with opened(Stripes(), num_workers=4) as source:
         source.assign(range(3), 0, 0)
         for node in range(3):

@@ -78,9 +78,9 @@ def test_every_sample_of_an_epoch_is_loaded_once_by_workers_that_come_and_go() -
         opened(Augmented(), num_workers=1) as three,
     ):
         for step in range(6):
-            for source, carried in zip((one, two, three), partitions[step % 4], strict=False):
-                source.assign(carried, 0, step)
-                for node in carried:
+            for source, assigned in zip((one, two, three), partitions[step % 4], strict=False):
+                source.assign(assigned, 0, step)
+                for node in assigned:
                     seen += source.fetch(0, step, node).samples
     assert sorted(seen) == list(range(SIZE))
 
@@ -324,11 +324,11 @@ def test_rows_gathered_at_once_are_those_of_a_micro_batch(
     with opened(dataset) as source:
         for _ in range(4):
             first = data.draw(st.integers(0, NODES - 1))
-            carried = range(first, data.draw(st.integers(first + 1, NODES)))
+            assigned = range(first, data.draw(st.integers(first + 1, NODES)))
             step = data.draw(st.integers(0, plan.steps_per_epoch - 1))
-            source.assign(carried, 1, step, fused)
+            source.assign(assigned, 1, step, fused)
             for at in range(step, data.draw(st.integers(step, plan.steps_per_epoch))):
-                for chunk in chunks(carried, fused)[: data.draw(st.integers(1, NODES))]:
+                for chunk in chunks(assigned, fused)[: data.draw(st.integers(1, NODES))]:
                     got = source.fetch(1, at, chunk.start, len(chunk))
                     wanted = plan.indices(1, at, chunk.start, NODES, len(chunk))
                     assert got.samples == tuple(wanted.tolist())

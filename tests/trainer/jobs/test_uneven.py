@@ -55,7 +55,7 @@ def shares(status: http_api.Status) -> list[int]:
     return sorted(worker.last - worker.first for worker in status.workers)
 
 
-def carried(status: http_api.Status, worker: str) -> int:
+def assigned(status: http_api.Status, worker: str) -> int:
     return next((one.last - one.first for one in status.workers if one.worker == worker), 0)
 
 
@@ -69,7 +69,7 @@ def test_a_straggler_loses_load_gets_it_back_and_changes_no_bits(
     assert all(worker.pace_ms is not None and worker.pace_ms > 1_000 * WORK for worker in even.workers)
 
     slower.touch()
-    uneven = job.wait_for(lambda s: 0 < carried(s, "worker-1") < 4, "less at the straggler")
+    uneven = job.wait_for(lambda s: 0 < assigned(s, "worker-1") < 4, "less at the straggler")
     change = job.wait_for(lambda s: bool(s.changes), "the change").changes[-1]
     assert (change.cause, change.from_, change.to, change.repeated_steps) == ("rebalance", 2, 2, 0)
     assert "worker-1 needs" in change.reason
@@ -89,15 +89,15 @@ def test_a_joiner_and_a_loss_go_by_what_was_measured(
     slower = tmp_path / "slower"
     slower.touch()
     job = start_job(compute, 80, "worker-0", str(tmp_path), workers=2, membership=SETTINGS)
-    job.wait_for(lambda s: 0 < carried(s, "worker-0") < 4, "less at the straggler")
+    job.wait_for(lambda s: 0 < assigned(s, "worker-0") < 4, "less at the straggler")
     step = job.status().step + 3
     job.reach(step)
     job.join()
     job.reach(step + 2)
     joined = job.wait_for(lambda s: len(s.workers) == 3, "three workers")
-    assert carried(joined, "worker-0") <= 2
+    assert assigned(joined, "worker-0") <= 2
     job.kill("worker-2")
-    assert 0 < carried(job.status(), "worker-0") < 4
+    assert 0 < assigned(job.status(), "worker-0") < 4
     work.unlink()
     results = job.results()
     assert all(result == results[0] for result in results)

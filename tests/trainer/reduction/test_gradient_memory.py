@@ -78,7 +78,7 @@ def test_alone_there_is_one_gradient_for_each_level_of_the_tree() -> None:
 def test_an_exchange_takes_what_is_sent_and_what_is_received(
     workers: int, sums: list[int], start_job: Callable[..., ElasticJob]
 ) -> None:
-    # Three workers carry 0-2, 3-5 and 6-7: [0, 2) [2, 3), [3, 4) [4, 6), [6, 8).
+    # Three workers move_state 0-2, 3-5 and 6-7: [0, 2) [2, 3), [3, 4) [4, 6), [6, 8).
     outcomes = start_job(train, 8, workers=workers).finish()
     counts = [8 // workers + (rank < 8 % workers) for rank in range(workers)]
     for rank in range(workers):

@@ -63,9 +63,9 @@ class Problem:
             result.append((total if scale == 1.0 else total * scale) if there else None)
         return result
 
-    def parts(self, carried: range) -> list[tuple[tuple[int, int], Tensors]]:
+    def parts(self, assigned: range) -> list[tuple[tuple[int, int], Tensors]]:
         accumulator = Accumulator(CanonicalSummation(self.virtual_nodes))
-        for node in carried:
+        for node in assigned:
             accumulator.add(node, [None if value is None else value.clone() for value in self.contributed[node]])
         return accumulator.parts
 
@@ -137,20 +137,20 @@ def reduce_one(
     early: Callable[[Problem], list[int]] | None,
     one_by_one: bool,
 ) -> Tensors:
-    carried = ranges[seat.rank]
+    assigned = ranges[seat.rank]
     if early is None:
-        parts = problem.parts(carried)
+        parts = problem.parts(assigned)
         return reducer.reduce(seat, ranges, parts, templates=problem.templates, present=problem.present, scale=scale)
     accumulator = Accumulator(CanonicalSummation(problem.virtual_nodes))
-    for node in carried[:-1]:
+    for node in assigned[:-1]:
         accumulator.add(node, [None if value is None else value.clone() for value in problem.contributed[node]])
-    places, last = early(problem), [None if v is None else v.clone() for v in problem.contributed[carried[-1]]]
+    places, last = early(problem), [None if v is None else v.clone() for v in problem.contributed[assigned[-1]]]
     untouched = [None if value is None else value.clone() for value in last]
     begun = reducer.begin(
         seat,
         ranges,
         accumulator,
-        last=carried[-1],
+        last=assigned[-1],
         weight=1.0,
         templates=problem.templates,
         places=places,
@@ -163,13 +163,13 @@ def reduce_one(
             begun.give(place, last[place])
         assert bits(last) == bits(untouched), "they are still the user's"
         begun.give_rest({place: last[place] for place in order[single:]})
-        headers = begun.headers(torch.tensor([seat.rank], dtype=torch.uint8))
+        headers = begun.pipeline.exchange_headers(torch.tensor([seat.rank], dtype=torch.uint8))
         assert headers.tolist() == [[rank] for rank in range(seat.size)]
         found = {place: tensor for bucket in begun.results() for place, tensor in bucket.items()}
         last = [None if place in begun.places else value for place, value in enumerate(last)]
     else:
         found = {}
-    accumulator.add(carried[-1], last)
+    accumulator.add(assigned[-1], last)
     late = [there and place not in found for place, there in enumerate(problem.present)]
     reduced = reducer.reduce(seat, ranges, accumulator.parts, templates=problem.templates, present=late, scale=scale)
     return [found.get(place, tensor) if problem.present[place] else None for place, tensor in enumerate(reduced)]

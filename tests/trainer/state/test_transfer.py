@@ -26,7 +26,7 @@ from virtualflow.state import capture
 from virtualflow.state.preallocation import Reserve
 from virtualflow.state.settings import TransferSettings
 from virtualflow.state.striping import size_of
-from virtualflow.state.transfer import Moved, carry, wrap
+from virtualflow.state.transfer import Moved, move_state, pack_state
 from virtualflow.transport.gloo import Communicator
 from virtualflow.transport.interface import Message
 
@@ -66,12 +66,12 @@ def test_receivers_get_the_donors_bits_into_their_own_parameters(
         return where
 
     def take_part(rank: int) -> Moved:
-        parcel = None
+        packed = None
         if rank in donors:
             other = {**tree, "parameters": {}} if rank == odd else tree
-            parcel = wrap(other, settings)
+            packed = pack_state(other, settings)
         where = land(rank) if rank in receivers else lambda *_: {}
-        return carry(communicators[rank], donors, receivers, parcel=parcel, land=where, settings=settings)
+        return move_state(communicators[rank], donors, receivers, packed=packed, land=where, settings=settings)
 
     with ThreadPoolExecutor(len(communicators)) as threads:
         moved = list(threads.map(take_part, range(len(communicators))))
@@ -87,7 +87,7 @@ def test_receivers_get_the_donors_bits_into_their_own_parameters(
         for entry in fresh[rank][1].state.values():
             assert all(value.untyped_storage().nbytes() == size_of(value) for value in entry.values())
     assert {one.donors for one in moved} == {len(donors) - (odd is not None)}
-    assert {one.bytes for rank, one in enumerate(moved) if rank != odd} == {wrap(tree, settings).size}
+    assert {one.bytes for rank, one in enumerate(moved) if rank != odd} == {pack_state(tree, settings).size}
 
 
 def test_nothing_is_written_into_memory_that_a_receiver_has_taken_back() -> None:

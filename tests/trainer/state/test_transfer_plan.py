@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from broken_collectives import HASTY, Counting, break_collective
+from broken_collectives import HASTY, Counting, break_collective, regression, train_steps
 from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, trained
 from injected import inject
-from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from virtualflow.errors import ConfigurationError, Evicted
@@ -26,29 +24,18 @@ def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
     model = Counting()
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-    draw = torch.Generator().manual_seed(0)
-    dataset = TensorDataset(torch.randn(24, 4, generator=draw), torch.randn(24, generator=draw))
-    rates, sums = [], []
     with vf.elastic(
         model,
         optimizer,
-        dataset,
+        regression(),
         batch_size=12,
         steps=4,
         virtual_nodes=6,
         scheduler=scheduler,
         scheduler_interval="manual",
     ) as run:
-        for step in run:
-            for x, y in step:
-                loss = F.mse_loss(model(x), y)
-                loss.backward()
-                step.log(loss=loss)
-            scheduler.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-            if step.number == 2:
-                sums.append(float(vf.evaluate(model, dataset, lambda batch: model(batch[0]), batch_size=12).sum()))
-    return trained(run, model, optimizer, (dict(step.metrics), rates, sums), scheduler.last_epoch)
+        told = train_steps(run, model, optimizer, scheduler.step)
+    return trained(run, model, optimizer, told, scheduler.last_epoch)
 
 
 COLLECTIVES = pytest.mark.parametrize(

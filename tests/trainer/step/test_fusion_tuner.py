@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from virtualflow.data.sampling import chunks
 from virtualflow.device.memory_gauge import Usage
 from virtualflow.step.fusion_tuner import Tuner, widths
-from virtualflow.step.settings import FusingSettings
+from virtualflow.step.settings import FusionSettings
 
-SETTINGS = FusingSettings()
+SETTINGS = FusionSettings()
 ENOUGH = 60
 """Attempts after which every size has been tried."""
 

@@ -51,14 +51,14 @@ def test_sizes_may_change_at_any_step(processes: int) -> None:
     draw = random.Random(processes)
     with opened(Augmented(), num_workers=processes) as source:
         source.assign(range(NODES), 0, 0)
-        carried, width = range(NODES), 1
+        assigned, width = range(NODES), 1
         for epoch in range(3):
             for step in range(STEPS):
                 if draw.random() < 0.5:
                     first = draw.randrange(NODES)
-                    carried, width = range(first, draw.randint(first + 1, NODES)), draw.randint(1, NODES)
-                    source.assign(carried, epoch, step, width)
-                for chunk in chunks(carried, width):
+                    assigned, width = range(first, draw.randint(first + 1, NODES)), draw.randint(1, NODES)
+                    source.assign(assigned, epoch, step, width)
+                for chunk in chunks(assigned, width):
                     batch = source.fetch(epoch, step, chunk.start, len(chunk))
                     assert_same(batch, joined([reference(epoch, step, node) for node in chunk]))
 

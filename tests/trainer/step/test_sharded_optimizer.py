@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from broken_collectives import HASTY, Counting, break_collective
+from broken_collectives import HASTY, Counting, break_collective, regression, train_steps
 from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, die_here
 from injected import inject
 from torch import nn
@@ -49,13 +48,17 @@ def train(
     break_collective(victim, number, how)
     model = Deep()
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    draw = torch.Generator().manual_seed(0)
-    dataset = TensorDataset(torch.randn(24, 4, generator=draw), torch.randn(24, generator=draw))
-    rates, kept = [], []
+    kept = []
+
+    def after_step() -> None:
+        kept.append(len(optimizer.state))
+        if ENV_CHECKPOINT_DIR not in os.environ:
+            optimizer.param_groups[0]["lr"] *= 0.7
+
     with vf.elastic(
         model,
         optimizer,
-        dataset,
+        regression(),
         batch_size=12,
         steps=steps,
         virtual_nodes=6,
@@ -63,19 +66,9 @@ def train(
         clip_grad_value=None if clip is None else 0.9,
         shard_optimizer=sharded,
     ) as run:
-        for step in run:
-            for x, y in step:
-                loss = F.mse_loss(model(x), y)
-                loss.backward()
-                step.log(loss=loss)
-            kept.append(len(optimizer.state))
-            if ENV_CHECKPOINT_DIR not in os.environ:
-                optimizer.param_groups[0]["lr"] *= 0.7
-            rates.append(optimizer.param_groups[0]["lr"])
-            if step.number == 2:
-                rates.append(float(vf.evaluate(model, dataset, lambda batch: model(batch[0]), batch_size=12).sum()))
+        told = train_steps(run, model, optimizer, after_step)
     whole = digests.optimizer_digest(optimizer) if run.leader else ""
-    return Trained(digests.digest(model.state_dict()), whole, (dict(step.metrics), rates), kept)
+    return Trained(digests.digest(model.state_dict()), whole, told, kept)
 
 
 def check(results: list[Trained], reference: Trained) -> None:

@@ -69,7 +69,7 @@ def growing_at_once() -> Iterator[None]:
 
     Tuner.observe = faster  # type: ignore[method-assign]
     try:
-        with injected(fusing={"warm_up": 0, "attempts": 1, "rounds": 1}):
+        with injected(fusion={"warm_up": 0, "attempts": 1, "rounds": 1}):
             yield
     finally:
         Tuner.observe = observe  # type: ignore[method-assign]

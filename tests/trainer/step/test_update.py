@@ -15,7 +15,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
-from virtualflow.step import Stepping, Update
+from virtualflow.step import OptimizerOptions, Update
 from virtualflow.transport.gloo import Communicator
 
 NODES, SAMPLES = 4, 2
@@ -29,7 +29,7 @@ def weights_after_steps(communicator: Communicator, settings: ReductionSettings)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     update = Update(
         model,
-        Stepping(optimizer),
+        OptimizerOptions(optimizer),
         choose_summation(NODES, "bitwise"),
         micro_batch=SAMPLES,
         reduction=settings,
@@ -51,10 +51,10 @@ def weights_after_steps(communicator: Communicator, settings: ReductionSettings)
         for node in assigned:
             draw = torch.Generator().manual_seed(10 * step + node)
             if node == assigned[-1]:
-                update.expect_last(communicator, RANGES, count, NODES * count)
+                update.sync.expect_last(communicator, RANGES, count, NODES * count)
             x = torch.randn(count, 20, generator=draw)
             model(x).square().mean().backward()
-            update.take(count, {})
+            update.sync.take(count, {})
         reduced = update.synchronize(communicator, RANGES, step + 1, m.Generation(0, 0), more=True)
         update.apply(reduced, epoch_ends=False)
     update.close()

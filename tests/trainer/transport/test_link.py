@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 from aiohttp import WSMsgType, web
-from test_messages import HELLO
+from coordinator_server import hello
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import messages as m
@@ -26,6 +26,7 @@ SETTINGS = LinkSettings(
     heartbeat=0.05, connect_timeout=0.5, retry_first=0.01, retry_most=0.02, orphan_limit=2.0, goodbye=0.5
 )
 GENERATION = m.Generation(1, 1)
+HELLO = hello("worker-0")
 
 
 class Coordinator:

@@ -102,6 +102,6 @@ def test_a_communicator_is_taken_under_the_lock(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(ENV_COORDINATOR, "http://127.0.0.1:9")
     monkeypatch.setenv(ENV_TOKEN, "any")
     session = Session(WorkerEnvironment.read(), MemberState(8, "any"), WorkerSettings())
-    session._prepared = Watched(session.link.changed)
+    session.communicators._prepared = Watched(session.link.changed)
     with pytest.raises(CommunicatorBroken, match="is not there"):
         session.enter(m.Plan(m.Generation(1, 1), "planned", (), (), "stop", ""))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.worker.pace import Estimate, Pace, Telling, quartiles
+from virtualflow.worker.pace import Estimate, Pace, PaceReportPolicy, quartiles
 from virtualflow.worker.settings import PaceSettings
 
 SETTINGS = PaceSettings()
@@ -153,7 +153,7 @@ def test_quartiles_are_in_order(values: list[float]) -> None:
     assert min(values) <= low <= median <= high <= max(values)
 
 
-# --- telling ----------------------------------------------------------------------------------------------------------
+# --- when it is told -------------------------------------------------------------------------------------------------
 
 
 def estimate(median: float, spread: float = 0.1) -> Estimate:
@@ -161,24 +161,24 @@ def estimate(median: float, spread: float = 0.1) -> Estimate:
 
 
 def test_what_is_told_is_news() -> None:
-    telling = Telling(SETTINGS)
-    assert telling.is_due(0.0, estimate(1.0), 2)
-    assert not telling.is_due(10.0, estimate(1.0), 2)
-    assert not telling.is_due(20.0, estimate(1.04), 2)
-    assert telling.is_due(30.0, estimate(1.06), 2)
-    assert telling.is_due(40.0, estimate(1.06, spread=0.2), 2)
-    telling.enter()
-    assert telling.is_due(50.0, estimate(1.06, spread=0.2), 2)
+    policy = PaceReportPolicy(SETTINGS)
+    assert policy.is_due(0.0, estimate(1.0), 2)
+    assert not policy.is_due(10.0, estimate(1.0), 2)
+    assert not policy.is_due(20.0, estimate(1.04), 2)
+    assert policy.is_due(30.0, estimate(1.06), 2)
+    assert policy.is_due(40.0, estimate(1.06, spread=0.2), 2)
+    policy.enter()
+    assert policy.is_due(50.0, estimate(1.06, spread=0.2), 2)
 
 
 def test_slow_drift_is_told_when_it_adds_up() -> None:
-    telling = Telling(SETTINGS)
-    told = sum(telling.is_due(float(second), estimate(1.0 + 0.01 * second), 2) for second in range(100))
+    policy = PaceReportPolicy(SETTINGS)
+    told = sum(policy.is_due(float(second), estimate(1.0 + 0.01 * second), 2) for second in range(100))
     assert 10 <= told <= 20
 
 
 @pytest.mark.parametrize(("members", "most"), [(2, 41), (1_000, 3)])
 def test_all_members_together_tell_at_a_bounded_rate(members: int, most: int) -> None:
-    telling, noise = Telling(SETTINGS), random.Random(1)
-    told = sum(telling.is_due(tick / 100, estimate(noise.uniform(1, 3)), members) for tick in range(1_000))
+    policy, noise = PaceReportPolicy(SETTINGS), random.Random(1)
+    told = sum(policy.is_due(tick / 100, estimate(noise.uniform(1, 3)), members) for tick in range(1_000))
     assert 2 <= told <= most

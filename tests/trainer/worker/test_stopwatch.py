@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from virtualflow.protocol.messages import Change, Generation, Member, Plan
+from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.worker.settings import MAX_STEP_TIMES
 from virtualflow.worker.stopwatch import Stopwatch
 
@@ -28,7 +29,8 @@ def change(plans: list[Plan], before: int | None = 3, **facts: Any) -> Change | 
         watch.attempt(7)
     for seconds in facts.get("held", ()):
         watch.hold(seconds)
-    watch.plans.extend(plans)
+    for entered in plans:
+        watch.enter(entered, has_state=True)
     return watch.commit(10.5, 7, before, plans[-1].generation if plans else Generation(1, 1))
 
 
@@ -89,19 +91,45 @@ def test_a_change_is_told_as_it_was(plans: list[Plan], facts: dict[str, Any], wa
 
 def test_a_worker_that_has_made_no_step_before_knows_no_pause() -> None:
     watch = Stopwatch()
-    watch.plans.append(plan(2, "join", 4))
+    watch.enter(plan(2, "join", 4), has_state=True)
     watch.attempt(7)
     told = watch.commit(10.0, 7, 3, Generation(1, 2))
     assert told is not None
     assert told.pause_ms is None
 
 
+def test_a_joiner_says_once_that_it_joins_when_another_plan_takes_over_from_the_first() -> None:
+    watch = Stopwatch()
+    watch.enter(plan(2, "join", 4, "worker-3 joins"), has_state=False)
+    watch.enter(plan(3, "resize", 4, "worker-3 joins; worker-1 drains"), has_state=False)
+    told = watch.commit(10.0, 7, 4, Generation(1, 3))
+    assert told is not None
+    assert (told.cause, told.reason) == ("resize", "worker-3 joins; worker-1 drains")
+
+
+def test_a_joiner_tells_of_the_loss_that_its_state_came_after() -> None:
+    watch = Stopwatch()
+    watch.enter(plan(2, "join", 4, "worker-3 joins"), has_state=False)
+    watch.enter(plan(3, "lost", 3, "worker-1 lost"), has_state=False)
+    told = watch.commit(10.0, 7, 3, Generation(1, 3))
+    assert told is not None
+    assert (told.cause, told.reason) == ("lost", "worker-3 joins; worker-1 lost")
+
+
+def test_survivors_tell_of_every_planned_change_between_two_steps() -> None:
+    """An evaluation lies between: it lets members leave, and commits no step."""
+    told = change([plan(2, "drain", 2, "worker-1 drains"), plan(3, "drain", 1, "worker-2 drains")])
+    assert told is not None
+    assert told.reason == "worker-1 drains; worker-2 drains"
+
+
 def test_a_state_that_was_given_is_told_with_its_change_and_with_no_other() -> None:
     watch = Stopwatch()
     watch.commit(1.0, 1, None, Generation(1, 1))
-    watch.plans, watch.moved = [plan(2, "join", 3)], (600, 0.25, 2)
+    watch.enter(plan(2, "join", 3), has_state=True)
+    watch.moved = 600, 0.25, 2
     told = watch.commit(2.0, 2, 2, Generation(1, 2))
-    watch.plans = [plan(3, "drain", 2)]
+    watch.enter(plan(3, "drain", 2), has_state=True)
     later = watch.commit(3.0, 3, 3, Generation(1, 3))
     assert told is not None
     assert (told.state_bytes, told.state_ms, told.state_donors) == (600, 250.0, 2)
@@ -112,13 +140,13 @@ def test_a_state_that_was_given_is_told_with_its_change_and_with_no_other() -> N
 def test_a_change_is_told_once() -> None:
     watch = Stopwatch()
     watch.commit(1.0, 1, None, Generation(1, 1))
-    watch.plans.append(plan(2, "join", 4))
+    watch.enter(plan(2, "join", 4), has_state=True)
     watch.fail()
     watch.hold(0.5)
     assert watch.commit(2.0, 2, 3, Generation(1, 2)) is not None
     watch.attempt(3)
     assert watch.commit(2.25, 3, 4, Generation(1, 2)) is None
-    watch.plans.append(plan(3, "drain", 3))
+    watch.enter(plan(3, "drain", 3), has_state=True)
     watch.attempt(4)
     told = watch.commit(2.5, 4, 4, Generation(1, 3))
     assert told is not None
@@ -131,7 +159,7 @@ def test_a_failed_attempt_at_a_step_that_others_have_made_repeats_nothing() -> N
     watch.commit(1.0, 6, None, Generation(1, 1))
     watch.attempt(7)
     watch.fail()
-    watch.plans.append(plan(2, "lost", 2))
+    watch.enter(plan(2, "lost", 2), has_state=True)
     watch.attempt(8)
     told = watch.commit(2.0, 8, 3, Generation(1, 2))
     assert told is not None
@@ -141,7 +169,7 @@ def test_a_failed_attempt_at_a_step_that_others_have_made_repeats_nothing() -> N
 def test_a_reason_that_grows_and_grows_is_cut() -> None:
     told = change([plan(number, "lost", 2, "x" * 1_000) for number in range(2, 9)])
     assert told is not None
-    assert len(told.reason) == 4_000
+    assert len(told.reason) == MAX_TEXT
 
 
 def test_the_median_is_over_steps_without_a_change() -> None:
@@ -151,7 +179,7 @@ def test_the_median_is_over_steps_without_a_change() -> None:
     for step, seconds in enumerate([9.0, 1.0, 2.0, 8.0, 4.0], 1):
         now += seconds
         if seconds == 8.0:
-            watch.plans.append(plan(2, "join", 4))
+            watch.enter(plan(2, "join", 4), has_state=True)
         watch.commit(now, step, 3, Generation(1, 1))
     # The first commit has none before it, and the one of 8 s stands for a change.
     assert watch.timed_steps == 3

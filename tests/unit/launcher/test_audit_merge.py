@@ -20,7 +20,7 @@ def _carried(generation: tuple[int, int], step: int, virtual_node: int, worker: 
         "worker": worker,
         "samples": samples,
     }
-    return json.dumps({"carried": fact}) + "\n"
+    return json.dumps({"computed": fact}) + "\n"
 
 
 def _committed(generation: tuple[int, int], step: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from virtualflow.launcher.exit_policy import ExitFacts, judge
+from virtualflow.launcher.exit_policy import judge
 from virtualflow.protocol.termination_message import EXIT_EVICTED
 
 USUAL = {
@@ -53,7 +53,7 @@ USUAL = {
     ],
 )
 def test_the_end_of_a_process_is_judged_by_the_facts(code: int, facts: dict[str, bool | str], kind: str) -> None:
-    verdict = judge(ExitFacts(worker="worker-3", code=code, **{**USUAL, **facts}))
+    verdict = judge("worker-3", code, **{**USUAL, **facts})
     assert verdict.kind == kind
     if kind == "failed":
         assert verdict.reason.startswith("worker-3 ended")

@@ -165,7 +165,7 @@ COMPLETE = (
     "LinkSettings",
     "CommunicatorSettings",
     "PaceSettings",
-    "FusingSettings",
+    "FusionSettings",
     "QueueSettings",
     "CrashSettings",
     "SchedulingSettings",

@@ -6,7 +6,7 @@ import pytest
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import ENV_REPRODUCIBILITY
+from virtualflow.protocol.settings import ENV_CHECKPOINT_SECONDS, ENV_REPRODUCIBILITY
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,17 @@ def test_another_word_for_it_is_refused(value: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(ENV_REPRODUCIBILITY, value)
     with pytest.raises(ConfigurationError, match=f"{value!r} must be Bitwise or Statistical"):
         WorkerEnvironment.read()
+
+
+@pytest.mark.parametrize("value", ["0", "0.0", "-1", "nan", "soon"])
+def test_checkpoints_without_time_between_them_are_refused_as_on_the_command_line(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_CHECKPOINT_SECONDS, value)
+    with pytest.raises(ConfigurationError, match=f"{ENV_CHECKPOINT_SECONDS}='{value}' must be a number above 0"):
+        WorkerEnvironment.read()
+
+
+def test_any_time_between_checkpoints_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_CHECKPOINT_SECONDS, "0.25")
+    assert WorkerEnvironment.read().checkpoint_seconds == 0.25

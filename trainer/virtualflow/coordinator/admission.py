@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from virtualflow.coordinator.generations import declare_lost, learn
 from virtualflow.coordinator.roster import Contact
-from virtualflow.coordinator.settings import HEARTBEATS, MAX_REASON, MAX_TEXT
+from virtualflow.coordinator.settings import HEARTBEATS
 from virtualflow.coordinator.snapshot import Worker
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_REASON, MAX_TEXT
 from virtualflow.protocol.versions import (
     HelloHeader,
     Party,

@@ -10,11 +10,11 @@ import logging
 from virtualflow.coordinator import membership
 from virtualflow.coordinator.generations import declare_lost, propose, withdraw
 from virtualflow.coordinator.roster import Contact
-from virtualflow.coordinator.settings import MAX_TEXT
 from virtualflow.coordinator.snapshot import Decision
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_api import ENDED
+from virtualflow.protocol.settings import MAX_TEXT
 
 logger = logging.getLogger("virtualflow.coordinator")
 

@@ -6,10 +6,10 @@ What messages, calls and decisions have in common; a function of the state and t
 from __future__ import annotations
 
 from virtualflow.coordinator.balance import split
-from virtualflow.coordinator.settings import MAX_REASON, MAX_TEXT
 from virtualflow.coordinator.snapshot import Proposal, Worker
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_REASON, MAX_TEXT
 
 
 def propose(state: JobState, proposal: Proposal, reason: str, now: float) -> None:

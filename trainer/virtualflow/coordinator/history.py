@@ -9,10 +9,10 @@ from typing import TypeVar
 
 import msgspec
 
-from virtualflow.coordinator.settings import MAX_EVENTS, MAX_TEXT
+from virtualflow.coordinator.settings import MAX_EVENTS
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.settings import MAX_CHANGES
+from virtualflow.protocol.settings import MAX_CHANGES, MAX_TEXT
 
 Figure = TypeVar("Figure", int, float)
 logger = logging.getLogger("virtualflow.coordinator")

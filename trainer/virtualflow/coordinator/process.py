@@ -5,22 +5,42 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
 
 from aiohttp import web
 
+from virtualflow.atomic_file import write_whole
 from virtualflow.coordinator.server import Coordinator
 from virtualflow.coordinator.settings import CoordinatorSettings
 
 logger = logging.getLogger("virtualflow.coordinator")
 
 
-async def _serve(
-    host: str, port: int, token: str, wanted: int, settings: CoordinatorSettings, ready_file: Path | None, minimum: int
+async def serve(
+    *,
+    host: str,
+    port: int,
+    token: str,
+    wanted: int,
+    minimum: int,
+    settings: CoordinatorSettings,
+    ready_file: Path | None,
 ) -> int:
+    """Serve one job until SIGTERM or SIGINT; the exit code.
+
+    SIGTERM while the job stops lets it stop first (``stop_grace``); a second one, or SIGINT, ends it at once.
+
+    Args:
+        host: the address to listen on.
+        port: the port to listen on; 0 takes a free one.
+        token: what every request must bear.
+        wanted: how many workers the job is to start with.
+        minimum: with fewer ready workers nothing begins.
+        settings: time-outs.
+        ready_file: where to write ``http://host:port`` once it listens.
+    """
     coordinator = Coordinator(token, wanted, settings, minimum)
     runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=settings.goodbye)
     await runner.setup()
@@ -41,9 +61,7 @@ async def _serve(
         url = f"http://{shown}:{bound}"
         logger.info("listening on %s", url)
         if ready_file is not None:
-            temporary = ready_file.with_name(ready_file.name + ".writing")
-            temporary.write_text(url + "\n", encoding="utf-8")
-            os.replace(temporary, ready_file)
+            write_whole(ready_file, f"{url}\n".encode())
         ended = asyncio.Event()
 
         def end(number: signal.Signals) -> None:
@@ -59,28 +77,3 @@ async def _serve(
     finally:
         await coordinator.close()
         await runner.cleanup()
-
-
-def serve(
-    host: str,
-    port: int,
-    token: str,
-    wanted: int,
-    settings: CoordinatorSettings,
-    ready_file: Path | None,
-    minimum: int = 1,
-) -> int:
-    """Serve one job until SIGTERM or SIGINT; the exit code.
-
-    SIGTERM while the job stops lets it stop first (``stop_grace``); a second one, or SIGINT, ends it at once.
-
-    Args:
-        host: the address to listen on.
-        port: the port to listen on; 0 takes a free one.
-        token: what every request must bear.
-        wanted: how many workers the job is to start with.
-        settings: time-outs.
-        ready_file: where to write ``http://host:port`` once it listens.
-        minimum: with fewer ready workers nothing begins.
-    """
-    return asyncio.run(_serve(host, port, token, wanted, settings, ready_file, minimum))

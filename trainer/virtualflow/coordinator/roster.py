@@ -7,10 +7,11 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from virtualflow.coordinator.settings import MAX_LOST, MAX_REASON, REMEMBERED
+from virtualflow.coordinator.settings import MAX_LOST, REMEMBERED
 from virtualflow.coordinator.snapshot import Worker
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_REASON
 
 
 class UnknownWorker(LookupError):

@@ -27,12 +27,6 @@ MAX_LOST = 64
 MAX_EVENTS = 200
 """Latest events in the status."""
 
-MAX_TEXT = 4_000
-"""Characters of a sentence that goes to workers or into the status: ``messages.Sentence`` with some room."""
-
-MAX_REASON = 400
-"""Characters of a part of such a sentence."""
-
 BRIEF_CHANGES = 20
 
 BRIEF_EVENTS = 50

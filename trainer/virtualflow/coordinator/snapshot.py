@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from virtualflow.coordinator.settings import MAX_REASON
 from virtualflow.protocol.messages import NO_GENERATION, Cause, Generation, Pace, Plan
+from virtualflow.protocol.settings import MAX_REASON
 
 
 @dataclass(frozen=True)

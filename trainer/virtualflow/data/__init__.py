@@ -2,8 +2,6 @@
 epoch, the step and the virtual node.
 """
 
-from __future__ import annotations
-
 from virtualflow.data.iterable_source import fuse
 from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, open_source
 from virtualflow.data.rng import seed_virtual_node

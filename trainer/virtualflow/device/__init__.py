@@ -2,8 +2,6 @@
 used.
 """
 
-from __future__ import annotations
-
 from virtualflow.device.determinism import Pinned, describe_device, device_name, device_of, fingerprint, pin
 from virtualflow.device.memory_gauge import MemoryGauge, Usage
 

@@ -3,12 +3,9 @@
 What it exports is for commands of other parts of the project, so that they complain as its own do.
 """
 
-from __future__ import annotations
-
-from virtualflow.launcher.usage import ABOVE_ZERO, EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
+from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
 
 __all__ = [
-    "ABOVE_ZERO",
     "EXIT_FAILED",
     "EXIT_USAGE",
     "Number",

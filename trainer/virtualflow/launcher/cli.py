@@ -177,6 +177,7 @@ def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> i
     if os.getpid() == 1:
         obey_sigterm()
     token = _token()
+    import asyncio
     import logging
 
     from virtualflow.coordinator import serve
@@ -188,15 +189,16 @@ def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> i
         startup_grace=arguments.startup_grace,
         rebalance_gain=arguments.rebalance_gain,
     )
-    return serve(
+    serving = serve(
         host=arguments.host,
         port=arguments.port,
         token=token,
         wanted=arguments.wanted,
+        minimum=arguments.minimum,
         settings=CoordinatorSettings(membership=membership),
         ready_file=arguments.ready_file,
-        minimum=arguments.minimum,
     )
+    return asyncio.run(serving)
 
 
 def _token() -> str:

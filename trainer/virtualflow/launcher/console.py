@@ -13,7 +13,7 @@ import termios
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.status_text import (
@@ -44,22 +44,6 @@ class Snapshot:
     """Living worker processes: name to pid."""
     note: str
     """What the runner waits for; empty when the status says it all."""
-
-
-class JobConsole(Protocol):
-    """Shows a job to somebody."""
-
-    def line(self, stream: Stream, text: str) -> None:
-        """A line that the script printed."""
-
-    def event(self, text: str) -> None:
-        """Something happened."""
-
-    def update(self, snapshot: Snapshot) -> None:
-        """The job is now like this; called at any rate."""
-
-    def close(self) -> None:
-        """Nothing more will be shown."""
 
 
 class PlainConsole:
@@ -251,6 +235,10 @@ class LiveConsole:
 
     def _colour(self, worker: str) -> str:
         return self._colours.setdefault(worker, self.COLOURS[len(self._colours) % len(self.COLOURS)])
+
+
+JobConsole = PlainConsole | LiveConsole
+"""Shows a job to somebody; it is told of the job at any rate, and closed when nothing more will be shown."""
 
 
 def open_console(plain: bool, settings: LauncherSettings) -> JobConsole:

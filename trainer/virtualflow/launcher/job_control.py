@@ -12,6 +12,7 @@ from virtualflow.launcher.run_state import RunState
 from virtualflow.launcher.shutdown import Shutdown
 from virtualflow.launcher.worker_table import Worker, WorkerTable
 from virtualflow.protocol.http_api import FailCall, ScaleCall
+from virtualflow.protocol.settings import MAX_TEXT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,4 +42,4 @@ class JobControl:
             return
         self.relay.withholding = True
         self.state.shutdown = Shutdown("failed", time.monotonic(), reason, witness=worker)
-        self.calls.make("fail", FailCall(reason[:4_000]))
+        self.calls.make("fail", FailCall(reason[:MAX_TEXT]))

@@ -9,9 +9,9 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
+from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_script, check_target, check_trainer
-from virtualflow.launcher.report import write_whole
 from virtualflow.launcher.settings import KEEP_FREED_MEMORY
 from virtualflow.launcher.supervisor import describe_exit, die_with
 from virtualflow.protocol.device_profile import describe, encode, read_profile
@@ -68,7 +68,7 @@ def profile(arguments: Namespace) -> int:
             )
         measured = read_profile(written)
     try:
-        write_whole(target, encode(measured).decode())
+        write_whole(target, encode(measured))
     except OSError as error:
         raise VirtualFlowError(f"the profile cannot be written to {target}: {error.strerror}") from error
     print(describe(measured))

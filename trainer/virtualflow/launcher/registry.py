@@ -7,7 +7,6 @@ A file holds the address of the job's coordinator and its token, so the director
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from virtualflow.atomic_file import PRIVATE, create_whole, write_whole
 from virtualflow.errors import ConfigurationError
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
@@ -68,7 +68,7 @@ def running_jobs() -> list[RunningJob]:
         if job is not None and _lives(job):
             found.append(job)
         elif job is not None:
-            _remove(path)
+            path.unlink(missing_ok=True)
     return found
 
 
@@ -103,11 +103,7 @@ def claim(name: str | None, suggestion: str) -> RunningJob:
 
 def publish(job: RunningJob) -> None:
     """Say where the job's coordinator is; replaces what was said before as a whole."""
-    path = _path(job.name)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(asdict(job), file)
-    os.replace(temporary, path)
+    write_whole(_path(job.name), json.dumps(asdict(job)).encode(), PRIVATE)
 
 
 def release(job: RunningJob) -> None:
@@ -115,7 +111,7 @@ def release(job: RunningJob) -> None:
     path = _path(job.name)
     present = _read(path)
     if present is not None and (present.pid, present.born) == (job.pid, job.born):
-        _remove(path)
+        path.unlink(missing_ok=True)
 
 
 def find(name: str | None) -> RunningJob:
@@ -151,27 +147,20 @@ def _path(name: str) -> Path:
 
 
 def _try_claim(name: str) -> RunningJob | None:
-    facts = _facts(os.getpid())
-    job = RunningJob(name, "", "", os.getpid(), facts.born if facts is not None else 0)
+    _, born = _stat(os.getpid()) or ("", 0)
+    job = RunningJob(name, "", "", os.getpid(), born)
     path = _path(name)
-    # The file appears complete or not at all: a hard link fails when the name is taken.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(asdict(job), file)
-        for _ in range(2):
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                present = _read(path)
-                if present is not None and _lives(present):
-                    return None
-                _remove(path)
-            else:
-                return job
-        return None
-    finally:
-        _remove(Path(temporary))
+    for _ in range(2):
+        try:
+            create_whole(path, json.dumps(asdict(job)).encode(), PRIVATE)
+        except FileExistsError:
+            present = _read(path)
+            if present is not None and _lives(present):
+                return None
+            path.unlink(missing_ok=True)
+        else:
+            return job
+    return None
 
 
 def _read(path: Path) -> RunningJob | None:
@@ -194,26 +183,15 @@ def _lives(job: RunningJob) -> bool:
         os.kill(job.pid, 0)
     except (ProcessLookupError, PermissionError):
         return False  # Nobody's, or somebody else's: the runner is ours.
-    facts = _facts(job.pid)
-    return facts is None or (facts.born == job.born and facts.state not in "ZX")
+    state, born = _stat(job.pid) or ("", job.born)
+    return born == job.born and state not in ("Z", "X")
 
 
-@dataclass(frozen=True)
-class _Facts:
-    state: str
-    born: int
-
-
-def _facts(pid: int) -> _Facts | None:
-    """What the system tells of a process; ``None`` where it does not."""
+def _stat(pid: int) -> tuple[str, int] | None:
+    """The state of a process and when it began, as the system tells; ``None`` where it does not."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         fields = text.rpartition(")")[2].split()
-        return _Facts(fields[0], int(fields[19]))
+        return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()

@@ -5,13 +5,12 @@ ran.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from virtualflow.atomic_file import write_whole
 from virtualflow.protocol.http_api import Event, Status
 from virtualflow.protocol.messages import Change, Generation
 
@@ -120,7 +119,7 @@ def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object
     Args:
         fragments: the lines of each worker process.
     """
-    carried: dict[tuple[int, tuple[int, int]], dict[int, dict[str, object]]] = {}
+    computed: dict[tuple[int, tuple[int, int]], dict[int, dict[str, object]]] = {}
     counts: dict[int, tuple[int, int]] = {}
     for lines in fragments:
         for line in lines:
@@ -130,17 +129,17 @@ def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object
                 continue
             if not isinstance(entry, Mapping):
                 continue
-            if "carried" in entry:
-                fact = entry["carried"]
+            if "computed" in entry:
+                fact = entry["computed"]
                 attempt = (fact["step"], _generation(fact["generation"]))
                 row = {key: fact[key] for key in ("epoch", "step", "virtual_node", "worker", "samples")}
-                carried.setdefault(attempt, {})[fact["virtual_node"]] = row
+                computed.setdefault(attempt, {})[fact["virtual_node"]] = row
             elif "committed" in entry:
                 fact = entry["committed"]
                 step, generation = fact["step"], _generation(fact["generation"])
                 counts[step] = max(generation, counts.get(step, generation))
     for step in sorted(counts):
-        rows = carried.get((step, counts[step]), {})
+        rows = computed.get((step, counts[step]), {})
         yield from (rows[virtual_node] for virtual_node in sorted(rows))
 
 
@@ -162,29 +161,8 @@ def write_audit(path: Path, directory: Path) -> int:
                 yield iter(file)
 
     lines = [json.dumps(row, separators=(",", ":")) for row in merge_audit(fragments())]
-    write_whole(path, "".join(line + "\n" for line in lines))
+    write_whole(path, "".join(line + "\n" for line in lines).encode())
     return len(lines)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it holds the old content or the new, never a part; a device or pipe is written
-    directly.
-    """
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    target = path.resolve()
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def write_results(report: Mapping[str, object], target: Path | None, audit: Path | None, fragments: Path) -> str | None:
@@ -193,7 +171,7 @@ def write_results(report: Mapping[str, object], target: Path | None, audit: Path
         if audit is not None:
             write_audit(audit, fragments)
         if target is not None:
-            write_whole(target, json.dumps(report, indent=2) + "\n")
+            write_whole(target, (json.dumps(report, indent=2) + "\n").encode())
     except OSError as error:
         what = error.filename or "its report"
         return f"the training is over, but {what} cannot be written: {error.strerror}"

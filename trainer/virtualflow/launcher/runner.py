@@ -37,14 +37,7 @@ from virtualflow.launcher.usage import complain
 from virtualflow.launcher.worker_starter import WorkerCommand
 from virtualflow.launcher.worker_table import Worker, WorkerTable, mentions
 from virtualflow.launcher.workforce import Workforce
-from virtualflow.protocol.http_api import (
-    ENDED,
-    Event,
-    GoneCall,
-    HoldCall,
-    Status,
-    StopCall,
-)
+from virtualflow.protocol.http_api import ENDED, Event, GoneCall, HoldCall, Status, StopCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
 from virtualflow.protocol.termination_message import EXIT_EVICTED
 
@@ -157,7 +150,7 @@ class Runner:
 
     async def _run_with(self, client: CoordinatorClient) -> int:
         self._client = self._calls.client = client
-        self._workforce = self._hire()
+        self._workforce = self._make_workforce()
         watching = asyncio.create_task(self._watch())
         keeping = asyncio.create_task(self._keep_coordinator())
         try:
@@ -179,7 +172,7 @@ class Runner:
             self._throttle.end()
             self._calls.close()
 
-    def _hire(self) -> Workforce:
+    def _make_workforce(self) -> Workforce:
         command = WorkerCommand(
             command=self._options.command,
             environment=self._options.environment,
@@ -327,11 +320,8 @@ class Runner:
         return None if self._state.shutdown is not None else self._faults.hold()
 
     def _choose_output(self) -> None:
-        living, status = self._table.living(), self._state.status
-        leader = None
-        if status is not None:
-            leaders = {entry.incarnation for entry in status.workers if entry.first == 0 and entry.last > 0}
-            leader = next((worker for worker in living if worker.incarnation in leaders), None)
+        living = self._table.living()
+        leader = next((worker for worker in living if worker.leads), None)
         if leader is None and self._relay.chosen not in living and living:
             leader = living[0]
         self._relay.choose(leader)

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from virtualflow.coordinator.settings import LEAST_HEARTBEAT_LIMIT
 from virtualflow.launcher.settings import LauncherSettings
-from virtualflow.launcher.usage import ABOVE_ZERO, Number, Parser
+from virtualflow.launcher.usage import Number, Parser
+from virtualflow.protocol.environment import ABOVE_ZERO
 from virtualflow.protocol.settings import (
     BACKOFF_LIMIT,
     CHECKPOINT_KEEP,

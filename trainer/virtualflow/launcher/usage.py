@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from typing import Any, NoReturn
 
@@ -11,9 +10,6 @@ from virtualflow.errors import ConfigurationError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-
-ABOVE_ZERO = math.ulp(0.0)
-"""The least number above 0."""
 
 
 def complain(sentence: str) -> None:

@@ -30,6 +30,8 @@ class Worker:
     """The last one listed."""
     assigned: bool = False
     """Virtual nodes are assigned to it."""
+    leads: bool = False
+    """Virtual node 0 is one of them."""
     served: bool = False
     """It has been a member of a running generation."""
     draining: bool = False
@@ -131,6 +133,7 @@ class WorkerTable:
             if entry is not None:
                 worker.listed, worker.listed_by = True, status.incarnation
                 worker.state, worker.assigned = entry.state, entry.first < entry.last
+                worker.leads = worker.assigned and entry.first == 0
                 worker.served = worker.served or worker.assigned
                 worker.draining = worker.draining or entry.state == "draining"
             elif worker.incarnation is not None:
@@ -153,6 +156,6 @@ class WorkerTable:
         if worker.listed:
             worker.unlisted_at = now
             worker.declared_lost = expected and worker.listed_by == status.incarnation
-            worker.listed = worker.assigned = False
+            worker.listed = worker.assigned = worker.leads = False
         elif expected and worker.listed_by != status.incarnation:
             worker.declared_lost = worker.declared_lost or now - self._coordinator_since > self.silence_limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from virtualflow.launcher.exit_policy import ExitFacts, judge
+from virtualflow.launcher.exit_policy import judge
 from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.report import JobHistory
 from virtualflow.launcher.restart_backoff import RestartBackoff
@@ -72,19 +72,17 @@ class Workforce:
         refused: list[Worker] = []
         for worker in self._control.table.unexplained():
             verdict = judge(
-                ExitFacts(
-                    worker=worker.name,
-                    code=worker.process.code or 0,
-                    over=self._control.state.shutdown is not None,
-                    done=status is not None and status.phase == "done",
-                    joined=worker.incarnation is not None,
-                    left=worker.draining or worker.state == "done",
-                    killed=worker.killed,
-                    declared_lost=worker.declared_lost,
-                    refused=worker.refused,
-                    unknown=worker.unknown,
-                    expired=now - (worker.ended_at or now) > self._settings.verdict_grace,
-                )
+                worker.name,
+                worker.process.code or 0,
+                over=self._control.state.shutdown is not None,
+                done=status is not None and status.phase == "done",
+                joined=worker.incarnation is not None,
+                left=worker.draining or worker.state == "done",
+                killed=worker.killed,
+                declared_lost=worker.declared_lost,
+                refused=worker.refused,
+                unknown=worker.unknown,
+                expired=now - (worker.ended_at or now) > self._settings.verdict_grace,
             )
             worker.judged = verdict.kind != "open"
             if verdict.kind == "lost":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import settings as names
 from virtualflow.protocol.settings import REPRODUCIBILITY, THREADS, Reproducibility
+
+ABOVE_ZERO = math.ulp(0.0)
+"""The least number above 0."""
 
 
 def read_number(name: str, kind: type[int] | type[float], least: float) -> int | float | None:
@@ -26,7 +30,8 @@ def read_number(name: str, kind: type[int] | type[float], least: float) -> int |
         number = None
     if number is None or not number >= least:
         what = "a whole number" if kind is int else "a number"
-        raise ConfigurationError(f"{name}={text!r} must be {what} of at least {least:g}; correct or unset it")
+        bound = "above 0" if least == ABOVE_ZERO else f"of at least {least:g}"
+        raise ConfigurationError(f"{name}={text!r} must be {what} {bound}; correct or unset it")
     return number
 
 
@@ -81,7 +86,7 @@ class WorkerEnvironment:
             virtual_nodes=_whole(names.ENV_VIRTUAL_NODES),
             checkpoint_dir=Path(directory) if directory else None,
             checkpoint_steps=_whole(names.ENV_CHECKPOINT_STEPS),
-            checkpoint_seconds=read_number(names.ENV_CHECKPOINT_SECONDS, float, 0.0),
+            checkpoint_seconds=read_number(names.ENV_CHECKPOINT_SECONDS, float, ABOVE_ZERO),
             checkpoint_keep=_whole(names.ENV_CHECKPOINT_KEEP),
             audit_dir=Path(audit) if audit else None,
             threads=_whole(names.ENV_THREADS) or THREADS,

@@ -47,6 +47,12 @@ MAX_SENTENCE = 4_096
 MAX_WORD = 63
 """Characters of a kind or a cause in a message."""
 
+MAX_TEXT = 4_000
+"""Where they cut it."""
+
+MAX_REASON = 400
+"""Characters of a part of such a sentence."""
+
 MAX_MESSAGE = 1 << 20
 """The largest message or request body that the coordinator reads; a larger one is refused."""
 

@@ -2,8 +2,6 @@
 backward pass where that is safe. Bits depend on this package alone, so it knows nothing of membership or models.
 """
 
-from __future__ import annotations
-
 from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap
 from virtualflow.reduction.ownership import Move, Owners, lost, owned_by, plan_hand_over, plan_moves, plan_owners

@@ -30,7 +30,8 @@ class Early:
     def __init__(
         self, pipeline: Pipeline, buckets: Sequence[Bucket], parts: Parts, *, merges: int, weight: float
     ) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
+        """Exchanges the headers, too, when everything was given, and breaks off what is under way."""
         self._weight = weight
         self._buckets = buckets
         self._above = [tensors for _, tensors in parts[: len(parts) - merges]]
@@ -62,12 +63,12 @@ class Early:
         for tensors in reversed(self._merged[1:]):
             tensor, tensors[place] = add_one(tensors[place], tensor), None
         first = self._merged[0][place] if self._merged else None
-        if first is None or tensor is None or not self._pipeline.on_host[index]:
+        if first is None or tensor is None or not self.pipeline.on_host[index]:
             merged = add_one(first, tensor) if self._merged else tensor
             self._place(index, at, len(self._above), merged)
         else:  # The last addition writes the message, so that nothing is copied.
             left, right = first.reshape(-1), tensor.reshape(-1)
-            for begin, stretch in self._pipeline.segments(index, at, len(self._above)):
+            for begin, stretch in self.pipeline.segments(index, at, len(self._above)):
                 end = begin + stretch.numel()
                 torch.add(left[begin:end], right[begin:end], out=stretch)
         if self._merged:
@@ -89,16 +90,16 @@ class Early:
         """As :meth:`give` for every place of a bucket: a few calls for all of them."""
         places = self._buckets[index].places
         for row, tensors in enumerate(self._above):
-            self._pipeline.write_row(index, row, _take(tensors, places))
+            self.pipeline.write_row(index, row, _take(tensors, places))
         for tensors in reversed(self._merged):
             last = add_tensors(_take(tensors, places), last)
-        self._pipeline.write_row(index, len(self._above), last)
+        self.pipeline.write_row(index, len(self._above), last)
         self._missing[index] = 0
         self._submit_full()
 
     def _place(self, index: int, at: int, row: int, tensor: Tensor | None) -> None:
-        if self._pipeline.on_host[index]:
-            self._pipeline.write(index, at, row, tensor)
+        if self.pipeline.on_host[index]:
+            self.pipeline.write(index, at, row, tensor)
             return
         # One copy to the host for the bucket, not one for each tensor.
         staged = self._staged.setdefault((index, row), [None] * len(self._buckets[index].places))
@@ -106,20 +107,12 @@ class Early:
 
     def _submit_full(self) -> None:
         while self._next < len(self._buckets) and self._missing[self._next] == 0:
-            for row in range(self._pipeline.rows):
+            for row in range(self.pipeline.rows):
                 staged = self._staged.pop((self._next, row), None)
                 if staged is not None:
-                    self._pipeline.write_row(self._next, row, staged)
-            self._pipeline.submit(self._next)
+                    self.pipeline.write_row(self._next, row, staged)
+            self.pipeline.submit(self._next)
             self._next += 1
-
-    def headers(self, header: Tensor) -> Tensor:
-        """Everything was given: exchange the headers, too, as uint8 ``[n]`` to ``[size, n]``.
-
-        Raises:
-            CommunicatorBroken: they will not come.
-        """
-        return self._pipeline.exchange_headers(header)
 
     def results(self) -> Iterator[dict[int, Tensor]]:
         """Wait for the sums that this worker needs, by place, bucket by bucket.
@@ -128,16 +121,7 @@ class Early:
             CommunicatorBroken: they will not come.
         """
         for index in range(len(self._buckets)):
-            yield self._pipeline.result(index)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all sums are there."""
-        return self._pipeline.complete
-
-    def abandon(self) -> None:
-        """Nothing more will be given."""
-        self._pipeline.abandon()
+            yield self.pipeline.result(index)
 
 
 def _take(tensors: Tensors, places: Sequence[int]) -> Tensors:

@@ -68,7 +68,7 @@ class Overlap:
         self._watching = False
         self._seen.clear()
         if self._early is not None:
-            self._early.abandon()
+            self._early.pipeline.abandon()
             self._early = None
             self._reducer.forget()  # what is under way may still write to its buffers
 
@@ -157,7 +157,7 @@ class Overlap:
     def headers(self, block: Tensor) -> Tensor:
         """Exchange the headers behind what is under way."""
         assert self._early is not None
-        return self._early.headers(block)
+        return self._early.pipeline.exchange_headers(block)
 
     def results(self, scale: float, steady: bool) -> Iterator[tuple[dict[int, Tensor], bool]]:
         """Wait for what is under way: sums by place, bucket by bucket, and whether the others are there, too.
@@ -176,7 +176,7 @@ class Overlap:
         for found in early.results():
             if steady:
                 multiply(found.values(), scale if self._deferred else 1.0)
-                yield found, early.complete
+                yield found, early.pipeline.complete
         self._early = None
         if not steady:
             raise AttemptSpoiled

@@ -93,7 +93,7 @@ class Sum(Protocol):
 
 
 @dataclass(frozen=True)
-class Course:
+class ReductionPlan:
     """What is reduced among whom."""
 
     collectives: Collectives
@@ -112,16 +112,16 @@ class Pipeline:
     """The reduction of some buckets among all members of a communicator.
 
     Args:
-        course: which ones, and among whom.
+        plan: which ones, and among whom.
         buffers: where messages are kept.
         name: of its own ones among them.
     """
 
-    def __init__(self, course: Course, buffers: Buffers, name: str) -> None:
-        collectives, keys, buckets, templates = course.collectives, course.keys, course.buckets, course.templates
-        needed_by = course.needed_by
+    def __init__(self, plan: ReductionPlan, buffers: Buffers, name: str) -> None:
+        collectives, keys, buckets, templates = plan.collectives, plan.keys, plan.buckets, plan.templates
+        needed_by = plan.needed_by
         self._collectives = collectives
-        self._total = course.total
+        self._total = plan.total
         self._keys = keys
         self._buckets = buckets
         self._templates = templates
@@ -309,13 +309,13 @@ class Pipeline:
 
     def _deliver(self, index: int, reduced: Tensor) -> Pending:
         delivery, rank = self._deliveries[index], self._collectives.rank
-        landings = torch.split(self._delivered[index], list(delivery.inward))
-        parcels = [[reduced[begin:end] for begin, end in stretches] for stretches in delivery.outward]
-        if parcels[rank]:
-            torch.cat(parcels[rank], out=landings[rank])
+        targets = torch.split(self._delivered[index], list(delivery.inward))
+        packed = [[reduced[begin:end] for begin, end in stretches] for stretches in delivery.outward]
+        if packed[rank]:
+            torch.cat(packed[rank], out=targets[rank])
         return self._exchange(
-            {peer: landings[peer] for peer in self._peers if len(landings[peer])},
-            {peer: torch.cat(parcels[peer]) for peer in self._peers if parcels[peer]},
+            {peer: targets[peer] for peer in self._peers if len(targets[peer])},
+            {peer: torch.cat(packed[peer]) for peer in self._peers if packed[peer]},
         )
 
 

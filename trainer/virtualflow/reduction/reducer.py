@@ -22,7 +22,7 @@ from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors, add_
 from virtualflow.reduction.buckets import plan_buckets
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.ownership import Owners
-from virtualflow.reduction.pipeline import Buffers, Course, Exchanger, Keys, Pipeline, as_raw, flatten, unflatten
+from virtualflow.reduction.pipeline import Buffers, Exchanger, Keys, Pipeline, ReductionPlan, as_raw, flatten, unflatten
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.reduction.summation import Summation
 from virtualflow.reduction.tree import Key
@@ -106,22 +106,22 @@ class Reducer:
             return result
         keys = self._keys(ranges)
         small = self._small_places(keys, templates, places)
-        course = self._course(collectives, keys, templates, scale)
+        plan = self._plan(collectives, keys, templates, scale)
         for group in small:
-            for place, tensor in self._gather(course, parts, group):
-                if course.needed_by is None or collectives.rank in course.needed_by[place]:
+            for place, tensor in self._gather(plan, parts, group):
+                if plan.needed_by is None or collectives.rank in plan.needed_by[place]:
                     result[place] = tensor
         large = [place for place in places if not any(place in group for group in small)]
         if large:
-            course = self._in_buckets(course, large[::-1])
-            pipeline = Pipeline(course, self._buffers, "late")
-            for index, bucket in enumerate(course.buckets):
+            plan = self._in_buckets(plan, large[::-1])
+            pipeline = Pipeline(plan, self._buffers, "late")
+            for index, bucket in enumerate(plan.buckets):
                 for row, (_, tensors) in enumerate(parts):
                     pipeline.write_row(index, row, [tensors[place] for place in bucket.places])
                 pipeline.submit(index)
             pipeline.close(None)
             self._exchange(pipeline.run)
-            for index in range(len(course.buckets)):
+            for index in range(len(plan.buckets)):
                 for place, tensor in pipeline.result(index).items():
                     result[place] = tensor
         return result
@@ -159,9 +159,9 @@ class Reducer:
         large = [place for place in places if place not in small]
         if not large:
             return None
-        course = self._in_buckets(self._course(collectives, keys, templates, scale), large)
-        pipeline = Pipeline(course, self._buffers, "early")
-        early = Early(pipeline, course.buckets, accumulator.parts, merges=accumulator.merges(last), weight=weight)
+        plan = self._in_buckets(self._plan(collectives, keys, templates, scale), large)
+        pipeline = Pipeline(plan, self._buffers, "early")
+        early = Early(pipeline, plan.buckets, accumulator.parts, merges=accumulator.merges(last), weight=weight)
         self._exchange(pipeline.run)
         return early
 
@@ -170,20 +170,20 @@ class Reducer:
             self._exchanger = Exchanger()
         self._exchanger.submit(task)
 
-    def _course(self, collectives: Collectives, keys: Keys, templates: Sequence[Tensor], scale: float) -> Course:
+    def _plan(self, collectives: Collectives, keys: Keys, templates: Sequence[Tensor], scale: float) -> ReductionPlan:
         def total(arrived: dict[Key, Tensor], out: Tensor | None = None) -> Tensor:
             whole = self._summation.add_up(arrived, Tensor.add_)
             if scale != 1.0:
                 return torch.mul(whole, scale, out=whole if out is None else out)
             return whole if out is None else out.copy_(whole)
 
-        return Course(collectives, keys, total, templates, (), self._needed_by(templates, collectives.size))
+        return ReductionPlan(collectives, keys, total, templates, (), self._needed_by(templates, collectives.size))
 
-    def _in_buckets(self, course: Course, places: Sequence[int]) -> Course:
+    def _in_buckets(self, plan: ReductionPlan, places: Sequence[int]) -> ReductionPlan:
         settings = self._settings
-        size = course.collectives.size
-        buckets = plan_buckets(course.templates, places, size, alignment=settings.alignment, limit=settings.bucket)
-        return replace(course, buckets=buckets)
+        size = plan.collectives.size
+        buckets = plan_buckets(plan.templates, places, size, alignment=settings.alignment, limit=settings.bucket)
+        return replace(plan, buckets=buckets)
 
     def _keys(self, ranges: Sequence[range]) -> Keys:
         return [self._summation.parts_of(assigned) for assigned in ranges]
@@ -200,9 +200,9 @@ class Reducer:
             if rows * sum(templates[place].numel() for place in group) * dtype.itemsize <= self._settings.small_exchange
         ]
 
-    def _gather(self, course: Course, parts: Parts, places: list[int]) -> list[tuple[int, Tensor]]:
+    def _gather(self, plan: ReductionPlan, parts: Parts, places: list[int]) -> list[tuple[int, Tensor]]:
         """Everyone gets all subtrees, whole, and does the same additions."""
-        collectives, keys, templates = course.collectives, course.keys, course.templates
+        collectives, keys, templates = plan.collectives, plan.keys, plan.templates
         most, total = max(len(nodes) for nodes in keys), sum(templates[place].numel() for place in places)
         dtype = templates[places[0]].dtype
         flat = self._buffers.get(("small", most), (most, total), dtype)
@@ -211,4 +211,4 @@ class Reducer:
         gathered = self._buffers.get(("gathered", most), (collectives.size, most, total), dtype)
         collectives.start_all_gather(as_raw(gathered), as_raw(flat)).wait()
         arrived = {node: gathered[rank, at] for rank, nodes in enumerate(keys) for at, node in enumerate(nodes)}
-        return list(zip(places, unflatten(course.total(arrived), [templates[place] for place in places]), strict=True))
+        return list(zip(places, unflatten(plan.total(arrived), [templates[place] for place in places]), strict=True))

@@ -2,22 +2,20 @@
 checkpoints on disk. Also the pure decision who gives it to whom.
 """
 
-from __future__ import annotations
-
 from virtualflow.state.checkpoint_format import JobIdentity
 from virtualflow.state.checkpoint_writer import CheckpointPolicy
-from virtualflow.state.checkpointing import Keeper, Kind, choose_policy
+from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy
 from virtualflow.state.digests import signature
 from virtualflow.state.preallocation import Reserve, elder, make_room, tell_room
 from virtualflow.state.striping import Path, size_of, split
-from virtualflow.state.transfer import Moving, carry, wrap
+from virtualflow.state.transfer import Moving, move_state, pack_state
 from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer, someone_has_state
 
 __all__ = [
     "SPOILED",
     "CheckpointPolicy",
+    "Checkpointer",
     "JobIdentity",
-    "Keeper",
     "Kind",
     "Moving",
     "Origin",
@@ -25,15 +23,15 @@ __all__ = [
     "Reserve",
     "Standing",
     "Transfer",
-    "carry",
     "choose_policy",
     "elder",
     "make_room",
+    "move_state",
+    "pack_state",
     "plan_transfer",
     "signature",
     "size_of",
     "someone_has_state",
     "split",
     "tell_room",
-    "wrap",
 ]

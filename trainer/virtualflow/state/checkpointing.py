@@ -54,7 +54,7 @@ class Checkpointable(Protocol):
         """Put a captured state back."""
 
 
-class Keeper:
+class Checkpointer:
     """Keeps the checkpoints of one run, or none when there is no place for them."""
 
     def __init__(

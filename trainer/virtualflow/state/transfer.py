@@ -57,7 +57,7 @@ It raises ConfigurationError if the state does not fit, before anything has chan
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PackedState:
     """A state as it travels."""
 
     block: Tensor
@@ -84,19 +84,19 @@ class Moved:
     """The state, if this member has received it; its large tensors are those that ``Land`` gave."""
 
 
-def wrap(tree: dict[str, Any], settings: TransferSettings) -> Parcel:
+def pack_state(tree: dict[str, Any], settings: TransferSettings) -> PackedState:
     """Make a captured state ready to be sent; its large tensors are referred to and must not change meanwhile."""
     thin, stripes = split(tree, settings.stripe)
     described = describe(stripes)
-    return Parcel(codec.pack({"tree": thin, "stripes": described}), list(stripes.values()), layout_hash(described))
+    return PackedState(codec.pack({"tree": thin, "stripes": described}), list(stripes.values()), layout_hash(described))
 
 
-def carry(
+def move_state(
     communicator: Moving,
     donors: Sequence[int],
     receivers: Sequence[int],
     *,
-    parcel: Parcel | None,
+    packed: PackedState | None,
     land: Land,
     settings: TransferSettings,
 ) -> Moved:
@@ -106,7 +106,7 @@ def carry(
         communicator: of the generation.
         donors: ranks of those who have it, the first of them sends what is not striped.
         receivers: ranks of those who get it.
-        parcel: this member's, if it is a donor.
+        packed: this member's, if it is a donor.
         land: where a receiver wants it.
         settings: in what pieces it travels; the same for all.
 
@@ -114,7 +114,7 @@ def carry(
         CommunicatorBroken: a member was lost meanwhile; nothing is written into this member's tensors any more.
     """
     began, timeout = time.monotonic(), settings.message_timeout
-    notice = bytearray(_NOTICE.pack(*((0, 0) if parcel is None else (parcel.layout, parcel.block.numel()))))
+    notice = bytearray(_NOTICE.pack(*((0, 0) if packed is None else (packed.layout, packed.block.numel()))))
     notices = communicator.all_gather(torch.frombuffer(notice, dtype=torch.uint8))
     told = [_NOTICE.unpack(row.numpy().tobytes()) for row in notices]
     layout, length = told[donors[0]]
@@ -132,14 +132,14 @@ def carry(
             stripes = land(tree, announced)
             communicator.move(_arrive(turn, list(stripes.values()), settings), timeout=timeout)
             join(tree, stripes)
-            parcel = Parcel(block, list(stripes.values()), layout)
+            packed = PackedState(block, list(stripes.values()), layout)
         elif rank in turn.donors:
-            assert parcel is not None
+            assert packed is not None
             if rank == turn.donors[0]:
-                first = [Message(peer, parcel.block, incoming=False) for peer in turn.receivers]
+                first = [Message(peer, packed.block, incoming=False) for peer in turn.receivers]
                 communicator.move(iter([first]), timeout=timeout)
-            communicator.move(_depart(turn, rank, parcel.stripes, settings), timeout=timeout)
-    size = 0 if parcel is None else parcel.size
+            communicator.move(_depart(turn, rank, packed.stripes, settings), timeout=timeout)
+    size = 0 if packed is None else packed.size
     return Moved(size, time.monotonic() - began, len(givers), tree)
 
 

@@ -2,27 +2,25 @@
 buffers, the optimizer's step whole, in portions or sharded, and virtual nodes that are run as one micro-batch.
 """
 
-from __future__ import annotations
-
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
-from virtualflow.step.microbatch_fusion import BatchNorm, Fusing
-from virtualflow.step.optimizer_step import SchedulerInterval, Stepping
+from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
+from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
 from virtualflow.step.partial_step import is_separable
 from virtualflow.step.sharded_optimizer import Holding, Shards
 from virtualflow.step.update import Update
 
 __all__ = [
     "BatchNorm",
-    "Fusing",
     "Holding",
     "Kind",
+    "MicrobatchFusion",
+    "OptimizerOptions",
     "Reduced",
     "SchedulerInterval",
     "Schema",
     "Shards",
     "StepHeader",
-    "Stepping",
     "Update",
     "is_separable",
     "read_headers",

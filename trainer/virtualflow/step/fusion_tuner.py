@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from virtualflow.data import chunks
 from virtualflow.device import Usage
-from virtualflow.step.settings import FusingSettings
+from virtualflow.step.settings import FusionSettings
 
 
 def widths(nodes: int, cap: int | None) -> list[int]:
@@ -40,7 +40,7 @@ class Tuner:
         settings: how much is measured, and how much memory may be used.
     """
 
-    def __init__(self, cap: int | None, settings: FusingSettings) -> None:
+    def __init__(self, cap: int | None, settings: FusionSettings) -> None:
         self.width = 1
         """Virtual nodes of a micro-batch, at most."""
         self.exploring = False

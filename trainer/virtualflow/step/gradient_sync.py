@@ -355,6 +355,10 @@ class GradientSync:
 
     # --- a life -------------------------------------------------------------------------------------------------------
 
+    def settle(self, schema: Schema) -> None:
+        """Take over the names of a state that was restored."""
+        self.schema = self.settled = schema
+
     def commit(self, buffers: Mapping[str, Tensor]) -> None:
         """The step was applied: take over the combined buffers and the names."""
         self._reducer.release_unused()

@@ -18,7 +18,7 @@ from virtualflow.device import MemoryGauge, device_of
 from virtualflow.device.settings import MemorySettings
 from virtualflow.step.fusion_tuner import Tuner
 from virtualflow.step.ghost_batch_norm import GhostBatchNorm
-from virtualflow.step.settings import FusingSettings
+from virtualflow.step.settings import FusionSettings
 
 logger = logging.getLogger("virtualflow.worker")
 
@@ -26,7 +26,7 @@ BatchNorm = Literal["virtual-node", "micro-batch"]
 """Over which samples batch norm normalises."""
 
 
-class Fusing:
+class MicrobatchFusion:
     """How this worker's virtual nodes are put together.
 
     Args:
@@ -45,7 +45,7 @@ class Fusing:
         micro_batch: int,
         batch_norm: BatchNorm,
         *,
-        settings: FusingSettings,
+        settings: FusionSettings,
         memory: MemorySettings,
     ) -> None:
         self._tuner = Tuner(cap, settings)

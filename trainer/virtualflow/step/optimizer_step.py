@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from virtualflow.reduction import Owners, Tensors
+from virtualflow.reduction import Tensors
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step.gradient_sync import Portion
@@ -24,7 +24,7 @@ SchedulerInterval = Literal["step", "epoch", "manual"]
 
 
 @dataclass(frozen=True)
-class Stepping:
+class OptimizerOptions:
     """What the user wants to happen at a step."""
 
     optimizer: torch.optim.Optimizer
@@ -41,34 +41,29 @@ class OptimizerStep:
 
     Args:
         model: whose parameters.
-        stepping: what happens at a step.
+        options: what happens at a step.
         reduction: how new values of a sharded optimizer travel.
         transfer: how its states do.
     """
 
     def __init__(
-        self, model: nn.Module, stepping: Stepping, reduction: ReductionSettings, transfer: TransferSettings
+        self, model: nn.Module, options: OptimizerOptions, reduction: ReductionSettings, transfer: TransferSettings
     ) -> None:
         self._parameters = list(model.parameters())
-        self._wanted = stepping
-        self._clips = stepping.clip_norm is not None or stepping.clip_value is not None
-        self._in_portions = StepInPortions(stepping.optimizer)
+        self._wanted = options
+        self._clips = options.clip_norm is not None or options.clip_value is not None
+        self._in_portions = StepInPortions(options.optimizer)
         self.shards: Shards | None = None
         """This worker's share of a sharded optimizer."""
-        if stepping.sharded:
+        if options.sharded:
             self.shards = Shards(
                 self._parameters,
-                stepping.optimizer,
-                clip_norm=stepping.clip_norm,
-                clip_value=stepping.clip_value,
+                options.optimizer,
+                clip_norm=options.clip_norm,
+                clip_value=options.clip_value,
                 reduction=reduction,
                 transfer=transfer,
             )
-
-    @property
-    def owners(self) -> Owners | None:
-        """Of the parameters, where they are sharded."""
-        return None if self.shards is None else self.shards.owners
 
     @property
     def steps_scheduler(self) -> bool:

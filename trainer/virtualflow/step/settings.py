@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class FusingSettings:
+class FusionSettings:
     """How a worker of a statistical job finds out how many virtual nodes to run as one micro-batch."""
 
     warm_up: int = 1

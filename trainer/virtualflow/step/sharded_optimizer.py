@@ -78,7 +78,7 @@ class Shards:
         self.values = self.all
         """Those whose values are."""
         self.finishing = False
-        self._guests: frozenset[int] = frozenset()
+        self._borrowed: frozenset[int] = frozenset()
         """Parameters whose states are here, in host memory, only to be written down."""
         self._gradients: Tensors | None = None
         self._present: list[bool] = []
@@ -193,7 +193,7 @@ class Shards:
             return
         own = [_raw(self._parameters[place]) for place in shares[collectives.rank]]
         sent = torch.cat([*own, torch.zeros(longest - sum(map(len, own)), dtype=torch.uint8)])
-        landings = [_Landing([self._parameters[place] for place in share]) for share in shares]
+        writers = [_ShareWriter([self._parameters[place] for place in share]) for share in shares]
         unit = self._settings.alignment
         length = -(-self._settings.bucket // (collectives.size * unit)) * unit
         arriving: tuple[Tensor, Pending] | None = None
@@ -205,9 +205,9 @@ class Shards:
                 following = rows, collectives.start_all_gather(rows.view(-1), stretch)
             if arriving is not None:
                 arriving[1].wait()
-                for rank, (landing, row) in enumerate(zip(landings, arriving[0], strict=True)):
+                for rank, (writer, row) in enumerate(zip(writers, arriving[0], strict=True)):
                     if rank != collectives.rank:
-                        landing.take(row)
+                        writer.take(row)
             arriving = following
         self.values = self.all
 
@@ -229,10 +229,10 @@ class Shards:
         for place in self.all - self.states:
             self._optimizer.state.pop(self._parameters[place], None)
 
-    def dismiss_guests(self) -> None:
+    def drop_borrowed(self) -> None:
         """Forget the states that came only to be written down."""
-        self.keep(self.states - self._guests)
-        self._guests = frozenset()
+        self.keep(self.states - self._borrowed)
+        self._borrowed = frozenset()
 
     def detach_states(self) -> dict[Tensor, Any]:
         """Take all states out of the optimizer, for :meth:`attach_states`."""
@@ -282,7 +282,7 @@ class Shards:
                     }
             self.states = self.states | frozenset(tree)
             if to_host:
-                self._guests = self._guests | frozenset(tree)
+                self._borrowed = self._borrowed | frozenset(tree)
 
     def _described(self, place: int) -> list[Any]:
         """A parameter's state, and which of its tensors are on the host though the parameter is not."""
@@ -294,7 +294,7 @@ class Shards:
         return [None if state is None else dict(state), hosted]
 
 
-class _Landing:
+class _ShareWriter:
     """Where the values of one worker's share are written, byte for byte, as they come."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

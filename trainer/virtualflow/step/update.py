@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Summation
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step.gradient_sync import GradientSync, Reduced
-from virtualflow.step.header import HeaderFormat, Schema
-from virtualflow.step.optimizer_step import OptimizerStep, Stepping
+from virtualflow.step.header import Schema
+from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
 from virtualflow.transport import Collectives
 
 
@@ -25,7 +25,7 @@ class Update:
 
     Args:
         model: the model.
-        stepping: what happens at a step.
+        options: what happens at a step.
         summation: the order in which virtual nodes are added up.
         micro_batch: samples of a virtual node.
         reduction: how gradients travel.
@@ -35,16 +35,17 @@ class Update:
     def __init__(
         self,
         model: nn.Module,
-        stepping: Stepping,
+        options: OptimizerOptions,
         summation: Summation,
         *,
         micro_batch: int,
         reduction: ReductionSettings,
         transfer: TransferSettings,
     ) -> None:
-        self._sync = GradientSync(model, summation, micro_batch, reduction)
-        self._step = OptimizerStep(model, stepping, reduction, transfer)
-        self.shards = self._step.shards
+        self.sync = GradientSync(model, summation, micro_batch, reduction)
+        """Takes what each virtual node has left in the model."""
+        self.optimizer_step = OptimizerStep(model, options, reduction, transfer)
+        self.shards = self.optimizer_step.shards
         """This worker's share of a sharded optimizer."""
         self.contributed = False
         """Whether this worker has taken part in a synchronization, so that it is no joiner any more."""
@@ -56,16 +57,8 @@ class Update:
 
     def begin(self, assigned: range, most: int = 1) -> None:
         """Start an attempt over the virtual nodes ``assigned``, where ``most`` is what any worker has."""
-        self._sync.begin(assigned, most)
-        self._step.begin()
-
-    def expect_last(self, collectives: Collectives, ranges: Sequence[range], samples: int, of_step: int | None) -> None:
-        """The last micro-batch of this worker's range is about to run; see `GradientSync.expect_last`."""
-        self._sync.expect_last(collectives, ranges, samples, of_step)
-
-    def take(self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1) -> None:
-        """Take over what the next virtual node has left in the model; see `GradientSync.take`."""
-        self._sync.take(samples, metrics, virtual_nodes)
+        self.sync.begin(assigned, most)
+        self.optimizer_step.begin()
 
     def synchronize(
         self,
@@ -93,11 +86,11 @@ class Update:
             VirtualFlowError: the workers do not run the same code.
         """
         self.contributed = True
-        reduced = self._sync.synchronize(
-            communicator, ranges, number, offer, more=more, saves=saves, portion=self._step.portion
+        reduced = self.sync.synchronize(
+            communicator, ranges, number, offer, more=more, saves=saves, portion=self.optimizer_step.portion
         )
         if self.shards is not None and communicator.size > 1:
-            self.pending, self._pending_schema = reduced, self._sync.schema
+            self.pending, self._pending_schema = reduced, self.sync.schema
             self.shards.prepare(reduced.gradients, reduced.present)
             self.shards.decide(communicator)
             self.shards.step()
@@ -107,8 +100,8 @@ class Update:
     def abandon(self) -> None:
         """The attempt is aborted: leave no trace of it."""
         # What is under way ends before anything is put back.
-        self._sync.abandon()
-        self._step.undo()
+        self.sync.abandon()
+        self.optimizer_step.undo()
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
@@ -117,10 +110,10 @@ class Update:
         if reduced is self.pending:
             self.forget_pending()
         else:
-            self._step.step(reduced.gradients)
-        self._step.commit(reduced.gradients)
-        self._sync.commit(reduced.buffers)
-        self._step.schedule(epoch_ends)
+            self.optimizer_step.step(reduced.gradients)
+        self.optimizer_step.commit(reduced.gradients)
+        self.sync.commit(reduced.buffers)
+        self.optimizer_step.schedule(epoch_ends)
 
     def complete_pending(self, norm: float | None) -> Reduced:
         """The step that is pending counts, as others know: step this worker's share; it is to be committed.
@@ -131,7 +124,7 @@ class Update:
         assert self.pending is not None
         assert self.shards is not None
         self.shards.step(norm)
-        self._sync.schema = self._pending_schema
+        self.sync.schema = self._pending_schema
         return self.pending
 
     def forget_pending(self) -> None:
@@ -142,29 +135,11 @@ class Update:
 
     # --- a life -------------------------------------------------------------------------------------------------------
 
-    @property
-    def settled(self) -> Schema:
-        """Names that all workers knew when the last step was committed: part of the state."""
-        return self._sync.settled
-
-    def settle(self, schema: Schema) -> None:
-        """Take over the names of a state that was restored."""
-        self._sync.schema = self._sync.settled = schema
-
-    @property
-    def steps_scheduler(self) -> bool:
-        """Whether the learning rate is changed here, and not by the user's code between two steps."""
-        return self._step.steps_scheduler
-
-    def header_format(self, ranges: Sequence[range]) -> HeaderFormat:
-        """The format of step headers among members that are assigned ``ranges``."""
-        return self._sync.header_format(ranges)
-
     def enter(self) -> None:
         """A generation begins."""
-        self._sync.enter(self._step.owners)
+        self.sync.enter(None if self.shards is None else self.shards.owners)
 
     def close(self) -> None:
         """Leave the model as it was."""
-        self._sync.close()
-        self._step.undo()
+        self.sync.close()
+        self.optimizer_step.undo()

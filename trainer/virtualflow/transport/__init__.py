@@ -2,8 +2,6 @@
 it, and the connection to the coordinator. It knows nothing of what is sent.
 """
 
-from __future__ import annotations
-
 from virtualflow.transport.gloo import Communicator
 from virtualflow.transport.interface import ALONE, Collectives, Message, Pending, as_bytes, gather_bytes
 from virtualflow.transport.link import Link

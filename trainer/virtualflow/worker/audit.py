@@ -23,12 +23,12 @@ class Audit:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._worker = worker
 
-    def carried(
+    def computed(
         self, generation: m.Generation, epoch: int, step: int, virtual_node: int, samples: tuple[int, ...]
     ) -> None:
         """This worker has run the samples of a virtual node in an attempt at ``step``."""
         self._write(
-            "carried",
+            "computed",
             generation,
             epoch=epoch,
             step=step,

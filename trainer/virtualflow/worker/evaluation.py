@@ -118,7 +118,7 @@ def _gather(loop: Loop, source: Source, fn: Callable[[Any], Rows], step: int, nu
         if batch.size:
             seed_virtual_node(context.request.options.seed, -number, node)
             mine[node] = _to_cpu(_checked(fn(batch.data), batch.size))
-    form = context.update.header_format(state.ranges)
+    form = context.update.sync.header_format(state.ranges)
     header = form.write(form.tell(Kind.EVALUATE, number, context.session.offer(evaluating=True)))
     headers = read_headers(form, communicator.all_gather(header), Kind.EVALUATE, number)
     blocks = gather_bytes(communicator, codec.pack(mine))

@@ -37,7 +37,7 @@ def agree_on_end(session: AnySession, membership: Membership, training: Training
     """
     number = training.exchanges + 1
     while training.exchanges < number:
-        form = training.update.header_format(session.state.ranges)
+        form = training.update.sync.header_format(session.state.ranges)
         header = form.write(form.tell(Kind.FINISH, number, m.NO_GENERATION))
         try:
             read_headers(form, membership.communicator.all_gather(header), Kind.FINISH, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from virtualflow.data import MicroBatch, Source, fuse
-from virtualflow.step import Fusing
+from virtualflow.step import MicrobatchFusion
 from virtualflow.worker.options import Options
 from virtualflow.worker.train_state import Training
 
@@ -11,9 +11,9 @@ from virtualflow.worker.train_state import Training
 class Loading:
     """Reads for one training from its source."""
 
-    def __init__(self, source: Source, fusing: Fusing, training: Training, options: Options) -> None:
+    def __init__(self, source: Source, fusion: MicrobatchFusion, training: Training, options: Options) -> None:
         self._source = source
-        self._fusing = fusing
+        self._fusion = fusion
         self._training = training
         self._options = options
         self._peeked: dict[tuple[int, int, int], MicroBatch] = {}
@@ -27,14 +27,14 @@ class Loading:
     def enter(self, assigned: range) -> None:
         """Other virtual nodes are assigned to this worker, or it begins again from where the others are."""
         self._peeked.clear()
-        self._fusing.assign(assigned)
+        self._fusion.assign(assigned)
         if not self._over:
-            self._width = self._fusing.width
+            self._width = self._fusion.width
             self._source.assign(assigned, *self._training.position, self._width)
 
     def adjust(self, assigned: range) -> None:
         """Load the coming steps in other portions, if other virtual nodes are now put together."""
-        width = self._fusing.width
+        width = self._fusion.width
         if width != self._width and self._source.steps_per_epoch is not None and not self._over:
             self._source.assign(assigned, *self._training.position, width)
             self._width = width

@@ -58,14 +58,14 @@ class Loop:
         self.trained = True
         complete_leader(context.membership, context.training)
         if self._state.leader:
-            context.keeper.save_final(context.training)
+            context.checkpointer.save_final(context.training)
         context.reporter.progress(now=True)
 
     def _between_steps(self) -> None:
         """What happens between two steps beside the update: leave or enter a generation."""
         context = self.context
         if context.session.stopping:
-            context.keeper.save_final(context.training)
+            context.checkpointer.save_final(context.training)
             context.session.leave(m.NO_GENERATION)
         context.membership.switch_if_agreed()
 
@@ -139,40 +139,41 @@ class Loop:
 
     def _attempt(self, number: int) -> Iterator[Any]:
         context, state = self.context, self._state
-        update, fusing, pace, assigned = context.update, context.fusing, context.pace, state.assigned
+        update, fusion, pace, assigned = context.update, context.fusion, context.pace, state.assigned
         context.membership.check()
         context.stopwatch.attempt(number)
         update.begin(assigned, max(len(nodes) for nodes in state.ranges))
         pace.begin(time.monotonic(), len(assigned))
-        if fusing.exploring:
+        if fusion.exploring:
             pace.disregard()
-        for nodes in fusing.begin():
+        for nodes in fusion.begin():
             context.membership.check()
             batch = context.loading.fetch(nodes)
-            if batch.size < context.micro_batch * len(nodes):
+            if batch.size < context.request.micro_batch * len(nodes):
                 pace.disregard()
             if context.audit is not None:
                 for node, samples in batch.apart():
-                    context.audit.carried(
+                    context.audit.computed(
                         context.session.generation, context.training.position[0], number, node, samples
                     )
             last = nodes.stop == assigned.stop
             if last:
-                update.expect_last(context.membership.communicator, state.ranges, batch.size, context.loading.samples())
+                of_step = context.loading.samples()
+                update.sync.expect_last(context.membership.communicator, state.ranges, batch.size, of_step)
             yield from self._present(batch, number)
             if last:
                 if self._kernels_on is not None:
                     # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.
                     torch.cuda.synchronize(self._kernels_on)
                 pace.end(time.monotonic())
-            update.take(batch.size, self._metrics, len(nodes))
-        fusing.end()
+            update.sync.take(batch.size, self._metrics, len(nodes))
+        fusion.end()
 
     def _present(self, batch: MicroBatch, number: int) -> Iterator[Any]:
         """Give a micro-batch to the user's code, with the random streams of its (first) virtual node."""
         self._metrics = {}
         if batch.size:
-            self.context.fusing.present(batch)
+            self.context.fusion.present(batch)
             seed_virtual_node(self._seed, number, batch.virtual_node)
             yield batch.data
 
@@ -205,11 +206,13 @@ class Loop:
         if context.update.shards is not None:
             self._save_together(any(header.saves for header in reduced.headers))
         elif self._state.leader:
-            context.keeper.save_if_due(training)
+            context.checkpointer.save_if_due(training)
 
     def _saves_after(self, number: int) -> bool:
         """Whether this worker writes a checkpoint after the step ``number`` and needs others' help with it."""
-        return self.context.update.shards is not None and self._state.leader and self.context.keeper.is_due(number)
+        return (
+            self.context.update.shards is not None and self._state.leader and self.context.checkpointer.is_due(number)
+        )
 
     def _save_together(self, due: bool) -> None:
         """The state of a sharded optimizer is brought together for a checkpoint, if one is ``due``."""
@@ -222,7 +225,7 @@ class Loop:
             membership.recover(error)  # the next checkpoint that is due tries again
             return
         if self._state.leader:
-            self.context.keeper.save_if_due(self.context.training)
+            self.context.checkpointer.save_if_due(self.context.training)
         membership.keep_share()
 
     # --- evaluations --------------------------------------------------------------------------------------------------

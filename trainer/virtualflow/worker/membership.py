@@ -17,16 +17,16 @@ from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.protocol import messages as m
 from virtualflow.state import (
     SPOILED,
-    Keeper,
+    Checkpointer,
     Origin,
     Path,
     Standing,
     Transfer,
-    carry,
     digests,
+    move_state,
+    pack_state,
     plan_transfer,
     someone_has_state,
-    wrap,
 )
 from virtualflow.transport import Communicator, gather_bytes
 from virtualflow.worker.resharding import Resharding
@@ -44,7 +44,7 @@ class Membership:
         self,
         session: AnySession,
         training: Training,
-        keeper: Keeper,
+        checkpointer: Checkpointer,
         signature: dict[str, Any],
         stopwatch: Stopwatch,
         on_entry: Callable[[], None],
@@ -52,7 +52,7 @@ class Membership:
         self._session = session
         self._state = session.state
         self._training = training
-        self._keeper = keeper
+        self._checkpointer = checkpointer
         self._signature = signature
         self._stopwatch = stopwatch
         self._on_entry = on_entry
@@ -115,7 +115,7 @@ class Membership:
             return
         if not self._session.is_member(plan):
             if not plan.members and self._session.rank == 0:
-                self._keeper.save_final(self._training)
+                self._checkpointer.save_final(self._training)
             self._session.leave(plan.generation, plan.reason if plan.cause == "stop" else "")
         self._enter(plan)
 
@@ -141,7 +141,7 @@ class Membership:
         """Enter ``plan``, or whichever takes over from it, and come to one state with its members."""
         session = self._session
         while True:
-            self._stopwatch.plans.append(plan)
+            self._stopwatch.enter(plan, has_state=self._state.has_state)
             try:
                 self._synchronize(session.enter(plan))
                 break
@@ -178,7 +178,7 @@ class Membership:
             standings = self._resharding.complete_step(communicator, standings, len(self._state.ranges))
         origins: list[Origin] = []
         if not someone_has_state(standings):
-            origin = Origin(self._keeper.find(), self._fresh_model(communicator))
+            origin = Origin(self._checkpointer.find(), self._fresh_model(communicator))
             origins = [Origin.from_bytes(block) for block in communicator.all_gather(origin.to_bytes())]
         transfer = plan_transfer(standings, origins, equal_start=self._state.reproducibility == "bitwise")
         self._bring_state(communicator, transfer)
@@ -200,12 +200,12 @@ class Membership:
         training, session = self._training, self._session
         if transfer.restorer == communicator.rank:
             self._spoiled = True
-            self._keeper.restore(training)
+            self._checkpointer.restore(training)
         if not transfer.receivers:
             return
         whole = self._resharding is None
         gives = communicator.rank in transfer.donors
-        parcel = wrap(training.capture(states=whole), training.transfer) if gives else None
+        packed = pack_state(training.capture(states=whole), training.transfer) if gives else None
         in_place = not self._state.has_state
 
         def land(tree: dict[str, Any], stripes: dict[Path, Tensor]) -> dict[Path, Tensor]:
@@ -213,8 +213,8 @@ class Membership:
             self._spoiled = in_place
             return targets
 
-        moved = carry(
-            communicator, transfer.donors, transfer.receivers, parcel=parcel, land=land, settings=training.transfer
+        moved = move_state(
+            communicator, transfer.donors, transfer.receivers, packed=packed, land=land, settings=training.transfer
         )
         if moved.tree is not None:
             if whole:

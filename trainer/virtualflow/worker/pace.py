@@ -104,7 +104,7 @@ class Pace:
         return Estimate(median, low, high, statistics.median(rest for _, rest in self._samples), len(self._samples))
 
 
-class Telling:
+class PaceReportPolicy:
     """When the coordinator is to hear of an estimate: not of every step, and soon of what matters."""
 
     def __init__(self, settings: PaceSettings) -> None:

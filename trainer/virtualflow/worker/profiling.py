@@ -12,17 +12,16 @@ import logging
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
+from virtualflow.atomic_file import write_whole
 from virtualflow.data import MicroBatch, Source, micro_batch, open_source, seed_virtual_node
 from virtualflow.device import device_name, device_of
 from virtualflow.errors import ConfigurationError, Profiled
@@ -30,7 +29,7 @@ from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizePr
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.worker.memory_use import free_bytes, peak_of_cpu
 from virtualflow.worker.options import Options
-from virtualflow.worker.settings import ProfilingSettings, WorkerSettings
+from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.train_state import signature_hash
 
 logger = logging.getLogger("virtualflow.worker")
@@ -59,67 +58,6 @@ def foretell_pace(environment: WorkerEnvironment, situation: Situation) -> tuple
     except ConfigurationError as error:
         logger.warning("%s", error)
         return None, str(error)
-
-
-def open_profiling(
-    model: nn.Module,
-    dataset: Any,
-    options: Options,
-    environment: WorkerEnvironment,
-    virtual_nodes: int,
-    source: Source,
-    situation: Situation,
-    settings: WorkerSettings,
-) -> Profiling:
-    """Prepare to measure a run; its own source is closed, since each size has one of its own.
-
-    Raises:
-        ConfigurationError: a size is asked for that the job cannot have.
-    """
-    assert environment.profile_out is not None
-    source.close()
-    indexed = source.steps_per_epoch is not None
-
-    def open_sized(samples: int) -> Source:
-        return open_source(
-            dataset,
-            batch_size=samples,
-            virtual_nodes=1,
-            seed=options.seed,
-            shuffle=options.shuffle,
-            drop_last=indexed,
-            epochs=None,
-            options=options.loader,
-            settings=settings.loading,
-        )
-
-    blank = DeviceProfile(
-        device_type=situation.device_type,
-        device=situation.device,
-        torch=str(torch.__version__),
-        threads=situation.threads,
-        reproducibility=environment.reproducibility or options.reproducibility,
-        signature=situation.signature,
-        script=os.path.basename(sys.argv[0]),
-        batch_size=options.batch_size,
-        virtual_nodes=virtual_nodes,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        stopped="",
-        sizes=(),
-    )
-    samples = len(dataset) if indexed else None
-    sizes = sizes_to_measure(virtual_nodes, situation.micro_batch, samples, environment.profile_sizes)
-    return Profiling(
-        model,
-        device_of(model),
-        open_sized,
-        sizes,
-        situation.micro_batch,
-        options.seed,
-        blank,
-        environment.profile_out,
-        settings.profiling,
-    )
 
 
 def sizes_to_measure(virtual_nodes: int, micro_batch: int, samples: int | None, asked: tuple[int, ...]) -> list[int]:
@@ -158,44 +96,62 @@ class _Times:
 
 
 class Profiling:
-    """The profiling of one run."""
+    """The profiling of one run; its own source is not needed, since each size has one of its own.
+
+    Args:
+        model: of the user.
+        dataset: likewise.
+        options: what else the script asks for.
+        environment: says where the profile goes.
+        virtual_nodes: of the job.
+        situation: what is measured.
+        samples: of the dataset; ``None`` for a stream.
+        settings: how much is measured, and how samples are read.
+
+    Raises:
+        ConfigurationError: a size is asked for that the job cannot have.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        device: torch.device,
-        open_sized: Callable[[int], Source],
-        sizes: list[int],
-        micro_batch: int,
-        seed: int,
-        blank: DeviceProfile,
-        path: Path,
-        settings: ProfilingSettings,
+        dataset: Any,
+        options: Options,
+        environment: WorkerEnvironment,
+        *,
+        virtual_nodes: int,
+        situation: Situation,
+        samples: int | None,
+        settings: WorkerSettings,
     ) -> None:
-        """Prepare to measure.
-
-        Args:
-            model: of the user.
-            device: where it is.
-            open_sized: opens a source whose micro-batches hold so many samples.
-            sizes: in virtual nodes, ascending.
-            micro_batch: samples of one virtual node.
-            seed: of the job.
-            blank: all of the profile but the sizes and why they end.
-            path: where it is written to.
-            settings: how much is measured.
-        """
+        assert environment.profile_out is not None
         self._model = model
-        self._device = device
-        self._open_sized = open_sized
-        self._sizes = sizes
-        self._micro_batch = micro_batch
-        self._seed = seed
-        self._blank = blank
-        self._path = path
-        self._settings = settings
+        self._dataset = dataset
+        self._options = options
+        self._device = device_of(model)
+        self._indexed = samples is not None
+        self._micro_batch = situation.micro_batch
+        self._sizes = sizes_to_measure(virtual_nodes, self._micro_batch, samples, environment.profile_sizes)
+        self._path = environment.profile_out
+        self._settings = settings.profiling
+        self._loading = settings.loading
         self._measured: list[SizeProfile] = []
         self._sums: list[Tensor] = []
+        self._blank = DeviceProfile(
+            device_type=situation.device_type,
+            device=situation.device,
+            torch=str(torch.__version__),
+            threads=situation.threads,
+            reproducibility=environment.reproducibility or options.reproducibility,
+            signature=situation.signature,
+            script=os.path.basename(sys.argv[0]),
+            batch_size=options.batch_size,
+            virtual_nodes=virtual_nodes,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            stopped="",
+            sizes=(),
+        )
+        """All of the profile but the sizes and why they end."""
 
     def measure(self) -> Iterator[Any]:
         """Yield micro-batches to the user's inner loop; ends the script.
@@ -222,7 +178,7 @@ class Profiling:
         """
         profile = msgspec.structs.replace(self._blank, sizes=tuple(self._measured), stopped=stopped)
         try:
-            self._write(encode(profile))
+            write_whole(self._path, encode(profile))
         except OSError as error:
             raise ConfigurationError(f"the profile cannot be written to {self._path}: {error.strerror}") from error
         raise Profiled(f"the profile is written to {self._path}")
@@ -248,7 +204,7 @@ class Profiling:
 
     def _measure_size(self, size: int) -> Iterator[Any]:
         settings = self._settings
-        source = self._open_sized(size * self._micro_batch)
+        source = self._open_source(size * self._micro_batch)
         batches = whole_batches(source, size * self._micro_batch)
         times: list[_Times] = []
         began = time.perf_counter()
@@ -280,6 +236,20 @@ class Profiling:
             )
         )
 
+    def _open_source(self, samples: int) -> Source:
+        """Micro-batches that hold so many samples."""
+        return open_source(
+            self._dataset,
+            batch_size=samples,
+            virtual_nodes=1,
+            seed=self._options.seed,
+            shuffle=self._options.shuffle,
+            drop_last=self._indexed,
+            epochs=None,
+            options=self._options.loader,
+            settings=self._loading,
+        )
+
     def _one(self, batches: Iterator[MicroBatch], times: list[_Times]) -> Iterator[Any]:
         """Let the user's code compute on one micro-batch, add up its gradients, and note how long it took."""
         for parameter in self._model.parameters():
@@ -288,7 +258,7 @@ class Profiling:
         began = time.perf_counter()
         batch = next(batches)
         loaded = time.perf_counter()
-        seed_virtual_node(self._seed, 1, 0)
+        seed_virtual_node(self._options.seed, 1, 0)
         yield batch.data
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         if not gradients:
@@ -347,18 +317,6 @@ class Profiling:
                 f"{free / 2**20:.0f} MiB that are free"
             )
         return None
-
-    def _write(self, raw: bytes) -> None:
-        """Write the file as a whole or not at all."""
-        handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(raw)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self._path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
 
 
 def whole_batches(source: Source, samples: int) -> Iterator[MicroBatch]:

@@ -9,7 +9,7 @@ from typing import Literal
 from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.state import digests
-from virtualflow.worker.pace import Estimate, Telling
+from virtualflow.worker.pace import Estimate, PaceReportPolicy
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.stopwatch import Stopwatch
@@ -33,7 +33,7 @@ class Reporter:
         self._total_steps = total_steps
         self._phase: Literal["training", "evaluating"] = "training"
         self._reported_at = 0.0
-        self._telling = Telling(settings.pace)
+        self._pace_policy = PaceReportPolicy(settings.pace)
         self._interval = settings.link.progress
 
     def progress(self, now: bool) -> None:
@@ -57,7 +57,7 @@ class Reporter:
     def pace(self, estimate: Estimate | None) -> None:
         """Tell how fast this worker is, when that is news; a coordinator to come is told the latest."""
         session = self._session
-        if estimate is not None and self._telling.is_due(time.monotonic(), estimate, len(session.state.ranges)):
+        if estimate is not None and self._pace_policy.is_due(time.monotonic(), estimate, len(session.state.ranges)):
             told = m.Pace(
                 session.generation, estimate.median, estimate.low, estimate.high, estimate.rest, estimate.samples
             )
@@ -65,7 +65,7 @@ class Reporter:
 
     def entered(self) -> None:
         """A generation is entered."""
-        self._telling.enter()
+        self._pace_policy.enter()
         self.progress(now=True)
 
     def phase(self, phase: Literal["training", "evaluating"]) -> None:

@@ -59,7 +59,7 @@ class Resharding:
             Evicted: both owners of a parameter are.
         """
         training, shards = self._training, self._shards
-        shards.dismiss_guests()
+        shards.drop_borrowed()
         holdings = self._gather_holdings(communicator)
         newest = completed_exchanges(standings, holdings)
         norm = next((holding.norm for holding in holdings if holding.decided), None)
@@ -160,7 +160,7 @@ class Resharding:
 
     def keep_share(self) -> None:
         """Forget what :meth:`complete_leader` has brought."""
-        self._shards.dismiss_guests()
+        self._shards.drop_borrowed()
 
 
 def completed_exchanges(standings: Sequence[Standing], holdings: Sequence[Holding]) -> int:

@@ -94,8 +94,8 @@ class Run:
             except BaseException as failure:
                 self._say_last(context, failure)
                 raise
-        if not context.session.coordinated and context.keeper.failure is not None:
-            unsaved = VirtualFlowError(context.keeper.failure)
+        if not context.session.coordinated and context.checkpointer.failure is not None:
+            unsaved = VirtualFlowError(context.checkpointer.failure)
             self._say_last(context, unsaved)
             raise unsaved
 
@@ -110,7 +110,7 @@ class Run:
 
     def _fail(self, context: Context, error: BaseException) -> None:
         """The ``with`` block ended with an exception: say so, first where no coordinator is needed for it."""
-        context.fusing.explain(error)
+        context.fusion.explain(error)
         if context.profiling is not None:
             context.profiling.explain(error)
         self._say_last(context, error)

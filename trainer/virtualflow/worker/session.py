@@ -1,26 +1,26 @@
 """A worker's membership: which generation it is in, which one it could enter, and when it has to let go.
 
-The link's thread brings plans; a thread for each builds its communicator beside the training; the training thread asks
-between two steps. No state of the model is here (``membership`` synchronizes it on entering).
+The link's thread brings plans; a thread for each builds its communicator beside the training (``communicators``); the
+training thread asks between two steps. No state of the model is here (``membership`` synchronizes it on entering).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, Evicted, JobEnded, JobFailed
+from virtualflow.errors import ConfigurationError, Drained, Evicted, JobEnded, JobFailed
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import MAX_CHANGES, MAX_TRACEBACK
+from virtualflow.protocol.settings import MAX_CHANGES, MAX_TEXT, MAX_TRACEBACK
 from virtualflow.protocol.versions import this_party
-from virtualflow.state import Kind, Reserve, elder, make_room, tell_room
+from virtualflow.state import Kind
 from virtualflow.transport import Communicator, Link
+from virtualflow.worker.communicators import Communicators
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.settings import WorkerSettings
 
@@ -44,18 +44,16 @@ class Session:
         self.worker = environment.worker
         self.incarnation = uuid.uuid4().hex
         self.communicator: Communicator | None = None
-        self.reserve = Reserve()
-        """Memory for the state that will come, where this worker has none."""
         self._address = environment.address
         self._settings = settings.link
-        self._communicator_settings = settings.communicator
-        self._reserve_wait = settings.transfer.reserve_wait
         self._report_limit = settings.report_limit
-        self._prepared: dict[m.Generation, Communicator] = {}
-        self._retired: list[Communicator] = []
-        self._closers: list[threading.Thread] = []
         self._offered: m.Plan | None = None
         self.link = Link(environment.coordinator, environment.token, self._hello, self._on_plan, settings.link)
+        self.communicators = Communicators(
+            self.link, state, self.incarnation, settings, self.interruption, lambda: self._offered
+        )
+        self.reserve = self.communicators.reserve
+        self.tidy = self.communicators.tidy
 
     # --- for the training thread --------------------------------------------------------------------------------------
 
@@ -119,7 +117,7 @@ class Session:
                 return m.NO_GENERATION
             if evaluating and newest.joiners:
                 return m.NO_GENERATION
-            if self.is_member(newest) and newest.generation not in self._prepared:
+            if self.is_member(newest) and newest.generation not in self.communicators:
                 return m.NO_GENERATION
             self._offered = newest
             return newest.generation
@@ -140,13 +138,7 @@ class Session:
         Raises:
             CommunicatorBroken: its communicator is not there (any more).
         """
-        with self.link.changed:
-            communicator = self._prepared.pop(plan.generation, None)
-        if communicator is None:
-            raise CommunicatorBroken(f"the communicator of generation {plan.generation} is not there")
-        if self.communicator is not None:
-            with self.link.changed:
-                self._retired.append(self.communicator)
+        communicator = self.communicators.take(plan.generation, self.communicator)
         self.state.plan, self.communicator = plan, communicator
         self.link.forget(m.Prepared)
         self.link.forget(m.Broken)
@@ -158,21 +150,6 @@ class Session:
         """Tell the coordinator that this worker is in its generation for good."""
         assert self.state.plan is not None
         self.link.send(m.Entered(self.state.plan, self.state.step, restored))
-
-    def tidy(self) -> None:
-        """Take down communicators of former generations; those whose collective still hangs wait for the next time."""
-        with self.link.changed:
-            finished = [communicator for communicator in self._retired if communicator.idle]
-            self._retired = [communicator for communicator in self._retired if communicator not in finished]
-        if not finished:
-            return
-        self._closers = [closer for closer in self._closers if closer.is_alive()]
-        for communicator in finished:
-            # Its threads and connections take as long to end as a step of a small model, which need not wait for that.
-            name = f"virtualflow-close-{communicator.plan.generation}"
-            closer = threading.Thread(target=communicator.close, name=name, daemon=True)
-            closer.start()
-            self._closers.append(closer)
 
     def say_broken(self, generation: m.Generation, detail: str) -> None:
         """Tell the coordinator that the communicator of ``generation`` is lost."""
@@ -189,7 +166,7 @@ class Session:
 
         def enterable() -> m.Plan | None:
             newest = self.link.plan
-            if newest is None or newest.generation <= self.generation or newest.generation not in self._prepared:
+            if newest is None or newest.generation <= self.generation or newest.generation not in self.communicators:
                 return None
             return newest if newest.mode == "recovery" or not self.state.has_state else None
 
@@ -225,7 +202,7 @@ class Session:
 
     def note(self, kind: Kind, text: str) -> None:
         """Tell it something that belongs into the job's story."""
-        self.link.send(m.Note(kind, text[:4_000]))
+        self.link.send(m.Note(kind, text[:MAX_TEXT]))
 
     def held(self, step: int) -> bool:
         """Whether no step after ``step`` may start yet."""
@@ -323,7 +300,8 @@ class Session:
 
     def report_failed(self, error: str, trace: str) -> None:
         """Report an error of the user's code, and see that it has left this process."""
-        self.link.send(m.Failed(self.state.step + 1 if trace else 0, error[:4_000], trace[-MAX_TRACEBACK:]), keep=True)
+        step = self.state.step + 1 if trace else 0
+        self.link.send(m.Failed(step, error[:MAX_TEXT], trace[-MAX_TRACEBACK:]), keep=True)
         self.link.flush(self._settings.connect_timeout)
 
     def remember(self, change: m.Change) -> None:
@@ -336,14 +314,8 @@ class Session:
     def close(self) -> None:
         """End the connection and take all communicators down."""
         self.link.close()
-        with self.link.changed:
-            communicators = (*self._retired, *self._prepared.values(), self.communicator)
-            self._retired, self._prepared, self.communicator = [], {}, None
-        for communicator in communicators:
-            if communicator is not None:
-                communicator.close()
-        for closer in self._closers:
-            closer.join(self._settings.connect_timeout)
+        running, self.communicator = self.communicator, None
+        self.communicators.close(running)
 
     # --- behind it ----------------------------------------------------------------------------------------------------
 
@@ -381,43 +353,4 @@ class Session:
         """A new plan has arrived (link's thread): build its communicator beside whatever runs."""
         rank = plan.rank_of(self.worker, self.incarnation)
         if rank is not None and plan.generation > self.generation:
-            name = f"virtualflow-generation-{plan.generation}"
-            threading.Thread(target=self._build_or_fail, args=(plan, rank), name=name, daemon=True).start()
-
-    def _build_or_fail(self, plan: m.Plan, rank: int) -> None:
-        try:
-            self._build(plan, rank)
-        except Exception as error:  # noqa: BLE001 - the training thread raises it
-            self.link.fail(error)
-
-    def _build(self, plan: m.Plan, rank: int) -> None:
-        def superseded() -> bool:
-            newest = self.link.plan
-            return newest is not None and newest.generation > plan.generation
-
-        told_by = elder(plan)
-        if told_by is not None and told_by.incarnation == self.incarnation:
-            tell_room(self.link, plan, self.state.room)
-        elif told_by is not None and not self.state.has_state:
-            make_room(self.link, plan, self.reserve, superseded, self._reserve_wait)
-        try:
-            communicator = Communicator.open(
-                plan, rank, self.link, superseded, lambda: self.interruption(plan), self._communicator_settings
-            )
-        except CommunicatorBroken as error:
-            if not superseded():
-                detail = f"the communicator could not be built: {error}"
-                self.link.send(m.Broken(plan.generation, self.state.step, detail))
-            return
-        with self.link.changed:
-            wanted = not superseded()
-            if wanted:
-                self._prepared[plan.generation] = communicator
-                kept = self._offered.generation if self._offered is not None else m.NO_GENERATION
-                old = [g for g in self._prepared if g < plan.generation and g != kept]
-                self._retired.extend(self._prepared.pop(g) for g in old)
-                self.link.changed.notify_all()
-        if wanted:
-            self.link.send(m.Prepared(plan.generation), keep=True)
-        else:
-            communicator.close()
+            self.communicators.prepare(plan, rank)

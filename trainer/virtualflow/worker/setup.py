@@ -16,12 +16,13 @@ from torch import nn
 
 from virtualflow.data import Source, micro_batch, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
+from virtualflow.protocol.device_profile import Situation
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction import choose_summation
-from virtualflow.state import JobIdentity, Keeper, choose_policy
+from virtualflow.state import Checkpointer, JobIdentity, choose_policy
 from virtualflow.state import signature as signature_of
-from virtualflow.step import Fusing, Stepping, Update
+from virtualflow.step import MicrobatchFusion, OptimizerOptions, Update
 from virtualflow.worker.audit import Audit
 from virtualflow.worker.loading import Loading
 from virtualflow.worker.member_state import MemberState
@@ -35,7 +36,7 @@ from virtualflow.worker.options import (
     check_sizes,
 )
 from virtualflow.worker.pace import Pace
-from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace, open_profiling
+from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace
 from virtualflow.worker.reporter import Reporter
 from virtualflow.worker.session import Session
 from virtualflow.worker.settings import WorkerSettings
@@ -70,22 +71,25 @@ class Request:
         """Whether it is the same to the bit."""
         return self.reproducibility == "bitwise"
 
+    @property
+    def micro_batch(self) -> int:
+        """Samples of a virtual node."""
+        return micro_batch(self.options.batch_size, self.virtual_nodes)
+
 
 @dataclass(frozen=True)
 class Context:
     """The parts of a run, all of them ready."""
 
     request: Request
-    micro_batch: int
-    """Samples of a virtual node."""
     total_steps: int | None
     """Updates that the training takes; ``None`` when the length of the streams decides."""
     session: AnySession
     loading: Loading
-    fusing: Fusing
+    fusion: MicrobatchFusion
     update: Update
     training: Training
-    keeper: Keeper
+    checkpointer: Checkpointer
     membership: Membership
     reporter: Reporter
     stopwatch: Stopwatch
@@ -96,8 +100,8 @@ class Context:
     """``None``: the script trains."""
     on_entry: Callable[[], None]
     """To be called when this worker begins again from where all are."""
-    warning: str | None
-    """What the coordinator is to hear of the set-up."""
+    situation: Situation
+    """What is about to run, as far as profiles go."""
 
     @property
     def is_over(self) -> bool:
@@ -134,21 +138,16 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     resources.callback(pin(environment.threads, request.reproducibility).undo)
     # First what forks loader processes, then what opens connections that they should not inherit.
     source = _open_source(request, resources)
-    size = micro_batch(options.batch_size, request.virtual_nodes)
-    update = _open_update(request, size, resources)
-    fusing = _open_fusing(request, source, size, resources)
+    update = _open_update(request, resources)
+    fusion = _open_fusion(request, source, resources)
     training = Training(request.model, request.optimizer, options.scheduler, options.scaler, update, settings.transfer)
     signature = signature_of(request.model, request.optimizer)
     situation = describe_situation(request.model, options, environment, request.virtual_nodes, signature)
-    profiling = None
-    if environment.profile_out is not None:
-        profiling = open_profiling(
-            request.model, request.dataset, options, environment, request.virtual_nodes, source, situation, settings
-        )
-    keeper = _open_keeper(request, source, signature, session, profiling is None, resources)
+    profiling = _open_profiling(request, source, situation)
+    checkpointer = _open_checkpointer(request, source, signature, session, profiling is None, resources)
     total_steps = options.total_steps(source.steps_per_epoch)
     stopwatch, pace = Stopwatch(), Pace(settings.pace)
-    loading = Loading(source, fusing, training, options)
+    loading = Loading(source, fusion, training, options)
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
 
     def on_entry() -> None:
@@ -158,34 +157,26 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
 
     if options.shard_optimizer:  # which checkpoints need not know
         signature = {**signature, "optimizer": f"{signature['optimizer']}, sharded"}
-    membership = Membership(session, training, keeper, signature, stopwatch, on_entry)
+    membership = Membership(session, training, checkpointer, signature, stopwatch, on_entry)
     state = session.state
     state.total_steps, state.changes = total_steps, training.changes
-    warning = None
-    if session.coordinated:
-        state.pace, warning = foretell_pace(environment, situation)
-    audit = None
-    if session.coordinated and environment.audit_dir is not None:
-        audit = Audit(environment.audit_dir, session.worker, session.incarnation)
-        resources.callback(audit.close)
     return Context(
         request,
-        size,
         total_steps,
         session,
         loading,
-        fusing,
+        fusion,
         update,
         training,
-        keeper,
+        checkpointer,
         membership,
         reporter,
         stopwatch,
         pace,
-        audit,
+        _open_audit(request, session, resources),
         profiling,
         on_entry,
-        warning,
+        situation,
     )
 
 
@@ -197,11 +188,14 @@ def connect(context: Context) -> None:
         Leave: this process is not admitted, or the job is over.
     """
     session, request = context.session, context.request
-    if session.coordinated and request.bitwise:
-        session.state.self_test = bit_probe.digest(device_of(request.model))
+    warning = None
+    if session.coordinated:
+        session.state.pace, warning = foretell_pace(request.environment, context.situation)
+        if request.bitwise:
+            session.state.self_test = bit_probe.digest(device_of(request.model))
     session.start()
-    if context.warning is not None:
-        session.note("warning", context.warning)
+    if warning is not None:
+        session.note("warning", warning)
 
 
 def _check(request: Request) -> None:
@@ -231,9 +225,9 @@ def _open_source(request: Request, resources: ExitStack) -> Source:
     return source
 
 
-def _open_update(request: Request, size: int, resources: ExitStack) -> Update:
+def _open_update(request: Request, resources: ExitStack) -> Update:
     options = request.options
-    stepping = Stepping(
+    optimizing = OptimizerOptions(
         request.optimizer,
         scheduler=options.scheduler,
         scheduler_interval=options.scheduler_interval,
@@ -244,9 +238,9 @@ def _open_update(request: Request, size: int, resources: ExitStack) -> Update:
     )
     update = Update(
         request.model,
-        stepping,
+        optimizing,
         choose_summation(request.virtual_nodes, request.reproducibility),
-        micro_batch=size,
+        micro_batch=request.micro_batch,
         reduction=request.settings.reduction,
         transfer=request.settings.transfer,
     )
@@ -254,24 +248,61 @@ def _open_update(request: Request, size: int, resources: ExitStack) -> Update:
     return update
 
 
-def _open_fusing(request: Request, source: Source, size: int, resources: ExitStack) -> Fusing:
+def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:
     cap = request.environment.max_fused or request.options.max_fused
     if request.bitwise or not source.fuses:
         cap = 1
     settings = request.settings
-    fusing = Fusing(
-        request.model, cap, size, request.options.batch_norm, settings=settings.fusing, memory=settings.memory
+    fusion = MicrobatchFusion(
+        request.model,
+        cap,
+        request.micro_batch,
+        request.options.batch_norm,
+        settings=settings.fusion,
+        memory=settings.memory,
     )
-    resources.callback(fusing.close)
-    return fusing
+    resources.callback(fusion.close)
+    return fusion
 
 
-def _open_keeper(
+def _open_checkpointer(
     request: Request, source: Source, signature: dict[str, Any], session: AnySession, trains: bool, resources: ExitStack
-) -> Keeper:
+) -> Checkpointer:
     options = request.options
-    size = len(request.dataset) if source.steps_per_epoch is not None else None
-    identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, size, signature)
-    keeper = Keeper(choose_policy(options.checkpoint, request.environment) if trains else None, identity, session.note)
-    resources.callback(keeper.flush, request.settings.stop_grace)
-    return keeper
+    samples = _samples(request, source)
+    identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, signature)
+    checkpointer = Checkpointer(
+        choose_policy(options.checkpoint, request.environment) if trains else None, identity, session.note
+    )
+    resources.callback(checkpointer.flush, request.settings.stop_grace)
+    return checkpointer
+
+
+def _open_profiling(request: Request, source: Source, situation: Situation) -> Profiling | None:
+    if request.environment.profile_out is None:
+        return None
+    source.close()
+    return Profiling(
+        request.model,
+        request.dataset,
+        request.options,
+        request.environment,
+        virtual_nodes=request.virtual_nodes,
+        situation=situation,
+        samples=_samples(request, source),
+        settings=request.settings,
+    )
+
+
+def _samples(request: Request, source: Source) -> int | None:
+    """Of the dataset; ``None`` for a stream."""
+    return None if source.steps_per_epoch is None else len(request.dataset)
+
+
+def _open_audit(request: Request, session: AnySession, resources: ExitStack) -> Audit | None:
+    directory = request.environment.audit_dir
+    if not session.coordinated or directory is None:
+        return None
+    audit = Audit(directory, session.worker, session.incarnation)
+    resources.callback(audit.close)
+    return audit

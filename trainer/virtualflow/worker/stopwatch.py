@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.worker.settings import MAX_STEP_TIMES
 
 _RECENT = 50
@@ -20,7 +21,7 @@ class Stopwatch:
     """Measures from commit to commit; times in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
-        self.plans: list[m.Plan] = []
+        self._plans: list[m.Plan] = []
         """Generations entered since the last commit."""
         self.moved: tuple[int, float, int] | None = None
         """The state that others were given since the last commit: its bytes, the seconds, the donors."""
@@ -31,6 +32,15 @@ class Stopwatch:
         """Of the present generation alone."""
         self._attempted = 0
         self._failed_attempts = 0
+
+    def enter(self, plan: m.Plan, *, has_state: bool) -> None:
+        """A generation is being entered; a worker that ``has_state`` was in the one before.
+
+        What a joiner tried to enter before never came about for it, and the plan that took over says again who joins.
+        """
+        if plan.mode == "planned" and not has_state:
+            self._plans.clear()
+        self._plans.append(plan)
 
     def attempt(self, step: int) -> None:
         """An attempt at ``step`` begins."""
@@ -56,7 +66,7 @@ class Stopwatch:
             generation: the running one.
         """
         passed = None if self._committed_at is None else now - self._committed_at - self._held
-        plans, self.plans = self.plans, []
+        plans, self._plans = self._plans, []
         moved, self.moved = self.moved, None
         repeated = self._failed_attempts if step == self._attempted else 0
         self._held, self._committed_at, self._failed_attempts = 0.0, now, 0
@@ -75,7 +85,7 @@ class Stopwatch:
             from_=members_before or 0,
             to=len(plans[-1].members),
             cause=cause,
-            reason="; ".join(plan.reason for plan in plans)[:4_000],
+            reason="; ".join(plan.reason for plan in plans)[:MAX_TEXT],
             pause_ms=None if passed is None else 1_000 * passed,
             repeated_steps=repeated,
             state_bytes=moved[0] if moved else None,

@@ -73,7 +73,7 @@ class Training:
             "step": self.completed_steps,
             "position": self.position,
             "exchanges": self.exchanges,
-            "schema": self.update.settled.to_json(),
+            "schema": self.update.sync.settled.to_json(),
             "metrics": self.metrics,
             "logged": self.logged,
             "evaluated": self.evaluated,
@@ -119,7 +119,7 @@ class Training:
         hand, is therefore kept as it is, or it would be changed twice.
         """
         survivor = self.update.contributed
-        by_hand = survivor and not self.update.steps_scheduler
+        by_hand = survivor and not self.update.optimizer_step.steps_scheduler
         kept = [{key: group[key] for key in _SCHEDULED if key in group} for group in self.optimizer.param_groups]
         schedule = codec.snapshot(self.scheduler.state_dict()) if by_hand and self.scheduler is not None else None
         extra = capture.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler, given=given)
@@ -130,7 +130,7 @@ class Training:
             self.scheduler.load_state_dict(schedule)
         self.completed_steps, self.exchanges = extra["step"], extra["exchanges"]
         self.position = (extra["position"][0], extra["position"][1])
-        self.update.settle(Schema.from_json(extra["schema"]))
+        self.update.sync.settle(Schema.from_json(extra["schema"]))
         self.metrics, self.logged, self.members = extra["metrics"], extra["logged"], extra["members"]
         self.evaluated = None if extra["evaluated"] is None else [block.clone() for block in extra["evaluated"]]
         for change in msgspec.convert(extra["changes"], list[m.Change]):

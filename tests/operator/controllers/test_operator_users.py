@@ -1,0 +1,154 @@
+"""The whole operator process in a fake cluster: what users do to a job that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_api import Fault
+from stage import NAMESPACE, Stage, play, running
+
+from virtualflow.protocol import http_api
+from virtualflow_operator.constants import WORKER
+from virtualflow_operator.k8s.resources import JOBS, PODS
+
+
+def test_a_job_is_scaled_through_its_scale_subresource(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        kind = stage.server.kind(JOBS)
+        for replicas in (4, 1):
+            scale = stage.server.store.scale(kind, stage.job("digits") or {})
+            assert scale["status"]["selector"] == "virtualflow.dev/job=digits,virtualflow.dev/role=worker"
+            scale["spec"]["replicas"] = replicas
+            stage.server.store.rescale(kind, NAMESPACE, "digits", scale)
+            await stage.until(lambda replicas=replicas: stage.trains("digits", replicas))
+        await stage.until(lambda: len(stage.pods("digits", WORKER)) == 1)
+        assert stage.most[WORKER, "digits"] == 4
+        assert stage.status("digits").get("repeatedSteps", 0) == 0
+        assert stage.made.total() == 5
+
+    play(tmp_path, story)
+
+
+def test_a_suspended_job_leaves_no_pod_and_resumes(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        stage.change("digits", suspend=True)
+        await stage.until(lambda: stage.status("digits").get("phase") == "Suspended" and not stage.pods("digits"))
+        assert stage.condition("digits", "Suspended")["status"] == "True"
+        stage.change("digits", suspend=False)
+        await stage.until(lambda: stage.trains("digits"))
+        assert stage.most[WORKER, "digits"] == 2
+        assert stage.made.total() == 6
+
+    play(tmp_path, story)
+
+
+def test_a_job_that_is_deleted_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        await stage.watching()
+        for number, resource in enumerate(("pods", "services", "secrets", "virtualflowjobs/status")):
+            name = f"digits-{number}"
+            held = stage.server.inject(
+                Fault(verb="patch" if "/" in resource else "create", resource=resource, delay=0.2)
+            )
+            stage.apply(name)
+            await stage.until(lambda held=held: held.hits)
+            stage.delete(name)
+            await stage.until(lambda name=name: stage.nothing_left(name))
+        stage.apply("last")
+        await stage.until(lambda: stage.trains("last"))
+        for number in range(4):
+            assert stage.nothing_left(f"digits-{number}")
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("foreground", [False, True], ids=["in the background", "in the foreground"])
+def test_the_workers_of_a_deleted_job_leave_together_and_wait_for_nobody(tmp_path: Path, foreground: bool) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        for trainer in stage.kubelet.trainers.values():
+            trainer.deaf = True  # they hear of the end from the coordinator alone
+        collect = stage.server.store.collect_garbage
+        stage.server.store.collect_garbage = lambda: None  # type: ignore[method-assign]  # it takes its time
+        if foreground:
+            stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"finalizers": ["foregroundDeletion"]}})
+        stage.delete("digits")
+        await stage.until(lambda: [phase_of(stage, f"digits-w-{n}") for n in range(2)] == ["Succeeded"] * 2)
+        assert {call.reason for call in stage.told("digits", http_api.StopCall)} == {"the job is deleted"}
+        await stage.until(lambda: not stage.pods("digits"))
+        stage.server.store.collect_garbage = collect  # type: ignore[method-assign]
+        if foreground:
+            stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"finalizers": None}})
+        stage.apply("another")
+        await stage.until(lambda: stage.trains("another") and stage.nothing_left("digits"))
+
+    play(tmp_path, story)
+
+
+def test_a_job_that_is_deleted_and_made_anew_at_once_is_another_job(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        for _ in range(3):
+            former = stage.job("digits")
+            assert former is not None
+            stage.delete("digits")
+            made = stage.apply("digits")
+            await stage.until(lambda: stage.trains("digits"))
+            owners = {pod["metadata"]["ownerReferences"][0]["uid"] for pod in stage.pods("digits") if running(pod)}
+            assert owners == {made["metadata"]["uid"]}
+            assert stage.secret("digits")["metadata"]["ownerReferences"][0]["uid"] == made["metadata"]["uid"]
+        assert stage.most[WORKER, "digits"] == 2
+
+    play(tmp_path, story)
+
+
+def test_a_changed_template_rolls_without_a_repeated_step(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        containers = [{"name": "worker", "image": "trainer:next"}]
+        stage.change("digits", workerGroups=[{"name": "w", "template": {"spec": {"containers": containers}}}])
+
+        def rolled() -> bool:
+            images = {pod["spec"]["containers"][0]["image"] for pod in stage.pods("digits", WORKER) if running(pod)}
+            return images == {"trainer:next"} and stage.trains("digits")
+
+        await stage.until(rolled)
+        assert stage.most[WORKER, "digits"] == 3, "one more than wanted"
+        assert stage.status("digits").get("repeatedSteps", 0) == 0
+
+    play(tmp_path, story)
+
+
+def test_crashes_in_the_users_code_end_in_failed_with_its_words(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start("--backoff-seconds=0.1")
+        stage.apply("digits", replicas=1, backoffLimit=1)
+        for _ in range(2):
+            await stage.until(lambda: len(stage.workers("digits")) == 1 and stage.kubelet.trainers)
+            (name,) = stage.workers("digits")
+            await stage.until(lambda name=name: phase_of(stage, name) == "Running")
+            stage.kubelet.crash(NAMESPACE, name, "ValueError: no such digit")
+            await stage.until(lambda name=name: name not in stage.workers("digits"))
+        await stage.until(lambda: stage.status("digits").get("phase") == "Failed")
+        assert "ValueError: no such digit" in stage.condition("digits", "Failed")["message"]
+
+    play(tmp_path, story)
+
+
+def phase_of(stage: Stage, name: str) -> str:
+    pod = stage.server.find(PODS, NAMESPACE, name)
+    return "" if pod is None else str(pod["status"]["phase"])

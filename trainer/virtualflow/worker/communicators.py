@@ -1,0 +1,137 @@
+"""The communicators of a worker's generations: built beside the training, and taken down when they are not needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from virtualflow.errors import CommunicatorBroken
+from virtualflow.protocol import messages as m
+from virtualflow.state import Reserve, elder, make_room, tell_room
+from virtualflow.transport import Communicator, Link
+from virtualflow.worker.member_state import MemberState
+from virtualflow.worker.settings import WorkerSettings
+
+
+class Communicators:
+    """Those that stand ready and those that are over; all of it is read and written under the link's lock.
+
+    Args:
+        link: tells what has become of each.
+        state: where this worker stands.
+        incarnation: of this worker.
+        settings: how long to wait for what.
+        interruption: why a collective of a plan is not to be waited for any longer, if so.
+        offered: the plan that this worker has offered to enter, whose communicator stays although newer ones stand.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        state: MemberState,
+        incarnation: str,
+        settings: WorkerSettings,
+        interruption: Callable[[m.Plan], str | None],
+        offered: Callable[[], m.Plan | None],
+    ) -> None:
+        self.reserve = Reserve()
+        """Memory for the state that will come, where this worker has none."""
+        self._link = link
+        self._state = state
+        self._incarnation = incarnation
+        self._settings = settings
+        self._interruption = interruption
+        self._offered = offered
+        self._prepared: dict[m.Generation, Communicator] = {}
+        self._retired: list[Communicator] = []
+        self._closers: list[threading.Thread] = []
+
+    def __contains__(self, generation: m.Generation) -> bool:
+        """Whether the communicator of that generation stands."""
+        return generation in self._prepared
+
+    def prepare(self, plan: m.Plan, rank: int) -> None:
+        """Build the communicator of a plan, in which this worker has that rank, in a thread of its own."""
+        name = f"virtualflow-generation-{plan.generation}"
+        threading.Thread(target=self._build_or_fail, args=(plan, rank), name=name, daemon=True).start()
+
+    def take(self, generation: m.Generation, former: Communicator | None) -> Communicator:
+        """The communicator of that generation, from now on in the place of the ``former`` one.
+
+        Raises:
+            CommunicatorBroken: it is not there (any more).
+        """
+        with self._link.changed:
+            communicator = self._prepared.pop(generation, None)
+            if communicator is None:
+                raise CommunicatorBroken(f"the communicator of generation {generation} is not there")
+            if former is not None:
+                self._retired.append(former)
+        return communicator
+
+    def tidy(self) -> None:
+        """Take down communicators of former generations; those whose collective still hangs wait for the next time."""
+        with self._link.changed:
+            finished = [communicator for communicator in self._retired if communicator.idle]
+            self._retired = [communicator for communicator in self._retired if communicator not in finished]
+        if not finished:
+            return
+        self._closers = [closer for closer in self._closers if closer.is_alive()]
+        for communicator in finished:
+            # Its threads and connections take as long to end as a step of a small model, which need not wait for that.
+            name = f"virtualflow-close-{communicator.plan.generation}"
+            closer = threading.Thread(target=communicator.close, name=name, daemon=True)
+            closer.start()
+            self._closers.append(closer)
+
+    def close(self, running: Communicator | None) -> None:
+        """Take all of them down, and the ``running`` one."""
+        with self._link.changed:
+            communicators = [*self._retired, *self._prepared.values()]
+            self._retired, self._prepared = [], {}
+        for communicator in (*communicators, running):
+            if communicator is not None:
+                communicator.close()
+        for closer in self._closers:
+            closer.join(self._settings.link.connect_timeout)
+
+    def _build_or_fail(self, plan: m.Plan, rank: int) -> None:
+        try:
+            self._build(plan, rank)
+        except Exception as error:  # noqa: BLE001 - the training thread raises it
+            self._link.fail(error)
+
+    def _build(self, plan: m.Plan, rank: int) -> None:
+        link, state, settings = self._link, self._state, self._settings
+
+        def superseded() -> bool:
+            newest = link.plan
+            return newest is not None and newest.generation > plan.generation
+
+        told_by = elder(plan)
+        if told_by is not None and told_by.incarnation == self._incarnation:
+            tell_room(link, plan, state.room)
+        elif told_by is not None and not state.has_state:
+            make_room(link, plan, self.reserve, superseded, settings.transfer.reserve_wait)
+        try:
+            communicator = Communicator.open(
+                plan, rank, link, superseded, lambda: self._interruption(plan), settings.communicator
+            )
+        except CommunicatorBroken as error:
+            if not superseded():
+                detail = f"the communicator could not be built: {error}"
+                link.send(m.Broken(plan.generation, state.step, detail))
+            return
+        with link.changed:
+            wanted = not superseded()
+            if wanted:
+                self._prepared[plan.generation] = communicator
+                offered = self._offered()
+                kept = offered.generation if offered is not None else m.NO_GENERATION
+                old = [g for g in self._prepared if g < plan.generation and g != kept]
+                self._retired.extend(self._prepared.pop(g) for g in old)
+                link.changed.notify_all()
+        if wanted:
+            link.send(m.Prepared(plan.generation), keep=True)
+        else:
+            communicator.close()
