@@ -238,7 +238,12 @@ class ElasticJob:
         return self._coordinator.url
 
     def status(self) -> http_api.Status:
-        return msgspec.json.decode(self._request("status", None), type=http_api.Status)
+        """The coordinator's, which hears first of the processes that have ended: whoever runs them confirms it."""
+        status = msgspec.json.decode(self._request("status", None), type=http_api.Status)
+        for lost in status.lost:
+            if not lost.ended and self.workers[lost.worker].process.exitcode is not None:
+                self.call("gone", worker=lost.worker, incarnation=lost.incarnation, reason=lost.reason)
+        return status
 
     def call(self, name: str, **values: Any) -> str:
         return msgspec.json.decode(self._request(name, msgspec.json.encode(values)), type=http_api.Answer).message
@@ -343,6 +348,7 @@ class ElasticJob:
         found: dict[str, Outcome] = {}
         for name, worker in self.workers.items():
             while worker.process.exitcode is None and not worker.pipe.poll(0.02):
+                self.status()
                 self._note_children()
                 assert time.monotonic() < deadline, f"{name} does not end:\n{worker.log.read_text()}\n{self.status()}"
             try:

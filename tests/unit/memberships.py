@@ -37,7 +37,8 @@ def plan(generation: Generation, names: str, mode: str = "planned", joiners: str
 
 
 def cluster(*workers: Worker, **facts: object) -> Cluster:
-    usual = Cluster(8, 2, NOW - 300.0, {one.incarnation: one for one in workers})
+    ended = frozenset(one.incarnation for one in workers if one.gone is not None)
+    usual = Cluster(8, 2, NOW - 300.0, {one.incarnation: one for one in workers}, ended=ended)
     return dataclasses.replace(usual, **facts)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,9 @@ from simulated_worker import VIRTUAL_NODES, Worker
 
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.state import JobState
+from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.lineage import find_objection
 
 SETTINGS = MembershipSettings()
 BUILD_LIMIT = 10.0
@@ -32,6 +34,8 @@ class World(Driven):
         self.plans: dict[m.Generation, m.Plan] = {}
         self.wake_at: float | None = None
         self.coordinators = 0
+        self.authority = True
+        """Whoever runs the workers confirms the end of each that is declared lost."""
         self.start_coordinator()
 
     # --- what happens to a job ---------------------------------------------------------------------------------------
@@ -117,8 +121,17 @@ class World(Driven):
                 if worker.connected and worker.alive and not worker.hung and worker.over is None:
                     self.hear(worker.incarnation, m.Heartbeat())
             self.turn()
+            self.confirm_ends()
             for worker in list(self.workers.values()):
                 self.advance(worker)
+
+    def confirm_ends(self) -> None:
+        """Do as the operator and the runner do, who see to it that a process ends whose end they confirm."""
+        open_ = [lost for lost in self.status().lost if not lost.ended] if self.authority else []
+        for lost in open_:
+            self.call(http_api.GoneCall(lost.worker, lost.incarnation, lost.reason))
+        if open_:
+            self.turn()
 
     # --- a worker -----------------------------------------------------------------------------------------------------
 
@@ -231,6 +244,7 @@ class World(Driven):
 
     def begin(self, worker: Worker, plan: m.Plan) -> None:
         worker.plan, worker.synced, worker.awaiting, worker.agreed = plan, False, False, None
+        worker.claims.attempt(plan)
         worker.kept.pop(m.Prepared, None)
         worker.kept.pop(m.Broken, None)
         if worker.has_state:
@@ -251,6 +265,13 @@ class World(Driven):
         members = self.members(plan)
         if not all(x.runs and x.plan == plan and not x.awaiting for x in members):
             return False
+        contested = find_objection([x.claims.claim(plan) for x in members])
+        if contested is not None:
+            for member in members:
+                member.awaiting = True
+                known = member.claims.plan_of(contested)
+                member.say(m.Broken(plan.generation, member.step, "no majority", known), keep=True)
+            return True
         donors = [x for x in members if x.has_state]
         if donors:
             assert len({donor.lineage for donor in donors}) == 1, "two trainings met"
@@ -267,6 +288,7 @@ class World(Driven):
         for member in members:
             fresh = not member.has_state
             member.has_state, member.lineage, member.step, member.synced = True, lineage, step, True
+            member.claims.count(plan, "counted")
             if fresh:
                 member.say(m.Entered(plan, step, False))
         return True
@@ -312,12 +334,18 @@ class World(Driven):
                 continue
             for member in members:
                 member.step += 1
+                member.claims.settle()
             if members[0].connected:
                 members[0].say(m.Progress(plan.generation, members[0].step, 0, None, {}, 1.0, "training"))
             offers = [self.offer(member) for member in members]
-            if all(offer is not None and offer == offers[0] for offer in offers):
-                for member in members:
-                    member.agreed = offers[0]
+            agreed = offers[0] if all(offer == offers[0] for offer in offers) else None
+            for member, offer in zip(members, offers, strict=True):
+                if agreed is not None:
+                    member.agreed = agreed
+                    member.claims.count(agreed, "attempted")
+                elif offer is not None:
+                    member.claims.attempt(offer)
+                    member.claims.refute(offer)
             return True
         return False
 

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.lineage import Lineage
 from virtualflow.protocol.versions import PROTOCOL
 
 VIRTUAL_NODES = 4
@@ -32,6 +33,7 @@ class Worker:
     step: int = 0
     plan: m.Plan | None = None
     """The generation that it is in."""
+    claims: Lineage = field(default_factory=Lineage)
     synced: bool = False
     newest: m.Plan | None = None
     newest_at: float = 0.0

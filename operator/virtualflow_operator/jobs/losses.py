@@ -35,6 +35,7 @@ def tell_losses(facts: Facts, draft: Draft) -> None:
             if worker.fate != "left":
                 draft.events.append(event_messages.lost(worker.pod.name, worker.reason))
     _tell_deleted(facts, draft)
+    _confirm_ends(facts, draft)
     drain(facts, draft, ((worker, worker.reason) for worker in facts.pods.of("leaving", "announced")))
 
 
@@ -53,6 +54,20 @@ def _tell_deleted(facts: Facts, draft: Draft) -> None:
             if known.state in ("training", "draining"):
                 draft.recoveries.add(known.incarnation)
             draft.events.append(event_messages.lost(known.worker, _POD_GONE))
+
+
+def _confirm_ends(facts: Facts, draft: Draft) -> None:
+    """Confirm the ends of workers that the coordinator has declared lost: survivors that are no majority wait for it.
+
+    It is enough that the deletion of the pod is recorded: this operator is the only one who confirms, and it never
+    confirms the end of those who are left.
+    """
+    declared = [lost for lost in facts.remote.lost if not lost.ended] if facts.remote is not None else []
+    there = {(worker.pod.name, worker.pod.ip): worker for worker in facts.pods.workers}
+    for lost in declared:
+        worker = there.get((lost.worker, lost.address))
+        if worker is None or worker.pod.finished or worker.pod.terminating or worker.fate == "lost":
+            draft.calls.append(GoneCall(lost.worker, lost.incarnation, lost.reason))
 
 
 def drain(facts: Facts, draft: Draft, leaving: Iterable[tuple[ClassifiedPod, str]]) -> None:

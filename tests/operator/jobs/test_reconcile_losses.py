@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from msgspec import structs
 from scenes import (
     NOW,
     RAISED,
@@ -223,6 +224,25 @@ def test_a_worker_that_was_given_up_is_deleted_and_replaced() -> None:
     (deletion,) = [action for action in plan.actions if isinstance(action, DeletePod)]
     assert deletion.grace == 2.0
     assert deletion.reason == "silent for 5 s"
+
+
+@pytest.mark.parametrize("how", ["deleted", "ended", "gone"])
+def test_the_end_of_one_that_was_given_up_is_confirmed_when_it_is_recorded(how: str) -> None:
+    stage = training()
+    lost = stage.pods[2]
+    stage.link = link(remote("training", seen(stage.pods[1]), lost=(given_up(lost),)))
+    if how == "gone":
+        stage.pods.remove(lost)
+    elif how == "ended":
+        swap(stage, ended(lost, 137))
+    else:
+        swap(stage, dataclasses.replace(lost, deleting_at=NOW + 2))
+    confirmed = GoneCall("digits-workers-1", f"process-of-{lost.uid}", "silent for 5 s")
+    assert confirmed in stage.decide().calls
+    told = dataclasses.replace(
+        stage, link=link(remote("training", lost=(structs.replace(given_up(lost), ended=True),)))
+    )
+    assert confirmed not in told.decide().calls
 
 
 def test_a_pod_that_is_stuck_on_a_dead_node_does_not_keep_its_successor_away() -> None:

@@ -13,6 +13,8 @@ from injected import inject
 
 import virtualflow as vf
 from virtualflow.errors import ConfigurationError, Evicted
+from virtualflow.protocol.lineage import Claim
+from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer
 
 
@@ -71,9 +73,10 @@ def test_a_worker_is_killed_at_any_collective(
 
 
 def standing(**facts: Any) -> Standing:
-    return Standing(**{"has_state": False, "exchanges": 0, "step": 0, "signature": 9, **facts})
+    return Standing(**{"has_state": False, "exchanges": 0, "step": 0, "signature": 9, "claim": NEW, **facts})
 
 
+NEW = Claim(NO_GENERATION, True, NO_GENERATION)
 FRESH, LACKS = Origin(-1, 7), Origin(-1, SPOILED)
 
 

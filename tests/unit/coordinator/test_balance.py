@@ -204,7 +204,8 @@ def test_a_rebalance_under_way_gives_way(change: str, cause: str) -> None:
     else:
         fact = {"draining": True, "deadline": NOW + 30} if change == "drain" else {"gone": "killed"}
         workers["w1"] = dataclasses.replace(workers["w1"], **fact)  # type: ignore[arg-type]
-    decision = decide(NOW, dataclasses.replace(cluster, workers=workers), SETTINGS)
+    ended = frozenset(["w1"] if change == "loss" else [])
+    decision = decide(NOW, dataclasses.replace(cluster, workers=workers, ended=ended), SETTINGS)
     assert decision.proposal is not None
     assert decision.proposal.cause == cause
 

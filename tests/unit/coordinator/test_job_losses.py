@@ -92,8 +92,8 @@ def test_the_status_names_whom_the_job_has_declared_lost_also_when_they_are_forg
     assert leaver.over == "left"
     assert list(world.state.roster.workers) == ["worker-0.0"]
     assert world.status().lost == (
-        http_api.LostWorker("worker-1", "worker-1.1", "127.0.0.1", "no sign of life for 5 s"),
-        http_api.LostWorker("worker-2", "worker-2.2", "127.0.0.1", "its node is lost"),
+        http_api.LostWorker("worker-1", "worker-1.1", "127.0.0.1", "no sign of life for 5 s", True),
+        http_api.LostWorker("worker-2", "worker-2.2", "127.0.0.1", "its node is lost", True),
     )
 
 

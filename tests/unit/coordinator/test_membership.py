@@ -23,6 +23,10 @@ from memberships import (
 
 from virtualflow.coordinator.membership import decide, find_lost, find_suspects, next_limit
 from virtualflow.coordinator.snapshot import Cluster, listed
+from virtualflow.protocol.messages import Generation
+
+OLDER = plan(Generation(7, 0), "a d e", "recovery")
+"""One that a worker knows of and that may count."""
 
 TABLE = [
     # --- the initial start
@@ -188,11 +192,42 @@ TABLE = [
     ),
     # --- losses
     pytest.param(
-        training(member("a"), member("b", last_heard=NOW - HEARTBEAT)),
-        "recovery a lost",
+        training(member("a"), member("b", last_heard=NOW - HEARTBEAT), member("c")),
+        "recovery a c lost",
         "b lost: no sign of life for 5 s",
         None,
         id="the survivors of a hung worker recover",
+    ),
+    pytest.param(
+        training(member("a"), member("b", last_heard=NOW - HEARTBEAT)),
+        None,
+        "b lost: no sign of life for 5 s; 1 worker left, which is no majority: waiting for the word of whoever runs b "
+        "that it has ended",
+        None,
+        id="the survivor of two waits, as the other may go on as well",
+    ),
+    pytest.param(
+        training(member("a"), member("b", last_heard=NOW - HEARTBEAT), ended=frozenset("b")),
+        "recovery a lost",
+        "b lost: no sign of life for 5 s",
+        None,
+        id="until the end of that one is confirmed",
+    ),
+    pytest.param(
+        training(member("a", last_heard=NOW - HEARTBEAT), worker("b")),
+        None,
+        "a lost: no sign of life for 5 s; 0 workers left, which is no majority: waiting for the word of whoever runs a "
+        "that it has ended",
+        None,
+        id="nobody begins anew while the only one may go on",
+    ),
+    pytest.param(
+        training(member("a"), member("b"), member("c", **silent(0.0)), broken={FIRST: NOW}, contested=(OLDER,)),
+        None,
+        "c lost: its connections closed; 2 workers left, which is no majority: waiting for the word of whoever runs "
+        "d; e that they have ended",
+        None,
+        id="nor those that know of others who may go on",
     ),
     pytest.param(
         training(member("a"), member("b", last_heard=NOW - HEARTBEAT + 0.5)),
@@ -209,15 +244,15 @@ TABLE = [
         id="a connection that is lost means nothing while the training goes on",
     ),
     pytest.param(
-        training(member("a"), member("b", **silent(HEARTBEAT))),
-        "recovery a lost",
+        training(member("a"), member("b", **silent(HEARTBEAT)), member("c")),
+        "recovery a c lost",
         "b lost: not connected for 5 s",
         None,
         id="unless it stays away",
     ),
     pytest.param(
-        training(member("a"), member("b", **silent(0.0)), broken={FIRST: NOW}),
-        "recovery a lost",
+        training(member("a"), member("b", **silent(0.0)), member("c"), broken={FIRST: NOW}),
+        "recovery a c lost",
         "b lost: its connections closed",
         None,
         id="a connection that closed while a collective broke is a death",
@@ -251,7 +286,7 @@ TABLE = [
         id="so does the loss of all who have the state",
     ),
     pytest.param(
-        training(member("a"), member("b", gone="killed"), member("c", done=True, **silent(60))),
+        training(member("a"), member("b", gone="killed"), member("c", done=True, **silent(60)), ended=frozenset("b")),
         "recovery a lost",
         "b lost: killed",
         None,
@@ -272,8 +307,13 @@ TABLE = [
         id="also with a joiner: a planned change would hide the recovery from its members",
     ),
     pytest.param(
-        training(member("a"), member("b", **silent(RECONNECT)), proposed=plan(SECOND, "a b", "recovery", cause="lost")),
-        "recovery a lost",
+        training(
+            member("a"),
+            member("b", **silent(RECONNECT)),
+            member("c"),
+            proposed=plan(SECOND, "a b c", "recovery", cause="lost"),
+        ),
+        "recovery a c lost",
         "b lost: not connected when it was needed",
         None,
         id="a survivor that goes missing meanwhile is not waited for long",

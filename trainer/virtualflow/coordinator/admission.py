@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from virtualflow.coordinator.generations import declare_lost, learn
+from virtualflow.coordinator.generations import confirm_end, declare_lost, learn
 from virtualflow.coordinator.roster import Contact
 from virtualflow.coordinator.settings import HEARTBEATS
 from virtualflow.coordinator.snapshot import Worker
@@ -39,7 +39,9 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
         learn(state, hello.plan, now)
     if hello.plan is None or any(plan.includes(hello.incarnation) for plan in state.newest):
         for namesake in state.roster.namesakes(hello.worker, hello.incarnation):
+            # Whoever runs the workers has given the name, and so the place, to another one.
             declare_lost(state, namesake, "another process has taken its name")
+            confirm_end(state, namesake)
     state.virtual_nodes, state.reproducibility = hello.virtual_nodes, hello.reproducibility
     worker = _described(state, hello, known, now)
     state.roster.add(worker, Contact(hello.pid, hello.address, hello.fingerprint, hello.device, hello.self_test))

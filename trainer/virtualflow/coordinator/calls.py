@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from virtualflow.coordinator.generations import declare_lost, mark_draining, withdraw
+from virtualflow.coordinator.generations import confirm_end, declare_lost, mark_draining, withdraw
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
@@ -51,9 +51,13 @@ def _gone(state: JobState, call: http_api.GoneCall) -> str:
             if call.incarnation is not None and call.incarnation not in roster.workers:
                 # A coordinator that has just started may hear of the generation that it was in later than this.
                 roster.remember_over(call.worker, call.incarnation, call.reason)
+                confirm_end(state, call.incarnation)
             raise
+        if call.incarnation is not None:
+            confirm_end(state, call.incarnation)
         return f"{call.worker} is gone already"
     declare_lost(state, worker.incarnation, call.reason)
+    confirm_end(state, worker.incarnation)
     return f"{worker.name} is gone: {call.reason}"
 
 

@@ -9,7 +9,7 @@ from virtualflow.coordinator.balance import split
 from virtualflow.coordinator.snapshot import Proposal, Worker
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.settings import MAX_REASON, MAX_TEXT
+from virtualflow.protocol.settings import MAX_REASON, MAX_TEXT, MAX_WORKERS
 
 
 def propose(state: JobState, proposal: Proposal, reason: str, now: float) -> None:
@@ -27,6 +27,7 @@ def propose(state: JobState, proposal: Proposal, reason: str, now: float) -> Non
         tuple(workers[i].name for i in proposal.joiners),
         proposal.cause,
         reason[:MAX_TEXT],
+        _known_to_have_ended(state, proposal),
     )
     told = {x.incarnation: None for known in (*state.newest, plan) for x in known.members}
     if proposal.mode == "recovery":
@@ -40,6 +41,12 @@ def propose(state: JobState, proposal: Proposal, reason: str, now: float) -> Non
     for incarnation in told:
         state.send(incarnation, plan)
     state.note_news()
+
+
+def _known_to_have_ended(state: JobState, proposal: Proposal) -> tuple[str, ...]:
+    """Members of generations that workers may have been in, but for those of the new one."""
+    known = {x.incarnation: None for plan in (*state.plans, *state.contested.values()) for x in plan.members}
+    return tuple(i for i in known if i in state.roster.ended and i not in proposal.members)[-MAX_WORKERS:]
 
 
 def learn(state: JobState, plan: m.Plan, now: float) -> None:
@@ -95,6 +102,12 @@ def declare_lost(state: JobState, incarnation: str, why: str) -> None:
         state.tell("lost", f"{worker.name} lost: {why}")
     state.send(incarnation, m.Refuse(f"declared lost: {why}"[:MAX_TEXT]))
     state.note_news()
+
+
+def confirm_end(state: JobState, incarnation: str) -> None:
+    """That process has ended, by its own word or that of whoever runs it: nobody need wait for it."""
+    if state.roster.note_ended(incarnation):
+        state.note_news()
 
 
 def _declare_those_left_behind_lost(state: JobState) -> None:

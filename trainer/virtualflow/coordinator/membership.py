@@ -7,7 +7,8 @@ clock, no I/O and no memory; the same arguments give the same decision. The rule
    others are waited for as long as the start-up grace; with fewer than the minimum, nothing begins. An initial start
    that loses a worker goes on with the others, unless they are too few and could not have begun yet.
 2. Nobody who has the training's state is left: the generation is over, and the job waits for workers as if it began.
-3. A member is lost: its survivors recover at once (draining ones too, nobody else).
+3. A member is lost: its survivors recover at once (draining ones too, nobody else), if no others could go on as well
+   (:mod:`virtualflow.protocol.lineage`); else when the end of those is confirmed.
 4. A collective broke and nobody is known to be lost: wait a moment for the news, then rebuild over the same members.
 5. A change is under way, or a joiner is receiving the state: everything else waits until all members have entered.
 6. The job is to stop: everyone leaves at the same step.
@@ -19,10 +20,13 @@ The state lives in the members alone, so no proposal ever replaces all of them a
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from virtualflow.coordinator.planned_changes import plan_change
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, counted, listed, ready_workers
-from virtualflow.protocol.messages import Cause
+from virtualflow.protocol.lineage import Stage, open_members
+from virtualflow.protocol.messages import Cause, Plan
 
 
 def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decision:
@@ -35,6 +39,8 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
         return _start(now, cluster, settings, lost)
     members = tuple(member.incarnation for member in base.members)
     survivors = tuple(m for m in members if m not in lost and not workers[m].left)
+    missing = [m for m in members if m in lost or (workers[m].left and base is proposed)]
+    reason = listed([f"{workers[m].name} lost: {lost[m]}" if m in lost else f"{workers[m].name} left" for m in missing])
     if not members:
         late = [
             w.name for i, w in workers.items() if w.entered is not None and i not in lost and not (w.left or w.through)
@@ -42,6 +48,11 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
         if late:
             return Decision(f"waiting for {listed(late)} to leave")
         return Decision("the last worker has left", over=True)
+    broken_since = cluster.broken.get(base.generation)
+    if missing or not survivors or broken_since is not None:
+        objectors = _find_objectors(cluster, survivors)
+        if objectors:
+            return Decision(f"{reason or 'a collective broke'}; {_wait_for(objectors, len(survivors))}")
     if not survivors:
         return Decision("no worker survived", over=True)
     if running is not None:
@@ -54,15 +65,10 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
     joiners = survivors if starting else ()
     cause: Cause = base.cause if starting else "lost"
 
-    missing = [m for m in members if m in lost or (workers[m].left and base is proposed)]
     if missing:
-        reason = listed(
-            [f"{workers[m].name} lost: {lost[m]}" if m in lost else f"{workers[m].name} left" for m in missing]
-        )
         if starting and not cluster.prepared and len(survivors) < cluster.fewest:
             return Decision(f"{reason}; at least {counted(cluster.fewest)} needed to start", over=True)
         return Decision(reason, Proposal("recovery", survivors, joiners, cause))
-    broken_since = cluster.broken.get(base.generation)
     if broken_since is not None:
         proposal = Proposal("recovery", survivors, joiners, base.cause if starting else "broken")
         return _rebuild(now, cluster, settings, broken_since, proposal)
@@ -78,6 +84,32 @@ def find_lost(now: float, cluster: Cluster, settings: MembershipSettings) -> dic
         if limit <= now and incarnation not in lost:
             lost[incarnation] = why
     return lost
+
+
+def _find_objectors(cluster: Cluster, survivors: Collection[str]) -> list[str]:
+    """Names of the processes that could go on without ``survivors``, unless their end is confirmed."""
+    workers, running, proposed = cluster.workers, cluster.running, cluster.proposed
+    stages: list[tuple[Plan, Stage]] = [(plan, "attempted") for plan in cluster.contested]
+    if running is not None:
+        stages.append((running, "settled" if running.generation <= cluster.settled else "counted"))
+    if proposed is not None and (running is not None or cluster.prepared):
+        stages.append((proposed, "attempted"))  # while not all have its communicator, nobody begins by it
+    ended = cluster.ended | {i for i, worker in workers.items() if worker.left or worker.through}
+    objectors = {
+        member.incarnation: member.worker
+        for plan, stage in stages
+        for member in plan.members
+        if member.incarnation in open_members(plan, stage, survivors, ended)
+    }
+    return sorted(objectors.values())
+
+
+def _wait_for(objectors: list[str], survivors: int) -> str:
+    names = listed(objectors)
+    return (
+        f"{counted(survivors)} left, which is no majority: waiting for the word of whoever runs {names} that "
+        f"{'it has' if len(objectors) == 1 else 'they have'} ended"
+    )
 
 
 def find_suspects(now: float, cluster: Cluster, settings: MembershipSettings) -> frozenset[str] | None:

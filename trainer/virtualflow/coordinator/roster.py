@@ -7,6 +7,8 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from virtualflow.coordinator.settings import MAX_LOST, REMEMBERED
 from virtualflow.coordinator.snapshot import Worker
 from virtualflow.protocol import http_api
@@ -52,6 +54,7 @@ class Roster:
         self.lost: OrderedDict[str, http_api.LostWorker] = OrderedDict()
         """The latest processes that were declared lost; forgetting the worker itself does not end it here."""
         self._over: OrderedDict[str, _Over] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()
 
     def add(self, worker: Worker, contact: Contact) -> None:
         """Take a worker in, or take note of what it says about itself now."""
@@ -107,6 +110,8 @@ class Roster:
             return any(worker.name == name for worker in self.workers.values()) or any(
                 over.name == name for over in self._over.values()
             )
+        if incarnation in self.lost:
+            return self.lost[incarnation].worker == name
         known = self.workers.get(incarnation) or self._over.get(incarnation)
         return known is not None and known.name == name
 
@@ -120,9 +125,27 @@ class Roster:
     def note_lost(self, name: str, incarnation: str, address: str, why: str) -> None:
         """That process was declared lost; the first reason stays."""
         if incarnation not in self.lost:
-            self.lost[incarnation] = http_api.LostWorker(name, incarnation, address, why[:MAX_REASON])
+            self.lost[incarnation] = http_api.LostWorker(
+                name, incarnation, address, why[:MAX_REASON], incarnation in self._ended
+            )
             while len(self.lost) > MAX_LOST:
                 self.lost.popitem(last=False)
+
+    def note_ended(self, incarnation: str) -> bool:
+        """Its end is confirmed; whether that is news."""
+        if incarnation in self._ended:
+            return False
+        self._ended[incarnation] = None
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        if incarnation in self.lost:
+            self.lost[incarnation] = structs.replace(self.lost[incarnation], ended=True)
+        return True
+
+    @property
+    def ended(self) -> Set[str]:
+        """Processes that take no part any more, by their own word or that of whoever runs them."""
+        return self._ended.keys()
 
     def remember_over(self, name: str, incarnation: str, why: str, left: bool = False) -> None:
         """That process must not come back, also if nobody has told of it yet."""

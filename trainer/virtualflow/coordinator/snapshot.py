@@ -78,6 +78,12 @@ class Cluster:
     """Members of the proposed generation, if it is broken, that have taken no part in building its communicator."""
     broken: Mapping[Generation, float] = field(default_factory=dict)
     """Since when a collective of that generation is reported broken."""
+    contested: tuple[Plan, ...] = ()
+    """Further generations that may count: a worker has said so."""
+    settled: Generation = NO_GENERATION
+    """The newest of which a step is complete."""
+    ended: frozenset[str] = frozenset()
+    """Processes that have ended or left, confirmed by themselves or by whoever runs them."""
     failures_counted: Generation = NO_GENERATION
     """The newest generation whose members have its failure counted against them."""
     rebuilds: int = 0

@@ -52,6 +52,10 @@ class JobState:
     """The latest that were proposed and that nobody may enter any more."""
     broken: dict[m.Generation, float] = field(default_factory=dict)
     """Since when a collective of a generation is reported broken."""
+    contested: dict[m.Generation, m.Plan] = field(default_factory=dict)
+    """Generations that some worker knows, and without a majority of which another could not count."""
+    settled: m.Generation = m.NO_GENERATION
+    """The newest of which a step is complete."""
     counter: int = 0
     """The highest that any generation bears."""
     rebuilds: int = 0
@@ -137,6 +141,9 @@ class JobState:
             prepared=self.is_prepared,
             absent=absent,
             broken=self.broken,
+            contested=tuple(self.contested.values()),
+            settled=self.settled,
+            ended=frozenset(self.roster.ended),
             failures_counted=self.failures_counted,
             rebuilds=self.rebuilds,
             evaluating=self.history.evaluating,

@@ -12,7 +12,7 @@ from typing import get_args
 from msgspec import structs
 
 from virtualflow.coordinator.admission import fault_in_plan
-from virtualflow.coordinator.generations import declare_lost, learn, mark_draining
+from virtualflow.coordinator.generations import confirm_end, declare_lost, learn, mark_draining
 from virtualflow.coordinator.settings import KNOWN_GENERATIONS
 from virtualflow.coordinator.snapshot import Worker
 from virtualflow.coordinator.state import JobState
@@ -52,8 +52,11 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
             _progressed(state, message)
             return
         case m.Resumed(change):
+            _settle(state, change.generation)
             state.history.merge_change(change)
         case m.Broken(generation, step, detail):
+            if message.contested is not None:
+                _contest(state, message.contested)
             _broke(state, worker, generation, step, detail, now)
         case m.DrainRequest(reason):
             mark_draining(state, worker, now + state.settings.drain_grace, reason)
@@ -123,6 +126,7 @@ def _progressed(state: JobState, progress: m.Progress) -> None:
         return
     news = state.history.is_news(progress)
     if state.history.take_progress(progress):
+        _settle(state, progress.generation)
         state.rebuilds = 0
     if state.history.settle(progress) or news:
         state.note_news()
@@ -159,6 +163,19 @@ def _broke(state: JobState, worker: Worker, generation: m.Generation, step: int,
     logger.info("%s: generation %s broke at step %d: %s", worker.name, generation, step, detail)
 
 
+def _settle(state: JobState, generation: m.Generation) -> None:
+    """A step of that generation is complete, so all of its members know that it counts."""
+    if generation <= state.running_generation:
+        state.settled = max(state.settled, generation)
+        state.contested = {number: plan for number, plan in state.contested.items() if number > generation}
+
+
+def _contest(state: JobState, plan: m.Plan) -> None:
+    """A worker knows of a generation without a majority of which no other counts."""
+    if plan.generation > state.settled and len(state.contested) < KNOWN_GENERATIONS:
+        state.contested[plan.generation] = plan
+
+
 def _left(state: JobState, worker: Worker, generation: m.Generation, step: int, now: float) -> None:
     plan = state.plan_of(generation)
     if plan is not None and generation not in state.withdrawn and not plan.includes(worker.incarnation):
@@ -167,6 +184,7 @@ def _left(state: JobState, worker: Worker, generation: m.Generation, step: int, 
     contact.waits_for_release, contact.left_by = True, generation
     if not worker.left:
         state.roster.update(worker.incarnation, left=True)
+        confirm_end(state, worker.incarnation)
         state.history.step = max(state.history.step, step)
         state.tell("left", f"{worker.name} left after step {step}")
 

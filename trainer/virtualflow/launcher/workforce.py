@@ -122,7 +122,8 @@ class Workforce:
 
     def _report_gone(self) -> None:
         for worker in self._control.table.workers:
-            if not worker.alive and worker.judged and worker.listed and worker.state != "done":
+            counted_on = worker.listed or worker.declared_lost  # of one declared lost, the end is to be confirmed
+            if not worker.alive and worker.judged and counted_on and worker.state != "done":
                 call = GoneCall(worker.name, worker.incarnation, describe_exit(worker.process.code or 0))
                 self._control.calls.ensure(("gone", worker.number), call, self._control.state.status)
 

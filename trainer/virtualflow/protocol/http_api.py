@@ -23,7 +23,10 @@ class DrainCall(Base, frozen=True, tag=False):
 
 
 class GoneCall(Base, frozen=True, tag=False):
-    """``POST /v1/gone``: that worker's process has ended or its node is lost."""
+    """``POST /v1/gone``: that worker's process has ended, or whoever runs it has decided that it is to have ended.
+
+    It is the word of the authority that the others may go on without it, also where they are no majority.
+    """
 
     worker: Name
     incarnation: Name | None = None
@@ -99,6 +102,8 @@ class LostWorker(Base, frozen=True, tag=False):
     address: str
     """Empty where it is not known."""
     reason: str
+    ended: bool = False
+    """Its end is confirmed; until it is, others may have to wait (``GoneCall`` confirms it)."""
 
 
 class Refusal(Base, frozen=True, tag=False):

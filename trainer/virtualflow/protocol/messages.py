@@ -95,6 +95,8 @@ class Plan(Base, frozen=True, tag="plan"):
     joiners: tuple[Name, ...]
     cause: Cause
     reason: Sentence
+    ended: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
+    """Members of earlier generations, by incarnation, whose end is confirmed (see ``lineage``)."""
 
     def includes(self, incarnation: str) -> bool:
         """Whether that process is a member."""
@@ -250,6 +252,8 @@ class Broken(Base, frozen=True, tag="broken"):
     generation: Generation
     step: Count
     detail: Sentence
+    contested: Plan | None = None
+    """It does not count: it would have needed a majority of this one."""
 
 
 class DrainRequest(Base, frozen=True, tag="drain-request"):

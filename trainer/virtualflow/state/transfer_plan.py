@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError, Evicted
+from virtualflow.protocol.lineage import Claim
+from virtualflow.protocol.messages import Generation
 
-_STANDING = struct.Struct("<4q")
+_STANDING = struct.Struct("<9q")
 _ORIGIN = struct.Struct("<2q")
 
 SPOILED = -1
@@ -34,17 +36,26 @@ class Standing:
     step: int
     signature: int
     """Hash of names, shapes and types of the model and the optimizer."""
+    claim: Claim
+    """What it knows of the generations before."""
 
     def to_bytes(self) -> Tensor:
-        """As uint8 ``[32]``."""
-        raw = _STANDING.pack(self.has_state, self.exchanges, self.step, self.signature)
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        """As uint8 ``[72]``."""
+        claim = self.claim
+        numbers = (
+            *(self.has_state, self.exchanges, self.step, self.signature, claim.supported),
+            *(claim.counted.incarnation, claim.counted.counter),
+            *(claim.unsupported.incarnation, claim.unsupported.counter),
+        )
+        return torch.frombuffer(bytearray(_STANDING.pack(*numbers)), dtype=torch.uint8)
 
     @classmethod
     def from_bytes(cls, block: Tensor) -> Standing:
         """The inverse of :meth:`to_bytes`."""
-        has_state, *rest = _STANDING.unpack(block.numpy().tobytes())
-        return cls(bool(has_state), *rest)
+        numbers = _STANDING.unpack(block.numpy().tobytes())
+        has_state, exchanges, step, signature, supported = numbers[:5]
+        claim = Claim(Generation(*numbers[5:7]), bool(supported), Generation(*numbers[7:]))
+        return cls(bool(has_state), exchanges, step, signature, claim)
 
 
 @dataclass(frozen=True)

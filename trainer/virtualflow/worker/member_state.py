@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.lineage import Lineage
 from virtualflow.protocol.settings import Reproducibility
 
 
@@ -29,6 +30,8 @@ class MemberState:
     """Completed steps."""
     plan: m.Plan | None = None
     """The generation that this worker is in."""
+    lineage: Lineage = field(default_factory=Lineage)
+    """The generations that count, or may."""
     assigned: range = range(0)
     """The virtual nodes of this worker."""
     ranges: tuple[range, ...] = ()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.lineage import find_objection
 from virtualflow.state import (
     SPOILED,
     Checkpointer,
@@ -35,6 +36,18 @@ from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.train_state import Training, signature_hash
 
 logger = logging.getLogger("virtualflow.worker")
+
+
+class NoMajority(CommunicatorBroken):
+    """A generation does not count: others could go on without its members."""
+
+    def __init__(self, plan: m.Plan, contested: m.Generation, known: m.Plan | None) -> None:
+        super().__init__(
+            f"generation {plan.generation} has no majority of generation {contested}: waiting for the others, or for "
+            "the word of whoever runs them that they have ended"
+        )
+        self.contested = known
+        """What this worker knows of the generation that would have to agree."""
 
 
 class Membership:
@@ -149,7 +162,8 @@ class Membership:
                 # A worker without a state says so even when a newer plan has called it away: those who have agreed on
                 # this one would wait for it.
                 if session.interruption(plan) is None or not self._state.has_state:
-                    session.say_broken(plan.generation, str(error))
+                    contested = error.contested if isinstance(error, NoMajority) else None
+                    session.say_broken(plan.generation, str(error), contested)
                 plan = session.await_entry()
         self._state.assigned = plan.members[session.rank].virtual_nodes
         self._state.ranges = tuple(member.virtual_nodes for member in plan.members)
@@ -165,13 +179,19 @@ class Membership:
             ConfigurationError: the members do not fit together.
         """
         session, training = self._session, self._training
+        plan = communicator.plan
         standing = Standing(
             has_state=self._state.has_state,
             exchanges=training.exchanges,
             step=training.completed_steps,
             signature=signature_hash(self._signature),
+            claim=self._state.lineage.claim(plan),
         )
         standings = [Standing.from_bytes(block) for block in communicator.all_gather(standing.to_bytes())]
+        contested = find_objection([other.claim for other in standings])
+        if contested is not None:
+            raise NoMajority(plan, contested, self._state.lineage.plan_of(contested))
+        self._state.lineage.count(plan, "counted")
         if len({other.signature for other in standings}) > 1:
             self._explain_difference(communicator)
         if self._resharding is not None:

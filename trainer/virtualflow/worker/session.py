@@ -120,6 +120,7 @@ class Session:
             if self.is_member(newest) and newest.generation not in self.communicators:
                 return m.NO_GENERATION
             self._offered = newest
+            self.state.lineage.attempt(newest)
             return newest.generation
 
     def is_member(self, plan: m.Plan) -> bool:
@@ -130,7 +131,15 @@ class Session:
         """The plan that all have just offered to enter; ``None`` when somebody was not ready."""
         with self.link.changed:
             plan = self._offered
-        return plan if plan is not None and all(offer == plan.generation for offer in offers) else None
+        lineage = self.state.lineage
+        lineage.settle()
+        if plan is None:
+            return None
+        if not all(offer == plan.generation for offer in offers):
+            lineage.refute(plan)
+            return None
+        lineage.count(plan, "attempted")
+        return plan
 
     def enter(self, plan: m.Plan) -> Communicator:
         """Make ``plan`` the generation of this worker; its communicator stands already.
@@ -140,6 +149,7 @@ class Session:
         """
         communicator = self.communicators.take(plan.generation, self.communicator)
         self.state.plan, self.communicator = plan, communicator
+        self.state.lineage.attempt(plan)
         self.link.forget(m.Prepared)
         self.link.forget(m.Broken)
         if self.state.has_state:
@@ -151,9 +161,9 @@ class Session:
         assert self.state.plan is not None
         self.link.send(m.Entered(self.state.plan, self.state.step, restored))
 
-    def say_broken(self, generation: m.Generation, detail: str) -> None:
-        """Tell the coordinator that the communicator of ``generation`` is lost."""
-        self.link.send(m.Broken(generation, self.state.step, detail), keep=True)
+    def say_broken(self, generation: m.Generation, detail: str, contested: m.Plan | None = None) -> None:
+        """Tell the coordinator that ``generation`` is over: its communicator is lost, or it does not count."""
+        self.link.send(m.Broken(generation, self.state.step, detail, contested), keep=True)
 
     def await_entry(self) -> m.Plan:
         """Wait for the newest plan that this worker may enter without an agreement.

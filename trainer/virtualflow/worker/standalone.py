@@ -98,7 +98,7 @@ class StandaloneSession:
         if restored:
             logger.warning("resumed from the checkpoint of step %d", self.state.step)
 
-    def say_broken(self, generation: m.Generation, detail: str) -> None:
+    def say_broken(self, generation: m.Generation, detail: str, contested: m.Plan | None = None) -> None:
         """There is nobody to tell."""
 
     def interruption(self, plan: m.Plan | None) -> str | None:

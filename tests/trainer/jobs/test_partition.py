@@ -1,0 +1,194 @@
+"""Two workers, two coordinators and a network that parts them: at most one half goes on, and to the same bits.
+
+Each half is a network namespace with a coordinator of its own under one address, as when a cluster replaces a
+coordinator that it does not reach any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SERVICE, PORT = "10.77.0.9", 7000
+HOSTS = ("10.77.0.1", "10.77.0.2")
+STEPS = 400
+SCRIPT = """
+import sys, time
+import torch, virtualflow as vf
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+optimizer = torch.optim.Adam(model.parameters())
+with vf.elastic(model, optimizer, data, batch_size=16, steps=STEPS, virtual_nodes=4) as run:
+    for step in run:
+        for x, y in step:
+            torch.nn.functional.mse_loss(model(x), y).backward()
+        time.sleep(PAUSE)
+"""
+ASK = """
+import sys, urllib.request as r
+q = r.Request(sys.argv[1], data=sys.argv[2].encode() if sys.argv[2] else None)
+q.add_header("Authorization", "Bearer secret")
+q.add_header("Content-Type", "application/json")
+print(r.urlopen(q, timeout=5).read().decode())
+"""
+
+
+def can_part_networks() -> bool:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    made = subprocess.run(["ip", "netns", "add", f"vf-probe-{os.getpid()}"], capture_output=True, check=False)
+    subprocess.run(["ip", "netns", "del", f"vf-probe-{os.getpid()}"], capture_output=True, check=False)
+    return made.returncode == 0
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@dataclass
+class Islands:
+    """Two hosts that can be parted; ``SERVICE`` leads to the coordinator of the first, or to each one's own."""
+
+    tmp_path: Path
+    names: tuple[str, str] = (f"vf-a-{os.getpid()}", f"vf-b-{os.getpid()}")
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def make(self) -> None:
+        links = ("vfa", "vfb")
+        for name in self.names:
+            ip("netns", "add", name)
+        ip("link", "add", "vfa", "netns", self.names[0], "type", "veth", "peer", "name", "vfb", "netns", self.names[1])
+        for name, link, host in zip(self.names, links, HOSTS, strict=True):
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", link)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", link, "up")
+        ip("-n", self.names[0], "addr", "add", f"{SERVICE}/32", "dev", "lo")
+
+    def part(self) -> None:
+        ip("-n", self.names[1], "link", "set", "vfb", "down")
+        ip("-n", self.names[1], "addr", "add", f"{SERVICE}/32", "dev", "lo")
+
+    def heal(self) -> None:
+        ip("-n", self.names[1], "addr", "del", f"{SERVICE}/32", "dev", "lo")
+        ip("-n", self.names[1], "link", "set", "vfb", "up")
+
+    def start(self, island: int, *command: str, **environment: str) -> subprocess.Popen[bytes]:
+        log = (self.tmp_path / f"log-{len(self.processes)}").open("wb")
+        variables = {**os.environ, "PYTHONPATH": str(ROOT / "trainer"), "VIRTUALFLOW_TOKEN": "secret", **environment}
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.names[island], sys.executable, *command],
+            env={**variables, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        self.processes.append(process)
+        return process
+
+    def coordinator(self, island: int) -> subprocess.Popen[bytes]:
+        words = ("--host", SERVICE, "--port", str(PORT), "--wanted", "2", "--minimum", "2", "--heartbeat-limit", "1")
+        return self.start(island, "-m", "virtualflow", "coordinator", *words)
+
+    def worker(self, island: int, script: Path) -> subprocess.Popen[bytes]:
+        return self.start(
+            island,
+            str(script),
+            VIRTUALFLOW_COORDINATOR=f"http://{SERVICE}:{PORT}",
+            VIRTUALFLOW_WORKER=f"worker-{island}",
+            VIRTUALFLOW_ADDRESS=HOSTS[island],
+            VIRTUALFLOW_VIRTUAL_NODES="4",
+        )
+
+    def ask(self, island: int, path: str, body: str = "") -> dict[str, Any]:
+        """What the coordinator that this island reaches answers; empty while none does."""
+        url = f"http://{SERVICE}:{PORT}/v1/{path}"
+        done = subprocess.run(
+            ["ip", "netns", "exec", self.names[island], sys.executable, "-c", ASK, url, body],
+            capture_output=True,
+            check=False,
+        )
+        return json.loads(done.stdout) if done.returncode == 0 else {}
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.fixture
+def islands(tmp_path: Path) -> Iterator[Islands]:
+    if not can_part_networks():
+        pytest.skip("it parts network namespaces, which takes root and iproute2")
+    made = Islands(tmp_path)
+    try:
+        made.make()
+        yield made
+    finally:
+        made.close()
+
+
+def until(what: str, check: Callable[[], object], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, int(os.environ.get("RUNS", "3"))))]
+)
+def test_two_halves_with_a_coordinator_each_never_both_go_on(islands: Islands, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("STEPS", str(STEPS)).replace("PAUSE", "0.02"))
+    former = islands.coordinator(0)
+    workers = [islands.worker(island, script) for island in range(2)]
+    moment = chance.randint(5, 60)
+    until("both train", lambda: islands.ask(0, "status").get("step", 0) >= moment)
+    time.sleep(chance.uniform(0.0, 0.1))  # anywhere in a step
+    islands.part()
+    islands.coordinator(1)
+    for island in range(2):
+        until(f"half {island} waits", lambda island=island: "no majority" in islands.ask(island, "status")["reason"])
+    steps = [islands.ask(island, "status")["step"] for island in range(2)]
+    assert all(worker.poll() is None for worker in workers)
+    time.sleep(1.0)  # time in which a half that went on would make dozens of steps
+    assert [islands.ask(island, "status")["step"] for island in range(2)] == steps
+
+    # Whoever runs the workers decides which half goes on: it sees to the end of the other, and says so.
+    kept = chance.randrange(2)
+    gone = 1 - kept
+    workers[gone].kill()
+    workers[gone].wait()
+    lost = next(one for one in islands.ask(kept, "status")["lost"] if one["worker"] == f"worker-{gone}")
+    call = json.dumps({"worker": lost["worker"], "incarnation": lost["incarnation"], "reason": "cut off"})
+    islands.ask(kept, "gone", call)
+    until("the training is complete", lambda: islands.ask(kept, "status").get("phase") == "done", 120)
+    status = islands.ask(kept, "status")
+    assert (status["step"], status["repeatedSteps"] <= 1) == (STEPS, True)
+    assert status["digest"] == undisturbed(script, tmp_path)
+    assert former.poll() is None
+
+
+def undisturbed(script: Path, tmp_path: Path) -> str:
+    """The digest of a run of one worker that nothing happens to."""
+    report = tmp_path / "report.json"
+    words = ("run", "--plain", "--virtual-nodes", "4", "--report", str(report), str(script))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "trainer")}
+    subprocess.run([sys.executable, "-m", "virtualflow", *words], env=environment, check=True, capture_output=True)
+    digest: str = json.loads(report.read_text())["digest"]
+    return digest
