@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -240,9 +241,11 @@ def test_a_failed_over_operator_does_no_work_twice(installed: Installed, start: 
     until("the workers have ended", lambda: all(pod["status"]["phase"] == "Succeeded" for pod in job.workers()), 60)
     until("an event tells it", lambda: "Complete" in {event["reason"] for event in job.events()}, 30)
     assert {pod["metadata"]["uid"] for pod in job.pods()} <= made
-    told = {event["reason"]: event.get("count") or 1 for event in job.events()}
-    assert (told["WorkersCreated"], told["Complete"]) == (1, 1), told
-    assert len(told) == len(job.events()), "of each kind one"
+    told = Counter({(event["reason"], event["message"]): event.get("count") or 1 for event in job.events()})
+    assert set(told.values()) == {1}, told
+    kinds = Counter(reason for reason, _ in told if reason != "Rebalanced")  # which depends on how busy the nodes are
+    assert set(kinds.values()) == {1}, "of each kind one"
+    assert {"WorkersCreated", "Complete"} <= kinds.keys()
 
 
 @pytest.mark.parametrize("field", ["virtualNodes", "reproducibility"])
