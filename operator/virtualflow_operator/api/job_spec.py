@@ -18,6 +18,7 @@ from virtualflow.protocol.settings import (
     HEARTBEAT_LIMIT,
     VIRTUAL_NODES,
     WORKERS,
+    OnNonFinite,
 )
 
 Reproducibility = Literal["Bitwise", "Statistical"]
@@ -85,6 +86,7 @@ class JobSpec(Base, frozen=True):
     elasticity: Elasticity = Elasticity()
     checkpoint: Checkpoint | None = None
     suspend: bool = False
+    on_non_finite: OnNonFinite = "Continue"
     backoff_limit: int = 3
     active_deadline_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None

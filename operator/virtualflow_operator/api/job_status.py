@@ -11,7 +11,7 @@ from virtualflow_operator.api.job_spec import Base, Reproducibility
 
 Phase = Literal["Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed"]
 PHASES: tuple[Phase, ...] = ("Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed")
-ConditionType = Literal["Ready", "Progressing", "Degraded", "Suspended", "Allocated", "Complete", "Failed"]
+ConditionType = Literal["Ready", "Progressing", "Degraded", "NonFinite", "Suspended", "Allocated", "Complete", "Failed"]
 Truth = Literal["True", "False", "Unknown"]
 
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 from virtualflow.protocol.http_api import DrainCall, GoneCall
-from virtualflow_operator.api import Job, JobStatus, Pod, merge_patch, read_job, write_status
+from virtualflow_operator.api import ConditionType, Job, JobStatus, Pod, merge_patch, read_job, write_status
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.provisioner import Provisioner, Refusal, ignoring
@@ -368,10 +368,16 @@ class JobController:
             if change.cause in ("lost", "broken", "restart") and memory.lost_at is not None:
                 self._metrics.recovery.observe(time.monotonic() - memory.lost_at)
                 memory.lost_at = None
-        self._metrics.jobs[key] = _sample(plan.status, plan.workers_wanted)
+        self._metrics.jobs[key] = sample(plan.status, plan.workers_wanted)
 
 
-def _sample(status: JobStatus, wanted: int) -> JobSample:
+def _holds(status: JobStatus, kind: ConditionType) -> bool:
+    condition = status.condition(kind)
+    return condition is not None and condition.status == "True"
+
+
+def sample(status: JobStatus, wanted: int) -> JobSample:
+    """What the metrics show of a job with that status."""
     return JobSample(
         phase=status.phase,
         workers_wanted=wanted,
@@ -380,4 +386,5 @@ def _sample(status: JobStatus, wanted: int) -> JobSample:
         total_steps=status.total_steps,
         steps_per_second=float(status.steps_per_second) if status.steps_per_second else None,
         loss=float(status.loss) if status.loss else None,
+        non_finite=int(_holds(status, "NonFinite")),
     )

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from virtualflow.protocol.messages import Change
 from virtualflow_operator import reasons
-from virtualflow_operator.api import JobStatus
+from virtualflow_operator.api import ConditionType, JobStatus
 from virtualflow_operator.jobs.actions import EventMessage
+
+_AMISS: tuple[ConditionType, ...] = ("NonFinite",)
+"""Conditions that are bad news as they become true."""
 
 
 def lost(worker: str, why: str) -> EventMessage:
@@ -67,6 +70,10 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
         condition = new.condition("Failed")
         assert condition is not None
         found.append(EventMessage(condition.reason, condition.message, warning=True))
+    for condition in filter(None, map(new.condition, _AMISS)):
+        former = old.condition(condition.type)  # type: ignore[arg-type]  # it is one of these
+        if condition.status == "True" and (former is None or former.status != "True"):
+            found.append(EventMessage(condition.reason, condition.message, warning=True))
     before, after = old.condition("Progressing"), new.condition("Progressing")
     obstacles = (
         reasons.INVALID_SPEC,

@@ -12,6 +12,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, Job, JobStatus, format_time
 from virtualflow_operator.jobs.conditions import Aspect, amend
+from virtualflow_operator.jobs.training_health import shown_loss, training_health
 from virtualflow_operator.queues import MAX_MESSAGE
 
 _OF_WHAT_RUNS: tuple[ConditionType, ...] = ("Ready", "Progressing", "Degraded")
@@ -110,7 +111,6 @@ def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
 
 def complete(status: JobStatus, job: Job, ended: Status | TerminationMessage, now: float) -> JobStatus:
     """The training is over, and this came of it, in the coordinator's words or a worker's."""
-    loss = ended.metrics.get("loss")
     status = msgspec.structs.replace(
         status,
         phase="Complete",
@@ -118,9 +118,10 @@ def complete(status: JobStatus, job: Job, ended: Status | TerminationMessage, no
         digest=ended.digest,
         optimizer_digest=ended.optimizer_digest,
         step=ended.step,
-        loss=f"{loss:.6g}" if loss is not None else status.loss,
+        loss=shown_loss(ended.metrics) or status.loss,
         completion_time=format_time(now),
     )
+    status = amend(status, job, now, *training_health(job.status, ended))
     return _over(status, job, now, reasons.COMPLETE, f"The training is complete after {ended.step} steps.", "Complete")
 
 

@@ -47,6 +47,8 @@ class JobSample:
     total_steps: int | None = None
     steps_per_second: float | None = None
     loss: float | None = None
+    """NaN and infinite ones too, which Prometheus knows."""
+    non_finite: int = 0
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,7 @@ _SINGLE = {
     "total_steps": "Steps that the job takes in all.",
     "steps_per_second": "The job's present speed.",
     "loss": "The job's latest loss.",
+    "non_finite": "1: a metric of the job's latest step is NaN or infinite, as its condition NonFinite says.",
     "workers_ready": "The job's workers that train.",
     "workers_wanted": "The workers that the job wants.",
 }

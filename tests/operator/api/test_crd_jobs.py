@@ -163,6 +163,7 @@ def test_the_schema_fills_in_all_defaults() -> None:
         "weight": 1,
         "checkpoint": {"volume": volume, "everySeconds": 60, "keep": 3},
         "suspend": False,
+        "onNonFinite": "Continue",
         "backoffLimit": 3,
     }
 

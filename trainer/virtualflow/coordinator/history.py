@@ -38,6 +38,8 @@ class History:
         """Of all steps that were ever reported: a restart from a checkpoint repeats what is between."""
         self.total_steps: int | None = None
         self.result: m.Done | None = None
+        self.non_finite: m.NonFinite | None = None
+        """The first metric that was not finite."""
         self.error: str | None = None
         self.traceback: str | None = None
         self._number = 0
