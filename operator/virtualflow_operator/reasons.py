@@ -35,6 +35,9 @@ NEVER_FITS = "NeverFits"
 # NonFinite
 METRIC_NOT_FINITE = "MetricNotFinite"
 METRICS_FINITE = "MetricsFinite"
+# CheckpointFailed
+CHECKPOINT_NOT_WRITTEN = "CheckpointNotWritten"
+CHECKPOINT_WRITTEN = "CheckpointWritten"
 # Complete, Failed
 COMPLETE = "Complete"
 NOT_FINISHED = "NotFinished"

@@ -34,7 +34,8 @@ def tree_of(step: int, size: int = 1000) -> dict[str, Any]:
 
 def writer_to(directory: Path, events: list[str], **policy: Any) -> CheckpointWriter:
     options = {"every_steps": None, "every_seconds": None, "keep": 3, **policy}
-    return CheckpointWriter(CheckpointPolicy(directory, **options), IDENTITY, events.append, Clock())
+    kept = CheckpointPolicy(directory, **options)
+    return CheckpointWriter(kept, IDENTITY, events.append, Clock(), lambda step, failure: None)
 
 
 def steps_in(directory: Path) -> list[int]:

@@ -61,13 +61,14 @@ class Elasticity(Base, frozen=True):
 
 
 class Checkpoint(Base, frozen=True):
-    """Where checkpoints go, how often, and how many stay."""
+    """Where checkpoints go, how often, how many stay, and how long a suspension waits for the last one (seconds)."""
 
     volume: Object
     directory: str | None = None
     every_steps: int | None = None
     every_seconds: int = int(CHECKPOINT_SECONDS)
     keep: int = CHECKPOINT_KEEP
+    timeout_seconds: int = 300
 
 
 class JobSpec(Base, frozen=True):

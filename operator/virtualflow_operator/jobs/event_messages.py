@@ -9,7 +9,7 @@ from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, JobStatus
 from virtualflow_operator.jobs.actions import EventMessage
 
-_AMISS: tuple[ConditionType, ...] = ("NonFinite",)
+_AMISS: tuple[ConditionType, ...] = ("NonFinite", "CheckpointFailed")
 """Conditions that are bad news as they become true."""
 
 
@@ -57,7 +57,7 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
             )
         )
     if old.phase == "Suspended" and new.phase == "Pending":
-        found.append(EventMessage(reasons.RESUMED, f"resuming from step {new.step or 0} or the checkpoint before it"))
+        found.append(EventMessage(reasons.RESUMED, _from_where(new)))
     given, before_given = new.allocation, old.allocation
     if given is not None and (before_given is None or before_given.workers != given.workers):
         name = reasons.ALLOCATED if given.workers else reasons.QUEUED
@@ -87,6 +87,12 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
     if after is not None and after.reason in obstacles and (before is None or before.reason != after.reason):
         found.append(EventMessage(after.reason, after.message, warning=True))
     return found
+
+
+def _from_where(status: JobStatus) -> str:
+    if status.checkpoint_step is None:
+        return f"resuming from step {status.step or 0} or the checkpoint before it"
+    return f"resuming from the checkpoint of step {status.checkpoint_step}"
 
 
 def _of_change(change: Change) -> EventMessage:

@@ -6,13 +6,14 @@ Pure. Nothing here depends on anything that changes by itself, so that a job in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from virtualflow.protocol.http_api import Status
-from virtualflow.protocol.messages import Change
+from virtualflow.protocol.messages import Change, CheckpointState
 from virtualflow_operator import reasons
-from virtualflow_operator.api import JobStatus, LastChange, Link, Node, Phase, Pod, Share, parse_time
+from virtualflow_operator.api import JobStatus, LastChange, Link, Node, Phase, Pod, Share, format_time, parse_time
 from virtualflow_operator.jobs.conditions import Aspect, with_conditions
 from virtualflow_operator.jobs.node_fit import never_fits
 from virtualflow_operator.jobs.phases import limited
@@ -98,11 +99,21 @@ def _with_progress(status: JobStatus, remote: Status) -> JobStatus:
         steps_per_second=f"{remote.steps_per_second:.4g}" if remote.steps_per_second else status.steps_per_second,
         step_milliseconds=_shown(remote.step_ms) or status.step_milliseconds,
         predicted_step_milliseconds=_shown(remote.predicted_step_ms),
+        **_newest_checkpoint(status, remote.checkpoint),
         last_change=_latest_change(status, remote),
         # All that workers remember; after a start from a checkpoint that may be less than was counted before.
         changes=max(status.changes, remote.changes_total),
         repeated_steps=max(status.repeated_steps, remote.repeated_steps),
     )
+
+
+def _newest_checkpoint(status: JobStatus, checkpoint: CheckpointState | None) -> dict[str, Any]:
+    """What is known of the newest checkpoint; a worker may have told of a later one as it ended."""
+    if checkpoint is None or checkpoint.step is None or checkpoint.written is None:
+        return {}
+    if int(checkpoint.written) < (parse_time(status.checkpoint_time) or 0.0):
+        return {}
+    return {"checkpoint_step": checkpoint.step, "checkpoint_time": format_time(checkpoint.written)}
 
 
 def _shown(milliseconds: float | None) -> str | None:

@@ -73,18 +73,23 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         predicted_step_milliseconds=None,
         scale_down_since=None,
     )
-    kept = (
-        "It resumes from its newest checkpoint."
-        if job.spec.checkpoint
-        else ("It has no spec.checkpoint: it will begin from the first step, to the same bits.")
-    )
     return amend(
         status,
         job,
         now,
         *_at_rest(reasons.SUSPENDED, "The job is suspended; set spec.suspend to false to resume it."),
-        ("Suspended", "True", reasons.SUSPENDED, f"The workers have left. {kept}"),
+        ("Suspended", "True", reasons.SUSPENDED, f"The workers have left. {_resumes_from(status, job)}"),
     )
+
+
+def _resumes_from(status: JobStatus, job: Job) -> str:
+    saved, reached = status.checkpoint_step, status.step or 0
+    if not job.spec.checkpoint:
+        return "It has no spec.checkpoint: it will begin from the first step, to the same bits."
+    if saved is not None and saved >= reached:
+        return f"It resumes from its checkpoint of step {saved}."
+    again = "begins from the first step" if saved is None else f"resumes from that of step {saved}"
+    return f"No checkpoint of step {reached} was confirmed: it {again}, to the same bits."
 
 
 def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
@@ -94,7 +99,7 @@ def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
     if not ran:
         status = msgspec.structs.replace(status, phase="Pending")
     message = f"The queue {job.spec.queue} has no workers for it: {why}"
-    kept = "It goes on from its newest checkpoint" if job.spec.checkpoint else "It begins from the first step"
+    kept = _resumes_from(status, job)
     return amend(
         status,
         job,
@@ -104,7 +109,7 @@ def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
             "Suspended",
             "True" if ran else "False",
             reasons.QUEUED,
-            f"It waits for workers of its queue. {kept}, by itself.",
+            f"It waits for workers of its queue, and goes on by itself. {kept}",
         ),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from virtualflow.protocol.http_api import Status
-from virtualflow.protocol.messages import NonFinite
+from virtualflow.protocol.messages import CheckpointState, NonFinite
 from virtualflow.protocol.metrics import Metric, show_metric
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
@@ -29,8 +29,10 @@ def training_health(status: JobStatus, told: Status | TerminationMessage | None)
         status: the job's last one.
         told: by the coordinator, or by a worker as it ended.
     """
-    aspects = [_finite(told.metrics, told.non_finite) if told is not None else None]
-    aspects = [aspect or _former(status, "NonFinite") for aspect in aspects]
+    finite = _finite(told.metrics, told.non_finite) if told is not None else None
+    checkpoint = told.checkpoint if isinstance(told, Status) else None
+    saved = _saved(status, checkpoint) if checkpoint is not None else None
+    aspects = (finite or _former(status, "NonFinite"), saved or _former(status, "CheckpointFailed"))
     return [aspect for aspect in aspects if aspect is not None]
 
 
@@ -44,6 +46,16 @@ def _finite(metrics: Mapping[str, Metric], found: NonFinite | None) -> Aspect | 
         )
         return ("NonFinite", "True", reasons.METRIC_NOT_FINITE, message)
     return ("NonFinite", "False", reasons.METRICS_FINITE, f"{found}, and all metrics are finite again.")
+
+
+def _saved(status: JobStatus, checkpoint: CheckpointState) -> Aspect | None:
+    if checkpoint.failure is not None:
+        failure = checkpoint.failure
+        return ("CheckpointFailed", "True", reasons.CHECKPOINT_NOT_WRITTEN, f"{failure[:1].upper()}{failure[1:]}.")
+    if status.condition("CheckpointFailed") is None:
+        return None
+    message = f"The checkpoint of step {checkpoint.step} is complete."
+    return ("CheckpointFailed", "False", reasons.CHECKPOINT_WRITTEN, message)
 
 
 def _former(status: JobStatus, kind: ConditionType) -> Aspect | None:

@@ -49,6 +49,9 @@ class JobSample:
     loss: float | None = None
     """NaN and infinite ones too, which Prometheus knows."""
     non_finite: int = 0
+    checkpoint_failed: int | None = None
+    last_checkpoint_timestamp_seconds: float | None = None
+    """Of a job that is to have checkpoints and has written none since it was started or resumed: when that was."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,10 @@ _SINGLE = {
     "steps_per_second": "The job's present speed.",
     "loss": "The job's latest loss.",
     "non_finite": "1: a metric of the job's latest step is NaN or infinite, as its condition NonFinite says.",
+    "checkpoint_failed": "1: the job's latest checkpoint could not be written, as its condition CheckpointFailed says.",
+    "last_checkpoint_timestamp_seconds": (
+        "Unix time at which the job's newest checkpoint was complete, or it was started or resumed if that was later."
+    ),
     "workers_ready": "The job's workers that train.",
     "workers_wanted": "The workers that the job wants.",
 }

@@ -7,12 +7,27 @@ from typing import Any
 
 import msgspec
 import pytest
-from scenes import NOW, Stage, ended, link, message_of, noticed, reason_of, remote, seen, swap, training
+from scenes import (
+    NOW,
+    Stage,
+    deleted,
+    edit,
+    ended,
+    link,
+    message_of,
+    noticed,
+    reason_of,
+    remote,
+    seen,
+    swap,
+    training,
+)
 
-from virtualflow.protocol.messages import NonFinite
+from virtualflow.protocol.messages import CheckpointState, NonFinite
 from virtualflow.protocol.metrics import Metric
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
+from virtualflow_operator.api.objects import format_time
 from virtualflow_operator.controllers.job_controller import sample
 
 FOUND = NonFinite("loss", "NaN", 41)
@@ -44,7 +59,7 @@ def test_a_loss_that_is_not_finite_is_in_status_condition_event_and_metric(value
     assert message_of(plan, "NonFinite").startswith(f"loss became {value} in step 41. ")
     assert noticed(plan) == [reasons.METRIC_NOT_FINITE]
     assert plan.events[0].warning
-    told = sample(plan.status, 2)
+    told = sample(stage.job.spec, plan.status, 2)
     assert (told.non_finite, str(told.loss)) == (1, {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}[value])
     stage.write(plan)
     assert stage.decide().events == ()
@@ -55,7 +70,7 @@ def test_metrics_that_are_finite_again_do_not_hide_what_was() -> None:
     plan = tells(stage, step=50, metrics={"loss": 0.5}).decide(NOW + 60)
     assert (plan.status.loss, reason_of(plan, "NonFinite")) == ("0.5", ("False", reasons.METRICS_FINITE))
     assert message_of(plan, "NonFinite") == "loss became NaN in step 41, and all metrics are finite again."
-    assert sample(plan.status, 2).non_finite == 0
+    assert sample(stage.job.spec, plan.status, 2).non_finite == 0
 
 
 @pytest.mark.parametrize("coordinator", ["away", "new"])
@@ -100,3 +115,95 @@ def test_a_job_that_goes_on_after_nan_and_crashes_is_tried_again() -> None:
     stage = training(backoffLimit=5)
     stage.link = link(remote("failed", error="ValueError: odd batch", non_finite=FOUND))
     assert stage.decide().status.phase == "BackOff"
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+CLAIM = {"volume": {"persistentVolumeClaim": {"claimName": "c"}}}
+WHY = "the checkpoint of step 40 was not written to /virtualflow/checkpoints (No space left on device): free some space"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_condition_until_one_is_complete() -> None:
+    stage = tells(training(checkpoint=CLAIM), checkpoint=CheckpointState(NOW - 100, 20, NOW - 100)).settle()
+    assert "CheckpointFailed" not in conditions(stage)
+    assert (stage.job.status.checkpoint_step, stage.job.status.checkpoint_time) == (20, format_time(NOW - 100))
+
+    plan = tells(stage, checkpoint=CheckpointState(NOW - 1, 20, NOW - 100, WHY)).decide()
+    assert reason_of(plan, "CheckpointFailed") == ("True", reasons.CHECKPOINT_NOT_WRITTEN)
+    assert message_of(plan, "CheckpointFailed") == f"T{WHY[1:]}."
+    assert [(event.reason, event.warning) for event in plan.events] == [(reasons.CHECKPOINT_NOT_WRITTEN, True)]
+    told = sample(stage.job.spec, plan.status, 2)
+    assert (told.checkpoint_failed, told.last_checkpoint_timestamp_seconds) == (1, NOW - 100)
+    stage.write(plan)
+    stage.link = link(remote("waiting"))
+    assert reason_of(stage.decide(), "CheckpointFailed")[0] == "True", "a new coordinator has not heard of it yet"
+
+    stage.link = link(remote("training", checkpoint=CheckpointState(NOW + 60, 60, NOW + 60)))
+    plan = stage.decide(NOW + 61)
+    assert reason_of(plan, "CheckpointFailed") == ("False", reasons.CHECKPOINT_WRITTEN)
+    assert message_of(plan, "CheckpointFailed") == "The checkpoint of step 60 is complete."
+    told = sample(stage.job.spec, plan.status, 2)
+    assert (told.checkpoint_failed, told.last_checkpoint_timestamp_seconds) == (0, NOW + 60)
+
+
+def test_the_age_of_a_checkpoint_counts_from_the_start_of_a_job_that_has_none_yet() -> None:
+    stage = training(checkpoint=CLAIM)
+    told = sample(stage.job.spec, stage.job.status, 2)
+    assert told.last_checkpoint_timestamp_seconds == NOW - 100
+    without = training()
+    told = sample(without.job.spec, without.job.status, 2)
+    assert (told.checkpoint_failed, told.last_checkpoint_timestamp_seconds) == (None, None)
+
+
+def suspended(**checkpoint: Any) -> Stage:
+    """A job whose workers have been told to stop: one has left, the other one writes the checkpoint."""
+    stage = edit(training(checkpoint=CLAIM | checkpoint), suspend=True)
+    plan = stage.decide()
+    assert plan.wake_at == NOW + 30 + (checkpoint or {"timeoutSeconds": 300})["timeoutSeconds"]
+    stage.write(plan)
+    swap(stage, ended(stage.pods[2], 0, word=TerminationMessage("left", step=41)))
+    writes = seen(stage.pods[1], "ready", 0, 0)
+    stage.link = link(remote("stopped", writes, step=41, checkpoint=CheckpointState(NOW - 9, 20, NOW - 9)))
+    return stage
+
+
+def left(stage: Stage, **word: Any) -> Stage:
+    return swap(stage, ended(stage.pods[1], 0, word=TerminationMessage("left", step=41, **word)))
+
+
+@pytest.mark.parametrize("teller", ["the coordinator", "the worker"])
+def test_a_suspension_waits_for_its_checkpoint_and_names_the_step(teller: str) -> None:
+    stage = suspended()
+    for later in (1, 200, 329):
+        plan = stage.decide(NOW + later)
+        assert (deleted(plan), plan.status.phase) == (["digits-workers-1"], "Suspending")
+    if teller == "the coordinator":
+        tells(stage, checkpoint=CheckpointState(NOW + 5, 41, NOW + 5))
+        left(stage)
+    else:
+        left(stage, checkpoint=41)
+    plan = stage.decide(NOW + 6)
+    assert plan.status.phase == "Suspended"
+    assert message_of(plan, "Suspended") == "The workers have left. It resumes from its checkpoint of step 41."
+    stage.write(plan)
+    edit(stage, suspend=False)
+    events = [event.message for event in stage.decide(NOW + 60).events]
+    assert "resuming from the checkpoint of step 41" in events
+
+
+def test_a_suspension_does_not_wait_for_its_checkpoint_for_ever() -> None:
+    stage = suspended(timeoutSeconds=60)
+    assert deleted(stage.decide(NOW + 89)) == ["digits-workers-1"]
+    stage.write(stage.decide(NOW + 89))
+    assert sorted(deleted(stage.decide(NOW + 90))) == ["digits-workers-0", "digits-workers-1"]
+    left(stage)
+    told = message_of(stage.decide(NOW + 95), "Suspended")
+    assert told.endswith("No checkpoint of step 41 was confirmed: it resumes from that of step 20, to the same bits.")
+
+
+def test_a_suspension_whose_checkpoint_fails_is_not_held_up_and_says_so() -> None:
+    stage = tells(suspended(), checkpoint=CheckpointState(NOW, 20, NOW - 9, WHY))
+    assert sorted(deleted(stage.decide(NOW + 1))) == ["digits-workers-0", "digits-workers-1"]
+    plan = left(stage).decide(NOW + 2)
+    assert reason_of(plan, "CheckpointFailed")[0] == "True"
+    assert "it resumes from that of step 20" in message_of(plan, "Suspended")

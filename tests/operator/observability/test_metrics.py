@@ -41,6 +41,8 @@ NAMES = {
     "virtualflow_job_steps_per_second",
     "virtualflow_job_loss",
     "virtualflow_job_non_finite",
+    "virtualflow_job_checkpoint_failed",
+    "virtualflow_job_last_checkpoint_timestamp_seconds",
     "virtualflow_job_workers_ready",
     "virtualflow_job_workers_wanted",
 }
@@ -50,6 +52,7 @@ RUNNING = JobSample(
 )
 
 DIVERGED = JobSample("Running", loss=math.nan, non_finite=1)
+UNSAVED = JobSample("Running", checkpoint_failed=1, last_checkpoint_timestamp_seconds=1e9)
 
 BUSY = QueueSample(ready=True, capacity=7.5, allocated=6, running=3, waiting=2)
 
@@ -122,6 +125,16 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
         ),
         (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_loss,job_name=b,job_namespace=a", 0.25),
         (lambda m: m.jobs.update({("a", "b"): DIVERGED}), "virtualflow_job_non_finite,job_name=b,job_namespace=a", 1),
+        (
+            lambda m: m.jobs.update({("a", "b"): UNSAVED}),
+            "virtualflow_job_checkpoint_failed,job_name=b,job_namespace=a",
+            1,
+        ),
+        (
+            lambda m: m.jobs.update({("a", "b"): UNSAVED}),
+            "virtualflow_job_last_checkpoint_timestamp_seconds,job_name=b,job_namespace=a",
+            1e9,
+        ),
         (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_workers_ready,job_name=b,job_namespace=a", 2),
         (
             lambda m: m.jobs.update({("a", "b"): RUNNING}),

@@ -98,6 +98,8 @@ def test_a_stop_leaves_a_checkpoint_of_the_same_step_everywhere(
     job.call("stop", reason="the test says so")
     outcomes = job.finish()
     assert {outcome.kind for outcome in outcomes.values()} == {"Drained"}
+    status = job.status()
+    assert (status.phase, status.checkpoint and status.checkpoint.step) == ("stopped", status.step), "it is confirmed"
     stopped_at = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "kept").glob("step-*"))
     results = start_job(train, directory, workers=2).results()
     assert [found for found, _ in results] == [wanted] * 2

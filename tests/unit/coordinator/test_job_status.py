@@ -138,6 +138,24 @@ def test_a_worker_that_stops_because_of_a_metric_says_which_it_was() -> None:
     assert (world.status().phase, world.status().non_finite) == ("failed", found)
 
 
+def test_the_newest_checkpoint_and_why_one_failed_are_in_the_status() -> None:
+    world = running_world(2)
+    job = world.state
+    assert world.status().checkpoint is None
+    before = job.news
+    world.hear("worker-0.0", m.Checkpointed(m.CheckpointState(100.0, 20, 100.0)))
+    assert job.news == before + 1
+    assert world.status().checkpoint == m.CheckpointState(100.0, 20, 100.0)
+    # Another worker leads from now on. It has written none yet, and cannot.
+    world.hear("worker-1.1", m.Checkpointed(m.CheckpointState(160.0, failure="the disk is full")))
+    assert world.status().checkpoint == m.CheckpointState(160.0, 20, 100.0, "the disk is full")
+    # The former one comes back after its connection was lost, and says again what it knows.
+    world.hear("worker-0.0", m.Checkpointed(m.CheckpointState(100.0, 20, 100.0)))
+    assert world.status().checkpoint == m.CheckpointState(160.0, 20, 100.0, "the disk is full")
+    world.hear("worker-1.1", m.Checkpointed(m.CheckpointState(220.0, 60, 220.0)))
+    assert world.status().checkpoint == m.CheckpointState(220.0, 60, 220.0)
+
+
 def test_progress_is_no_news_and_everything_else_is() -> None:
     world = running_world(2)
     job = world.state

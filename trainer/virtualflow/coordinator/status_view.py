@@ -57,6 +57,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         oldest_protocol=us.oldest,
         version=us.version,
         non_finite=history.non_finite,
+        checkpoint=history.checkpoint,
     )
 
 

@@ -71,6 +71,8 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
             _done(state, worker, message)
         case m.Note(kind, text):
             state.tell(_NOTES.get(kind, "info"), text)
+        case m.Checkpointed(checkpoint):
+            state.history.take_checkpoint(checkpoint)
         case m.Publish():
             if any(plan.generation == message.generation and plan.includes(incarnation) for plan in state.newest):
                 state.rendezvous.add(incarnation, message)

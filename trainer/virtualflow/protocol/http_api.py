@@ -13,6 +13,7 @@ import msgspec
 from virtualflow.protocol.messages import (
     Base,
     Change,
+    CheckpointState,
     Count,
     Name,
     NonFinite,
@@ -205,3 +206,5 @@ class Status(Base, frozen=True, tag=False):
     """Of its library, for people to read."""
     non_finite: NonFinite | None = None
     """The first metric that was not finite; ``metrics`` says whether one still is."""
+    checkpoint: CheckpointState | None = None
+    """``None``: nobody has written or restored one."""

@@ -133,6 +133,19 @@ class Change(Base, frozen=True, tag=False):
     """How many workers gave it."""
 
 
+class CheckpointState(Base, frozen=True, tag=False):
+    """How it stands with a job's checkpoints; times are Unix seconds of the worker that writes them."""
+
+    at: float
+    """When this was so."""
+    step: Count | None = None
+    """Of the newest complete one, which is on the disk as a whole."""
+    written: float | None = None
+    """When that was complete."""
+    failure: Sentence | None = None
+    """Why the latest one could not be written, and what to do; ``None``: it was."""
+
+
 class NonFinite(Base, frozen=True, tag=False):
     """A metric that became NaN or infinite, and the first step of it."""
 
@@ -314,6 +327,12 @@ class Note(Base, frozen=True, tag="note"):
     text: Sentence
 
 
+class Checkpointed(Base, frozen=True, tag="checkpointed"):
+    """A checkpoint is complete, or could not be written; told again to a coordinator that is new."""
+
+    state: CheckpointState
+
+
 class Publish(Base, frozen=True, tag="publish"):
     """A key of a generation's rendezvous; the coordinator relays it to the generation's members (:class:`Keys`)."""
 
@@ -323,7 +342,7 @@ class Publish(Base, frozen=True, tag="publish"):
 
 
 Membership = Hello | Heartbeat | Ready | Prepared | Entered | EnteredTold | Broken | DrainRequest | Left | Publish
-Training = Pace | Progress | Resumed | Failed | Done | Note
+Training = Pace | Progress | Resumed | Failed | Done | Note | Checkpointed
 FromWorker = Membership | Training
 
 # --- coordinator to worker --------------------------------------------------------------------------------------------

@@ -58,6 +58,8 @@ class TerminationMessage(m.Base, frozen=True, tag="last-word", omit_defaults=Tru
     """Why it left, was refused or ended."""
     non_finite: m.NonFinite | None = None
     """The first metric of the training that was not finite."""
+    checkpoint: int | None = None
+    """The step of the newest checkpoint that it has completed."""
 
 
 class TerminationMessageWriter:
@@ -98,6 +100,7 @@ class TerminationMessageWriter:
         total_steps: int | None = None,
         metrics: Mapping[str, float] | None = None,
         non_finite: m.NonFinite | None = None,
+        checkpoint: int | None = None,
     ) -> None:
         """An exception ends the process, or at least its training.
 
@@ -107,6 +110,7 @@ class TerminationMessageWriter:
             total_steps: of the whole training.
             metrics: those of the last step.
             non_finite: the first metric of the training that was not finite.
+            checkpoint: the step of the newest checkpoint that it has completed.
         """
         message = TerminationMessage(
             "failed",
@@ -114,6 +118,7 @@ class TerminationMessageWriter:
             total_steps=total_steps,
             metrics=as_metrics(metrics or {}),
             non_finite=non_finite,
+            checkpoint=checkpoint,
         )
         if isinstance(error, Leave):
             kind = "left" if isinstance(error, Drained) else "refused" if isinstance(error, Evicted) else "ended"

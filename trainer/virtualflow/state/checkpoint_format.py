@@ -93,6 +93,8 @@ class Found:
     step: int
     path: Path
     identity: JobIdentity
+    written: float
+    """Unix time."""
 
 
 # -- reading ------------------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ def find_newest(directory: Path, on_event: Callable[[str], None], identity: JobI
                 f"the checkpoint {path} was written by a virtualflow with numerics {manifest.numerics} and this has "
                 f"{NUMERICS}: from here on the bits may differ"
             )
-        return Found(step, path, manifest.identity)
+        return Found(step, path, manifest.identity, (path / MANIFEST).stat().st_mtime)
     return None
 
 

@@ -120,7 +120,12 @@ class Run:
     def _say_last(self, context: Context, error: BaseException) -> None:
         training = context.training
         self._termination_message.ended(
-            error, training.completed_steps, context.total_steps, training.numbers, training.non_finite
+            error,
+            training.completed_steps,
+            context.total_steps,
+            training.numbers,
+            training.non_finite,
+            context.checkpointer.newest,
         )
 
     def _report_result(self, context: Context) -> None:
