@@ -303,6 +303,7 @@ class World(Driven):
             or x.over is not None
             or (x.plan != plan and x.generation > plan.generation)
             or (x.plan == plan and x.awaiting)
+            or (not x.has_state and x.newest is not None and x.newest.generation > plan.generation)
             for x in self.members(plan)
         )
         interrupted = self.interrupted(worker)

@@ -361,6 +361,9 @@ class Session:
 
     def _on_plan(self, plan: m.Plan) -> None:
         """A new plan has arrived (link's thread): build its communicator beside whatever runs."""
+        if not self.state.has_state:
+            # It enters the newest plan only. Others may have agreed on a former one, and would wait for it for ever.
+            self.communicators.let_go(plan.generation)
         rank = plan.rank_of(self.worker, self.incarnation)
         if rank is not None and plan.generation > self.generation:
             self.communicators.prepare(plan, rank)
