@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.messages import NonFinite
+from virtualflow.protocol.termination_message import EXIT_EVICTED
 from virtualflow_operator import reasons
 from virtualflow_operator.api import JobStatus, parse_time
 from virtualflow_operator.jobs import event_messages, phases
@@ -63,6 +64,8 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
 def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
     """Put crashed pods into the books; they are deleted once that is written."""
     crashed, refused = facts.pods.of("crashed"), facts.pods.of("refused")
+    # One that the coordinator refused or declared lost counts as a crash; one that a kubelet did not let in never does.
+    evicted = [worker for worker in refused if worker.pod.exit is not None and worker.pod.exit.code == EXIT_EVICTED]
     known = draft.status.failures.counted
     if not crashed and not refused and not known:
         return None
@@ -74,13 +77,17 @@ def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
         told = worker.pod.exit.last_word if worker.pod.exit is not None else None
         if told is not None and told.non_finite is not None:
             return _stopped(facts, draft, told.non_finite)
-    message = fresh[0].message if fresh else ""
-    pods, crashes = [worker.pod for worker in crashed], facts.settings.crashes
+    fresh_evicted = [worker for worker in evicted if worker.pod.uid not in known]
+    message = next((worker.message for worker in (*fresh, *fresh_evicted)), "")
+    pods, crashes = [worker.pod for worker in (*crashed, *evicted)], facts.settings.crashes
     failures = count_crash(draft.status.failures, pods, draft.step, message, facts.now, crashes)
     why = fresh_refused[0].message if fresh_refused else message
-    failures = count_refusal(failures, pods, [worker.pod for worker in refused], why, facts.now, crashes)
+    not_let_in = [worker.pod for worker in refused if worker not in evicted]
+    failures = count_refusal(failures, pods, not_let_in, why, facts.now, crashes)
     draft.amend(failures=failures)
-    if fresh and failures.count > facts.spec.backoff_limit:
+    limit = facts.spec.backoff_limit
+    # A single one may be due to the network, and never ends a job.
+    if (fresh and failures.count > limit) or (fresh_evicted and failures.count > max(limit, 1)):
         return _give_up(facts, draft, message)
     return None
 
