@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import IDENTITY, tree_of
+from checkpoints import IDENTITY, flip, tree_of
 
 import virtualflow as vf
 from virtualflow.protocol.environment import WorkerEnvironment
@@ -105,5 +105,39 @@ def test_whoever_restores_a_checkpoint_tells_how_old_it_is(tmp_path: Path) -> No
     os.utime(tmp_path / "step-00000020" / "manifest.json", (1_000.0, 1_000.0))
     other, training = checkpointer(), Counted(0)
     assert other.find() == 20
+    assert other.read()
     other.restore(training)
     assert (training.completed_steps, told[-1].step, told[-1].written) == (20, 20, 1_000.0)
+
+
+def test_a_checkpoint_that_rots_after_it_was_found_is_noticed_when_it_is_read(tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+
+    def checkpointer() -> Checkpointer:
+        return Checkpointer(
+            vf.CheckpointPolicy(tmp_path), IDENTITY, lambda *said: told.append(said), lambda state: None
+        )
+
+    writer = checkpointer()
+    for step in (10, 20):
+        writer.save_final(Counted(step))
+    told.clear()
+    other, training = checkpointer(), Counted(0)
+    assert other.find() == 20
+    flip(tmp_path / "step-00000020" / "state.safetensors", 3000)
+    assert not other.read()
+    why = "the content of state.safetensors is not what was written (its SHA-256 differs)"
+    assert told == [("warning", f"skipped the damaged checkpoint {tmp_path}/step-00000020: {why}")]
+    other.discard(20)
+    assert other.find() == 10
+    assert other.read()
+    other.restore(training)
+    assert training.completed_steps == 10
+
+
+def test_to_find_a_checkpoint_its_state_is_not_read(tmp_path: Path) -> None:
+    """A thousand workers look for it, and one reads it."""
+    one = Checkpointer(vf.CheckpointPolicy(tmp_path), IDENTITY, lambda kind, text: None, lambda state: None)
+    one.save_final(Counted(20))
+    flip(tmp_path / "step-00000020" / "state.safetensors", 3000)
+    assert one.find() == 20

@@ -11,7 +11,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.messages import CheckpointState
 from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS
-from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load
+from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load, skipped
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 
 
@@ -74,6 +74,10 @@ class Checkpointer:
         self._saved_step = -1
         self._told: int | None = None
         self._found: Found | None = None
+        self._tree: dict[str, Any] | None = None
+        """Its state, once it has been read."""
+        self._damaged: set[int] = set()
+        """Steps of checkpoints whose state was not what was written."""
         self._writer: CheckpointWriter | None = None
         if policy is not None:
             self._writer = CheckpointWriter(policy, identity, self._say, time.monotonic, self._attempted)
@@ -90,20 +94,36 @@ class Checkpointer:
         return None if self._writer is None else self._writer.newest
 
     def find(self) -> int:
-        """The step of the newest checkpoint that this worker can read; -1 for none.
+        """The step of the newest checkpoint that this worker could restore, by its manifest; -1 for none.
 
         Raises:
             ConfigurationError: it is another job's.
         """
         if self._policy is not None and self._found is None:
-            self._found = find_newest(self._policy.directory, self._say, self._identity)
+            self._found = find_newest(self._policy.directory, self._say, self._identity, self._damaged)
         return -1 if self._found is None else self._found.step
 
+    def read(self) -> bool:
+        """Read the checkpoint that :meth:`find` has found; whether it is what was written, which is told otherwise."""
+        assert self._found is not None
+        try:
+            self._tree = load(self._found)
+        except ValueError as error:
+            self._say(skipped(self._found.path, error))
+            return False
+        return True
+
+    def discard(self, step: int) -> None:
+        """The checkpoint of that step was found damaged, here or by another worker: an older one counts."""
+        self._damaged.add(step)
+        self._found = None
+
     def restore(self, training: Checkpointable) -> None:
-        """Begin from the checkpoint that :meth:`find` has found."""
-        if self._found is None:
-            raise ValueError("there is no checkpoint to restore")
-        training.restore(load(self._found))
+        """Begin from the checkpoint that :meth:`read` has read."""
+        assert self._found is not None
+        assert self._tree is not None
+        tree, self._tree = self._tree, None
+        training.restore(tree)
         self._saved_step = self._found.step
         self._complete = self._found.step, self._found.written
         self._report(CheckpointState(time.time(), self._found.step, self._found.written))
