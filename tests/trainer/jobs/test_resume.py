@@ -79,14 +79,16 @@ def test_a_job_whose_workers_all_died_goes_on_from_its_checkpoint(
     environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "kept"), ENV_CHECKPOINT_STEPS: "1"}
     job = start_job(train, workers=2, hold=5, environment=environment)
     job.reach(5)
-    job.wait_for(lambda _: (tmp_path / "kept" / "step-00000005").exists(), "the checkpoint of step 5")
+    # A checkpoint that is due while one is being written is skipped: which the newest is, the disk decides.
+    job.wait_for(lambda _: bool(steps_in(tmp_path / "kept")), "a checkpoint")
     job.kill_all()
+    newest = max(steps_in(tmp_path / "kept"))
     for _ in range(3):
         job.start_worker()
     results = job.results()
     assert [found for found, _ in results] == [wanted] * len(results)
     # Two were wanted; the third one joins when it is there.
-    assert min(seen[0] for _, seen in results) == 6
+    assert min(seen[0] for _, seen in results) == newest + 1
 
 
 def test_a_stop_leaves_a_checkpoint_of_the_same_step_everywhere(
