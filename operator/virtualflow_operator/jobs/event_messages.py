@@ -49,6 +49,10 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
     if new.phase == "Running" and old.phase != "Running" and not changes:
         again = f", from step {new.step}" if old.attempt or (old.step or 0) > 0 else ""
         found.append(EventMessage(reasons.TRAINING, f"training with {_workers(max(new.ready_replicas, 1))}{again}"))
+    # A coordinator that remembers the training tells of a change; generations of one that does not begin from 1. And one
+    # that learns of it from a worker may hear of the step before the latest first.
+    if (new.step or 0) < (old.step or 0) - 1 and new.generation <= old.generation:
+        found.append(EventMessage(reasons.RESTARTED, _began_again(old, new), warning=True))
     if new.phase == "Suspended" and old.phase != "Suspended":
         condition = new.condition("Suspended")
         found.append(
@@ -93,6 +97,18 @@ def _from_where(status: JobStatus) -> str:
     if status.checkpoint_step is None:
         return f"resuming from step {status.step or 0} or the checkpoint before it"
     return f"resuming from the checkpoint of step {status.checkpoint_step}"
+
+
+def _began_again(old: JobStatus, new: JobStatus) -> str:
+    """The step has fallen, and no coordinator is left that could tell of it."""
+    lost = f"no worker and no coordinator is left that had step {old.step}"
+    saved = new.checkpoint_step
+    if saved is None:
+        again = _repeated(old.step or 0)
+        return f"began anew from the first step: {lost}, and there is no checkpoint; {again} repeated"
+    if saved > (new.step or 0):
+        return f"started again from a checkpoint before that of step {saved}, which cannot be used: {lost}"
+    return f"started again from step {saved}: {lost}; {_repeated((old.step or 0) - saved)} repeated"
 
 
 def _of_change(change: Change) -> EventMessage:
