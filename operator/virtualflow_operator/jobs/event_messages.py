@@ -49,7 +49,7 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
     if new.phase == "Running" and old.phase != "Running" and not changes:
         again = f", from step {new.step}" if old.attempt or (old.step or 0) > 0 else ""
         found.append(EventMessage(reasons.TRAINING, f"training with {_workers(max(new.ready_replicas, 1))}{again}"))
-    # A coordinator that remembers the training tells of a change; generations of one that does not begin from 1. And one
+    # A coordinator that remembers the training tells of a change; generations of one that does not begin from 1. One
     # that learns of it from a worker may hear of the step before the latest first.
     if (new.step or 0) < (old.step or 0) - 1 and new.generation <= old.generation:
         found.append(EventMessage(reasons.RESTARTED, _began_again(old, new), warning=True))
