@@ -32,6 +32,12 @@ QUEUED = "Queued"
 QUEUE_MISSING = "QueueMissing"
 QUEUE_NOT_READY = "QueueNotReady"
 NEVER_FITS = "NeverFits"
+# NonFinite
+METRIC_NOT_FINITE = "MetricNotFinite"
+METRICS_FINITE = "MetricsFinite"
+# CheckpointFailed
+CHECKPOINT_NOT_WRITTEN = "CheckpointNotWritten"
+CHECKPOINT_WRITTEN = "CheckpointWritten"
 # Complete, Failed
 COMPLETE = "Complete"
 NOT_FINISHED = "NotFinished"

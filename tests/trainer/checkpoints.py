@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load
+from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load, skipped
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 
 WEIGHT = {"shape": [10, 64], "dtype": "float32", "trained": True}
@@ -34,7 +34,8 @@ def tree_of(step: int, size: int = 1000) -> dict[str, Any]:
 
 def writer_to(directory: Path, events: list[str], **policy: Any) -> CheckpointWriter:
     options = {"every_steps": None, "every_seconds": None, "keep": 3, **policy}
-    return CheckpointWriter(CheckpointPolicy(directory, **options), IDENTITY, events.append, Clock())
+    kept = CheckpointPolicy(directory, **options)
+    return CheckpointWriter(kept, IDENTITY, events.append, Clock(), lambda step, failure: None)
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -42,9 +43,17 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def newest(directory: Path, events: list[str]) -> Found:
-    found = find_newest(directory, events.append, IDENTITY)
-    assert found is not None
-    return found
+    """The newest one that can be loaded, as whoever restores it comes to it."""
+    damaged: set[int] = set()
+    while True:
+        found = find_newest(directory, events.append, IDENTITY, damaged)
+        assert found is not None
+        try:
+            load(found)
+            return found
+        except ValueError as error:
+            events.append(skipped(found.path, error))
+            damaged.add(found.step)
 
 
 def assert_holds(found: Found, step: int, size: int = 1000) -> None:

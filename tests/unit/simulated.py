@@ -17,6 +17,8 @@ from virtualflow.protocol.lineage import find_objection
 
 SETTINGS = MembershipSettings()
 BUILD_LIMIT = 10.0
+REPORTED = ("another process has taken its name", "reported gone")
+"""Why a worker that lives is declared lost all the same: by the word of whoever starts the processes."""
 
 
 class World(Driven):
@@ -281,7 +283,16 @@ class World(Driven):
             # One that wakes up or comes back just then was not to be known of: either this generation is withdrawn and
             # its members are declared lost when they say that they are in it, or it is refused itself.
             known = plan.generation not in self.state.withdrawn
-            alive = [x for x in self.workers.values() if x.runs and x.connected and x.has_state and not x.leaving]
+            alive = [
+                x
+                for x in self.workers.values()
+                if x.runs
+                and x.connected
+                and x.has_state
+                and not x.leaving
+                # One that was reported to be gone is refused, and may not have read that yet.
+                and self.state.roster.refusal(x.incarnation) not in REPORTED
+            ]
             assert not (known and alive), f"began anew while {[x.name for x in alive]} had the state"
             self.lineages += 1
             lineage, step = self.lineages, 0
@@ -303,6 +314,7 @@ class World(Driven):
             or x.over is not None
             or (x.plan != plan and x.generation > plan.generation)
             or (x.plan == plan and x.awaiting)
+            or (not x.has_state and x.newest is not None and x.newest.generation > plan.generation)
             for x in self.members(plan)
         )
         interrupted = self.interrupted(worker)

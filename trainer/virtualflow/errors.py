@@ -26,6 +26,10 @@ class CommunicatorBroken(VirtualFlowError):
     """A collective failed or was abandoned: the attempt is aborted and the next generation repeats it."""
 
 
+class NonFiniteMetric(VirtualFlowError):
+    """A metric became NaN or infinite, and the job is to stop then."""
+
+
 class Leave(SystemExit):
     """This worker's part is over before the end of the script; the process ends with ``code``.
 

@@ -18,6 +18,7 @@ from virtualflow.protocol.settings import (
     HEARTBEAT_LIMIT,
     VIRTUAL_NODES,
     WORKERS,
+    OnNonFinite,
 )
 
 Reproducibility = Literal["Bitwise", "Statistical"]
@@ -60,13 +61,14 @@ class Elasticity(Base, frozen=True):
 
 
 class Checkpoint(Base, frozen=True):
-    """Where checkpoints go, how often, and how many stay."""
+    """Where checkpoints go, how often, how many stay, and how long a suspension waits for the last one (seconds)."""
 
     volume: Object
     directory: str | None = None
     every_steps: int | None = None
     every_seconds: int = int(CHECKPOINT_SECONDS)
     keep: int = CHECKPOINT_KEEP
+    timeout_seconds: int = 300
 
 
 class JobSpec(Base, frozen=True):
@@ -85,6 +87,7 @@ class JobSpec(Base, frozen=True):
     elasticity: Elasticity = Elasticity()
     checkpoint: Checkpoint | None = None
     suspend: bool = False
+    on_non_finite: OnNonFinite = "Continue"
     backoff_limit: int = 3
     active_deadline_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None

@@ -11,7 +11,17 @@ from virtualflow_operator.api.job_spec import Base, Reproducibility
 
 Phase = Literal["Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed"]
 PHASES: tuple[Phase, ...] = ("Pending", "Running", "Suspending", "Suspended", "BackOff", "Complete", "Failed")
-ConditionType = Literal["Ready", "Progressing", "Degraded", "Suspended", "Allocated", "Complete", "Failed"]
+ConditionType = Literal[
+    "Ready",
+    "Progressing",
+    "Degraded",
+    "NonFinite",
+    "CheckpointFailed",
+    "Suspended",
+    "Allocated",
+    "Complete",
+    "Failed",
+]
 Truth = Literal["True", "False", "Unknown"]
 
 
@@ -112,6 +122,9 @@ class JobStatus(Base, frozen=True):
     steps_per_second: str | None = None
     step_milliseconds: str | None = None
     predicted_step_milliseconds: str | None = None
+    checkpoint_step: int | None = None
+    """Of the newest complete checkpoint."""
+    checkpoint_time: str | None = None
     last_change: LastChange | None = None
     changes: int = 0
     repeated_steps: int = 0

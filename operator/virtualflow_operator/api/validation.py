@@ -15,6 +15,7 @@ from virtualflow.protocol.settings import (
     ENV_ADDRESS,
     ENV_CHECKPOINT_DIR,
     ENV_COORDINATOR,
+    ENV_ON_NON_FINITE,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_TERMINATION_LOG,
@@ -35,6 +36,7 @@ OPERATOR_VARIABLES: Final = (
     ENV_REPRODUCIBILITY.removesuffix("DUCIBILITY"),
     ENV_TERMINATION_LOG.removesuffix("_LOG"),
     ENV_PROFILE,
+    ENV_ON_NON_FINITE,
 )
 """Environment variables whose names begin like this are the operator's to set; a rule of the schema says the same."""
 

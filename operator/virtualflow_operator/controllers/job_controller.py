@@ -11,7 +11,17 @@ import time
 from dataclasses import dataclass, field
 
 from virtualflow.protocol.http_api import DrainCall, GoneCall
-from virtualflow_operator.api import Job, JobStatus, Pod, merge_patch, read_job, write_status
+from virtualflow_operator.api import (
+    ConditionType,
+    Job,
+    JobSpec,
+    JobStatus,
+    Pod,
+    merge_patch,
+    parse_time,
+    read_job,
+    write_status,
+)
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.provisioner import Provisioner, Refusal, ignoring
@@ -162,7 +172,7 @@ class JobController:
             self._queue_controller.note_status(job, plan.status)
         for event in plan.events:
             await self._events.record(job.raw, "Warning" if event.warning else "Normal", event.reason, event.message)
-        self._measure(key, plan, memory)
+        self._measure(key, job, plan, memory)
         if failure is not None:
             raise failure
         if again is not None:
@@ -361,17 +371,26 @@ class JobController:
 
     # --- metrics -----------------------------------------------------------------------------------------------------
 
-    def _measure(self, key: Key, plan: Plan, memory: _Memory) -> None:
+    def _measure(self, key: Key, job: Job, plan: Plan, memory: _Memory) -> None:
         for change in plan.changes:
             seconds = None if change.pause_ms is None else change.pause_ms / 1000
             self._metrics.change(change.cause, seconds, change.repeated_steps)
             if change.cause in ("lost", "broken", "restart") and memory.lost_at is not None:
                 self._metrics.recovery.observe(time.monotonic() - memory.lost_at)
                 memory.lost_at = None
-        self._metrics.jobs[key] = _sample(plan.status, plan.workers_wanted)
+        self._metrics.jobs[key] = sample(job.spec, plan.status, plan.workers_wanted)
 
 
-def _sample(status: JobStatus, wanted: int) -> JobSample:
+def _holds(status: JobStatus, kind: ConditionType) -> bool:
+    condition = status.condition(kind)
+    return condition is not None and condition.status == "True"
+
+
+def sample(spec: JobSpec, status: JobStatus, wanted: int) -> JobSample:
+    """What the metrics show of a job with that status."""
+    saves = spec.checkpoint is not None
+    times = (parse_time(status.checkpoint_time), parse_time(status.start_time))
+    known = [time for time in times if time is not None]
     return JobSample(
         phase=status.phase,
         workers_wanted=wanted,
@@ -380,4 +399,7 @@ def _sample(status: JobStatus, wanted: int) -> JobSample:
         total_steps=status.total_steps,
         steps_per_second=float(status.steps_per_second) if status.steps_per_second else None,
         loss=float(status.loss) if status.loss else None,
+        non_finite=int(_holds(status, "NonFinite")),
+        checkpoint_failed=int(_holds(status, "CheckpointFailed")) if saves else None,
+        last_checkpoint_timestamp_seconds=max(known, default=None) if saves else None,
     )

@@ -1,8 +1,9 @@
 """Crashes in the user's code: each is counted once, waited after, and in the end too many. Pure.
 
 A crash without a step since the last one counts against ``backoffLimit``; crashes close to each other make the wait
-grow. Disruptions never come here. Workers that were made before the last counted crash belong to the same round: eight
-workers that all miss a module are one failure, not eight.
+grow. A worker that the coordinator refused or declared lost (exit code 75) counts as one; disruptions never come here.
+Workers that were made before the last counted crash belong to the same round: eight workers that all miss a module are
+one failure, not eight.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def count_refusal(
     now: float,
     settings: CrashSettings,
 ) -> Failures:
-    """Put workers into the books that the coordinator or the kubelet has refused.
+    """Put workers into the books that a kubelet has refused.
 
     That is nobody's crash, but one that is refused again and again is waited for longer and longer.
 

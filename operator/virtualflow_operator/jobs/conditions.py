@@ -24,12 +24,14 @@ def with_conditions(status: JobStatus, generation: int, now: float, *aspects: As
 
 
 def amend(status: JobStatus, job: Job, now: float, *aspects: Aspect) -> JobStatus:
-    """Replace some of the conditions that ``build_status`` made, keeping the times of the job's present ones."""
+    """Replace or add to the conditions that ``build_status`` made, keeping the times of the job's present ones."""
     changed = {aspect[0]: aspect for aspect in aspects}
     merged: list[Aspect] = []
     for condition in status.conditions:
         kind: ConditionType = condition.type  # type: ignore[assignment]  # it was made from one
-        merged.append(changed.get(kind, (kind, condition.status, condition.reason, condition.message)))
+        kept: Aspect = (kind, condition.status, condition.reason, condition.message)
+        merged.append(changed.pop(kind, kept))
+    merged += changed.values()
     return with_conditions(
         msgspec.structs.replace(status, conditions=job.status.conditions), job.generation, now, *merged
     )

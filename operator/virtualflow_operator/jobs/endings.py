@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.messages import NonFinite
+from virtualflow.protocol.termination_message import EXIT_EVICTED
 from virtualflow_operator import reasons
 from virtualflow_operator.api import JobStatus, parse_time
 from virtualflow_operator.jobs import event_messages, phases
@@ -44,6 +46,8 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
     if remote is None or remote.phase != "failed":
         return None
     message = _explain_failure(remote)
+    if remote.non_finite is not None and facts.spec.on_non_finite == "Stop":
+        return _stopped(facts, draft, remote.non_finite)
     crashed = [worker.pod for worker in facts.pods.of("crashed")]
     crashes = facts.settings.crashes
     failures = count_failed_attempt(draft.status.failures, crashed, draft.step, message, facts.now, crashes)
@@ -60,6 +64,8 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
 def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
     """Put crashed pods into the books; they are deleted once that is written."""
     crashed, refused = facts.pods.of("crashed"), facts.pods.of("refused")
+    # One that the coordinator refused or declared lost counts as a crash; one that a kubelet did not let in never does.
+    evicted = [worker for worker in refused if worker.pod.exit is not None and worker.pod.exit.code == EXIT_EVICTED]
     known = draft.status.failures.counted
     if not crashed and not refused and not known:
         return None
@@ -67,13 +73,21 @@ def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
     fresh_refused = [worker for worker in refused if worker.pod.uid not in known]
     draft.events += [event_messages.crashed(worker.message) for worker in fresh]
     draft.events += [event_messages.lost(worker.pod.name, worker.message) for worker in fresh_refused]
-    message = fresh[0].message if fresh else ""
-    pods, crashes = [worker.pod for worker in crashed], facts.settings.crashes
+    for worker in fresh if facts.spec.on_non_finite == "Stop" else ():
+        told = worker.pod.exit.last_word if worker.pod.exit is not None else None
+        if told is not None and told.non_finite is not None:
+            return _stopped(facts, draft, told.non_finite)
+    fresh_evicted = [worker for worker in evicted if worker.pod.uid not in known]
+    message = next((worker.message for worker in (*fresh, *fresh_evicted)), "")
+    pods, crashes = [worker.pod for worker in (*crashed, *evicted)], facts.settings.crashes
     failures = count_crash(draft.status.failures, pods, draft.step, message, facts.now, crashes)
     why = fresh_refused[0].message if fresh_refused else message
-    failures = count_refusal(failures, pods, [worker.pod for worker in refused], why, facts.now, crashes)
+    not_let_in = [worker.pod for worker in refused if worker not in evicted]
+    failures = count_refusal(failures, pods, not_let_in, why, facts.now, crashes)
     draft.amend(failures=failures)
-    if fresh and failures.count > facts.spec.backoff_limit:
+    limit = facts.spec.backoff_limit
+    # A single one may be due to the network, and never ends a job.
+    if (fresh and failures.count > limit) or (fresh_evicted and failures.count > max(limit, 1)):
         return _give_up(facts, draft, message)
     return None
 
@@ -82,6 +96,12 @@ def _give_up(facts: Facts, draft: Draft, message: str) -> JobStatus:
     count, limit = draft.status.failures.count, facts.spec.backoff_limit
     text = f"it failed {count} times without progress in between (backoffLimit {limit}): {message}"
     return phases.failed(build_status(facts, draft.status), facts.job, reasons.BACK_OFF_LIMIT, text, facts.now)
+
+
+def _stopped(facts: Facts, draft: Draft, found: NonFinite) -> JobStatus:
+    """It would come to the same if it were tried again."""
+    text = f"{found}, and the job is to stop then (onNonFinite)"
+    return phases.failed(build_status(facts, draft.status), facts.job, reasons.METRIC_NOT_FINITE, text, facts.now)
 
 
 def _explain_failure(remote: Status) -> str:

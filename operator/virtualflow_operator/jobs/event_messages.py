@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from virtualflow.protocol.messages import Change
 from virtualflow_operator import reasons
-from virtualflow_operator.api import JobStatus
+from virtualflow_operator.api import ConditionType, JobStatus
 from virtualflow_operator.jobs.actions import EventMessage
+
+_AMISS: tuple[ConditionType, ...] = ("NonFinite", "CheckpointFailed")
+"""Conditions that are bad news as they become true."""
 
 
 def lost(worker: str, why: str) -> EventMessage:
@@ -46,6 +49,10 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
     if new.phase == "Running" and old.phase != "Running" and not changes:
         again = f", from step {new.step}" if old.attempt or (old.step or 0) > 0 else ""
         found.append(EventMessage(reasons.TRAINING, f"training with {_workers(max(new.ready_replicas, 1))}{again}"))
+    # A coordinator that remembers the training tells of a change; generations of one that does not begin from 1. One
+    # that learns of it from a worker may hear of the step before the latest first.
+    if (new.step or 0) < (old.step or 0) - 1 and new.generation <= old.generation:
+        found.append(EventMessage(reasons.RESTARTED, _began_again(old, new), warning=True))
     if new.phase == "Suspended" and old.phase != "Suspended":
         condition = new.condition("Suspended")
         found.append(
@@ -54,7 +61,7 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
             )
         )
     if old.phase == "Suspended" and new.phase == "Pending":
-        found.append(EventMessage(reasons.RESUMED, f"resuming from step {new.step or 0} or the checkpoint before it"))
+        found.append(EventMessage(reasons.RESUMED, _from_where(new)))
     given, before_given = new.allocation, old.allocation
     if given is not None and (before_given is None or before_given.workers != given.workers):
         name = reasons.ALLOCATED if given.workers else reasons.QUEUED
@@ -67,6 +74,10 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
         condition = new.condition("Failed")
         assert condition is not None
         found.append(EventMessage(condition.reason, condition.message, warning=True))
+    for condition in filter(None, map(new.condition, _AMISS)):
+        former = old.condition(condition.type)  # type: ignore[arg-type]  # it is one of these
+        if condition.status == "True" and (former is None or former.status != "True"):
+            found.append(EventMessage(condition.reason, condition.message, warning=True))
     before, after = old.condition("Progressing"), new.condition("Progressing")
     obstacles = (
         reasons.INVALID_SPEC,
@@ -80,6 +91,24 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
     if after is not None and after.reason in obstacles and (before is None or before.reason != after.reason):
         found.append(EventMessage(after.reason, after.message, warning=True))
     return found
+
+
+def _from_where(status: JobStatus) -> str:
+    if status.checkpoint_step is None:
+        return f"resuming from step {status.step or 0} or the checkpoint before it"
+    return f"resuming from the checkpoint of step {status.checkpoint_step}"
+
+
+def _began_again(old: JobStatus, new: JobStatus) -> str:
+    """The step has fallen, and no coordinator is left that could tell of it."""
+    lost = f"no worker and no coordinator is left that had step {old.step}"
+    saved = new.checkpoint_step
+    if saved is None:
+        again = _repeated(old.step or 0)
+        return f"began anew from the first step: {lost}, and there is no checkpoint; {again} repeated"
+    if saved > (new.step or 0):
+        return f"started again from a checkpoint before that of step {saved}, which cannot be used: {lost}"
+    return f"started again from step {saved}: {lost}; {_repeated((old.step or 0) - saved)} repeated"
 
 
 def _of_change(change: Change) -> EventMessage:

@@ -6,18 +6,20 @@ Pure. Nothing here depends on anything that changes by itself, so that a job in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from virtualflow.protocol.http_api import Status
-from virtualflow.protocol.messages import Change
+from virtualflow.protocol.messages import Change, CheckpointState
 from virtualflow_operator import reasons
-from virtualflow_operator.api import JobStatus, LastChange, Link, Node, Phase, Pod, Share, parse_time
+from virtualflow_operator.api import JobStatus, LastChange, Link, Node, Phase, Pod, Share, format_time, parse_time
 from virtualflow_operator.jobs.conditions import Aspect, with_conditions
 from virtualflow_operator.jobs.node_fit import never_fits
 from virtualflow_operator.jobs.phases import limited
 from virtualflow_operator.jobs.pod_classification import PodClassification
 from virtualflow_operator.jobs.scene import Facts
+from virtualflow_operator.jobs.training_health import shown_loss, training_health
 from virtualflow_operator.jobs.worker_plan import WorkerPlan
 from virtualflow_operator.queues import remember
 
@@ -57,6 +59,7 @@ def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None
         _ready(facts.link, begun, ready, min(spec.min_replicas, spec.most)),
         _progressing(facts, status, plan, begun),
         _degraded(facts, status, ready, begun),
+        *training_health(status, remote),
         ("Suspended", "False", reasons.NOT_SUSPENDED, "The job is not suspended."),
         ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
         ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
@@ -86,22 +89,31 @@ def _range(first: int, last: int) -> str:
 
 
 def _with_progress(status: JobStatus, remote: Status) -> JobStatus:
-    loss = remote.metrics.get("loss")
     return msgspec.structs.replace(
         status,
         generation=remote.generation or status.generation,
         step=known_step(status, remote),
         total_steps=remote.total_steps if remote.total_steps is not None else status.total_steps,
         epoch=remote.epoch if remote.step else status.epoch,
-        loss=f"{loss:.6g}" if loss is not None else status.loss,
+        loss=shown_loss(remote.metrics) or status.loss,
         steps_per_second=f"{remote.steps_per_second:.4g}" if remote.steps_per_second else status.steps_per_second,
         step_milliseconds=_shown(remote.step_ms) or status.step_milliseconds,
         predicted_step_milliseconds=_shown(remote.predicted_step_ms),
+        **_newest_checkpoint(status, remote.checkpoint),
         last_change=_latest_change(status, remote),
         # All that workers remember; after a start from a checkpoint that may be less than was counted before.
         changes=max(status.changes, remote.changes_total),
         repeated_steps=max(status.repeated_steps, remote.repeated_steps),
     )
+
+
+def _newest_checkpoint(status: JobStatus, checkpoint: CheckpointState | None) -> dict[str, Any]:
+    """What is known of the newest checkpoint; a worker may have told of a later one as it ended."""
+    if checkpoint is None or checkpoint.step is None or checkpoint.written is None:
+        return {}
+    if int(checkpoint.written) < (parse_time(status.checkpoint_time) or 0.0):
+        return {}
+    return {"checkpoint_step": checkpoint.step, "checkpoint_time": format_time(checkpoint.written)}
 
 
 def _shown(milliseconds: float | None) -> str | None:

@@ -20,6 +20,7 @@ from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
     ENV_COORDINATOR,
+    ENV_ON_NON_FINITE,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_TERMINATION_LOG,
@@ -108,7 +109,10 @@ def template_hash(job: Job, group: WorkerGroup) -> str:
     checkpoint = job.raw["spec"].get("checkpoint")
     if checkpoint is not None:
         checkpoint = {field: checkpoint[field] for field in _CHECKPOINT if field in checkpoint}
-    return _hash({"template": group.template, "checkpoint": checkpoint})
+    made_from = {"template": group.template, "checkpoint": checkpoint}
+    if job.spec.on_non_finite != "Continue":
+        made_from["onNonFinite"] = job.spec.on_non_finite
+    return _hash(made_from)
 
 
 def coordinator_hash(job: Job) -> str:
@@ -165,6 +169,7 @@ def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings:
         ENV_COORDINATOR: f"http://{host}:{COORDINATOR_PORT}",
         ENV_VIRTUAL_NODES: str(job.status.virtual_nodes or spec.virtual_nodes),
         ENV_REPRODUCIBILITY: job.status.reproducibility or spec.reproducibility,
+        ENV_ON_NON_FINITE: spec.on_non_finite,
         ENV_TERMINATION_LOG: log,
     }
     if group.profile is not None:

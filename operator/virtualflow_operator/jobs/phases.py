@@ -12,6 +12,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, Job, JobStatus, format_time
 from virtualflow_operator.jobs.conditions import Aspect, amend
+from virtualflow_operator.jobs.training_health import shown_loss, training_health
 from virtualflow_operator.queues import MAX_MESSAGE
 
 _OF_WHAT_RUNS: tuple[ConditionType, ...] = ("Ready", "Progressing", "Degraded")
@@ -72,18 +73,23 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         predicted_step_milliseconds=None,
         scale_down_since=None,
     )
-    kept = (
-        "It resumes from its newest checkpoint."
-        if job.spec.checkpoint
-        else ("It has no spec.checkpoint: it will begin from the first step, to the same bits.")
-    )
     return amend(
         status,
         job,
         now,
         *_at_rest(reasons.SUSPENDED, "The job is suspended; set spec.suspend to false to resume it."),
-        ("Suspended", "True", reasons.SUSPENDED, f"The workers have left. {kept}"),
+        ("Suspended", "True", reasons.SUSPENDED, f"The workers have left. {_resumes_from(status, job)}"),
     )
+
+
+def _resumes_from(status: JobStatus, job: Job) -> str:
+    saved, reached = status.checkpoint_step, status.step or 0
+    if not job.spec.checkpoint:
+        return "It has no spec.checkpoint: it will begin from the first step, to the same bits."
+    if saved is not None and saved >= reached:
+        return f"It resumes from its checkpoint of step {saved}."
+    again = "begins from the first step" if saved is None else f"resumes from that of step {saved}"
+    return f"No checkpoint of step {reached} was confirmed: it {again}, to the same bits."
 
 
 def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
@@ -93,7 +99,7 @@ def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
     if not ran:
         status = msgspec.structs.replace(status, phase="Pending")
     message = f"The queue {job.spec.queue} has no workers for it: {why}"
-    kept = "It goes on from its newest checkpoint" if job.spec.checkpoint else "It begins from the first step"
+    kept = _resumes_from(status, job)
     return amend(
         status,
         job,
@@ -103,14 +109,13 @@ def queued(status: JobStatus, job: Job, why: str, now: float) -> JobStatus:
             "Suspended",
             "True" if ran else "False",
             reasons.QUEUED,
-            f"It waits for workers of its queue. {kept}, by itself.",
+            f"It waits for workers of its queue, and goes on by itself. {kept}",
         ),
     )
 
 
 def complete(status: JobStatus, job: Job, ended: Status | TerminationMessage, now: float) -> JobStatus:
     """The training is over, and this came of it, in the coordinator's words or a worker's."""
-    loss = ended.metrics.get("loss")
     status = msgspec.structs.replace(
         status,
         phase="Complete",
@@ -118,9 +123,10 @@ def complete(status: JobStatus, job: Job, ended: Status | TerminationMessage, no
         digest=ended.digest,
         optimizer_digest=ended.optimizer_digest,
         step=ended.step,
-        loss=f"{loss:.6g}" if loss is not None else status.loss,
+        loss=shown_loss(ended.metrics) or status.loss,
         completion_time=format_time(now),
     )
+    status = amend(status, job, now, *training_health(job.status, ended))
     return _over(status, job, now, reasons.COMPLETE, f"The training is complete after {ended.step} steps.", "Complete")
 
 

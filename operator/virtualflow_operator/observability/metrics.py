@@ -47,6 +47,11 @@ class JobSample:
     total_steps: int | None = None
     steps_per_second: float | None = None
     loss: float | None = None
+    """NaN and infinite ones too, which Prometheus knows."""
+    non_finite: int = 0
+    checkpoint_failed: int | None = None
+    last_checkpoint_timestamp_seconds: float | None = None
+    """Of a job that is to have checkpoints and has written none since it was started or resumed: when that was."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +220,11 @@ _SINGLE = {
     "total_steps": "Steps that the job takes in all.",
     "steps_per_second": "The job's present speed.",
     "loss": "The job's latest loss.",
+    "non_finite": "1: a metric of the job's latest step is NaN or infinite, as its condition NonFinite says.",
+    "checkpoint_failed": "1: the job's latest checkpoint could not be written, as its condition CheckpointFailed says.",
+    "last_checkpoint_timestamp_seconds": (
+        "Unix time at which the job's newest checkpoint was complete, or it was started or resumed if that was later."
+    ),
     "workers_ready": "The job's workers that train.",
     "workers_wanted": "The workers that the job wants.",
 }

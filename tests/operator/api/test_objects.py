@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from typing import Any
 
 import msgspec
@@ -200,6 +199,6 @@ def test_a_service_says_where_it_leads(selector: dict[str, str] | None, ordinal:
     assert read_service({"spec": {"clusterIP": "10.0.0.1", "selector": selector}}).ordinal == ordinal
 
 
-def test_numbers_in_a_status_are_finite() -> None:
-    status = msgspec.structs.replace(JobStatus(), loss=f"{math.nan:.6g}")
-    assert write_status(status)["loss"] == "nan"
+def test_a_loss_of_nan_can_be_written() -> None:
+    status = msgspec.structs.replace(JobStatus(), loss="NaN")
+    assert write_status(status)["loss"] == "NaN"

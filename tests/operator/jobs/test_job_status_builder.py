@@ -25,7 +25,7 @@ from scenes import (
     training,
 )
 
-from virtualflow.protocol.messages import Generation
+from virtualflow.protocol.messages import CheckpointState, Generation
 from virtualflow_operator import reasons
 from virtualflow_operator.api.job_status import JobStatus
 from virtualflow_operator.api.objects import Node, format_time
@@ -98,6 +98,50 @@ def test_changes_are_counted_once_and_told() -> None:
     stage.write(plan)
     plan = stage.decide()
     assert (plan.changes, plan.events, plan.status.changes, plan.status.repeated_steps) == ((), (), 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "told"),
+    [
+        pytest.param(
+            None,
+            "began anew from the first step: no worker and no coordinator is left that had step 40, and there is no "
+            "checkpoint; 40 steps repeated",
+            id="without a checkpoint",
+        ),
+        pytest.param(
+            CheckpointState(NOW, 2, NOW - 60),
+            "started again from step 2: no worker and no coordinator is left that had step 40; 38 steps repeated",
+            id="from a checkpoint",
+        ),
+        pytest.param(
+            CheckpointState(NOW, 30, NOW - 60),
+            "started again from a checkpoint before that of step 30, which cannot be used: no worker and no "
+            "coordinator is left that had step 40",
+            id="from an older checkpoint",
+        ),
+    ],
+)
+def test_a_job_of_which_nothing_was_left_says_from_where_it_began_again(
+    checkpoint: CheckpointState | None, told: str
+) -> None:
+    """A new coordinator knows nothing of the training that was lost: to it this is the first generation."""
+    stage = training()
+    assert stage.job.status.step == 40
+    stage.link = link(remote("waiting", incarnation=2))
+    stage.write(stage.decide())
+    known = [seen(pod) for pod in stage.pods[1:]]
+    stage.link = link(remote("training", *known, incarnation=2, step=3, checkpoint=checkpoint))
+    plan = stage.decide()
+    assert [(e.reason, e.message) for e in plan.events if e.warning] == [(reasons.RESTARTED, told)]
+    stage.write(plan)
+    assert stage.decide().events == ()
+
+
+def test_a_coordinator_that_remembers_the_training_tells_of_a_restart_itself() -> None:
+    """It begins the next generation before it hears of the change."""
+    plan = progress(training(), generation=2, step=0).decide()
+    assert plan.events == ()
 
 
 @pytest.mark.parametrize(

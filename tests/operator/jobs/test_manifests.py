@@ -285,6 +285,14 @@ def test_what_a_job_began_with_counts_whatever_its_specification_says_now() -> N
     assert told["VIRTUALFLOW_REPRODUCIBILITY"]["value"] == "Bitwise"
 
 
+def test_a_job_that_is_to_stop_at_nan_says_so_to_its_workers_old_and_new() -> None:
+    goes_on, stops = job_of(), job_of(onNonFinite="Stop")
+    found = [environment(worker_of(job))["VIRTUALFLOW_ON_NON_FINITE"]["value"] for job in (goes_on, stops)]
+    assert found == ["Continue", "Stop"]
+    assert manifests.templates_hash(goes_on) == manifests.templates_hash(job_of(onNonFinite="Continue"))
+    assert manifests.templates_hash(goes_on) != manifests.templates_hash(stops), "workers are replaced one by one"
+
+
 def test_the_users_own_variables_come_after_ours() -> None:
     pod = {"containers": [container(env=[{"name": "MINE", "value": "$(VIRTUALFLOW_WORKER)"}])]}
     names = [

@@ -20,6 +20,7 @@ from scenes import (
     ended,
     given_up,
     link,
+    message_of,
     nodes,
     noticed,
     reason_of,
@@ -167,7 +168,7 @@ def test_a_loss_is_told_at_once_with_the_process_that_is_meant(happens: Callable
         pytest.param(1, {}, 1, id="an exception is a crash"),
         pytest.param(137, {"reason": "OOMKilled"}, 1, id="too much memory is a crash"),
         pytest.param(0, {}, 1, id="an end before the end is a crash"),
-        pytest.param(75, {}, 0, id="a refused worker is none"),
+        pytest.param(75, {}, 1, id="a refused worker counts as one"),
         pytest.param(143, {"disrupted": "PreemptionByScheduler: preempted"}, 0, id="a preempted one is none"),
         pytest.param(143, {"deleting_at": NOW + 5}, 0, id="a deleted one is none"),
         pytest.param(
@@ -193,6 +194,36 @@ def test_only_crashes_are_counted(code: int, facts: dict[str, Any], counted: int
     stage.write(plan)
     assert ("digits-workers-1" in deleted(stage.decide())) == ("deleting_at" not in pod_facts)
     assert stage.decide().status.failures.count == counted
+
+
+def test_workers_that_always_exit_with_75_use_up_the_backoff_limit() -> None:
+    stage, now, counts = training(backoffLimit=2), NOW, []
+    word = TerminationMessage("refused", step=40, reason="it runs another image")
+    while stage.job.status.phase == "Running":
+        assert len(counts) < 4
+        swap(stage, dataclasses.replace(ended(stage.pods[2], 75, word=word), uid=f"evicted-{len(counts)}", created=now))
+        plan = stage.decide(now)
+        stage.write(plan)
+        counts.append(plan.status.failures.count)
+        now += 400
+    assert counts == [1, 2, 3]
+    assert reason_of(plan, "Failed") == ("True", reasons.BACK_OFF_LIMIT)
+    assert "the coordinator refused it: it runs another image" in message_of(plan, "Failed")
+
+
+def test_workers_that_are_declared_lost_together_are_one_failure() -> None:
+    stage = training(4, backoffLimit=2)
+    for index in (1, 2, 3):
+        swap(stage, ended(stage.pods[index], 75))
+        stage.write(stage.decide(NOW + index))
+    assert (stage.job.status.phase, stage.job.status.failures.count) == ("Running", 1)
+
+
+def test_a_single_worker_that_is_declared_lost_never_ends_a_job() -> None:
+    stage = training(backoffLimit=0)
+    swap(stage, ended(stage.pods[2], 75))
+    plan = stage.decide()
+    assert (plan.status.phase, plan.status.failures.count) == ("Running", 1)
 
 
 def test_evictions_by_the_kubelet_never_use_up_the_backoff_limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -39,6 +40,9 @@ NAMES = {
     "virtualflow_job_total_steps",
     "virtualflow_job_steps_per_second",
     "virtualflow_job_loss",
+    "virtualflow_job_non_finite",
+    "virtualflow_job_checkpoint_failed",
+    "virtualflow_job_last_checkpoint_timestamp_seconds",
     "virtualflow_job_workers_ready",
     "virtualflow_job_workers_wanted",
 }
@@ -47,6 +51,8 @@ RUNNING = JobSample(
     "Running", workers_wanted=3, workers_ready=2, step=70, total_steps=100, steps_per_second=1.5, loss=0.25
 )
 
+DIVERGED = JobSample("Running", loss=math.nan, non_finite=1)
+UNSAVED = JobSample("Running", checkpoint_failed=1, last_checkpoint_timestamp_seconds=1e9)
 
 BUSY = QueueSample(ready=True, capacity=7.5, allocated=6, running=3, waiting=2)
 
@@ -118,6 +124,17 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
             1.5,
         ),
         (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_loss,job_name=b,job_namespace=a", 0.25),
+        (lambda m: m.jobs.update({("a", "b"): DIVERGED}), "virtualflow_job_non_finite,job_name=b,job_namespace=a", 1),
+        (
+            lambda m: m.jobs.update({("a", "b"): UNSAVED}),
+            "virtualflow_job_checkpoint_failed,job_name=b,job_namespace=a",
+            1,
+        ),
+        (
+            lambda m: m.jobs.update({("a", "b"): UNSAVED}),
+            "virtualflow_job_last_checkpoint_timestamp_seconds,job_name=b,job_namespace=a",
+            1e9,
+        ),
         (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_workers_ready,job_name=b,job_namespace=a", 2),
         (
             lambda m: m.jobs.update({("a", "b"): RUNNING}),
@@ -130,6 +147,12 @@ def test_every_metric_moves(act: Callable[[Metrics], None], sample: str, value: 
     metrics = Metrics()
     act(metrics)
     assert samples(metrics)[sample] == value
+
+
+def test_a_loss_of_nan_is_one_for_prometheus() -> None:
+    metrics = Metrics()
+    metrics.jobs["a", "b"] = DIVERGED
+    assert math.isnan(samples(metrics)["virtualflow_job_loss,job_name=b,job_namespace=a"])
 
 
 def test_the_series_of_a_queue_go_with_it() -> None:

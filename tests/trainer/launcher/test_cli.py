@@ -54,6 +54,15 @@ os.environ["VIRTUALFLOW_THREADS"] = "1" if worker == "worker-0" else "2"
 """
 """The beginning of a script whose workers do not fit together."""
 
+EXITS_WITH_75 = """\
+import os, sys
+if os.environ["VIRTUALFLOW_WORKER"] == "worker-1":
+    with open({started!r}, "a") as file:
+        file.write("worker-1 ")
+    sys.exit(75)
+"""
+"""The beginning of a script of which one worker always ends as if it had been refused."""
+
 SLEEPING = "import time\nprint('asleep')\ntime.sleep(120)\n"
 
 
@@ -248,6 +257,27 @@ def test_a_worker_that_always_crashes_is_not_replaced_for_ever(command_line: Com
     assert code == 1
     assert "7 times in a row" in err
     assert "SIGSEGV" in err.splitlines()[-1]
+
+
+def test_a_worker_that_always_exits_with_75_is_not_replaced_for_ever_while_others_train(
+    command_line: CommandLine,
+) -> None:
+    started = command_line.home / "started"
+    script = command_line.script("train.py", EXITS_WITH_75.format(started=str(started)) + TRAINING)
+    process = command_line.start("run", "--workers", "1", "--name", "flaky", script, "1000000", "0.001", "0")
+
+    def status() -> dict[str, Any]:
+        code, out, _ = command_line.run("status", "flaky", "--json")
+        return dict(json.loads(out)) if code == 0 else {"step": 0, "wanted": 0}
+
+    wait_until("the training", lambda: status()["step"] > 0)
+    assert command_line.run("scale", "2", "--job", "flaky")[0] == 0
+    wait_until("the job to do without it", lambda: status()["wanted"] == 1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert started.read_text().split() == ["worker-1"] * 7
+    assert "worker-1 ended 7 times in a row without taking part in a step, at last by exit code 75" in err
+    assert "once the reason is mended, run: virtualflow scale 2 --job flaky" in err
 
 
 @pytest.mark.parametrize("where", ["start", "training"])

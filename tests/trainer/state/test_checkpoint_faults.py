@@ -126,7 +126,7 @@ from virtualflow.state.checkpoint_format import JobIdentity, find_newest, load
 sys.path.insert(0, sys.argv[2])
 from checkpoints import IDENTITY, tree_of
 directory = Path(sys.argv[1])
-writer = CheckpointWriter(CheckpointPolicy(directory, 1, None, 2), IDENTITY, print, time.monotonic)
+writer = CheckpointWriter(CheckpointPolicy(directory, 1, None, 2), IDENTITY, print, time.monotonic, lambda *_: None)
 writer.check_writable()
 assert not list(directory.glob(".*"))
 found = find_newest(directory, print, IDENTITY)

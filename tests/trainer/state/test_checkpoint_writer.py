@@ -27,7 +27,7 @@ def test_checkpoints_are_due_every_n_steps(tmp_path: Path, events: list[str]) ->
 def test_checkpoints_are_due_every_t_seconds(tmp_path: Path, events: list[str]) -> None:
     clock = Clock()
     policy = CheckpointPolicy(tmp_path, every_steps=None, every_seconds=10.0, keep=1)
-    writer = CheckpointWriter(policy, IDENTITY, events.append, clock)
+    writer = CheckpointWriter(policy, IDENTITY, events.append, clock, lambda step, failure: None)
     due = []
     for step in range(1, 30):
         clock.now += 3.0

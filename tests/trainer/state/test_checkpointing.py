@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import IDENTITY, flip, tree_of
 
 import virtualflow as vf
 from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.messages import CheckpointState
 from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS
-from virtualflow.state import choose_policy
+from virtualflow.state import Checkpointer, choose_policy
 
 HERE = Path("/checkpoints")
 
@@ -54,3 +58,86 @@ def test_the_environment_goes_before_the_script() -> None:
     assert choose_policy(None, environment) == vf.CheckpointPolicy("/elsewhere", 7)
     given = vf.CheckpointPolicy(HERE, 2, 30.0, 5)
     assert choose_policy(given, environment) == vf.CheckpointPolicy("/elsewhere", 7, 30.0, 5)
+
+
+class Counted:
+    """A training of which nothing matters but the step."""
+
+    def __init__(self, step: int) -> None:
+        self.completed_steps = step
+
+    def capture(self) -> dict[str, Any]:
+        return tree_of(self.completed_steps)
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        self.completed_steps = tree["extra"]["step"]
+
+
+def test_each_checkpoint_is_reported_as_complete_or_with_what_to_do(tmp_path: Path) -> None:
+    told: list[CheckpointState] = []
+    directory = tmp_path / "checkpoints"
+    checkpointer = Checkpointer(vf.CheckpointPolicy(directory), IDENTITY, lambda kind, text: None, told.append)
+    before = time.time()
+    checkpointer.save_final(Counted(20))
+    assert told[0].failure is None
+    assert (told[0].step, checkpointer.newest) == (20, 20)
+    assert before <= (told[0].written or 0.0) == told[0].at <= time.time()
+
+    directory.rename(tmp_path / "elsewhere")
+    directory.write_text("no directory")
+    checkpointer.save_final(Counted(30))
+    assert (told[1].step, told[1].written, checkpointer.newest) == (20, told[0].written, 20)
+    assert (told[1].failure or "").startswith("the checkpoint of step 30 was not written")
+
+    directory.unlink()
+    (tmp_path / "elsewhere").rename(directory)
+    checkpointer.save_final(Counted(40))
+    assert (told[2].step, told[2].failure) == (40, None)
+
+
+def test_whoever_restores_a_checkpoint_tells_how_old_it_is(tmp_path: Path) -> None:
+    told: list[CheckpointState] = []
+
+    def checkpointer() -> Checkpointer:
+        return Checkpointer(vf.CheckpointPolicy(tmp_path), IDENTITY, lambda kind, text: None, told.append)
+
+    checkpointer().save_final(Counted(20))
+    os.utime(tmp_path / "step-00000020" / "manifest.json", (1_000.0, 1_000.0))
+    other, training = checkpointer(), Counted(0)
+    assert other.find() == 20
+    assert other.read()
+    other.restore(training)
+    assert (training.completed_steps, told[-1].step, told[-1].written) == (20, 20, 1_000.0)
+
+
+def test_a_checkpoint_that_rots_after_it_was_found_is_noticed_when_it_is_read(tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+
+    def checkpointer() -> Checkpointer:
+        return Checkpointer(
+            vf.CheckpointPolicy(tmp_path), IDENTITY, lambda *said: told.append(said), lambda state: None
+        )
+
+    writer = checkpointer()
+    for step in (10, 20):
+        writer.save_final(Counted(step))
+    told.clear()
+    other, training = checkpointer(), Counted(0)
+    assert other.find() == 20
+    flip(tmp_path / "step-00000020" / "state.safetensors", 3000)
+    assert not other.read()
+    why = "the content of state.safetensors is not what was written (its SHA-256 differs)"
+    assert told == [("warning", f"skipped the damaged checkpoint {tmp_path}/step-00000020: {why}")]
+    other.discard(20)
+    assert other.find() == 10
+    assert other.read()
+    other.restore(training)
+    assert training.completed_steps == 10
+
+
+def test_to_find_a_checkpoint_its_state_is_not_read(tmp_path: Path) -> None:
+    """A thousand workers look for it, and one reads it."""
+    one = Checkpointer(vf.CheckpointPolicy(tmp_path), IDENTITY, lambda kind, text: None, lambda state: None)
+    one.save_final(Counted(20))
+    flip(tmp_path / "step-00000020" / "state.safetensors", 3000)
+    assert one.find() == 20

@@ -17,6 +17,7 @@ from coordinator_server import hello
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_MESSAGE
 from virtualflow.transport.link import Link
 from virtualflow.transport.settings import LinkSettings
@@ -232,13 +233,16 @@ def test_notes_survive_a_lost_connection_and_old_progress_does_not(coordinator: 
         link.close()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_no_number_does_not_cost_the_connection(coordinator: Coordinator, value: float) -> None:
+@pytest.mark.parametrize(
+    ("value", "word"), [(math.nan, "NaN"), (-math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity")]
+)
+def test_a_loss_that_is_no_number_arrives_as_a_word(coordinator: Coordinator, value: float, word: str) -> None:
     with link_to(coordinator.url) as link:
-        link.send(m.Progress(GENERATION, 3, 0, None, {"loss": value, "accuracy": 0.5}, 1.0, "training"))
+        told = as_metrics({"loss": value, "accuracy": 0.5})
+        link.send(m.Progress(GENERATION, 3, 0, None, told, 1.0, "training"))
         coordinator.hears(lambda: any(isinstance(message, m.Progress) for message in coordinator.told))
         [progress] = [message for message in coordinator.told if isinstance(message, m.Progress)]
-        assert progress.metrics == {"accuracy": 0.5}
+        assert progress.metrics == {"loss": word, "accuracy": 0.5}
         assert len(coordinator.connections) == 1
 
 

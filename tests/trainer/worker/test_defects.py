@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_jobs import ElasticJob
+from meshes import mesh
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -105,3 +106,24 @@ def test_a_communicator_is_taken_under_the_lock(monkeypatch: pytest.MonkeyPatch)
     session.communicators._prepared = Watched(session.link.changed)
     with pytest.raises(CommunicatorBroken, match="is not there"):
         session.enter(m.Plan(m.Generation(1, 1), "planned", (), (), "stop", ""))
+
+
+@pytest.mark.parametrize("has_state", [False, True], ids=["without a state", "with a state"])
+def test_a_worker_that_is_called_elsewhere_lets_go_of_those_who_wait_for_it(
+    has_state: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A joiner enters the newest plan only, and others may have agreed on the one before: they waited for ever."""
+    monkeypatch.setenv(ENV_COORDINATOR, "http://127.0.0.1:9")
+    monkeypatch.setenv(ENV_TOKEN, "any")
+    session = Session(WorkerEnvironment.read(), MemberState(8, "any", has_state=has_state), WorkerSettings())
+    news: list[str] = []
+    waiting, called = mesh(2, {0: lambda: news[0] if news else None})
+    session.communicators._prepared[called.plan.generation] = called
+    session._on_plan(m.Plan(m.Generation(1, 2), "planned", (), (), "drain", "the last worker leaves"))
+    if has_state:
+        news.append("nobody has let go")
+    with pytest.raises(CommunicatorBroken, match="nobody has let go" if has_state else "(?i)connection|closed|peer"):
+        waiting.all_gather(torch.zeros(4, dtype=torch.uint8))
+    assert (called.plan.generation in session.communicators) == has_state
+    for communicator in (waiting, called):
+        communicator.close()

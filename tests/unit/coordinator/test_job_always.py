@@ -80,11 +80,13 @@ class Jobs(RuleBasedStateMachine):
                 return
             self.world.turn()
 
-    @rule(data=st.data())
-    def a_loss_is_reported(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), true=st.booleans())
+    def a_loss_is_reported(self, data: st.DataObject, true: bool) -> None:
+        """Whoever reports it may be wrong: the process lives, and is ended by being told so."""
         worker = self.pick(data)
         if worker is not None:
-            self.world.kill(worker)
+            if true:
+                self.world.kill(worker)
             try:
                 self.world.call(http_api.GoneCall(worker.name, worker.incarnation))
             except UnknownWorker:

@@ -112,6 +112,50 @@ def test_a_brief_status_has_the_latest_changes_and_events_and_the_same_sums() ->
     assert (brief.changes_total, brief.repeated_steps) == (100, 100)
 
 
+def test_a_metric_that_is_not_finite_is_told_once_and_is_news() -> None:
+    world = running_world(2)
+    job = world.state
+    assert job.running is not None
+    found = m.NonFinite("loss", "NaN", 50)
+    progress = m.Progress(job.running.generation, 49, 0, None, {"loss": 1.0}, 2.0, "training")
+    world.hear("worker-0.0", progress)
+    assert world.status().non_finite is None
+    before = job.news
+    for step in (50, 51):
+        told = msgspec.structs.replace(progress, step=step, metrics={"loss": "NaN"}, non_finite=found)
+        world.hear("worker-0.0", told)
+    assert job.news == before + 1
+    status = world.status()
+    assert (status.metrics, status.non_finite) == ({"loss": "NaN"}, found)
+    assert [e.text for e in status.events if e.kind == "warning"] == ["loss became NaN in step 50"]
+    assert m.encode(status)
+
+
+def test_a_worker_that_stops_because_of_a_metric_says_which_it_was() -> None:
+    world = running_world(2)
+    found = m.NonFinite("loss", "Infinity", 7)
+    world.hear("worker-1.1", m.Failed(0, "the job is to stop", "", found))
+    assert (world.status().phase, world.status().non_finite) == ("failed", found)
+
+
+def test_the_newest_checkpoint_and_why_one_failed_are_in_the_status() -> None:
+    world = running_world(2)
+    job = world.state
+    assert world.status().checkpoint is None
+    before = job.news
+    world.hear("worker-0.0", m.Checkpointed(m.CheckpointState(100.0, 20, 100.0)))
+    assert job.news == before + 1
+    assert world.status().checkpoint == m.CheckpointState(100.0, 20, 100.0)
+    # Another worker leads from now on. It has written none yet, and cannot.
+    world.hear("worker-1.1", m.Checkpointed(m.CheckpointState(160.0, failure="the disk is full")))
+    assert world.status().checkpoint == m.CheckpointState(160.0, 20, 100.0, "the disk is full")
+    # The former one comes back after its connection was lost, and says again what it knows.
+    world.hear("worker-0.0", m.Checkpointed(m.CheckpointState(100.0, 20, 100.0)))
+    assert world.status().checkpoint == m.CheckpointState(160.0, 20, 100.0, "the disk is full")
+    world.hear("worker-1.1", m.Checkpointed(m.CheckpointState(220.0, 60, 220.0)))
+    assert world.status().checkpoint == m.CheckpointState(220.0, 60, 220.0)
+
+
 def test_progress_is_no_news_and_everything_else_is() -> None:
     world = running_world(2)
     job = world.state

@@ -30,6 +30,12 @@ USUAL = {
         pytest.param(
             EXIT_EVICTED, {"joined": False, "expired": True}, "lost", id="if it is not told it may come again"
         ),
+        pytest.param(
+            EXIT_EVICTED,
+            {"joined": False, "unknown": True},
+            "lost",
+            id="so it may if the coordinator does not know it",
+        ),
         pytest.param(EXIT_EVICTED, {"joined": False, "refused": "a reason"}, "refused", id="one that was not admitted"),
         pytest.param(1, {"joined": False, "refused": "a reason"}, "refused", id="however its script ends then"),
         pytest.param(-9, {"refused": "a reason", "killed": True}, "lost", id="unless it was killed before it heard"),

@@ -18,6 +18,7 @@ from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_KEEP,
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
+    ENV_ON_NON_FINITE,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
 )
@@ -114,6 +115,25 @@ def test_checkpoints_are_written_as_the_manifest_says(
 def test_workers_are_told_how_equal_the_bits_must_be(word: str | None, tmp_path: Path) -> None:
     spec = {} if word is None else {"reproducibility": word}
     assert _resolve(_manifest(tmp_path, **spec)).environment.get(ENV_REPRODUCIBILITY) == word
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "word"),
+    [
+        pytest.param({}, [], None, id="nobody says"),
+        pytest.param({"onNonFinite": "Stop"}, [], "Stop", id="the manifest"),
+        pytest.param({"onNonFinite": "Stop"}, ["--on-non-finite", "Continue"], "Continue", id="the option goes before"),
+    ],
+)
+def test_workers_are_told_what_to_do_about_a_loss_of_nan(
+    spec: dict[str, str], options: list[str], word: str | None, tmp_path: Path
+) -> None:
+    assert _resolve(_manifest(tmp_path, **spec), *options).environment.get(ENV_ON_NON_FINITE) == word
+
+
+def test_another_word_for_what_to_do_about_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"spec\.onNonFinite must be Continue or Stop, not 'stop'"):
+        _resolve(_manifest(tmp_path, onNonFinite="stop"))
 
 
 def test_a_profile_is_looked_for_beside_the_manifest(tmp_path: Path) -> None:

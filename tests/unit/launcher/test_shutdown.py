@@ -150,7 +150,9 @@ def test_restarts_without_progress_wait_ever_longer_and_progress_begins_anew() -
         waits.append(round(max(0.0, backoff.not_before - 10.0), 6))
     assert waits == [0.0, 0.1, 0.2, 0.3]
     assert backoff.note_end(2, now=10.0) == 1
-    backoff.advance(1)
+    backoff.advance(1, [1, 2])
     assert backoff.note_end(1, now=20.0) == 1
-    backoff.advance(1)
+    backoff.advance(1, [1, 2])
     assert backoff.note_end(1, now=20.0) == 2
+    backoff.advance(2, [2])
+    assert backoff.note_end(1, now=20.0) == 3, "it has made no step of it"

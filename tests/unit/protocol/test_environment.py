@@ -6,7 +6,7 @@ import pytest
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import ENV_CHECKPOINT_SECONDS, ENV_REPRODUCIBILITY
+from virtualflow.protocol.settings import ENV_CHECKPOINT_SECONDS, ENV_ON_NON_FINITE, ENV_REPRODUCIBILITY
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,17 @@ def test_checkpoints_without_time_between_them_are_refused_as_on_the_command_lin
 def test_any_time_between_checkpoints_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_CHECKPOINT_SECONDS, "0.25")
     assert WorkerEnvironment.read().checkpoint_seconds == 0.25
+
+
+@pytest.mark.parametrize(("value", "found"), [("", "Continue"), ("Continue", "Continue"), ("Stop", "Stop")])
+def test_what_to_do_about_a_loss_of_nan_is_said_by_the_environment(
+    value: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_ON_NON_FINITE, value)
+    assert WorkerEnvironment.read().on_non_finite == found
+
+
+def test_another_word_for_what_to_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_ON_NON_FINITE, "stop")
+    with pytest.raises(ConfigurationError, match="'stop' must be Continue or Stop"):
+        WorkerEnvironment.read()

@@ -22,6 +22,8 @@ from virtualflow.errors import (
     VirtualFlowError,
 )
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.messages import NonFinite
+from virtualflow.protocol.metrics import Metric
 from virtualflow.protocol.settings import ENV_TERMINATION_LOG
 from virtualflow.protocol.termination_message import (
     TerminationMessage,
@@ -63,9 +65,19 @@ def test_a_termination_message_always_fits_and_can_be_read(
     assert told is not None
     assert (told.kind, told.step) == ("failed", 7)
     assert len(told.metrics) <= 16
-    assert all(math.isfinite(value) for value in told.metrics.values())
+    assert all(isinstance(value, str) or math.isfinite(value) for value in told.metrics.values())
     cleaned = trace.encode("utf-8", "replace").decode()
     assert cleaned.endswith(told.traceback or "")
+
+
+def test_a_metric_that_is_not_finite_is_told_by_a_word() -> None:
+    found = NonFinite("loss", "NaN", 5)
+    metrics: dict[str, Metric] = {"loss": math.nan, "norm": math.inf, "accuracy": 0.5}
+    raw = encode_termination_message(TerminationMessage("done", step=7, metrics=metrics, non_finite=found))
+    told = decode_termination_message(raw)
+    assert told is not None
+    assert told.metrics == {"loss": "NaN", "norm": "Infinity", "accuracy": 0.5}
+    assert told.non_finite == found
 
 
 def test_of_a_long_traceback_the_end_is_kept_as_far_as_there_is_room() -> None:

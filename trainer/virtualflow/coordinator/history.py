@@ -38,6 +38,9 @@ class History:
         """Of all steps that were ever reported: a restart from a checkpoint repeats what is between."""
         self.total_steps: int | None = None
         self.result: m.Done | None = None
+        self.non_finite: m.NonFinite | None = None
+        """The first metric that was not finite."""
+        self.checkpoint: m.CheckpointState | None = None
         self.error: str | None = None
         self.traceback: str | None = None
         self._number = 0
@@ -70,6 +73,15 @@ class History:
         self.highest_step = max(self.highest_step, progress.step)
         self.total_steps = progress.total_steps
         return forward
+
+    def take_checkpoint(self, told: m.CheckpointState) -> None:
+        """Take note of a checkpoint; what is older than what is known is of a worker that wrote them before."""
+        known = self.checkpoint
+        if known is not None and told.at < known.at:
+            return
+        if known is not None and told.step is None:
+            told = msgspec.structs.replace(told, step=known.step, written=known.written)
+        self.checkpoint = told
 
     @property
     def evaluating(self) -> bool:

@@ -169,6 +169,12 @@ class JobState:
         self.version += 1
         self.news += 1
 
+    def note_non_finite(self, found: m.NonFinite | None) -> None:
+        """A worker says which metric of the training was the first that is not finite; ``None``: all are."""
+        if found is not None and found != self.history.non_finite:
+            self.history.non_finite = found
+            self.tell("warning", str(found))
+
     def fail(self, error: str, traceback: str | None = None, *, event: str | None = None) -> None:
         """The job has failed.
 

@@ -56,6 +56,8 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         protocol=us.newest,
         oldest_protocol=us.oldest,
         version=us.version,
+        non_finite=history.non_finite,
+        checkpoint=history.checkpoint,
     )
 
 

@@ -62,7 +62,8 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
             mark_draining(state, worker, now + state.settings.drain_grace, reason)
         case m.Left(generation, step):
             _left(state, worker, generation, step, now)
-        case m.Failed(step, error, traceback):
+        case m.Failed(step, error, traceback, found):
+            state.note_non_finite(found)
             if state.phase not in ENDED:
                 where = f" in step {step}" if step else ""
                 state.fail(error, traceback, event=f"{worker.name} failed{where}: {error}")
@@ -70,6 +71,8 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
             _done(state, worker, message)
         case m.Note(kind, text):
             state.tell(_NOTES.get(kind, "info"), text)
+        case m.Checkpointed(checkpoint):
+            state.history.take_checkpoint(checkpoint)
         case m.Publish():
             if any(plan.generation == message.generation and plan.includes(incarnation) for plan in state.newest):
                 state.rendezvous.add(incarnation, message)
@@ -124,6 +127,7 @@ def _entered(state: JobState, incarnation: str, told: m.Plan, step: int, restore
 def _progressed(state: JobState, progress: m.Progress) -> None:
     if progress.generation < state.running_generation:
         return
+    state.note_non_finite(progress.non_finite)
     news = state.history.is_news(progress)
     if state.history.take_progress(progress):
         _settle(state, progress.generation)
@@ -190,6 +194,7 @@ def _left(state: JobState, worker: Worker, generation: m.Generation, step: int, 
 
 
 def _done(state: JobState, worker: Worker, done: m.Done) -> None:
+    state.note_non_finite(done.non_finite)
     state.roster.update(worker.incarnation, done=True)
     state.roster.contacts[worker.incarnation].waits_for_release = True
     result = state.history.result

@@ -26,6 +26,7 @@ from virtualflow.launcher.status_text import (
 )
 from virtualflow.launcher.supervisor import Stream
 from virtualflow.protocol.http_api import Status, WorkerStatus
+from virtualflow.protocol.metrics import show_metric
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -183,7 +184,7 @@ class LiveConsole:
 
         total = "" if status.total_steps is None else f"/{status.total_steps}"
         facts = [f"step {status.step}{total}", f"epoch {status.epoch}"]
-        facts += [f"{name} {value:.4g}" for name, value in sorted(status.metrics.items())[:4]]
+        facts += [f"{name} {show_metric(value, 4)}" for name, value in sorted(status.metrics.items())[:4]]
         facts += [f"{status.steps_per_second:.1f} steps/s", *describe_step_times(status)]
         grid = Table.grid(expand=True, padding=(0, 2))
         grid.add_column(ratio=1)

@@ -62,7 +62,7 @@ def judge(
         return Verdict("refused", refused)
     if code == EXIT_EVICTED:
         # Of one that was never admitted, the reason may be on its way.
-        return Verdict("lost", how) if joined or expired else Verdict("open")
+        return Verdict("lost", how) if joined or unknown or expired else Verdict("open")
     if code == 0 and left:
         return Verdict("fine")
     if code > 0 and not joined and unknown:

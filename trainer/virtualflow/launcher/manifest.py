@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.settings import REPRODUCIBILITY
+from virtualflow.protocol.settings import ON_NON_FINITE, REPRODUCIBILITY
 
 API_GROUP = "virtualflow.dev/"
 KIND = "VirtualFlowJob"
@@ -32,6 +32,7 @@ class JobManifest:
     groups: tuple[str, ...] = ()
     """Names of its worker groups; the command is the first one's."""
     reproducibility: str | None = None
+    on_non_finite: str | None = None
     profile: str | None = None
     """Of its first group: the name of a file."""
     every_steps: int | None = None
@@ -109,7 +110,8 @@ def read_manifest(document: object) -> JobManifest:
         command=tuple(expand(word, environment) for word in words),
         environment=environment,
         groups=tuple(_group_name(group, index) for index, group in enumerate(groups)),
-        reproducibility=_reproducibility(spec),
+        reproducibility=_choice(spec, "reproducibility", REPRODUCIBILITY),
+        on_non_finite=_choice(spec, "onNonFinite", ON_NON_FINITE),
         profile=_profile(group),
         every_steps=_count(checkpoint, "everySteps", "spec.checkpoint."),
         every_seconds=_count(checkpoint, "everySeconds", "spec.checkpoint."),
@@ -183,12 +185,12 @@ def _profile(group: Mapping[str, object]) -> str | None:
     return name
 
 
-def _reproducibility(spec: Mapping[str, object]) -> str | None:
-    wanted = spec.get("reproducibility")
+def _choice(spec: Mapping[str, object], key: str, choices: Collection[str]) -> str | None:
+    wanted = spec.get(key)
     if wanted is None:
         return None
-    if not isinstance(wanted, str) or wanted not in REPRODUCIBILITY:
-        raise ConfigurationError(f"spec.reproducibility must be {' or '.join(REPRODUCIBILITY)}, not {wanted!r}")
+    if not isinstance(wanted, str) or wanted not in choices:
+        raise ConfigurationError(f"spec.{key} must be {' or '.join(choices)}, not {wanted!r}")
     return wanted
 
 

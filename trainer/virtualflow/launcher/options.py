@@ -23,6 +23,7 @@ from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_KEEP,
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
+    ENV_ON_NON_FINITE,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_VIRTUAL_NODES,
@@ -67,6 +68,9 @@ def resolve(arguments: Namespace) -> RunOptions:
     environment = dict(job.environment)
     if job.reproducibility is not None:
         environment[ENV_REPRODUCIBILITY] = job.reproducibility
+    on_non_finite = arguments.on_non_finite or job.on_non_finite
+    if on_non_finite is not None:
+        environment[ENV_ON_NON_FINITE] = on_non_finite
     if arguments.profile is not None:
         read_profile(Path(arguments.profile))
         environment[ENV_PROFILE] = str(Path(arguments.profile).absolute())

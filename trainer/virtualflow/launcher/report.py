@@ -29,6 +29,26 @@ class JobHistory:
     paces: dict[str, float] = field(default_factory=dict)
     """Milliseconds per virtual node of each worker that some were assigned to last."""
     _seen: set[tuple[float, str, str]] = field(default_factory=set)
+    _reached: tuple[int, int] = (0, 0)
+    """The latest generation and step of a training."""
+
+    def began_again(self, status: Status) -> str | None:
+        """A sentence if a training has begun anew that no worker and no coordinator remembers.
+
+        A coordinator that remembers the former one tells of a change, and its generations go on from there. One that
+        learns of it from a worker may hear of the step before the latest first.
+        """
+        if not status.generation or status.phase in ("waiting", "stopped", "failed"):
+            return None
+        generation, step = self._reached
+        self._reached = status.generation, status.step
+        if status.step >= step - 1 or status.generation > generation:
+            return None
+        saved = status.checkpoint.step if status.checkpoint is not None else None
+        again = "began anew from the first step"
+        if saved is not None:
+            again = f"started again from the checkpoint of step {saved}"
+        return f"{again}: no worker and no coordinator is left that had step {step}"
 
     def take(self, status: Status) -> tuple[list[Change], list[Event]]:
         """Remember what ``status`` tells; the changes and events that were not known before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -22,11 +23,23 @@ class RestartBackoff:
     """In a row, by the worker's ordinal."""
     _highest_step: int = 0
 
-    def advance(self, step: int) -> None:
-        """The job has completed that step: if no step was higher, all counts begin anew."""
+    def advance(self, step: int, members: Iterable[int]) -> None:
+        """The job has completed that step: if no step was higher, the counts of those who made it begin anew.
+
+        Progress of others says nothing of a worker that ends before it takes part.
+
+        Args:
+            step: the latest.
+            members: ordinals of the workers that virtual nodes are assigned to.
+        """
         if step > self._highest_step:
             self._highest_step = step
-            self._ends.clear()
+            for ordinal in members:
+                self._ends.pop(ordinal, None)
+
+    def forget(self, ordinal: int) -> None:
+        """Nothing is started any more under that ordinal until it is asked for."""
+        self._ends.pop(ordinal, None)
 
     def note_end(self, ordinal: int, now: float) -> int:
         """A worker has ended; how many times in a row it has."""

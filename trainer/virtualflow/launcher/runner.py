@@ -209,6 +209,9 @@ class Runner:
     def _take(self, status: Status) -> None:
         """A status has arrived."""
         self._state.status = status
+        again = self._history.began_again(status)
+        if again is not None:
+            self._console.event(again)
         changes, events = self._history.take(status)
         for event in events:
             self._take_event(event)

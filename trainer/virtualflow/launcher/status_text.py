@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from virtualflow.protocol.http_api import Status, WorkerStatus
 from virtualflow.protocol.messages import Change
+from virtualflow.protocol.metrics import show_metric
 
 
 def describe_change(change: Change) -> str:
@@ -35,7 +36,7 @@ def describe_progress(status: Status) -> str:
     total = f"/{status.total_steps}" if status.total_steps is not None else ""
     members = sum(worker.first < worker.last for worker in status.workers)
     parts = [f"step {status.step}{total}", f"epoch {status.epoch}"]
-    parts += [f"{name} {value:.4g}" for name, value in sorted(status.metrics.items())]
+    parts += [f"{name} {show_metric(value, 4)}" for name, value in sorted(status.metrics.items())]
     parts += [f"{status.steps_per_second:.1f} steps/s", *describe_step_times(status), _workers(members)]
     return ", ".join(parts)
 

@@ -19,6 +19,7 @@ from virtualflow.protocol.settings import (
     ENV_TOKEN,
     MAX_VIRTUAL_NODES,
     MAX_WORKERS,
+    ON_NON_FINITE,
     VIRTUAL_NODES,
     WORKERS,
 )
@@ -130,6 +131,11 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
     _add_checkpoints(parser.add_argument_group("checkpoints"))
     running = parser.add_argument_group("how it runs")
     _add_membership(running, settings)
+    running.add_argument(
+        "--on-non-finite",
+        choices=tuple(ON_NON_FINITE),
+        help="once a metric is NaN or infinite, go on (as by default, and say so) or stop before the next checkpoint",
+    )
     running.add_argument(
         "--profile",
         metavar="FILE",

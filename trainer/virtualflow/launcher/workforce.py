@@ -48,7 +48,8 @@ class Workforce:
         status = self._control.state.status
         if status is not None:
             self._control.table.take(status, now)
-            self._backoff.advance(status.step)
+            members = [worker.ordinal for worker in self._control.table.living() if worker.assigned]
+            self._backoff.advance(status.step, members)
         self._judge_exits(now)
 
     def mend(self, now: float) -> None:
@@ -92,10 +93,10 @@ class Workforce:
             elif verdict.kind == "failed":
                 self._control.fail(verdict.reason, worker)
         if refused:
-            self._do_without(refused)
+            self._do_without(refused, "would be refused again")
 
-    def _do_without(self, refused: list[Worker]) -> None:
-        """Go on with fewer workers: these would be refused again."""
+    def _do_without(self, refused: list[Worker], why: str) -> None:
+        """Go on with fewer workers: these would end again. ``why`` is said of their names."""
         fewer = self._control.state.wanted - len(refused)
         if fewer < 1:
             self._control.fail(f"{refused[0].name} was refused: {refused[0].refused}", refused[0])
@@ -105,7 +106,7 @@ class Workforce:
         self._control.table.barred = barred
         names = ", ".join(worker.name for worker in refused)
         self._control.tell(
-            f"{names} would be refused again: not started any more, {fewer} worker{'s' * (fewer != 1)} wanted from now "
+            f"{names} {why}: not started any more, {fewer} worker{'s' * (fewer != 1)} wanted from now "
             f"on; once the reason is mended, run: virtualflow scale {fewer + len(refused)} --job {self._job}"
         )
 
@@ -115,10 +116,15 @@ class Workforce:
         if worker.killed:
             return
         ends = self._backoff.note_end(worker.ordinal, now)
-        if ends > BACKOFF_LIMIT:
-            self._control.fail(
-                f"{worker.name} ended {ends} times in a row without a step of progress, at last by: {how}", worker
-            )
+        if ends <= BACKOFF_LIMIT:
+            return
+        if any(other.assigned for other in self._control.table.living()):
+            self._backoff.forget(worker.ordinal)
+            self._do_without([worker], f"ended {ends} times in a row without taking part in a step, at last by {how}")
+            return
+        self._control.fail(
+            f"{worker.name} ended {ends} times in a row without a step of progress, at last by: {how}", worker
+        )
 
     def _report_gone(self) -> None:
         for worker in self._control.table.workers:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import settings as names
-from virtualflow.protocol.settings import REPRODUCIBILITY, THREADS, Reproducibility
+from virtualflow.protocol.settings import ON_NON_FINITE, REPRODUCIBILITY, THREADS, OnNonFinite, Reproducibility
+
+Chosen = TypeVar("Chosen", bound=str)
 
 ABOVE_ZERO = math.ulp(0.0)
 """The least number above 0."""
@@ -54,6 +58,8 @@ class WorkerEnvironment:
     """``None``: the script says."""
     max_fused: int | None
     """The most virtual nodes of a micro-batch in a statistical job; ``None``: the script says."""
+    on_non_finite: OnNonFinite = "Continue"
+    """What to do once a metric is NaN or infinite."""
     profile: Path | None = None
     """A profile of this device, for a first guess of its speed."""
     profile_out: Path | None = None
@@ -90,21 +96,20 @@ class WorkerEnvironment:
             checkpoint_keep=_whole(names.ENV_CHECKPOINT_KEEP),
             audit_dir=Path(audit) if audit else None,
             threads=_whole(names.ENV_THREADS) or THREADS,
-            reproducibility=_reproducibility(),
+            reproducibility=_choice(names.ENV_REPRODUCIBILITY, REPRODUCIBILITY),
             max_fused=_whole(names.ENV_MAX_FUSED),
+            on_non_finite=_choice(names.ENV_ON_NON_FINITE, ON_NON_FINITE) or "Continue",
             profile=_path(names.ENV_PROFILE),
             profile_out=_path(names.ENV_PROFILE_OUT),
             profile_sizes=_sizes(),
         )
 
 
-def _reproducibility() -> Reproducibility | None:
-    text = os.environ.get(names.ENV_REPRODUCIBILITY, "").strip()
-    if text not in ("", *REPRODUCIBILITY):
-        raise ConfigurationError(
-            f"{names.ENV_REPRODUCIBILITY}={text!r} must be {' or '.join(REPRODUCIBILITY)}; correct or unset it"
-        )
-    return REPRODUCIBILITY.get(text)
+def _choice(name: str, choices: Mapping[str, Chosen]) -> Chosen | None:
+    text = os.environ.get(name, "").strip()
+    if text not in ("", *choices):
+        raise ConfigurationError(f"{name}={text!r} must be {' or '.join(choices)}; correct or unset it")
+    return choices.get(text)
 
 
 def _path(name: str) -> Path | None:

@@ -10,7 +10,20 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from virtualflow.protocol.messages import Base, Change, Count, Name, NoteKind, Seconds, Sentence, Version, Word
+from virtualflow.protocol.messages import (
+    Base,
+    Change,
+    CheckpointState,
+    Count,
+    Name,
+    NonFinite,
+    NoteKind,
+    Seconds,
+    Sentence,
+    Version,
+    Word,
+)
+from virtualflow.protocol.metrics import Metric
 from virtualflow.protocol.settings import MAX_WORKERS, Reproducibility
 
 
@@ -164,7 +177,7 @@ class Status(Base, frozen=True, tag=False):
     step: int
     total_steps: int | None
     epoch: int
-    metrics: dict[str, float]
+    metrics: dict[str, Metric]
     steps_per_second: float
     step_ms: float | None
     """How long a step takes: the median of the latest ones, and of all once the training is complete."""
@@ -191,3 +204,7 @@ class Status(Base, frozen=True, tag=False):
     """The oldest that it speaks; ``None``: only ``protocol``."""
     version: Version = ""
     """Of its library, for people to read."""
+    non_finite: NonFinite | None = None
+    """The first metric that was not finite; ``metrics`` says whether one still is."""
+    checkpoint: CheckpointState | None = None
+    """``None``: nobody has written or restored one."""

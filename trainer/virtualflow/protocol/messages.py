@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from virtualflow.protocol.metrics import Metric, NotFinite
 from virtualflow.protocol.settings import (
     DEFLATED,
     MAX_CHANGES,
@@ -132,6 +133,30 @@ class Change(Base, frozen=True, tag=False):
     """How many workers gave it."""
 
 
+class CheckpointState(Base, frozen=True, tag=False):
+    """How it stands with a job's checkpoints; times are Unix seconds of the worker that writes them."""
+
+    at: float
+    """When this was so."""
+    step: Count | None = None
+    """Of the newest complete one, which is on the disk as a whole."""
+    written: float | None = None
+    """When that was complete."""
+    failure: Sentence | None = None
+    """Why the latest one could not be written, and what to do; ``None``: it was."""
+
+
+class NonFinite(Base, frozen=True, tag=False):
+    """A metric that became NaN or infinite, and the first step of it."""
+
+    metric: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    value: NotFinite
+    step: Count
+
+    def __str__(self) -> str:
+        return f"{self.metric} became {self.value} in step {self.step}"
+
+
 # --- worker to coordinator --------------------------------------------------------------------------------------------
 
 
@@ -233,11 +258,13 @@ class Progress(Base, frozen=True, tag="progress"):
     step: Count
     epoch: Count
     total_steps: Count | None
-    metrics: dict[str, float]
+    metrics: dict[str, Metric]
     steps_per_second: float
     phase: Literal["training", "evaluating"]
     step_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """The median of the latest steps of this generation."""
+    non_finite: NonFinite | None = None
+    """The first metric of this training that was not finite."""
 
 
 class Resumed(Base, frozen=True, tag="resumed"):
@@ -276,6 +303,8 @@ class Failed(Base, frozen=True, tag="failed"):
     error: Sentence
     """The last line: the exception and its message."""
     traceback: Traceback
+    non_finite: NonFinite | None = None
+    """The metric because of which it stopped."""
 
 
 class Done(Base, frozen=True, tag="done"):
@@ -284,9 +313,10 @@ class Done(Base, frozen=True, tag="done"):
     step: Count
     digest: Annotated[str, msgspec.Meta(max_length=64)]
     optimizer_digest: Annotated[str, msgspec.Meta(max_length=64)]
-    metrics: dict[str, float]
+    metrics: dict[str, Metric]
     step_ms: float | None
     timed_steps: Count
+    non_finite: NonFinite | None = None
 
 
 class Note(Base, frozen=True, tag="note"):
@@ -295,6 +325,12 @@ class Note(Base, frozen=True, tag="note"):
     kind: Word
     """One of ``NoteKind``, or of those of a newer version."""
     text: Sentence
+
+
+class Checkpointed(Base, frozen=True, tag="checkpointed"):
+    """A checkpoint is complete, or could not be written; told again to a coordinator that is new."""
+
+    state: CheckpointState
 
 
 class Publish(Base, frozen=True, tag="publish"):
@@ -306,7 +342,7 @@ class Publish(Base, frozen=True, tag="publish"):
 
 
 Membership = Hello | Heartbeat | Ready | Prepared | Entered | EnteredTold | Broken | DrainRequest | Left | Publish
-Training = Pace | Progress | Resumed | Failed | Done | Note
+Training = Pace | Progress | Resumed | Failed | Done | Note | Checkpointed
 FromWorker = Membership | Training
 
 # --- coordinator to worker --------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ ENV_AUDIT_DIR = "VIRTUALFLOW_AUDIT_DIR"
 ENV_THREADS = "VIRTUALFLOW_THREADS"
 ENV_REPRODUCIBILITY = "VIRTUALFLOW_REPRODUCIBILITY"
 ENV_MAX_FUSED = "VIRTUALFLOW_MAX_FUSED"
+ENV_ON_NON_FINITE = "VIRTUALFLOW_ON_NON_FINITE"
 ENV_PROFILE = "VIRTUALFLOW_PROFILE"
 ENV_PROFILE_OUT = "VIRTUALFLOW_PROFILE_OUT"
 ENV_PROFILE_SIZES = "VIRTUALFLOW_PROFILE_SIZES"
@@ -90,6 +91,11 @@ Reproducibility = Literal["bitwise", "statistical"]
 
 REPRODUCIBILITY: dict[str, Reproducibility] = {"Bitwise": "bitwise", "Statistical": "statistical"}
 """What a manifest and the environment may ask for, and what ``vf.elastic`` calls it."""
+
+OnNonFinite = Literal["Continue", "Stop"]
+"""What a job does once a metric is NaN or infinite: train on, or fail before it writes another checkpoint."""
+
+ON_NON_FINITE: dict[str, OnNonFinite] = {"Continue": "Continue", "Stop": "Stop"}
 
 HEARTBEAT_LIMIT = 5.0
 """A worker that was silent for this long is lost."""

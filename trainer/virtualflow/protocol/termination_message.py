@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import math
 import multiprocessing
 import os
 import traceback
@@ -20,6 +19,7 @@ import msgspec
 
 from virtualflow.errors import CoordinatorAbsent, Drained, Evicted, Leave, VirtualFlowError
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.metrics import Metric, as_metrics
 from virtualflow.protocol.settings import ENV_TERMINATION_LOG, MAX_TERMINATION_MESSAGE, MAX_TERMINATION_METRICS
 
 logger = logging.getLogger("virtualflow.worker")
@@ -49,13 +49,17 @@ class TerminationMessage(m.Base, frozen=True, tag="last-word", omit_defaults=Tru
     total_steps: int | None = None
     digest: str | None = None
     optimizer_digest: str | None = None
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    metrics: dict[str, Metric] = msgspec.field(default_factory=dict)
     error: str | None = None
     """The exception and its message, or the sentence of an error raised on purpose."""
     traceback: str | None = None
     """Its end, as far as there is room."""
     reason: str | None = None
     """Why it left, was refused or ended."""
+    non_finite: m.NonFinite | None = None
+    """The first metric of the training that was not finite."""
+    checkpoint: int | None = None
+    """The step of the newest checkpoint that it has completed."""
 
 
 class TerminationMessageWriter:
@@ -85,6 +89,7 @@ class TerminationMessageWriter:
                 digest=result.digest,
                 optimizer_digest=result.optimizer_digest,
                 metrics=result.metrics,
+                non_finite=result.non_finite,
             )
         )
 
@@ -94,6 +99,8 @@ class TerminationMessageWriter:
         step: int = 0,
         total_steps: int | None = None,
         metrics: Mapping[str, float] | None = None,
+        non_finite: m.NonFinite | None = None,
+        checkpoint: int | None = None,
     ) -> None:
         """An exception ends the process, or at least its training.
 
@@ -102,8 +109,17 @@ class TerminationMessageWriter:
             step: completed steps.
             total_steps: of the whole training.
             metrics: those of the last step.
+            non_finite: the first metric of the training that was not finite.
+            checkpoint: the step of the newest checkpoint that it has completed.
         """
-        message = TerminationMessage("failed", step=step, total_steps=total_steps, metrics=dict(metrics or {}))
+        message = TerminationMessage(
+            "failed",
+            step=step,
+            total_steps=total_steps,
+            metrics=as_metrics(metrics or {}),
+            non_finite=non_finite,
+            checkpoint=checkpoint,
+        )
         if isinstance(error, Leave):
             kind = "left" if isinstance(error, Drained) else "refused" if isinstance(error, Evicted) else "ended"
             message = msgspec.structs.replace(message, kind=kind, reason=error.reason)
@@ -146,12 +162,12 @@ def decode_termination_message(text: str | bytes) -> TerminationMessage | None:
 
 def encode_termination_message(message: TerminationMessage) -> bytes:
     """JSON of at most ``MAX_TERMINATION_MESSAGE`` bytes; what is cut off is first the beginning of the traceback."""
-    metrics = {
-        _clean(name): value for name, value in message.metrics.items() if len(name) <= _NAME and math.isfinite(value)
-    }
+    metrics = {_clean(name): value for name, value in message.metrics.items() if len(name) <= _NAME}
+    found = message.non_finite
     message = msgspec.structs.replace(
         message,
-        metrics=dict(list(metrics.items())[:MAX_TERMINATION_METRICS]),
+        metrics=dict(list(as_metrics(metrics).items())[:MAX_TERMINATION_METRICS]),
+        non_finite=msgspec.structs.replace(found, metric=_clean(found.metric)[:_NAME]) if found else None,
         error=_clean(message.error)[:_SENTENCE] if message.error is not None else None,
         reason=_clean(message.reason)[:_SENTENCE] if message.reason is not None else None,
         traceback=_clean(message.traceback)[-MAX_TERMINATION_MESSAGE:] if message.traceback else None,

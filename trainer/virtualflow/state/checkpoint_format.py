@@ -3,7 +3,8 @@
 It is a directory ``step-00000120`` with ``state.safetensors`` (the tensors of the state, its skeleton in the metadata)
 and ``manifest.json`` (whose it is, size and SHA-256 of the state). It appears by one rename after everything in it has
 reached the disk, so a writer may die at any instruction: readers see all of it or nothing. What the disk itself
-damages is found by the checksums, and an older checkpoint takes its place.
+damages is found by the checksums, and an older checkpoint takes its place: the manifest's when checkpoints are listed,
+the state's when it is loaded, of the very bytes that are loaded.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
@@ -34,6 +36,7 @@ FORMAT = 1
 """Of the manifest and the state; raised when an older reader would misread a newer checkpoint."""
 
 STATE, MANIFEST = "state.safetensors", "manifest.json"
+_OTHER_CONTENT = f"the content of {STATE} is not what was written (its SHA-256 differs)"
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
 
@@ -88,23 +91,34 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Found:
-    """A complete checkpoint whose content was verified."""
+    """A complete checkpoint whose manifest was verified; its state is when it is loaded."""
 
     step: int
     path: Path
     identity: JobIdentity
+    state_sha256: str
+    written: float
+    """Unix time."""
 
 
 # -- reading ------------------------------------------------------------------------------------------------
 
 
-def find_newest(directory: Path, on_event: Callable[[str], None], identity: JobIdentity | None = None) -> Found | None:
-    """The newest valid checkpoint; None where there is none. Torn and corrupt ones are skipped with an event.
+def find_newest(
+    directory: Path,
+    on_event: Callable[[str], None],
+    identity: JobIdentity | None = None,
+    damaged: Collection[int] = (),
+) -> Found | None:
+    """The newest checkpoint with a sound manifest and a state of its size; None where there is none.
 
+    Torn and corrupt ones are skipped with an event, and those of the steps that are ``damaged`` without one.
     ConfigurationError if the newest one that can be read is of another job than ``identity``, if another
     version of the format wrote it, or if it may not be read.
     """
     for step, path in sorted(complete(directory), reverse=True):
+        if step in damaged:
+            continue
         try:
             manifest = _read_manifest(path, step)
             problem = identity and identity.difference(manifest.identity)
@@ -113,7 +127,8 @@ def find_newest(directory: Path, on_event: Callable[[str], None], identity: JobI
                     f"the checkpoint {path} belongs to another job: {problem}; use another "
                     "--checkpoint-dir, or go back to the old value"
                 )
-            _verify_state(path, manifest)
+            with (path / STATE).open("rb") as file:
+                _verify_size(file, manifest)
         except PermissionError as error:
             # To start again from nothing would be a worse answer than to ask for the permission.
             raise ConfigurationError(
@@ -123,7 +138,7 @@ def find_newest(directory: Path, on_event: Callable[[str], None], identity: JobI
         except ConfigurationError:
             raise  # It is a ValueError too, but no damage.
         except (OSError, ValueError) as error:
-            on_event(f"skipped the damaged checkpoint {path}: {error}")
+            on_event(skipped(path, error))
             continue
         if manifest.torch != torch.__version__:
             on_event(
@@ -135,28 +150,49 @@ def find_newest(directory: Path, on_event: Callable[[str], None], identity: JobI
                 f"the checkpoint {path} was written by a virtualflow with numerics {manifest.numerics} and this has "
                 f"{NUMERICS}: from here on the bits may differ"
             )
-        return Found(step, path, manifest.identity)
+        return Found(step, path, manifest.identity, manifest.state_sha256, (path / MANIFEST).stat().st_mtime)
     return None
 
 
+def skipped(path: Path, error: Exception) -> str:
+    """What people are told of a checkpoint that is damaged."""
+    return f"skipped the damaged checkpoint {path}: {error}"
+
+
 def load(found: Found) -> dict[str, Any]:
-    """The tree that was saved, on the CPU and independent of the file; ValueError if it cannot be read."""
+    """The tree that was saved, on the CPU and independent of the file; ValueError if it is not what was written.
+
+    The checksum is that of the bytes that are returned: what the disk or the network does to them after they were
+    listed, or between two readings, is noticed.
+    """
+    path = found.path / STATE
     try:
-        with safe_open(found.path / STATE, "pt") as file:
+        with path.open("rb") as plain:
+            size = plain.read(8)
+            head = plain.read(int.from_bytes(size, "little"))
+        with safe_open(path, "pt") as file:
+            # Copies, because the file is mapped, and a remote disk could take that memory away.
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        header = json.loads(head)
+        metadata = header.pop("__metadata__")
+        checksum = hashlib.sha256(size + head)
+        for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+            checksum.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    except (SafetensorError, OSError, LookupError, TypeError) as error:
+        raise ValueError(f"{STATE} cannot be read: {error}") from error
+    if checksum.hexdigest() != found.state_sha256:
+        raise ValueError(_OTHER_CONTENT)
 
-            def read(n: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-                # A copy, because the file is mapped, and a remote disk could take that memory away.
-                tensor: Tensor = file.get_tensor(f"t{n}").clone()
-                if dtype not in _NATIVE:
-                    tensor = tensor.view(dtype).view(shape)
-                if tensor.dtype != dtype or tensor.shape != shape:
-                    raise ValueError(f"tensor {n} is not what the skeleton says")
-                return tensor
+    def take(n: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        tensor = tensors[f"t{n}"]
+        if dtype not in _NATIVE:
+            tensor = tensor.view(dtype).view(shape)
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise ValueError(f"tensor {n} is not what the skeleton says")
+        return tensor
 
-            tree: dict[str, Any] = codec.decode(file.metadata()["skeleton"].encode(), read)
-            return tree
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"the checkpoint {found.path} cannot be read: {error}") from error
+    tree: dict[str, Any] = codec.decode(metadata["skeleton"].encode(), take)
+    return tree
 
 
 def complete(directory: Path) -> list[tuple[int, Path]]:
@@ -193,13 +229,17 @@ def _read_manifest(path: Path, step: int) -> Manifest:
     return manifest
 
 
+def _verify_size(file: BinaryIO, manifest: Manifest) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if size != manifest.state_size:
+        raise ValueError(f"{STATE} has {size} bytes instead of {manifest.state_size}")
+
+
 def _verify_state(path: Path, manifest: Manifest) -> None:
     with (path / STATE).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != manifest.state_size:
-            raise ValueError(f"{STATE} has {size} bytes instead of {manifest.state_size}")
+        _verify_size(file, manifest)
         if hashlib.file_digest(file, "sha256").hexdigest() != manifest.state_sha256:
-            raise ValueError(f"the content of {STATE} is not what was written (its SHA-256 differs)")
+            raise ValueError(_OTHER_CONTENT)
 
 
 class _Envelope(msgspec.Struct, frozen=True):

@@ -87,8 +87,8 @@ class CheckpointWriter:
     """Writes the checkpoints of one job, one at a time, in a thread of its own.
 
     A write that fails costs nothing but itself: older checkpoints stay, ``failure`` and an event say what to
-    do, and the next due point tries again. ``on_event`` is called from the writing thread too; ``clock``
-    gives monotonic seconds.
+    do, and the next due point tries again. ``on_event`` is called from the writing thread too, and so is
+    ``on_attempt``, with the step and the failure of each write that has ended; ``clock`` gives monotonic seconds.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class CheckpointWriter:
         identity: JobIdentity,
         on_event: Callable[[str], None],
         clock: Callable[[], float],
+        on_attempt: Callable[[int, str | None], None],
     ) -> None:
         self.failure: str | None = None
         """Why the last write failed and what to do; None if it succeeded."""
@@ -106,6 +107,7 @@ class CheckpointWriter:
         self._identity = identity
         self._on_event = on_event
         self._clock = clock
+        self._on_attempt = on_attempt
         self._attempted_at = clock()
         self._attempted_step: int | None = None
         self._thread: threading.Thread | None = None
@@ -195,11 +197,13 @@ class CheckpointWriter:
             )
         finally:
             self.failure = failure
-            if failure is not None:
+            if failure is None:
+                self.newest = step
+            else:
                 self._on_event(failure)
+            self._on_attempt(step, failure)
         if failure is not None:
             return
-        self.newest = step
         if failed_before:
             self._on_event(f"checkpoints are written again: that of step {step} is complete")
         self._prune(step)

@@ -9,8 +9,9 @@ from typing import Any, Literal, Protocol
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.messages import CheckpointState
 from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS
-from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load
+from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load, skipped
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 
 
@@ -58,17 +59,28 @@ class Checkpointer:
     """Keeps the checkpoints of one run, or none when there is no place for them."""
 
     def __init__(
-        self, policy: CheckpointPolicy | None, identity: JobIdentity, tell: Callable[[Kind, str], None]
+        self,
+        policy: CheckpointPolicy | None,
+        identity: JobIdentity,
+        tell: Callable[[Kind, str], None],
+        report: Callable[[CheckpointState], None],
     ) -> None:
         self._policy = policy
         self._identity = identity
         self._tell = tell
+        self._report = report
+        self._complete: tuple[int, float] | tuple[None, None] = None, None
+        """The newest complete one's step, and when it was written (Unix time)."""
         self._saved_step = -1
         self._told: int | None = None
         self._found: Found | None = None
+        self._tree: dict[str, Any] | None = None
+        """Its state, once it has been read."""
+        self._damaged: set[int] = set()
+        """Steps of checkpoints whose state was not what was written."""
         self._writer: CheckpointWriter | None = None
         if policy is not None:
-            self._writer = CheckpointWriter(policy, identity, self._say, time.monotonic)
+            self._writer = CheckpointWriter(policy, identity, self._say, time.monotonic, self._attempted)
             self._writer.check_writable()
 
     @property
@@ -76,22 +88,45 @@ class Checkpointer:
         """Why the last checkpoint could not be written, and what to do."""
         return None if self._writer is None else self._writer.failure
 
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint that this worker has completed."""
+        return None if self._writer is None else self._writer.newest
+
     def find(self) -> int:
-        """The step of the newest checkpoint that this worker can read; -1 for none.
+        """The step of the newest checkpoint that this worker could restore, by its manifest; -1 for none.
 
         Raises:
             ConfigurationError: it is another job's.
         """
         if self._policy is not None and self._found is None:
-            self._found = find_newest(self._policy.directory, self._say, self._identity)
+            self._found = find_newest(self._policy.directory, self._say, self._identity, self._damaged)
         return -1 if self._found is None else self._found.step
 
+    def read(self) -> bool:
+        """Read the checkpoint that :meth:`find` has found; whether it is what was written, which is told otherwise."""
+        assert self._found is not None
+        try:
+            self._tree = load(self._found)
+        except ValueError as error:
+            self._say(skipped(self._found.path, error))
+            return False
+        return True
+
+    def discard(self, step: int) -> None:
+        """The checkpoint of that step was found damaged, here or by another worker: an older one counts."""
+        self._damaged.add(step)
+        self._found = None
+
     def restore(self, training: Checkpointable) -> None:
-        """Begin from the checkpoint that :meth:`find` has found."""
-        if self._found is None:
-            raise ValueError("there is no checkpoint to restore")
-        training.restore(load(self._found))
+        """Begin from the checkpoint that :meth:`read` has read."""
+        assert self._found is not None
+        assert self._tree is not None
+        tree, self._tree = self._tree, None
+        training.restore(tree)
         self._saved_step = self._found.step
+        self._complete = self._found.step, self._found.written
+        self._report(CheckpointState(time.time(), self._found.step, self._found.written))
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written when ``step`` is complete."""
@@ -123,6 +158,14 @@ class Checkpointer:
         if self._writer is not None and self._policy is not None and self._writer.newest != self._told:
             self._told = self._writer.newest
             self._tell("checkpoint", f"checkpoint of step {self._told} written to {self._policy.directory}")
+
+    def _attempted(self, step: int, failure: str | None) -> None:
+        """A write has ended, which may be told from the thread of the writer."""
+        now = time.time()
+        if failure is None:
+            self._complete = step, now
+        saved, written = self._complete
+        self._report(CheckpointState(now, saved, written, failure))
 
     def _say(self, text: str) -> None:
         self._tell("checkpoint-failed" if self.failure == text else "warning", text)

@@ -63,7 +63,7 @@ class Origin:
     """What a member could begin from; only asked when nobody has a state, since it takes time to find out."""
 
     checkpoint: int
-    """The step of the newest checkpoint that it can read, -1 for none."""
+    """The step of the newest checkpoint that it could restore, by its manifest; -1 for none."""
     model: int
     """Hash of the freshly built model, or ``SPOILED``."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import threading
 import time
@@ -110,7 +109,6 @@ class Link:
 
     def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
         """Queue a message; with ``keep`` it is sent again to every coordinator to come (the latest of its kind)."""
-        message = _encodable(message)
         with self.changed:
             if keep:
                 self._kept[type(message)] = message
@@ -325,11 +323,3 @@ def _encode_hello(hello: m.Hello) -> bytes:
     while hello.changes and len(m.encode(hello)) > MAX_MESSAGE:
         hello = msgspec.structs.replace(hello, changes=hello.changes[len(hello.changes) // 2 + 1 :])
     return m.pack(hello)
-
-
-def _encodable(message: m.FromWorker) -> m.FromWorker:
-    """``message`` without metrics that JSON has no number for: a loss of NaN must not cost the connection."""
-    if isinstance(message, m.Progress | m.Done) and not all(map(math.isfinite, message.metrics.values())):
-        finite = {name: value for name, value in message.metrics.items() if math.isfinite(value)}
-        return msgspec.structs.replace(message, metrics=finite)
-    return message

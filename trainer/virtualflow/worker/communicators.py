@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
@@ -74,15 +74,22 @@ class Communicators:
         with self._link.changed:
             finished = [communicator for communicator in self._retired if communicator.idle]
             self._retired = [communicator for communicator in self._retired if communicator not in finished]
-        if not finished:
-            return
-        self._closers = [closer for closer in self._closers if closer.is_alive()]
-        for communicator in finished:
-            # Its threads and connections take as long to end as a step of a small model, which need not wait for that.
+        self._close_behind(finished)
+
+    def let_go(self, newest: m.Generation) -> None:
+        """Take down those that stand for generations before ``newest``: whoever waits in one is to notice."""
+        with self._link.changed:
+            former = [self._prepared.pop(known) for known in list(self._prepared) if known < newest]
+        self._close_behind(former)
+
+    def _close_behind(self, communicators: Iterable[Communicator]) -> None:
+        """Close them in threads: that takes as long as a step of a small model, which need not wait for it."""
+        for communicator in communicators:
             name = f"virtualflow-close-{communicator.plan.generation}"
             closer = threading.Thread(target=communicator.close, name=name, daemon=True)
             closer.start()
-            self._closers.append(closer)
+            with self._link.changed:
+                self._closers = [*(known for known in self._closers if known.is_alive()), closer]
 
     def close(self, running: Communicator | None) -> None:
         """Take all of them down, and the ``running`` one."""

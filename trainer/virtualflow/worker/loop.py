@@ -16,7 +16,7 @@ from torch import Tensor
 
 from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.device import device_of
-from virtualflow.errors import CommunicatorBroken, VirtualFlowError
+from virtualflow.errors import CommunicatorBroken, NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import AttemptSpoiled
 from virtualflow.step import Reduced, StepHeader
@@ -128,6 +128,21 @@ class Loop:
         """The combined metrics of the last step."""
         return self.context.training.metrics
 
+    def check_finite(self) -> None:
+        """Tell of a metric that is not finite; end the training where that is wanted, before its next checkpoint.
+
+        Raises:
+            NonFiniteMetric: the job is to stop then.
+        """
+        context = self.context
+        context.reporter.non_finite()
+        found = context.training.non_finite
+        if found is not None and context.request.environment.on_non_finite == "Stop":
+            raise NonFiniteMetric(
+                f"{found}, and the job is to stop then: lower the learning rate, clip gradients or look at the data; "
+                "its checkpoints are from before"
+            )
+
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
     def _wait_while_held(self) -> None:
@@ -200,6 +215,7 @@ class Loop:
         if change is not None:
             session.remember(change)
         context.membership.note_offers(header.offer for header in reduced.headers)
+        self.check_finite()
         context.reporter.progress(now=context.is_over)
         context.reporter.pace(context.pace.estimate)
         session.tidy()

@@ -6,7 +6,7 @@ Between ``session`` (which plans there are) and ``loop`` (what the user's script
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -196,11 +196,8 @@ class Membership:
             self._explain_difference(communicator)
         if self._resharding is not None:
             standings = self._resharding.complete_step(communicator, standings, len(self._state.ranges))
-        origins: list[Origin] = []
-        if not someone_has_state(standings):
-            origin = Origin(self._checkpointer.find(), self._fresh_model(communicator))
-            origins = [Origin.from_bytes(block) for block in communicator.all_gather(origin.to_bytes())]
-        transfer = plan_transfer(standings, origins, equal_start=self._state.reproducibility == "bitwise")
+        known = someone_has_state(standings)
+        transfer = plan_transfer(standings, []) if known else self._find_origin(communicator, standings)
         self._bring_state(communicator, transfer)
         if self._resharding is not None:
             self._resharding.share_out(communicator, standings, transfer)
@@ -208,6 +205,24 @@ class Membership:
         if not self._state.has_state:
             self._state.has_state = True
             session.say_entered(restored=transfer.restorer is not None)
+
+    def _find_origin(self, communicator: Communicator, standings: Sequence[Standing]) -> Transfer:
+        """Nobody has a state: agree on what to begin from, and have it read.
+
+        One member reads the checkpoint and verifies what it has read, so that a volume that all share is read once. If
+        it is damaged, the others hear so, and the next older one is tried.
+        """
+        checkpointer, model = self._checkpointer, self._fresh_model(communicator)
+        while True:
+            origin = Origin(checkpointer.find(), model)
+            origins = [Origin.from_bytes(block) for block in communicator.all_gather(origin.to_bytes())]
+            transfer = plan_transfer(standings, origins, equal_start=self._state.reproducibility == "bitwise")
+            if transfer.restorer is None:
+                return transfer
+            sound = communicator.rank != transfer.restorer or checkpointer.read()
+            if all(block.item() for block in communicator.all_gather(torch.tensor([sound], dtype=torch.uint8))):
+                return transfer
+            checkpointer.discard(origins[transfer.restorer].checkpoint)
 
     def _fresh_model(self, communicator: Communicator) -> int:
         """What the others compare their freshly built models with."""

@@ -6,8 +6,9 @@ import time
 import traceback
 from typing import Literal
 
-from virtualflow.errors import VirtualFlowError
+from virtualflow.errors import NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.metrics import as_metrics
 from virtualflow.state import digests
 from virtualflow.worker.pace import Estimate, PaceReportPolicy
 from virtualflow.worker.settings import WorkerSettings
@@ -35,6 +36,7 @@ class Reporter:
         self._reported_at = 0.0
         self._pace_policy = PaceReportPolicy(settings.pace)
         self._interval = settings.link.progress
+        self._told_non_finite: m.NonFinite | None = None
 
     def progress(self, now: bool) -> None:
         """Tell where the training is: the first member does, and not too often unless it is to be ``now``."""
@@ -47,12 +49,23 @@ class Reporter:
             training.completed_steps,
             training.position[0],
             self._total_steps,
-            training.numbers,
+            as_metrics(training.numbers),
             self._stopwatch.steps_per_second,
             self._phase,
             self._stopwatch.latest_ms,
+            training.non_finite,
         )
         session.send(progress)
+
+    def non_finite(self) -> None:
+        """Tell at once that a metric is not finite, the first time that one is."""
+        found = self._training.non_finite
+        if found is None or found == self._told_non_finite:
+            return
+        self._told_non_finite = found
+        self.progress(now=True)
+        if not self._session.coordinated:
+            self._session.note("warning", str(found))
 
     def pace(self, estimate: Estimate | None) -> None:
         """Tell how fast this worker is, when that is news; a coordinator to come is told the latest."""
@@ -82,18 +95,20 @@ class Reporter:
             digest=digests.digest(training.model.state_dict()),
             # Of a sharded optimizer, only the leader has the whole by then.
             optimizer_digest=digests.optimizer_digest(training.optimizer) if whole else "",
-            metrics=training.numbers,
+            metrics=as_metrics(training.numbers),
             step_ms=self._stopwatch.median_ms,
             timed_steps=self._stopwatch.timed_steps,
+            non_finite=training.non_finite,
         )
 
 
-def report_failure(session: AnySession, error: Exception) -> None:
+def report_failure(session: AnySession, error: Exception, training: Training | None = None) -> None:
     """Tell why this process ends: one sentence for an error raised on purpose, the traceback for any other."""
     if not session.connect():
         return
     if isinstance(error, VirtualFlowError):
-        session.report_failed(str(error), "")
+        found = training.non_finite if training is not None and isinstance(error, NonFiniteMetric) else None
+        session.report_failed(str(error), "", found)
     else:
         line = traceback.format_exception_only(error)[-1].strip()
         session.report_failed(line, "".join(traceback.format_exception(error)))

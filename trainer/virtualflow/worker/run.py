@@ -115,11 +115,18 @@ class Run:
             context.profiling.explain(error)
         self._say_last(context, error)
         if isinstance(error, Exception):
-            report_failure(context.session, error)
+            report_failure(context.session, error, context.training)
 
     def _say_last(self, context: Context, error: BaseException) -> None:
         training = context.training
-        self._termination_message.ended(error, training.completed_steps, context.total_steps, training.numbers)
+        self._termination_message.ended(
+            error,
+            training.completed_steps,
+            context.total_steps,
+            training.numbers,
+            training.non_finite,
+            context.checkpointer.newest,
+        )
 
     def _report_result(self, context: Context) -> None:
         """Report the result and wait until nobody needs this worker."""
@@ -178,7 +185,12 @@ class Run:
 
     def log(self, **metrics: float) -> None:
         """Add numbers about the whole job (a test accuracy) to its report; every worker logs the same."""
-        self.context.training.logged.update({name: float(value) for name, value in metrics.items()})
+        training = self.context.training
+        numbers = {name: float(value) for name, value in metrics.items()}
+        training.logged.update(numbers)
+        training.note_non_finite(numbers)
+        if self._loop is not None:
+            self._loop.check_finite()
 
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps that remain; a worker that leaves is ended here, see :class:`virtualflow.Drained`."""

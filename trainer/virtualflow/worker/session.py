@@ -308,10 +308,10 @@ class Session:
             take_part()
         logger.warning("nobody has taken the result of %s within %g s", self.worker, self._settings.goodbye)
 
-    def report_failed(self, error: str, trace: str) -> None:
+    def report_failed(self, error: str, trace: str, non_finite: m.NonFinite | None = None) -> None:
         """Report an error of the user's code, and see that it has left this process."""
         step = self.state.step + 1 if trace else 0
-        self.link.send(m.Failed(step, error[:MAX_TEXT], trace[-MAX_TRACEBACK:]), keep=True)
+        self.link.send(m.Failed(step, error[:MAX_TEXT], trace[-MAX_TRACEBACK:], non_finite), keep=True)
         self.link.flush(self._settings.connect_timeout)
 
     def remember(self, change: m.Change) -> None:
@@ -361,6 +361,9 @@ class Session:
 
     def _on_plan(self, plan: m.Plan) -> None:
         """A new plan has arrived (link's thread): build its communicator beside whatever runs."""
+        if not self.state.has_state:
+            # It enters the newest plan only. Others may have agreed on a former one, and would wait for it for ever.
+            self.communicators.let_go(plan.generation)
         rank = plan.rank_of(self.worker, self.incarnation)
         if rank is not None and plan.generation > self.generation:
             self.communicators.prepare(plan, rank)

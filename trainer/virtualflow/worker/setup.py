@@ -16,6 +16,7 @@ from torch import nn
 
 from virtualflow.data import Source, micro_batch, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
+from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
@@ -271,9 +272,12 @@ def _open_checkpointer(
     options = request.options
     samples = _samples(request, source)
     identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, signature)
-    checkpointer = Checkpointer(
-        choose_policy(options.checkpoint, request.environment) if trains else None, identity, session.note
-    )
+    policy = choose_policy(options.checkpoint, request.environment) if trains else None
+
+    def report(state: m.CheckpointState) -> None:
+        session.send(m.Checkpointed(state), keep=True)
+
+    checkpointer = Checkpointer(policy, identity, session.note, report)
     resources.callback(checkpointer.flush, request.settings.stop_grace)
     return checkpointer
 

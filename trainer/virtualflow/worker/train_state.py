@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.metrics import not_finite
+from virtualflow.protocol.settings import MAX_NAME
 from virtualflow.state import Path, Reserve, capture, codec, digests, size_of, split
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import Reduced, Schema, Update
@@ -41,6 +44,8 @@ class Training:
     """The combined metrics of the last step."""
     logged: dict[str, float] = field(default_factory=dict)
     """Numbers of the whole job."""
+    non_finite: m.NonFinite | None = None
+    """The first of these two that was not finite."""
     evaluated: list[Tensor] | None = None
     """What the last exchange brought, if it was one of an evaluation: others may need it again."""
     members: int | None = None
@@ -62,6 +67,16 @@ class Training:
         self.exchanges += 1
         self.position = (epoch + 1, 0) if epoch_ends else (epoch, epoch_step + 1)
         self.metrics, self.evaluated, self.members = reduced.metrics, None, members
+        self.note_non_finite(reduced.metrics)
+
+    def note_non_finite(self, numbers: Mapping[str, float]) -> None:
+        """Remember the first of the training's metrics that is NaN or infinite, with the present step."""
+        if self.non_finite is None:
+            for name, value in numbers.items():
+                word = not_finite(value)
+                if word is not None:
+                    self.non_finite = m.NonFinite(name[:MAX_NAME], word, self.completed_steps)
+                    return
 
     def capture(self, *, states: bool = True) -> dict[str, Any]:
         """Everything, by reference: to be packed or copied before the next step.
@@ -76,6 +91,7 @@ class Training:
             "schema": self.update.sync.settled.to_json(),
             "metrics": self.metrics,
             "logged": self.logged,
+            "nonFinite": msgspec.to_builtins(self.non_finite),
             "evaluated": self.evaluated,
             "members": self.members,
             "changes": msgspec.to_builtins(list(self.changes.values())),
@@ -132,6 +148,8 @@ class Training:
         self.position = (extra["position"][0], extra["position"][1])
         self.update.sync.settle(Schema.from_json(extra["schema"]))
         self.metrics, self.logged, self.members = extra["metrics"], extra["logged"], extra["members"]
+        # A checkpoint of an earlier version does not say it.
+        self.non_finite = msgspec.convert(extra.get("nonFinite"), m.NonFinite | None)
         self.evaluated = None if extra["evaluated"] is None else [block.clone() for block in extra["evaluated"]]
         for change in msgspec.convert(extra["changes"], list[m.Change]):
             self.changes.setdefault(change.generation, change)

@@ -1,0 +1,64 @@
+"""What is amiss in a training that goes on all the same, as conditions that appear once there is something to say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.messages import CheckpointState, NonFinite
+from virtualflow.protocol.metrics import Metric, show_metric
+from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow_operator import reasons
+from virtualflow_operator.api import ConditionType, JobStatus
+from virtualflow_operator.jobs.conditions import Aspect
+
+_DIGITS = 6
+"""Significant digits of a loss."""
+
+
+def shown_loss(metrics: Mapping[str, Metric]) -> str | None:
+    """The loss as a status has it, if the training tells of one."""
+    loss = metrics.get("loss")
+    return None if loss is None else show_metric(loss, _DIGITS)
+
+
+def training_health(status: JobStatus, told: Status | TerminationMessage | None) -> list[Aspect]:
+    """The conditions that there are to be beside those that every job has.
+
+    Args:
+        status: the job's last one.
+        told: by the coordinator, or by a worker as it ended.
+    """
+    finite = _finite(told.metrics, told.non_finite) if told is not None else None
+    checkpoint = told.checkpoint if isinstance(told, Status) else None
+    saved = _saved(status, checkpoint) if checkpoint is not None else None
+    aspects = (finite or _former(status, "NonFinite"), saved or _former(status, "CheckpointFailed"))
+    return [aspect for aspect in aspects if aspect is not None]
+
+
+def _finite(metrics: Mapping[str, Metric], found: NonFinite | None) -> Aspect | None:
+    if found is None:
+        return None
+    if any(isinstance(value, str) for value in metrics.values()):
+        message = (
+            f"{found}. Lower the learning rate, clip gradients or look at the data, and start from a checkpoint of "
+            "before."
+        )
+        return ("NonFinite", "True", reasons.METRIC_NOT_FINITE, message)
+    return ("NonFinite", "False", reasons.METRICS_FINITE, f"{found}, and all metrics are finite again.")
+
+
+def _saved(status: JobStatus, checkpoint: CheckpointState) -> Aspect | None:
+    if checkpoint.failure is not None:
+        failure = checkpoint.failure
+        return ("CheckpointFailed", "True", reasons.CHECKPOINT_NOT_WRITTEN, f"{failure[:1].upper()}{failure[1:]}.")
+    if status.condition("CheckpointFailed") is None:
+        return None
+    message = f"The checkpoint of step {checkpoint.step} is complete."
+    return ("CheckpointFailed", "False", reasons.CHECKPOINT_WRITTEN, message)
+
+
+def _former(status: JobStatus, kind: ConditionType) -> Aspect | None:
+    """What was said before, as long as there is no other news."""
+    known = status.condition(kind)
+    return None if known is None else (kind, known.status, known.reason, known.message)

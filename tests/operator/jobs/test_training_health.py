@@ -1,0 +1,209 @@
+"""What is amiss in a training that goes on: conditions that come when there is something to say, and stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+from scenes import (
+    NOW,
+    Stage,
+    deleted,
+    edit,
+    ended,
+    link,
+    message_of,
+    noticed,
+    reason_of,
+    remote,
+    seen,
+    swap,
+    training,
+)
+
+from virtualflow.protocol.messages import CheckpointState, NonFinite
+from virtualflow.protocol.metrics import Metric
+from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow_operator import reasons
+from virtualflow_operator.api.objects import format_time
+from virtualflow_operator.controllers.job_controller import sample
+
+FOUND = NonFinite("loss", "NaN", 41)
+
+
+def tells(stage: Stage, **facts: Any) -> Stage:
+    assert stage.link is not None
+    assert stage.link.status is not None
+    stage.link = dataclasses.replace(stage.link, status=msgspec.structs.replace(stage.link.status, **facts))
+    return stage
+
+
+def conditions(stage: Stage) -> set[str]:
+    return {condition.type for condition in stage.job.status.conditions}
+
+
+def test_a_job_whose_metrics_are_finite_has_no_condition_of_it() -> None:
+    stage = tells(training(), metrics={"loss": 0.5}).settle()
+    assert "NonFinite" not in conditions(stage)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_a_loss_that_is_not_finite_is_in_status_condition_event_and_metric(value: Any) -> None:
+    metrics: dict[str, Metric] = {"loss": value}
+    stage = tells(training(), step=45, metrics=metrics, non_finite=NonFinite("loss", value, 41))
+    plan = stage.decide()
+    assert (plan.status.phase, plan.status.loss) == ("Running", value)
+    assert reason_of(plan, "NonFinite") == ("True", reasons.METRIC_NOT_FINITE)
+    assert message_of(plan, "NonFinite").startswith(f"loss became {value} in step 41. ")
+    assert noticed(plan) == [reasons.METRIC_NOT_FINITE]
+    assert plan.events[0].warning
+    told = sample(stage.job.spec, plan.status, 2)
+    assert (told.non_finite, str(told.loss)) == (1, {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}[value])
+    stage.write(plan)
+    assert stage.decide().events == ()
+
+
+def test_metrics_that_are_finite_again_do_not_hide_what_was() -> None:
+    stage = tells(training(), metrics={"loss": "NaN"}, non_finite=FOUND).settle()
+    plan = tells(stage, step=50, metrics={"loss": 0.5}).decide(NOW + 60)
+    assert (plan.status.loss, reason_of(plan, "NonFinite")) == ("0.5", ("False", reasons.METRICS_FINITE))
+    assert message_of(plan, "NonFinite") == "loss became NaN in step 41, and all metrics are finite again."
+    assert sample(stage.job.spec, plan.status, 2).non_finite == 0
+
+
+@pytest.mark.parametrize("coordinator", ["away", "new"])
+def test_what_is_known_stays_while_nobody_can_tell(coordinator: str) -> None:
+    stage = tells(training(), metrics={"loss": "NaN"}, non_finite=FOUND).settle()
+    stage.link = None if coordinator == "away" else link(remote("waiting"))
+    plan = stage.decide()
+    assert (plan.status.loss, reason_of(plan, "NonFinite")) == ("NaN", ("True", reasons.METRIC_NOT_FINITE))
+
+
+@pytest.mark.parametrize("teller", ["the coordinator", "a worker"])
+def test_a_job_that_ends_with_nan_is_complete_and_says_so(teller: str) -> None:
+    stage = training()
+    if teller == "the coordinator":
+        known = [seen(pod, "done") for pod in stage.pods[1:]]
+        stage.link = link(remote("done", *known, step=100, digest="abc", metrics={"loss": "NaN"}, non_finite=FOUND))
+    else:
+        word = TerminationMessage("done", step=100, digest="abc", metrics={"loss": "NaN"}, non_finite=FOUND)
+        stage.pods, stage.link = [ended(pod, 0, word=word) for pod in stage.pods[1:]], None
+    plan = stage.decide()
+    assert (plan.status.phase, plan.status.loss) == ("Complete", "NaN")
+    assert reason_of(plan, "NonFinite") == ("True", reasons.METRIC_NOT_FINITE)
+    assert reason_of(plan, "Complete") == ("True", reasons.COMPLETE)
+    assert reasons.METRIC_NOT_FINITE in noticed(plan)
+
+
+@pytest.mark.parametrize("teller", ["the coordinator", "a worker"])
+def test_a_job_that_is_to_stop_at_nan_has_failed_for_good(teller: str) -> None:
+    stage = training(onNonFinite="Stop", backoffLimit=5)
+    if teller == "the coordinator":
+        stage.link = link(remote("failed", error="loss became NaN in step 41", non_finite=FOUND))
+    else:
+        word = TerminationMessage("failed", step=41, error="loss became NaN", non_finite=FOUND)
+        swap(stage, ended(stage.pods[1], word=word))
+    plan = stage.decide()
+    assert plan.status.phase == "Failed"
+    assert reason_of(plan, "Failed") == ("True", reasons.METRIC_NOT_FINITE)
+    assert message_of(plan, "Failed") == "Loss became NaN in step 41, and the job is to stop then (onNonFinite)"
+
+
+def test_a_job_that_goes_on_after_nan_and_crashes_is_tried_again() -> None:
+    stage = training(backoffLimit=5)
+    stage.link = link(remote("failed", error="ValueError: odd batch", non_finite=FOUND))
+    assert stage.decide().status.phase == "BackOff"
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+CLAIM = {"volume": {"persistentVolumeClaim": {"claimName": "c"}}}
+WHY = "the checkpoint of step 40 was not written to /virtualflow/checkpoints (No space left on device): free some space"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_condition_until_one_is_complete() -> None:
+    stage = tells(training(checkpoint=CLAIM), checkpoint=CheckpointState(NOW - 100, 20, NOW - 100)).settle()
+    assert "CheckpointFailed" not in conditions(stage)
+    assert (stage.job.status.checkpoint_step, stage.job.status.checkpoint_time) == (20, format_time(NOW - 100))
+
+    plan = tells(stage, checkpoint=CheckpointState(NOW - 1, 20, NOW - 100, WHY)).decide()
+    assert reason_of(plan, "CheckpointFailed") == ("True", reasons.CHECKPOINT_NOT_WRITTEN)
+    assert message_of(plan, "CheckpointFailed") == f"T{WHY[1:]}."
+    assert [(event.reason, event.warning) for event in plan.events] == [(reasons.CHECKPOINT_NOT_WRITTEN, True)]
+    told = sample(stage.job.spec, plan.status, 2)
+    assert (told.checkpoint_failed, told.last_checkpoint_timestamp_seconds) == (1, NOW - 100)
+    stage.write(plan)
+    stage.link = link(remote("waiting"))
+    assert reason_of(stage.decide(), "CheckpointFailed")[0] == "True", "a new coordinator has not heard of it yet"
+
+    stage.link = link(remote("training", checkpoint=CheckpointState(NOW + 60, 60, NOW + 60)))
+    plan = stage.decide(NOW + 61)
+    assert reason_of(plan, "CheckpointFailed") == ("False", reasons.CHECKPOINT_WRITTEN)
+    assert message_of(plan, "CheckpointFailed") == "The checkpoint of step 60 is complete."
+    told = sample(stage.job.spec, plan.status, 2)
+    assert (told.checkpoint_failed, told.last_checkpoint_timestamp_seconds) == (0, NOW + 60)
+
+
+def test_the_age_of_a_checkpoint_counts_from_the_start_of_a_job_that_has_none_yet() -> None:
+    stage = training(checkpoint=CLAIM)
+    told = sample(stage.job.spec, stage.job.status, 2)
+    assert told.last_checkpoint_timestamp_seconds == NOW - 100
+    without = training()
+    told = sample(without.job.spec, without.job.status, 2)
+    assert (told.checkpoint_failed, told.last_checkpoint_timestamp_seconds) == (None, None)
+
+
+def suspended(**checkpoint: Any) -> Stage:
+    """A job whose workers have been told to stop: one has left, the other one writes the checkpoint."""
+    stage = edit(training(checkpoint=CLAIM | checkpoint), suspend=True)
+    plan = stage.decide()
+    assert plan.wake_at == NOW + 30 + (checkpoint or {"timeoutSeconds": 300})["timeoutSeconds"]
+    stage.write(plan)
+    swap(stage, ended(stage.pods[2], 0, word=TerminationMessage("left", step=41)))
+    writes = seen(stage.pods[1], "ready", 0, 0)
+    stage.link = link(remote("stopped", writes, step=41, checkpoint=CheckpointState(NOW - 9, 20, NOW - 9)))
+    return stage
+
+
+def left(stage: Stage, **word: Any) -> Stage:
+    return swap(stage, ended(stage.pods[1], 0, word=TerminationMessage("left", step=41, **word)))
+
+
+@pytest.mark.parametrize("teller", ["the coordinator", "the worker"])
+def test_a_suspension_waits_for_its_checkpoint_and_names_the_step(teller: str) -> None:
+    stage = suspended()
+    for later in (1, 200, 329):
+        plan = stage.decide(NOW + later)
+        assert (deleted(plan), plan.status.phase) == (["digits-workers-1"], "Suspending")
+    if teller == "the coordinator":
+        tells(stage, checkpoint=CheckpointState(NOW + 5, 41, NOW + 5))
+        left(stage)
+    else:
+        left(stage, checkpoint=41)
+    plan = stage.decide(NOW + 6)
+    assert plan.status.phase == "Suspended"
+    assert message_of(plan, "Suspended") == "The workers have left. It resumes from its checkpoint of step 41."
+    stage.write(plan)
+    edit(stage, suspend=False)
+    events = [event.message for event in stage.decide(NOW + 60).events]
+    assert "resuming from the checkpoint of step 41" in events
+
+
+def test_a_suspension_does_not_wait_for_its_checkpoint_for_ever() -> None:
+    stage = suspended(timeoutSeconds=60)
+    assert deleted(stage.decide(NOW + 89)) == ["digits-workers-1"]
+    stage.write(stage.decide(NOW + 89))
+    assert sorted(deleted(stage.decide(NOW + 90))) == ["digits-workers-0", "digits-workers-1"]
+    left(stage)
+    told = message_of(stage.decide(NOW + 95), "Suspended")
+    assert told.endswith("No checkpoint of step 41 was confirmed: it resumes from that of step 20, to the same bits.")
+
+
+def test_a_suspension_whose_checkpoint_fails_is_not_held_up_and_says_so() -> None:
+    stage = tells(suspended(), checkpoint=CheckpointState(NOW, 20, NOW - 9, WHY))
+    assert sorted(deleted(stage.decide(NOW + 1))) == ["digits-workers-0", "digits-workers-1"]
+    plan = left(stage).decide(NOW + 2)
+    assert reason_of(plan, "CheckpointFailed")[0] == "True"
+    assert "it resumes from that of step 20" in message_of(plan, "Suspended")
