@@ -227,7 +227,14 @@ class OperatorSettings:
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     sharing: SharingSettings = field(default_factory=SharingSettings)
     signals: SignalSettings = field(
-        default_factory=lambda: SignalSettings(request_timeout=5.0, retry_first=0.1, retry_most=2.0, patience=2.0)
+        default_factory=lambda: SignalSettings(
+            request_timeout=5.0,
+            retry_first=0.1,
+            retry_most=2.0,
+            patience=2.0,
+            max_answer=1 << 20,  # a brief status of 4,096 workers fits
+            stream_rate=float(1 << 20),
+        )
     )
     """Of calls to coordinators; what one would have said is said again by the next reconciliation."""
 
@@ -243,6 +250,8 @@ class OperatorSettings:
     """A coordinator that runs and does not answer for this long is replaced."""
     refused_retry: float = 30.0
     """A coordinator that refused the token is asked again after this long."""
+    misbehaved_most: float = 600.0
+    """One that does what no coordinator does is left alone for ``refused_retry``, then for twice as long each time, up to this."""
     pod_batch: int = 16
     """Pods made at once for one job: others wait for connections too."""
     refusal_first: float = 5.0
