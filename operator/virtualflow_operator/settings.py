@@ -251,7 +251,8 @@ class OperatorSettings:
     refused_retry: float = 30.0
     """A coordinator that refused the token is asked again after this long."""
     misbehaved_most: float = 600.0
-    """One that does what no coordinator does is left alone for ``refused_retry``, then for twice as long each time, up to this."""
+    """One that does what no coordinator does is left alone for ``refused_retry``, then twice as long each time, at most
+    this."""
     pod_batch: int = 16
     """Pods made at once for one job: others wait for connections too."""
     refusal_first: float = 5.0
