@@ -74,10 +74,12 @@ class QueueSettings:
 
     concurrency: int = 16
     """Jobs that are reconciled at the same time (``--concurrency``), those that are slow not counted."""
+    reserved: int = 2
+    """Places of these that no single namespace takes."""
     slow_after: float = 1.0
     """A run that takes longer lends its place to another key, so that slow keys delay nobody."""
     slow_most: int = 240
-    """Places lent at the same time."""
+    """Places lent at the same time, half of them at most to the jobs of one namespace."""
     run_limit: float = 300.0
     """A run that takes longer is cancelled and counts as failed."""
     debounce: float = 0.02

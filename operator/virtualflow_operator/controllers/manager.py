@@ -71,6 +71,7 @@ class Manager:
             expected=(ApiError,),
             hooks=hooks,
             describe=lambda key: f"{key[0]}/{key[1]}" if key[0] else f"the queue {key[1]}",
+            tenant_of=lambda key: key[0],
         )
         self.links = CoordinatorLinks(key, self.queue.add, settings, metrics)
         events = EventRecorder(api, settings.events, instance=settings.lease.identity)
