@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import time
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from virtualflow.coordinator.settings import CoordinatorSettings
+from virtualflow.protocol.descriptors import raise_descriptor_limit
 
 logger = logging.getLogger("virtualflow.coordinator.door")
 """For what strangers cause, that is for whatever they can cause a million times."""
@@ -159,14 +159,6 @@ class _Visitor(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def raise_descriptor_limit() -> int:
-    """Let this process have as many descriptors as it may; that number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else 1 << 20
 
 
 def _log_seldom(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
