@@ -16,6 +16,7 @@ FINISHED = "Finished"
 # Ready
 WAITING = "WaitingForWorkers"
 COORDINATOR_UNREACHABLE = "CoordinatorUnreachable"
+COORDINATOR_MISBEHAVES = "CoordinatorMisbehaves"
 TOKEN_REFUSED = "TokenRefused"
 PROTOCOL_MISMATCH = "ProtocolMismatch"
 # Degraded

@@ -74,10 +74,12 @@ class QueueSettings:
 
     concurrency: int = 16
     """Jobs that are reconciled at the same time (``--concurrency``), those that are slow not counted."""
+    reserved: int = 2
+    """Places of these that no single namespace takes."""
     slow_after: float = 1.0
     """A run that takes longer lends its place to another key, so that slow keys delay nobody."""
     slow_most: int = 240
-    """Places lent at the same time."""
+    """Places lent at the same time, half of them at most to the jobs of one namespace."""
     run_limit: float = 300.0
     """A run that takes longer is cancelled and counts as failed."""
     debounce: float = 0.02
@@ -227,7 +229,14 @@ class OperatorSettings:
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     sharing: SharingSettings = field(default_factory=SharingSettings)
     signals: SignalSettings = field(
-        default_factory=lambda: SignalSettings(request_timeout=5.0, retry_first=0.1, retry_most=2.0, patience=2.0)
+        default_factory=lambda: SignalSettings(
+            request_timeout=5.0,
+            retry_first=0.1,
+            retry_most=2.0,
+            patience=2.0,
+            max_answer=1 << 20,  # a brief status of 4,096 workers fits
+            stream_rate=float(1 << 20),
+        )
     )
     """Of calls to coordinators; what one would have said is said again by the next reconciliation."""
 
@@ -243,6 +252,9 @@ class OperatorSettings:
     """A coordinator that runs and does not answer for this long is replaced."""
     refused_retry: float = 30.0
     """A coordinator that refused the token is asked again after this long."""
+    misbehaved_most: float = 600.0
+    """One that does what no coordinator does is left alone for ``refused_retry``, then twice as long each time, at most
+    this."""
     pod_batch: int = 16
     """Pods made at once for one job: others wait for connections too."""
     refusal_first: float = 5.0

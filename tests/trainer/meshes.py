@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
 from virtualflow.protocol import messages as m
 from virtualflow.transport.gloo import Communicator
+from virtualflow.transport.mesh import build_mesh
 from virtualflow.transport.settings import CommunicatorSettings
 
 
@@ -25,12 +24,10 @@ def mesh(
     plan = m.Plan(m.Generation(1, 1), "planned", members, (), "start", "start")
 
     def connect(rank: int) -> Communicator:
-        gloo: Any = c10d.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=20)
         news = (interrupted or {}).get(rank, lambda: None)
-        return Communicator(plan, rank, gloo(store, rank, size, options), news, settings or CommunicatorSettings())
+        return Communicator(
+            plan, rank, build_mesh(store, rank, size, "127.0.0.1", 20.0), news, settings or CommunicatorSettings()
+        )
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(connect, range(size)))

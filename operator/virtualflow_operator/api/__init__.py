@@ -46,10 +46,11 @@ from virtualflow_operator.api.queue import (
     read_queue,
     write_queue_status,
 )
-from virtualflow_operator.api.validation import find_problems
+from virtualflow_operator.api.validation import OF_THE_COORDINATOR, find_problems
 
 __all__ = [
     "MAX_ALLOCATIONS",
+    "OF_THE_COORDINATOR",
     "Allocation",
     "CapacityStatus",
     "Condition",

@@ -157,6 +157,8 @@ class Link:
     """Why the coordinator does not talk to this operator."""
     incompatible: bool = False
     """Whether that is because of their versions, not of the token."""
+    misbehaves: str = ""
+    """What it did that no coordinator does, if so: it is left alone for a while."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,10 @@ OPERATOR_VARIABLES: Final = (
 )
 """Environment variables whose names begin like this are the operator's to set; a rule of the schema says the same."""
 
+OF_THE_COORDINATOR: Final = ("image", "command", "args", "lifecycle", "volumeMounts", "volumeDevices")
+"""Fields of a coordinator's container that decide what runs in it. The operator talks to it, so they are its to set; a
+rule of the schema says the same."""
+
 MAX_TEMPLATE: Final = 262_144
 """Characters of a pod template or volume as JSON; the API server refuses much larger pods anyway."""
 
@@ -102,6 +106,7 @@ def find_problems(spec: JobSpec) -> list[str]:
         problems += _template_problems(group.template, f"workerGroups[{index}].template", _WorkerTemplate)
     place = "coordinator.template"
     problems += _template_problems(spec.coordinator.template, place, _CoordinatorTemplate)
+    problems += _program_problems(spec.coordinator.template, place)
     if spec.checkpoint is not None and (problem := _too_large(spec.checkpoint.volume, "checkpoint.volume")) is not None:
         problems.append(problem)
     return problems
@@ -127,6 +132,22 @@ def _template_problems(
             if variable.name.startswith(OPERATOR_VARIABLES):
                 at = f"{place}.spec.containers[{number}].env[{index}].name"
                 yield f"{at}: The operator sets this environment variable; remove it from the template."
+
+
+def _program_problems(template: Object, place: str) -> Iterator[str]:
+    """What of a coordinator's template would have another program answer in its place."""
+    spec = template.get("spec")
+    containers = spec.get("containers") if isinstance(spec, Mapping) else None
+    if isinstance(spec, Mapping) and spec.get("initContainers"):
+        yield f"{place}.spec.initContainers: A coordinator has one container, the operator's; remove them."
+    if not isinstance(containers, list):
+        return
+    if len(containers) > 1:
+        yield f"{place}.spec.containers: A coordinator has one container, the operator's; remove the others."
+    for field in OF_THE_COORDINATOR:
+        if containers and isinstance(containers[0], Mapping) and containers[0].get(field) is not None:
+            at = f"{place}.spec.containers[0].{field}"
+            yield f"{at}: What the coordinator runs is the operator's to choose; remove it."
 
 
 def _too_large(value: object, place: str) -> str | None:

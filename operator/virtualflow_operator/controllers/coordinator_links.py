@@ -2,6 +2,9 @@
 
 Each follows the coordinator's status (what is news at once, mere progress now and then) and wakes the reconciler; calls
 go the other way. All of it may fail at any time: training goes on, and the next reconciliation says what is still true.
+
+Who answers may be anything that a job's user has put there. It costs its own job only: few connections, bounded
+answers, a bounded stream, and silence for longer and longer when it does not behave like a coordinator.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +22,7 @@ from virtualflow.protocol.http_api import Call, StopCall
 from virtualflow.protocol.http_client import (
     CallRefused,
     CoordinatorClient,
+    CoordinatorMisbehaves,
     CoordinatorUnreachable,
     ProtocolMismatch,
 )
@@ -30,7 +35,10 @@ from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
 
-Outcome = Literal["ok", "refused", "unreachable"]
+Outcome = Literal["ok", "refused", "misbehaved", "unreachable"]
+
+MAX_REASON = 400
+"""Characters of what is said of a coordinator that misbehaves."""
 
 
 @dataclass
@@ -41,6 +49,10 @@ class _Line:
     address: str
     client: CoordinatorClient
     task: asyncio.Task[None] | None = None
+    misbehaved: int = 0
+    """How often in a row."""
+    quiet_until: float = -math.inf
+    """Loop time until which it is left alone."""
 
 
 class CoordinatorLinks:
@@ -103,11 +115,15 @@ class CoordinatorLinks:
         """Make a call; how that went."""
         line = self._lines.get(key)
         name = type(call).__name__.removesuffix("Call").lower()
-        if line is None:
+        if line is None or asyncio.get_running_loop().time() < line.quiet_until:
             return "unreachable"
         try:
             async with asyncio.timeout(self._settings.signals.patience):
                 await line.client.send(call)
+        except CoordinatorMisbehaves as error:
+            self._metrics.coordinator_call(name, "misbehaved")
+            self._leave_alone(key, line, error)
+            return "misbehaved"
         except CallRefused as error:
             # A worker that the coordinator does not know (any more) needs no telling.
             logger.info("the coordinator refuses %s: %s", name, error)
@@ -143,9 +159,18 @@ class CoordinatorLinks:
                     async for status in watch:
                         since = line.link.since if line.link.connected else time.time()
                         line.link = replace(
-                            line.link, connected=True, since=since, status=status, refused="", incompatible=False
+                            line.link,
+                            connected=True,
+                            since=since,
+                            status=status,
+                            refused="",
+                            incompatible=False,
+                            misbehaves="",
                         )
                         self._wake(key)
+                except CoordinatorMisbehaves as error:
+                    await asyncio.sleep(self._leave_alone(key, line, error))
+                    continue
                 except CallRefused as error:
                     line.link = replace(
                         line.link,
@@ -157,3 +182,14 @@ class CoordinatorLinks:
                     logger.warning("the coordinator of %s/%s refuses this operator: %s", *key, error)
                     self._wake(key)
                 await asyncio.sleep(self._settings.refused_retry)
+
+    def _leave_alone(self, key: Key, line: _Line, error: CoordinatorMisbehaves) -> float:
+        """Note that what answers is no coordinator; for how many seconds it is not asked again."""
+        pause = min(self._settings.refused_retry * 2.0 ** min(line.misbehaved, 16), self._settings.misbehaved_most)
+        line.misbehaved += 1
+        line.quiet_until = asyncio.get_running_loop().time() + pause
+        line.link = replace(line.link, connected=False, since=time.time(), misbehaves=str(error)[:MAX_REASON])
+        self._metrics.misbehaved.inc()
+        logger.warning("%s/%s: %s; left alone for %g s", *key, line.link.misbehaves, pause)
+        self._wake(key)
+        return pause

@@ -21,11 +21,11 @@ from virtualflow_operator.jobs import fingerprint
 from virtualflow_operator.k8s import (
     ApiError,
     DeepObjects,
-    Elector,
     EventRecorder,
     ForeignPodWatch,
     Key,
     KubeApi,
+    LeaseThread,
     Store,
     key_of,
     leave_at_once,
@@ -50,7 +50,7 @@ class Manager:
         self,
         settings: OperatorSettings,
         api: KubeApi,
-        lease_api: KubeApi,
+        election: LeaseThread,
         key: bytes,
         metrics: Metrics,
         too_deep: DeepObjects,
@@ -59,7 +59,7 @@ class Manager:
         self.metrics = metrics
         self.too_deep = too_deep
         self.store = Store()
-        self._api, self._lease_api = api, lease_api
+        self._api = api
         hooks = QueueHooks(
             depth=metrics.queue_depth.set,
             waited=metrics.queue_wait.observe,
@@ -71,6 +71,7 @@ class Manager:
             expected=(ApiError,),
             hooks=hooks,
             describe=lambda key: f"{key[0]}/{key[1]}" if key[0] else f"the queue {key[1]}",
+            tenant_of=lambda key: key[0],
         )
         self.links = CoordinatorLinks(key, self.queue.add, settings, metrics)
         events = EventRecorder(api, settings.events, instance=settings.lease.identity)
@@ -94,7 +95,7 @@ class Manager:
             queue_controller=self.queue_controller,
         )
         self.foreign_pods = ForeignPodWatch(api, self.store, self.wake_queues, settings)
-        self.elector = Elector(lease_api, settings.lease)
+        self.elector = election
         self.health: HealthServer | None = None
         self._stack = contextlib.AsyncExitStack()
         self._tasks: list[asyncio.Task[Any]] = []
@@ -117,11 +118,11 @@ class Manager:
             seconds, observe = settings.request_timeout, metrics.api_request
             return await KubeApi.connect(request_timeout=seconds, observe=observe, too_deep=too_deep)
 
-        api, lease_api = await connect(), await connect()
-        manager = cls(settings, api, lease_api, key, metrics, too_deep)
+        api = await connect()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(api.close)
-            stack.push_async_callback(lease_api.close)
+            election = await stack.enter_async_context(LeaseThread(connect, settings.lease))
+            manager = cls(settings, api, election, key, metrics, too_deep)
             manager.health = await stack.enter_async_context(
                 HealthServer(
                     alive=queue_moves(manager.queue),

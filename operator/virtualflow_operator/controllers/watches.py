@@ -18,7 +18,7 @@ from virtualflow_operator.api import Object
 from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
 from virtualflow_operator.controllers.flags import read_settings
 from virtualflow_operator.controllers.manager import Manager
-from virtualflow_operator.k8s import OURS, bounded_response
+from virtualflow_operator.k8s import OURS, PAGE, bounded_response
 
 
 class Undiffed(kopf.DiffBaseStorage):
@@ -134,7 +134,7 @@ def configure(settings: kopf.OperatorSettings) -> None:
     """Set kopf up as a shell that only watches."""
     settings.watching.label_selectors["v1", "pods"] = OURS
     settings.watching.label_selectors["v1", "services"] = OURS
-    settings.watching.chunk_size = 500
+    settings.watching.chunk_size = PAGE
     settings.watching.reconnect_backoff = 0.5
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5

@@ -1,6 +1,7 @@
 """The work-queue between the watches and the reconciler: events only name a key, the queue decides when it runs.
 
-A key runs once at a time and never twice for the same news; one that fails waits longer every time, alone. There is no
+A key runs once at a time and never twice for the same news; one that fails waits longer every time, alone. Tenants take
+turns for the places, and no single one takes them all, however many keys it has or however long they take. There is no
 loop that polls: a timer stands at the earliest due time, and everything else happens when a key is added or a run ends.
 All methods belong to the thread of the event loop.
 """
@@ -11,11 +12,13 @@ import asyncio
 import heapq
 import itertools
 import logging
+from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from virtualflow_operator.controllers.turns import Turns
 from virtualflow_operator.settings import QueueSettings
 
 logger = logging.getLogger(__name__)
@@ -39,6 +42,17 @@ class RetryLater(Exception):
 
 def _ignore(_: object) -> None:
     pass
+
+
+def _itself(key: K) -> Hashable:
+    return key
+
+
+def _return(places: Tally[Hashable], tenant: Hashable) -> None:
+    """Take one place of a tenant back."""
+    places[tenant] -= 1
+    if not places[tenant]:
+        del places[tenant]
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,7 @@ class WorkQueue(Generic[K]):
             traceback. All others are defects and logged as such; neither kind stops the queue.
         hooks: told what happens.
         describe: how a key reads in the log.
+        tenant_of: whose a key is; without it, each is a tenant of its own, and the first that is due goes first.
     """
 
     def __init__(
@@ -76,19 +91,24 @@ class WorkQueue(Generic[K]):
         expected: tuple[type[Exception], ...] = (),
         hooks: QueueHooks = _NO_HOOKS,
         describe: Callable[[K], str] = str,
+        tenant_of: Callable[[K], Hashable] = _itself,
     ) -> None:
         self._settings = settings
         self._expected = expected
         self._hooks = hooks
         self._describe = describe
+        self._tenant_of = tenant_of
         self._order = itertools.count()
         self._later: dict[K, tuple[float, int]] = {}
         self._heap: list[tuple[float, int, K]] = []  # holds stale entries; _later says which ones count
-        self._ready: dict[K, float] = {}  # due times; in the order in which they became due
+        self._ready: Turns[K] = Turns(tenant_of)
+        self._moved_at = 0.0  # when a place was last taken
         self._running: dict[K, asyncio.Task[float | None]] = {}
         self._again: dict[K, float] = {}  # added while running
         self._forgotten: set[K] = set()  # while running
         self._slow: set[K] = set()
+        self._places: Tally[Hashable] = Tally()  # that each tenant has, without the slow ones
+        self._lent: Tally[Hashable] = Tally()
         self._failures: dict[K, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._process: Callable[[K], Awaitable[float | None]] | None = None
@@ -118,16 +138,20 @@ class WorkQueue(Generic[K]):
             self._forgotten.add(key)
         else:
             self._later.pop(key, None)
-            self._ready.pop(key, None)
+            self._ready.drop(key)
             self._pump()
 
     def failures(self, key: K) -> int:
         """How many runs of ``key`` have failed in a row."""
         return self._failures.get(key, 0)
 
-    def overdue(self) -> float:
-        """For how many seconds the oldest key has waited for a place; 0 when none waits."""
-        return max(0.0, self._now() - next(iter(self._ready.values()))) if self._ready else 0.0
+    def stalled(self) -> float:
+        """For how many seconds keys have waited and none has got a place; 0 when none waits.
+
+        Those of a tenant that has all the places it may have do not count: that is its own doing.
+        """
+        oldest = self._ready.oldest(self._may_begin)
+        return 0.0 if oldest is None else max(0.0, self._now() - max(oldest, self._moved_at))
 
     def __len__(self) -> int:
         """Keys that are known: due, to come and running."""
@@ -183,12 +207,14 @@ class WorkQueue(Generic[K]):
         while (earliest := self._earliest()) is not None and earliest <= now + _EARLY:
             due, _, key = heapq.heappop(self._heap)
             del self._later[key]
-            self._ready[key] = due
+            self._ready.put(key, due)
         while self._process is not None and not self._stopping.is_set() and self._ready:
             if len(self._running) - len(self._slow) >= self._settings.concurrency:
                 break
-            key = next(iter(self._ready))
-            self._begin(key, self._ready.pop(key), now)
+            chosen = self._ready.take(self._may_begin)
+            if chosen is None:
+                break
+            self._begin(*chosen, now)
         self._disarm()
         if self._process is not None and not self._stopping.is_set() and (earliest := self._earliest()) is not None:
             self._timer = asyncio.get_running_loop().call_at(earliest, self._pump)
@@ -196,7 +222,13 @@ class WorkQueue(Generic[K]):
             self._depth = len(self._ready)
             self._hooks.depth(self._depth)
 
+    def _may_begin(self, tenant: Hashable) -> bool:
+        """Whether a tenant may have a further place: some are kept for the others."""
+        return self._places[tenant] < max(1, self._settings.concurrency - self._settings.reserved)
+
     def _begin(self, key: K, due: float, now: float) -> None:
+        self._moved_at = now
+        self._places[self._tenant_of(key)] += 1
         task = asyncio.get_running_loop().create_task(self._run_once(key), name=f"run {self._describe(key)}")
         self._running[key] = task
         lender = asyncio.get_running_loop().call_later(self._settings.slow_after, self._lend, key)
@@ -210,14 +242,19 @@ class WorkQueue(Generic[K]):
 
     def _lend(self, key: K) -> None:
         """A run is slow: let another key have its place."""
-        if len(self._slow) < self._settings.slow_most:
+        tenant, most = self._tenant_of(key), self._settings.slow_most
+        if len(self._slow) < most and self._lent[tenant] < max(1, most // 2):
             self._slow.add(key)
+            self._lent[tenant] += 1
+            _return(self._places, tenant)
             self._pump()
 
     def _finished(self, key: K, begun: float, lender: asyncio.TimerHandle, task: asyncio.Task[float | None]) -> None:
         """A run has ended: see when the key is to run again. Its error is read here, so that none needs catching."""
         lender.cancel()
         del self._running[key]
+        tenant = self._tenant_of(key)
+        _return(self._lent if key in self._slow else self._places, tenant)
         self._slow.discard(key)
         forgotten = key in self._forgotten
         self._forgotten.discard(key)

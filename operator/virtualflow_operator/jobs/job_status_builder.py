@@ -173,6 +173,12 @@ def _ready(link: Link | None, begun: bool, ready: int, minimum: int) -> Aspect:
             "or suspend the job and resume it."
         )
         return ("Ready", "Unknown", reasons.TOKEN_REFUSED, message)
+    if link is not None and link.misbehaves and not link.connected:
+        message = (
+            f"The operator leaves the coordinator alone for a while ({link.misbehaves}): see what runs in its pod, or "
+            "suspend the job and resume it."
+        )
+        return ("Ready", "Unknown", reasons.COORDINATOR_MISBEHAVES, message)
     if begun and (link is None or not link.connected):
         message = "The operator does not reach the coordinator; workers that train go on."
         return ("Ready", "Unknown", reasons.COORDINATOR_UNREACHABLE, message)

@@ -28,7 +28,7 @@ from virtualflow.protocol.settings import (
     ENV_VIRTUAL_NODES,
     ENV_WORKER,
 )
-from virtualflow_operator.api import Job, Object, WorkerGroup, without_nulls
+from virtualflow_operator.api import OF_THE_COORDINATOR, Job, Object, WorkerGroup, without_nulls
 from virtualflow_operator.constants import (
     ANNOTATION_CONTAINER,
     ANNOTATION_TEMPLATE,
@@ -216,12 +216,14 @@ def coordinator_pod(job: Job, ordinal: int, settings: OperatorSettings) -> Objec
         spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
     template = without_nulls(job.spec.coordinator.template)
     overrides: Object = template.get("spec") or {}
-    containers = overrides.pop("containers", None) or [{}]
-    merged = _merge(container, containers[0])
-    # What makes it a coordinator is not the template's business; further variables are welcome.
-    merged |= {key: container[key] for key in ("name", "command", "args", "ports")}
-    merged["env"] = [*(containers[0].get("env") or []), *container["env"]]
-    spec["containers"] = [merged, *containers[1:]]
+    overrides.pop("initContainers", None)
+    over = (overrides.pop("containers", None) or [{}])[0]
+    # What makes it a coordinator is not the template's business, since the operator talks to it; further variables are
+    # welcome.
+    fixed = (*OF_THE_COORDINATOR, "name", "ports")
+    merged = _merge(container, {key: value for key, value in over.items() if key not in fixed})
+    merged["env"] = [*(over.get("env") or []), *container["env"]]
+    spec["containers"] = [merged]
     metadata = _metadata(job, f"{coordinator_name(job)}-{ordinal}", COORDINATOR, template.get("metadata") or {})
     metadata["labels"] |= {LABEL_ROLE: COORDINATOR, LABEL_ORDINAL: str(ordinal)}
     metadata["labels"][LABEL_ATTEMPT] = str(job.status.attempt)

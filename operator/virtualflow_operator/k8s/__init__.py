@@ -1,11 +1,12 @@
 """The API server at arm's length: a client, a cache of what the watches have told, leader election, events."""
 
 from virtualflow_operator.k8s.cache import Key, Store, key_of, queue_key
-from virtualflow_operator.k8s.client import KubeApi
+from virtualflow_operator.k8s.client import PAGE, KubeApi
 from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
 from virtualflow_operator.k8s.event_recorder import EventRecorder
 from virtualflow_operator.k8s.foreign_pods import ForeignPodWatch
-from virtualflow_operator.k8s.leader_election import Elector, leave_at_once
+from virtualflow_operator.k8s.leader_election import leave_at_once
+from virtualflow_operator.k8s.lease_thread import LeaseThread
 from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
 from virtualflow_operator.k8s.relist import OURS, relist
 from virtualflow_operator.k8s.resources import JOBS, NETWORK_POLICIES, PDBS, PODS, QUEUES, SECRETS, SERVICES, Resource
@@ -14,6 +15,7 @@ __all__ = [
     "JOBS",
     "NETWORK_POLICIES",
     "OURS",
+    "PAGE",
     "PDBS",
     "PODS",
     "QUEUES",
@@ -23,13 +25,13 @@ __all__ = [
     "ApiError",
     "Conflict",
     "DeepObjects",
-    "Elector",
     "EventRecorder",
     "Forbidden",
     "ForeignPodWatch",
     "Invalid",
     "Key",
     "KubeApi",
+    "LeaseThread",
     "NotFound",
     "Resource",
     "Store",

@@ -35,6 +35,9 @@ MAX_CONNECTIONS = 32
 """Requests under way at once; more wait for a free connection."""
 WATCH_SLACK = 30.0
 """Seconds after which a watch that should have ended is given up."""
+PAGE = 100
+"""Objects of a list that are read at once. Each may have 1.5 MB: Python reads 150 MB in two seconds, in which no other
+thread runs, the one that renews the lease among them."""
 LIST_ATTEMPTS = 3
 """How often a list is begun when its ``continue`` token expires on the way."""
 
@@ -95,7 +98,7 @@ class KubeApi:
         resource: Resource,
         namespace: str | None = None,
         label_selector: str | None = None,
-        page: int = 500,
+        page: int = PAGE,
         field_selector: str | None = None,
     ) -> list[Object]:
         """Return all objects of a namespace (None: of all), ``page`` at a time; they bear no apiVersion and kind.

@@ -22,26 +22,27 @@ Check = Callable[[], str | None]
 """``None``: all is well; else a sentence that says what is not."""
 
 QUEUE_LIMIT = 120.0
-"""Seconds that a job may wait for its turn before the operator counts as stuck and is restarted."""
+"""Seconds in which jobs wait and none gets its turn, after which the operator counts as stuck and is restarted. That
+some wait for longer, behind ten thousand others of their namespace, is no reason."""
 CLOSE_LIMIT = 1.0
 """Seconds that requests under way get at shutdown."""
 BACKLOG = 64
 """Connections that may wait to be accepted."""
 
 
-class Overdue(Protocol):
-    """A queue that knows how long its oldest entry has waited."""
+class Stalling(Protocol):
+    """A queue that knows for how long nothing has moved."""
 
-    def overdue(self) -> float:
-        """Seconds since the oldest entry could have been taken."""
+    def stalled(self) -> float:
+        """Seconds in which entries have waited and none was taken."""
 
 
-def queue_moves(queue: Overdue, limit: float = QUEUE_LIMIT) -> Check:
+def queue_moves(queue: Stalling, limit: float = QUEUE_LIMIT) -> Check:
     """Return a check that the queue makes progress."""
 
     def check() -> str | None:
-        overdue = queue.overdue()
-        return None if overdue < limit else f"a job has waited for {overdue:.0f} s to be reconciled"
+        stalled = queue.stalled()
+        return None if stalled < limit else f"jobs have waited for {stalled:.0f} s, and none was reconciled"
 
     return check
 

@@ -125,6 +125,10 @@ class Metrics:
             "virtualflow_objects_cut_total", "Objects that are nested too deep to be read as a whole.", "kind"
         )
         self._calls = counter("virtualflow_coordinator_calls_total", "Calls to coordinators.", "call", "outcome")
+        self.misbehaved = counter(
+            "virtualflow_coordinator_misbehaviors_total",
+            "Times that what answered in a coordinator's place was left alone: a redirect, too much, or no status.",
+        )
         self.pods_created = counter("virtualflow_pods_created_total", "Pods that were created.", "role")
         self.pods_deleted = counter("virtualflow_pods_deleted_total", "Pods that were deleted.", "reason")
         self.leader = Gauge("virtualflow_leader", "1: this replica leads; 0: it stands by.", registry=registry)

@@ -107,9 +107,17 @@ def test_objects_keep_unknown_fields_only_where_kubernetes_knows_them_better() -
     kept = {path for path, node in NODES.items() if node.get("x-kubernetes-preserve-unknown-fields")}
     template = "spec.workerGroups[].template"
     pods = {template, f"{template}.metadata", f"{template}.spec", f"{template}.spec.containers[]"}
+    coordinator = "spec.coordinator.template"
+    container = f"{coordinator}.spec.containers[]"
     assert kept == pods | {
         f"{template}.spec.containers[].env[]",
-        "spec.coordinator.template",
+        coordinator,
+        f"{coordinator}.spec",
+        f"{coordinator}.spec.initContainers[]",
+        container,
+        f"{container}.lifecycle",
+        f"{container}.volumeMounts[]",
+        f"{container}.volumeDevices[]",
         "spec.checkpoint.volume",
     }
 
@@ -130,7 +138,7 @@ def test_lists_of_named_things_are_maps() -> None:
 
 def test_every_rule_says_what_to_do() -> None:
     rules = [rule for node in NODES.values() for rule in node.get("x-kubernetes-validations", ())]
-    assert len(rules) == 13
+    assert len(rules) == 14
     for rule in rules:
         assert rule.keys() == {"rule", "message"}
         assert re.fullmatch(r"[^.;]+; [^.;]+\.", rule["message"]), rule["message"]

@@ -112,6 +112,14 @@ INVALID = {
         },
         "spec.workerGroups[0].template.metadata.labels.a",
     ),
+    "a coordinator with a second container": (
+        {"coordinator": {"template": {"spec": {"containers": [{}, {"name": "b", "image": "b:1"}]}}}},
+        "spec.coordinator.template.spec.containers",
+    ),
+    "a coordinator with an init container": (
+        {"coordinator": {"template": {"spec": {"initContainers": [{"name": "b", "image": "b:1"}]}}}},
+        "spec.coordinator.template.spec.initContainers",
+    ),
     "workers that restart": (
         {
             "workerGroups": [

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from resource_rules import broken_rules, defaulted, job, schema, structural_errors
 
-from virtualflow_operator.api.validation import OPERATOR_VARIABLES
+from virtualflow_operator.api.job_spec import read_spec
+from virtualflow_operator.api.validation import OF_THE_COORDINATOR, OPERATOR_VARIABLES, find_problems
 
 Spec = dict[str, Any]
 
@@ -34,6 +35,25 @@ WEIGHTLESS = "weight must be at least 1, as a share of nothing trains nobody; ra
 FEW_IN_GROUPS = "The worker groups must allow minReplicas workers together; raise their maxReplicas."
 NOT_COORDINATOR = "A worker group cannot be called coordinator; choose another name."
 NOT_YOURS = "The operator sets this environment variable; remove it from the template."
+NOT_ITS_PROGRAM = (
+    "What the coordinator runs is the operator's to choose; remove image, command, args, lifecycle, volumeMounts and "
+    "volumeDevices."
+)
+
+
+OWN_PROGRAM: Spec = {
+    "image": "evil:1",
+    "command": ["sh"],
+    "args": ["-c", "evil"],
+    "lifecycle": {"postStart": {"exec": {"command": ["sh"]}}},
+    "volumeMounts": [{"name": "evil", "mountPath": "/usr/lib/python3"}],
+    "volumeDevices": [{"name": "evil", "devicePath": "/dev/xvda"}],
+}
+
+
+def coordinator(**fields: Any) -> Spec:
+    return {"coordinator": {"template": {"spec": {"containers": [fields]}}}}
+
 
 RULES: dict[str, tuple[Spec, list[str]]] = {
     "nothing but worker groups": ({}, []),
@@ -83,6 +103,14 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
         )
         for name in (*OPERATOR_VARIABLES, "VIRTUALFLOW_TOKEN_2", "VIRTUALFLOW_CHECKPOINT_STEPS")
     },
+    "a coordinator with more memory": (coordinator(resources={"limits": {"memory": "1Gi"}}), []),
+    **{
+        f"a coordinator's own {field}": (
+            coordinator(**{field: value}),
+            [f"coordinator.template.spec.containers[0]: {NOT_ITS_PROGRAM}"],
+        )
+        for field, value in OWN_PROGRAM.items()
+    },
     **{
         f"the user's {name}": ({"workerGroups": with_variable(name)}, [])
         for name in ("VIRTUALFLOW_THREADS", "VIRTUALFLOW_AUDIT_DIR", "virtualflow_token", "MY_VIRTUALFLOW_TOKEN")
@@ -124,6 +152,12 @@ CHANGES: dict[str, tuple[Spec, Spec, list[str]]] = {
 @pytest.mark.parametrize(("old", "new", "fields"), CHANGES.values(), ids=CHANGES.keys())
 def test_a_rule_of_the_schema_says_what_cannot_be_changed(old: Spec, new: Spec, fields: list[str]) -> None:
     assert {rule.message for rule in broken_rules(job(**new), job(**old))} == {FIXED[field] for field in fields}
+
+
+def test_the_operator_names_the_same_fields_of_a_coordinator_as_the_rule() -> None:
+    assert tuple(OWN_PROGRAM) == OF_THE_COORDINATOR
+    for field in OF_THE_COORDINATOR:
+        assert len(find_problems(read_spec(job(**coordinator(**{field: OWN_PROGRAM[field]}))["spec"]))) == 1
 
 
 def test_every_rule_of_the_schema_is_broken_by_a_case_of_the_tables() -> None:

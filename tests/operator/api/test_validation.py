@@ -103,6 +103,18 @@ BEYOND: dict[str, tuple[Any, str]] = {
         {"coordinator": {"template": {"spec": {"containers": [{"env": [{"name": "VIRTUALFLOW_TOKEN"}]}]}}}},
         "coordinator.template.spec.containers[0].env[0].name: The operator sets",
     ),
+    "a coordinator of another image": (
+        {"coordinator": {"template": {"spec": {"containers": [{"image": "evil:1"}]}}}},
+        "coordinator.template.spec.containers[0].image: What the coordinator runs is the operator's",
+    ),
+    "a coordinator with a second container": (
+        {"coordinator": {"template": {"spec": {"containers": [{}, {"name": "b", "image": "b:1"}]}}}},
+        "coordinator.template.spec.containers: A coordinator has one",
+    ),
+    "a coordinator with an init container": (
+        {"coordinator": {"template": {"spec": {"initContainers": [{"name": "b", "image": "b:1"}]}}}},
+        "coordinator.template.spec.initContainers: A coordinator has one",
+    ),
     "a coordinator's containers in words": (
         {"coordinator": {"template": {"spec": {"containers": "small"}}}},
         "coordinator.template cannot",

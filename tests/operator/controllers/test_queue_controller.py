@@ -20,11 +20,12 @@ from virtualflow_operator.controllers.manager import Manager
 from virtualflow_operator.controllers.queue_controller import QueueController
 from virtualflow_operator.k8s.cache import Key, Store, queue_key
 from virtualflow_operator.k8s.client import KubeApi, Object
+from virtualflow_operator.k8s.lease_thread import LeaseThread
 from virtualflow_operator.k8s.nesting import DeepObjects
 from virtualflow_operator.k8s.relist import relist
 from virtualflow_operator.k8s.resources import JOBS, QUEUES
 from virtualflow_operator.observability.metrics import Metrics
-from virtualflow_operator.settings import OperatorSettings
+from virtualflow_operator.settings import LeaseSettings, OperatorSettings
 
 GPU = "nvidia.com/gpu"
 ONE_GPU = {"resources": {"limits": {GPU: 1}}}
@@ -50,11 +51,12 @@ def test_a_queue_is_shown_as_it_is_and_no_longer_once_it_is_gone() -> None:
     async def story() -> None:
         async with asyncio.timeout(30), FakeApi() as server, client_of(server.url) as api:
             metrics, visited = Metrics(), list[Key]()
+            election = LeaseThread(KubeApi.connect, LeaseSettings())  # of which nothing is asked
             own, too_deep = (
                 OperatorSettings(image="operator:test"),
                 DeepObjects(lambda kind: metrics.objects_cut.labels(kind).inc()),
             )
-            manager = Manager(own, api, api, KEY.encode(), metrics, too_deep)
+            manager = Manager(own, api, election, KEY.encode(), metrics, too_deep)
 
             async def look() -> None:
                 visited.clear()

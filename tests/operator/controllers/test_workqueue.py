@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -167,11 +168,11 @@ def test_the_hooks_tell_depth_waits_and_durations() -> None:
         async with running(queue, diary):
             for key in "abc":
                 queue.add(key)
-            assert queue.overdue() == 0.0
+            assert queue.stalled() == 0.0
             await asyncio.sleep(0.25)
-            assert queue.overdue() == pytest.approx(0.25)
+            assert queue.stalled() == pytest.approx(0.25)
             await asyncio.sleep(5)
-            assert queue.overdue() == 0.0
+            assert queue.stalled() == 0.0
 
     run(story())
     assert depths == [1, 2, 3, 2, 1, 0]
@@ -199,5 +200,77 @@ def test_an_idle_queue_sets_no_timer_but_the_next_due_time() -> None:
             await asyncio.sleep(3_001)
             assert len(diary.begun) == 11
             assert calls <= 2 * 11  # one when it becomes due, one when it has ended
+
+    run(story())
+
+
+def namespace(key: str) -> str:
+    return key.partition("/")[0]
+
+
+def test_ten_thousand_keys_of_one_tenant_do_not_delay_another() -> None:
+    async def story() -> None:
+        queue = WorkQueue[str](replace(SETTINGS, concurrency=16), tenant_of=namespace)
+        diary, begin = Diary(takes=0.5), now()
+        async with running(queue, diary):
+            for number in range(10_000):
+                queue.add(f"junk/{number}")
+            for second in range(20):
+                queue.add(f"ml/{second % 3}")
+                await asyncio.sleep(1.0)
+            ours = [at - begin for key, at in diary.begun if namespace(key) == "ml"]
+            assert ours == pytest.approx([float(second) for second in range(20)]), "each at once"
+            assert len(diary.begun) > 20 * 2 * 14, "the other's go on meanwhile"
+            assert queue.stalled() < 1.0
+            for number in range(10_000):
+                queue.forget(f"junk/{number}")
+
+    run(story())
+
+
+def test_tenants_that_all_have_many_keys_take_turns() -> None:
+    async def story() -> None:
+        queue, diary = WorkQueue[str](replace(SETTINGS, concurrency=1), tenant_of=namespace), Diary(takes=0.1)
+        async with running(queue, diary):
+            for key in ("a/1", "a/2", "a/3", "a/4", "b/1", "b/2", "c/1"):
+                queue.add(key)
+            queue.forget("a/3")
+            await asyncio.sleep(5)
+        assert [key for key, _ in diary.begun] == ["a/1", "b/1", "c/1", "a/2", "b/2", "a/4"]
+
+    run(story())
+
+
+def test_one_tenants_runs_that_hang_leave_places_to_others() -> None:
+    async def story() -> None:
+        settings = replace(SETTINGS, concurrency=16, slow_after=1.0, slow_most=20, run_limit=300.0)
+        queue, served, hanging = WorkQueue[str](settings, tenant_of=namespace), list[float](), 0
+
+        async def process(key: str) -> float | None:
+            nonlocal hanging
+            if namespace(key) == "junk":
+                hanging += 1
+                try:
+                    await asyncio.sleep(10_000)
+                finally:
+                    hanging -= 1
+            served.append(now())
+            await asyncio.sleep(2.0)
+            return None
+
+        task, begin = asyncio.create_task(queue.run(process)), now()
+        for number in range(1_000):
+            queue.add(f"junk/{number}")
+        await asyncio.sleep(250)
+        assert hanging == 14 + 10, "its places, and those lent to it"
+        assert queue.stalled() == 0.0, "the others could have one"
+        for number in range(12):
+            queue.add(f"ml/{number}")
+        await asyncio.sleep(20)
+        waits = [at - begin - 250 for at in served]
+        assert waits == pytest.approx([second for second in range(6) for _ in "ab"]), "those that are slow lend theirs"
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
     run(story())

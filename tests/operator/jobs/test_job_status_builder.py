@@ -272,6 +272,15 @@ def test_a_coordinator_of_a_version_too_far_away_is_said_so() -> None:
     assert "(it speaks protocol 9); workers that train go on" in message_of(plan, "Ready")
 
 
+def test_a_coordinator_that_misbehaves_is_said_so() -> None:
+    stage = training()
+    assert stage.link is not None
+    stage.link = dataclasses.replace(stage.link, connected=False, misbehaves="it sends its callers elsewhere")
+    plan = stage.decide(NOW - 45)
+    assert reason_of(plan, "Ready") == ("Unknown", reasons.COORDINATOR_MISBEHAVES)
+    assert "elsewhere" in message_of(plan, "Ready")
+
+
 def test_a_message_is_never_longer_than_people_read() -> None:
     stage = training(backoffLimit=0)
     stage.link = link(remote("failed", error="E" * 9_000))

@@ -346,22 +346,35 @@ def test_what_the_user_wants_different_is_laid_over_the_coordinators_pod() -> No
         "spec": {
             "priorityClassName": "high",
             "tolerations": [{"operator": "Exists"}],
-            "containers": [
-                {"resources": {"limits": {"memory": "2Gi"}}},
-                {"name": "sidecar", "image": "s:1"},
-            ],
+            "containers": [{"resources": {"limits": {"memory": "2Gi"}}}],
         },
     }
     job = job_of(coordinator={"template": over})
     pod = manifests.coordinator_pod(job, 2, SETTINGS)
-    first, second = pod["spec"]["containers"]
-    assert (first["name"], first["image"], second["name"]) == ("coordinator", SETTINGS.image, "sidecar")
+    (first,) = pod["spec"]["containers"]
+    assert (first["name"], first["image"]) == ("coordinator", SETTINGS.image)
     assert first["resources"] == {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
     assert first["command"] == ["virtualflow", "coordinator"]
     assert (pod["spec"]["priorityClassName"], pod["metadata"]["labels"]["team"]) == ("high", "a")
     assert pod["spec"]["tolerations"] == [{"operator": "Exists"}]
     assert job.spec.coordinator.template == over, "the user's template is not touched"
     assert manifests.coordinator_hash(job) != manifests.coordinator_hash(job_of())
+
+
+def test_what_runs_in_a_coordinators_pod_is_not_the_users_to_choose() -> None:
+    mine = {
+        "image": "evil:1",
+        "command": ["sh"],
+        "args": ["-c", "evil"],
+        "lifecycle": {"postStart": {"exec": {"command": ["sh"]}}},
+        "volumeMounts": [{"name": "evil", "mountPath": "/usr/lib/python3"}],
+        "volumeDevices": [{"name": "evil", "devicePath": "/dev/xvda"}],
+        "ports": [{"containerPort": 1}],
+    }
+    helper = {"name": "evil", "image": "evil:1"}
+    template = {"spec": {"containers": [mine, helper], "initContainers": [helper | {"restartPolicy": "Always"}]}}
+    spec = manifests.coordinator_pod(job_of(coordinator={"template": template}), 0, SETTINGS)["spec"]
+    assert spec == manifests.coordinator_pod(job_of(), 0, SETTINGS)["spec"]
 
 
 def test_a_coordinator_is_not_replaced_because_workers_come_and_go() -> None:

@@ -51,7 +51,7 @@ def test_the_probes_say_what_is_wrong() -> None:
         async with operator.server() as server:
             assert await ask(server.health_port, "/healthz") == (200, "ok\n")
             assert await ask(server.health_port, "/readyz") == (503, "the caches are not filled yet\n")
-            operator.unready, operator.dead = None, "a job has waited for 130 s to be reconciled"
+            operator.unready, operator.dead = None, "jobs have waited for 130 s, and none was reconciled"
             assert await ask(server.health_port, "/readyz") == (200, "ok\n")
             assert await ask(server.health_port, "/healthz") == (503, f"{operator.dead}\n")
             assert (await ask(server.health_port, "/metrics"))[0] == 404
@@ -110,7 +110,7 @@ def test_a_queue_in_which_a_job_waits_for_too_long_does_not_move() -> None:
         await asyncio.sleep(59)
         assert moves() is None
         await asyncio.sleep(2)
-        assert moves() == "a job has waited for 61 s to be reconciled"
+        assert moves() == "jobs have waited for 61 s, and none was reconciled"
         never.set()
         await asyncio.sleep(1)
         assert moves() is None

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from coordinator_server import hello
 from simulated import done, generation, running_world
 
+from virtualflow.coordinator.admission import admit
+from virtualflow.coordinator.settings import MembershipSettings
+from virtualflow.coordinator.state import JobState
+from virtualflow.coordinator.status_view import describe
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.settings import MAX_CHANGES
+from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.settings import MAX_CHANGES, MAX_VIRTUAL_NODES, MAX_WORKERS
 
 
 def change(counter: int, repeated: int = 1) -> m.Change:
@@ -178,3 +184,16 @@ def test_progress_is_no_news_and_everything_else_is() -> None:
     assert told(m.Resumed(change(2))) == (True, True)
     assert told(m.DrainRequest("SIGTERM")) == (True, True)
     assert told(done(60)) == (True, True)
+
+
+def test_the_brief_status_of_the_largest_job_is_below_a_megabyte() -> None:
+    job = JobState(2**42, MAX_WORKERS, MembershipSettings(), 0.0)
+    for number in range(MAX_WORKERS):
+        # The longest name of a job, and of a group.
+        facts = {"virtual_nodes": MAX_VIRTUAL_NODES, "address": "255.255.255.255", "pid": 4_194_304, "ready": True}
+        assert admit(job, hello(f"{'j' * 40}-{'g' * 20}-{number}", f"{number:032x}", **facts), 0.0) is None
+    brief = describe(job, brief=True)
+    assert len(brief.workers) == MAX_WORKERS
+    assigned = 10 * MAX_WORKERS  # what their ranges of virtual nodes would add
+    assert len(m.encode(brief)) + assigned < (1 << 20) - 65_536
+    assert msgspec.json.decode(m.encode(brief), type=Status) == brief

@@ -282,7 +282,7 @@ def test_a_client_says_that_a_coordinator_is_of_a_version_too_far_away(facts: di
 
 
 def test_what_is_no_status_is_not_taken_for_another_version() -> None:
-    with pytest.raises(CallRefused, match="what is no status") as refusal:
+    with pytest.raises(CallRefused, match="it sends is no status") as refusal:
         read(b'{"phase": 7}')
     assert not isinstance(refusal.value, ProtocolMismatch)
 

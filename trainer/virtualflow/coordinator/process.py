@@ -12,6 +12,7 @@ from pathlib import Path
 from aiohttp import web
 
 from virtualflow.atomic_file import write_whole
+from virtualflow.coordinator.door import logger as seldom
 from virtualflow.coordinator.server import Coordinator
 from virtualflow.coordinator.settings import CoordinatorSettings
 
@@ -42,12 +43,13 @@ async def serve(
         ready_file: where to write ``http://host:port`` once it listens.
     """
     coordinator = Coordinator(token, wanted, settings, minimum)
-    runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=settings.goodbye)
+    runner = web.AppRunner(coordinator.application(), access_log=None, logger=seldom, shutdown_timeout=settings.goodbye)
     await runner.setup()
+    assert runner.server is not None
+    listening: asyncio.Server | None = None
     try:
-        site = web.TCPSite(runner, host, port)
         try:
-            await site.start()
+            listening = await coordinator.door.open(runner.server, host, port)
         except OSError as error:
             what = (
                 "is taken by another program"
@@ -56,7 +58,7 @@ async def serve(
             )
             sys.stderr.write(f"virtualflow: port {port} of {host} {what}; choose another with --port\n")
             return 1
-        bound = runner.addresses[0][1]
+        bound = listening.sockets[0].getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{bound}"
         logger.info("listening on %s", url)
@@ -75,5 +77,7 @@ async def serve(
         await coordinator.finish_stop()
         return 0
     finally:
+        if listening is not None:
+            listening.close()
         await coordinator.close()
         await runner.cleanup()

@@ -21,6 +21,8 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from virtualflow.coordinator.admission import admit, refuse_unread
 from virtualflow.coordinator.calls import carry_out
 from virtualflow.coordinator.decisions import decide
+from virtualflow.coordinator.door import Door
+from virtualflow.coordinator.door import logger as seldom
 from virtualflow.coordinator.line import Line
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import CoordinatorSettings
@@ -47,6 +49,7 @@ class Coordinator:
     def __init__(self, token: str, wanted: int, settings: CoordinatorSettings, minimum: int = 1) -> None:
         if not token:
             raise ConfigurationError("a coordinator needs a token that all who talk to it know")
+        self.door = Door(settings)
         self._digest = hashlib.sha256(token.encode()).digest()
         self._settings = settings
         self._ticked_at = self._beats_at = time.monotonic()
@@ -210,7 +213,10 @@ class Coordinator:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
         if not hmac.compare_digest(given, self._digest) or scheme.lower() != "bearer":
-            return answer(401, "the job's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'")
+            refusal = answer(401, "the job's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'")
+            refusal.force_close()
+            return refusal
+        self.door.admit(request.transport)
         return await handler(request)
 
     async def _healthz(self, request: web.Request) -> web.Response:
@@ -310,9 +316,9 @@ class Coordinator:
                 return None
             message = m.unpack_from_worker(frame.data)
         except TimeoutError:
-            logger.warning("a connection is refused: it said nothing for %g s", self._settings.first_message)
+            seldom.warning("a connection is refused: it said nothing for %g s", self._settings.first_message)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            logger.warning("a connection is refused: %s", error)
+            seldom.warning("a connection is refused: %s", error)
             self._tick()
             refusal = refuse_unread(self.state, frame.data) if frame is not None else None
             if refusal is not None:

@@ -105,6 +105,12 @@ class CoordinatorSettings:
     """A watcher of the status gets at most one message in this time."""
     first_message: float = 10.0
     """A new connection has this long to say Hello."""
+    handshake: float = 5.0
+    """A connection that has not shown the job's token by then is closed."""
+    strangers: int = 1_024
+    """Connections that may not have shown it yet; one more, and the oldest is closed. Fewer where few may be open."""
+    log_interval: float = 10.0
+    """What such connections cause is logged this often at most, of each kind."""
     backlog: int = 1_000
     """Messages that may wait for one worker that does not read before its connection is closed; it may come back."""
     goodbye: float = 0.3

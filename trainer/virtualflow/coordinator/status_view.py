@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Literal
 
 from virtualflow.coordinator.balance import known_pace, predicted_step
 from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_EVENTS
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
+from virtualflow.protocol.settings import MAX_METRICS
 from virtualflow.protocol.versions import this_party
 
 WorkerState = Literal["starting", "ready", "training", "draining", "silent", "done"]
 
 
 def describe(job: JobState, brief: bool = False) -> http_api.Status:
-    """All that may be known about ``job`` from outside; ``brief``: of what has happened only the latest."""
-    history, progress, result = job.history, job.history.progress, job.history.result
+    """All that may be known about ``job`` from outside.
+
+    ``brief``: of what has happened only the latest, and no paces. That of 4,096 workers is below a megabyte, which is
+    all that the operator reads.
+    """
+    history, progress = job.history, job.history.progress
     changes, events = history.ordered_changes(), tuple(history.events)
     proposed, predicted = job.proposed, predicted_step(job.snapshot())
+    metrics = result.metrics if (result := history.result) else progress.metrics if progress else {}
     us = this_party("the coordinator")
     assigned = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
     return http_api.Status(
@@ -29,17 +36,19 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         wanted=job.wanted,
         minimum=job.minimum,
         workers=tuple(
-            _worker(job, i, assigned.get(i, range(0))) for i, worker in job.roster.workers.items() if worker.present
+            _worker(job, i, assigned.get(i, range(0)), brief)
+            for i, worker in job.roster.workers.items()
+            if worker.present
         ),
         lost=tuple(job.roster.lost.values()),
         proposed=proposed.generation.counter if proposed else None,
-        proposed_workers=tuple(member.incarnation for member in proposed.members) if proposed else (),
+        proposed_workers=tuple(member.incarnation for member in proposed.members) if proposed and not brief else (),
         prepared=job.is_prepared,
         reason=job.reason,
         step=history.step,
         total_steps=history.total_steps,
         epoch=progress.epoch if progress else 0,
-        metrics=result.metrics if result else progress.metrics if progress else {},
+        metrics=dict(islice(metrics.items(), MAX_METRICS)),
         steps_per_second=progress.steps_per_second if progress else 0.0,
         step_ms=result.step_ms if result else progress.step_ms if progress else None,
         hold=job.hold,
@@ -61,7 +70,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
     )
 
 
-def _worker(job: JobState, incarnation: str, assigned: range) -> http_api.WorkerStatus:
+def _worker(job: JobState, incarnation: str, assigned: range, brief: bool) -> http_api.WorkerStatus:
     worker, contact = job.roster.workers[incarnation], job.roster.contacts[incarnation]
     state: WorkerState = "starting"
     if worker.done:
@@ -74,7 +83,7 @@ def _worker(job: JobState, incarnation: str, assigned: range) -> http_api.Worker
         state = "training"
     elif worker.ready_at is not None:
         state = "ready"
-    pace = known_pace(worker)
+    pace = None if brief else known_pace(worker)
     return http_api.WorkerStatus(
         worker.name,
         incarnation,

@@ -20,11 +20,22 @@ from virtualflow.protocol.messages import (
     NoteKind,
     Seconds,
     Sentence,
+    Traceback,
     Version,
     Word,
 )
 from virtualflow.protocol.metrics import Metric
-from virtualflow.protocol.settings import MAX_WORKERS, Reproducibility
+from virtualflow.protocol.settings import (
+    MAX_CHANGES,
+    MAX_LISTED,
+    MAX_METRICS,
+    MAX_NAME,
+    MAX_WORKERS,
+    Reproducibility,
+)
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+"""A name or an address as the status shows it."""
 
 
 class DrainCall(Base, frozen=True, tag=False):
@@ -89,32 +100,32 @@ PATHS: dict[type[Call], str] = {
 class Answer(Base, frozen=True, tag=False):
     """The answer to a call: one sentence."""
 
-    message: str
+    message: Annotated[str, msgspec.Meta(max_length=MAX_NAME * MAX_WORKERS)]
 
 
-class WorkerStatus(Base, frozen=True, tag=False):
+class WorkerStatus(Base, frozen=True, tag=False, omit_defaults=True):
     """A worker as the status shows it."""
 
-    worker: str
-    incarnation: str
-    address: str
-    pid: int
+    worker: Text
+    incarnation: Text
+    address: Text
+    pid: Count
     state: Literal["starting", "ready", "training", "draining", "silent", "done"]
-    first: int
-    last: int
+    first: Count
+    last: Count
     """The half-open range of virtual nodes that it is assigned; empty for one that has none."""
     pace_ms: float | None = None
-    """How long it computes for a virtual node, as measured or else by a profile."""
+    """How long it computes for a virtual node, as measured or else by a profile; not in a brief status."""
 
 
 class LostWorker(Base, frozen=True, tag=False):
     """A process that this coordinator has declared lost: it is refused for ever, and may still hang somewhere."""
 
-    worker: str
-    incarnation: str
-    address: str
+    worker: Text
+    incarnation: Text
+    address: Text
     """Empty where it is not known."""
-    reason: str
+    reason: Sentence
     ended: bool = False
     """Its end is confirmed; until it is, others may have to wait (``GoneCall`` confirms it)."""
 
@@ -122,8 +133,8 @@ class LostWorker(Base, frozen=True, tag=False):
 class Refusal(Base, frozen=True, tag=False):
     """A process that was not admitted."""
 
-    worker: str
-    reason: str
+    worker: Text
+    reason: Sentence
     """One sentence."""
 
 
@@ -137,12 +148,12 @@ EventKind = (
 class Event(Base, frozen=True, tag=False, omit_defaults=True):
     """Something that a person would want to know, numbered upward within one coordinator's life."""
 
-    number: int
-    time: float
+    number: Count
+    time: Annotated[float, msgspec.Meta(ge=0, le=2**53)]
     """Unix time."""
     kind: Word
     """One of ``EventKind``, or of those of a newer version."""
-    text: str
+    text: Sentence
     refusal: Refusal | None = None
     """Of kind ``refused``: who, and why."""
 
@@ -157,43 +168,43 @@ class Status(Base, frozen=True, tag=False):
     """``GET /v1/status`` and each message of ``GET /v1/watch``."""
 
     phase: Phase
-    incarnation: int
-    generation: int
-    virtual_nodes: int | None
-    wanted: int
-    minimum: int
+    incarnation: Count
+    generation: Count
+    virtual_nodes: Count | None
+    wanted: Count
+    minimum: Count
     """With fewer ready workers than this nothing begins."""
-    workers: tuple[WorkerStatus, ...]
-    lost: tuple[LostWorker, ...]
+    workers: Annotated[tuple[WorkerStatus, ...], msgspec.Meta(max_length=2 * MAX_WORKERS)]
+    lost: Annotated[tuple[LostWorker, ...], msgspec.Meta(max_length=MAX_LISTED)]
     """The latest processes that were declared lost, the newest last; not those that left or saw the end."""
-    proposed: int | None
+    proposed: Count | None
     """The counter of a generation that is being prepared."""
-    proposed_workers: tuple[str, ...]
-    """Incarnations of the members of the generation being prepared."""
+    proposed_workers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_WORKERS)]
+    """Incarnations of the members of the generation being prepared; none in a brief status."""
     prepared: bool
     """All members of the proposed generation have its communicator."""
-    reason: str
+    reason: Sentence
     """The membership decision in force, in words."""
-    step: int
-    total_steps: int | None
-    epoch: int
-    metrics: dict[str, Metric]
+    step: Count
+    total_steps: Count | None
+    epoch: Count
+    metrics: Annotated[dict[str, Metric], msgspec.Meta(max_length=MAX_METRICS)]
     steps_per_second: float
     step_ms: float | None
     """How long a step takes: the median of the latest ones, and of all once the training is complete."""
-    hold: int | None
+    hold: Count | None
     last_change: Change | None
-    changes: tuple[Change, ...]
+    changes: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_CHANGES)]
     """The latest."""
-    changes_total: int
+    changes_total: Count
     """How many there were, also those that are not in ``changes`` any more."""
-    repeated_steps: int
+    repeated_steps: Count
     """Of all of them."""
-    events: tuple[Event, ...]
-    digest: str | None
-    optimizer_digest: str | None
-    error: str | None
-    traceback: str | None
+    events: Annotated[tuple[Event, ...], msgspec.Meta(max_length=MAX_LISTED)]
+    digest: Text | None
+    optimizer_digest: Text | None
+    error: Sentence | None
+    traceback: Traceback | None
     reproducibility: Reproducibility | None = None
     """Which of the two the job is; ``None`` before anybody has said."""
     predicted_step_ms: float | None = None

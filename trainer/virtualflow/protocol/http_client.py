@@ -3,14 +3,18 @@ runner and the operator. Requests and answers are those of ``http_api``.
 
 A coordinator may be restarting at any moment, so requests are repeated with back-off for a while and the
 watch stream reconnects for ever. Every call may safely be repeated.
+
+Who answers is not trusted, since a coordinator's pod is within its user's reach: no redirect is followed, an answer is
+read in pieces up to a limit, and a stream no faster than its budget allows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
-from types import TracebackType
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from types import SimpleNamespace, TracebackType
 from typing import Self
 
 import aiohttp
@@ -24,6 +28,15 @@ from virtualflow.protocol.versions import StatusHeader, explain_mismatch, party,
 
 _status = msgspec.json.Decoder(Status)
 _answer = msgspec.json.Decoder(Answer)
+
+_PIECE = 65_536
+"""Bytes of an answer that are read at once."""
+_CONNECTIONS = 4
+"""Of one client: a stream or two, and calls."""
+_LEAST_COUNTED = 16_384
+"""Bytes that a message of the stream counts at least, since each costs time."""
+_BURST = 1.0
+"""Seconds of the stream's budget that may be spent at once."""
 
 
 class CoordinatorUnreachable(VirtualFlowError):
@@ -43,11 +56,16 @@ class ProtocolMismatch(CallRefused):
     """The coordinator is of a version that this one has no protocol in common with."""
 
 
+class CoordinatorMisbehaves(CallRefused):
+    """What answers does what no coordinator does: it sends elsewhere, too much, or what cannot be read."""
+
+
 class CoordinatorClient:
     """Talks to the coordinator at ``url`` with the job's token; an asynchronous context manager.
 
     Raises:
         CallRefused: from every method, when the coordinator says no (a wrong token, an unknown worker, …).
+        CoordinatorMisbehaves: from every method; it is a ``CallRefused``.
         CoordinatorUnreachable: from every method but ``watch``, after ``patience`` seconds.
     """
 
@@ -58,10 +76,15 @@ class CoordinatorClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_redirect.append(self._refuse_redirect)  # also of a stream, which has no option for it
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=self._settings.request_timeout),
-            connector=aiohttp.TCPConnector(force_close=True),
+            connector=aiohttp.TCPConnector(limit=_CONNECTIONS, force_close=True),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,  # no coordinator compresses, and little may become very much
+            trace_configs=[tracing],
         )
         return self
 
@@ -78,8 +101,7 @@ class CoordinatorClient:
             patience: seconds to go on trying while none answers; ``None``: that of the settings.
             brief: with the latest few membership changes and events only.
         """
-        body = await self._request("GET", "/v1/status?brief=1" if brief else "/v1/status", None, patience)
-        return self._read(body)
+        return self._decode(await self._request("GET", "/v1/status?brief=1" if brief else "/v1/status", None, patience))
 
     async def send(self, call: Call, patience: float | None = None) -> str:
         """Make a call; the coordinator's one-sentence answer.
@@ -116,19 +138,19 @@ class CoordinatorClient:
             linked = now
 
         while True:
+            opened = time.monotonic()
             try:
                 async with self._session.ws_connect(
                     self._url + "/v1/watch",
                     params=query,
-                    max_msg_size=self._settings.max_status,
+                    max_msg_size=self._settings.max_answer,
                     timeout=aiohttp.ClientWSTimeout(ws_close=self._settings.request_timeout),
                     heartbeat=self._settings.request_timeout,
                 ) as stream:
                     tell(True)
-                    async for message in stream:
-                        if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
-                            delay = self._settings.retry_first
-                            yield self._read(message.data)
+                    async with contextlib.aclosing(self._read(stream)) as statuses:
+                        async for status in statuses:
+                            yield status
             except aiohttp.WSServerHandshakeError as error:
                 if 400 <= error.status < 500:
                     tell(False)
@@ -139,20 +161,37 @@ class CoordinatorClient:
             except (aiohttp.ClientError, OSError, TimeoutError):
                 pass  # It is restarting, or gone for good: whoever started it knows, and stops watching.
             tell(False)
+            if time.monotonic() - opened > self._settings.retry_most:
+                delay = self._settings.retry_first
             await asyncio.sleep(delay)
             delay = min(2 * delay, self._settings.retry_most)
 
-    def _read(self, content: bytes | str) -> Status:
+    async def _read(self, stream: aiohttp.ClientWebSocketResponse) -> AsyncGenerator[Status]:
+        """What comes over a stream, no faster than its budget allows: meanwhile the coordinator has to wait."""
+        free_at = time.monotonic()
+        async for message in stream:
+            if message.type is aiohttp.WSMsgType.ERROR:
+                if isinstance(message.data, aiohttp.WebSocketError):
+                    raise self._misbehaves(200, str(message.data)) from message.data
+                return  # the connection broke
+            if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+                yield self._decode(message.data)
+                now = time.monotonic()
+                free_at = max(free_at, now) + max(len(message.data), _LEAST_COUNTED) / self._settings.stream_rate
+                if free_at - now > _BURST:
+                    await asyncio.sleep(free_at - now - _BURST)
+
+    def _decode(self, content: bytes | str) -> Status:
         """The status, of whatever version that this one has a protocol in common with."""
         try:
             status, error = _status.decode(content), None
-        except msgspec.MsgspecError as fault:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
             status, error = None, fault
         mismatch = self._mismatch(read_status_header(content) if status is None else status)
         if mismatch is not None:
             raise ProtocolMismatch(200, mismatch) from error
         if status is None:
-            raise CallRefused(200, f"the coordinator at {self._url} answers what is no status: {error}") from error
+            raise self._misbehaves(200, f"what it sends is no status: {error}") from error
         return status
 
     def _mismatch(self, status: Status | StatusHeader | None) -> str | None:
@@ -161,6 +200,24 @@ class CoordinatorClient:
         name = f"the coordinator at {self._url}"
         coordinator = party(name, status.protocol, status.oldest_protocol, status.version)
         return explain_mismatch(coordinator, this_party("this client"))
+
+    def _misbehaves(self, code: int, what: str) -> CoordinatorMisbehaves:
+        return CoordinatorMisbehaves(code, f"what answers at {self._url} does not behave like a coordinator: {what}")
+
+    async def _refuse_redirect(
+        self, _: aiohttp.ClientSession, __: SimpleNamespace, redirect: aiohttp.TraceRequestRedirectParams
+    ) -> None:
+        redirect.response.close()
+        raise self._misbehaves(redirect.response.status, "it sends its callers elsewhere")
+
+    async def _content(self, response: aiohttp.ClientResponse) -> bytes:
+        content = bytearray()
+        async for piece in response.content.iter_chunked(_PIECE):
+            content += piece
+            if len(content) > self._settings.max_answer:
+                response.close()
+                raise self._misbehaves(response.status, f"its answer exceeds {self._settings.max_answer} bytes")
+        return bytes(content)
 
     async def _request(self, method: str, path: str, body: bytes | None, patience: float | None) -> bytes:
         assert self._session is not None, "use the client as an asynchronous context manager"
@@ -171,7 +228,7 @@ class CoordinatorClient:
             trouble = ""
             try:
                 async with self._session.request(method, self._url + path, data=body, headers=headers) as response:
-                    content = await response.read()
+                    content = await self._content(response)
                     if response.status < 400:
                         return content
                     if response.status < 500:
@@ -190,7 +247,7 @@ class CoordinatorClient:
 def _sentence(content: bytes) -> str:
     try:
         return _answer.decode(content).message
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
 
 

@@ -5,6 +5,7 @@ Durations are seconds and sizes are bytes unless a name says otherwise.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,6 +73,12 @@ MAX_TRACEBACK = 16_384
 MAX_CHANGES = 1_000
 """Membership changes that a job remembers in its status and state; the oldest go first."""
 
+MAX_METRICS = 4_096
+"""Metrics in a job's status."""
+
+MAX_LISTED = 1_024
+"""Events and lost workers in a status, at most; a coordinator keeps fewer."""
+
 MAX_TERMINATION_MESSAGE = 4_096
 """Bytes of what a worker writes when it ends: what Kubernetes shows of a termination log."""
 
@@ -117,5 +124,7 @@ class SignalSettings:
     retry_most: float = 0.5
     patience: float = 15.0
     """How long a request is repeated while no coordinator answers: it may be restarting."""
-    max_status: int = 64 << 20
-    """The largest status that is read."""
+    max_answer: int = 64 << 20
+    """The largest answer or status that is read."""
+    stream_rate: float = math.inf
+    """Bytes of the stream of the status that are read in a second; a small message counts 16 KiB."""

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.transport.interface import DONE, Message, Pending
 from virtualflow.transport.link import Link
+from virtualflow.transport.mesh import build_mesh
 from virtualflow.transport.settings import CommunicatorSettings
 
 logger = logging.getLogger("virtualflow.worker")
@@ -172,15 +173,12 @@ class Communicator:
         Raises:
             CommunicatorBroken: the members could not all be reached in time.
         """
-        group: Any = None
+        group: c10d.ProcessGroup | None = None
         if len(plan.members) > 1:
             try:
                 store = RelayStore(link, plan.generation, settings.connect_timeout, superseded)
-                gloo: Any = c10d.ProcessGroupGloo  # its options are not in torch's type stubs
-                options = gloo._Options()
-                options._devices = [gloo.create_device(hostname=plan.members[rank].address)]
-                options._timeout = timedelta(seconds=settings.connect_timeout)
-                group = gloo(store, rank, len(plan.members), options)
+                address = plan.members[rank].address
+                group = build_mesh(store, rank, len(plan.members), address, settings.connect_timeout)
             except RuntimeError as error:
                 raise CommunicatorBroken(_brief(error)) from error
         return cls(plan, rank, group, interrupted, settings)

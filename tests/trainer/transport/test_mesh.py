@@ -1,0 +1,147 @@
+"""A member's port: strangers find it closed once the mesh stands, and do no harm before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LATER, MEANWHILE = 100_000, 3_000
+"""Connections that strangers try when the mesh stands, and before the last member has come."""
+MEMBERS = """
+import os, re, resource, sys, threading
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (1_024, hard))
+import torch
+from torch._C import _distributed_c10d as c10d
+from virtualflow.protocol import messages as m
+from virtualflow.transport.gloo import Communicator
+from virtualflow.transport.mesh import build_mesh
+from virtualflow.transport.settings import CommunicatorSettings
+
+class Told(c10d.Store):
+    # The rendezvous; it tells the ports, which are in the addresses that members publish.
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+    def set(self, key, value):
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        for port in re.findall(rb"\\x02\\x00(..)\\x7f\\x00\\x00\\x01", value, re.DOTALL):
+            print("port", int.from_bytes(port, "big"), flush=True)
+        self.store.set(key, value)
+    def get(self, key):
+        return self.store.get(key)
+    def wait(self, keys, timeout=None):
+        self.store.wait(keys, timeout) if timeout else self.store.wait(keys)
+    def check(self, keys):
+        return self.store.check(keys)
+
+shared, communicators = c10d.HashStore(), [None, None]
+members = tuple(m.Member(f"worker-{n}", f"i{n}", "127.0.0.1", n, n + 1) for n in range(2))
+plan = m.Plan(m.Generation(1, 1), "planned", members, (), "start", "start")
+
+def join(rank):
+    group = build_mesh(Told(shared), rank, 2, "127.0.0.1", 120.0)
+    communicators[rank] = Communicator(plan, rank, group, lambda: None, CommunicatorSettings())
+
+def gather():
+    block = torch.ones(1 << 20, dtype=torch.uint8)
+    threads = [threading.Thread(target=c.all_gather, args=(block,)) for c in communicators]
+    for one in threads: one.start()
+    for one in threads: one.join()
+
+threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+threads[0].start()
+sys.stdin.readline()
+threads[1].start()
+for one in threads: one.join()
+gather()
+print("stands", len(os.listdir("/proc/self/fd")), flush=True)
+sys.stdin.readline()
+gather()
+print("trains", len(os.listdir("/proc/self/fd")), flush=True)
+for one in communicators: one.close()
+communicators.clear()
+print("over", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def members() -> Iterator[subprocess.Popen[str]]:
+    """Two members of a mesh in one process of at most 1,024 descriptors; the second comes when it is told."""
+    trainer = str(Path(__file__).resolve().parents[3] / "trainer")
+    environment = {**os.environ, "PYTHONPATH": trainer}
+    with subprocess.Popen(
+        [sys.executable, "-c", MEMBERS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        stop = threading.Timer(300.0, process.kill)
+        stop.start()
+        try:
+            yield process
+        finally:
+            stop.cancel()
+            process.kill()
+
+
+def line(process: subprocess.Popen[str], word: str) -> int:
+    """The number that follows upon that word."""
+    assert process.stdout is not None
+    for text in process.stdout:
+        if text.startswith(word):
+            return int(text.split()[1])
+    raise AssertionError(f"it ended before it said {word!r}: {process.wait()}")
+
+
+def go_on(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < MEANWHILE + 500:
+        pytest.skip("this process may not open enough connections to show it")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_hundred_thousand_connections_find_no_port_once_the_mesh_stands() -> None:
+    with members() as process:
+        ports = [line(process, "port")]
+        go_on(process)
+        ports.append(line(process, "port"))
+        before, let_in = line(process, "stands"), []
+        for number in range(LATER):
+            with contextlib.suppress(ConnectionRefusedError):
+                let_in.append(socket.create_connection(("127.0.0.1", ports[number % 2]), timeout=60.0))
+                let_in[-1].sendall(os.urandom(8))
+        go_on(process)
+        assert line(process, "trains") == before
+        assert let_in == []
+        assert process.stdout is not None
+        assert process.stdout.readline() == "over\n"
+        assert process.wait() == 0
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_thousands_of_connections_while_the_mesh_is_built_do_not_end_a_member() -> None:
+    with members() as process, contextlib.ExitStack() as held:
+        port = line(process, "port")
+        for number in range(MEANWHILE):
+            stranger = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60.0))
+            stranger.sendall(os.urandom(number % 16))
+        go_on(process)
+        line(process, "stands")
+        go_on(process)
+        line(process, "trains")

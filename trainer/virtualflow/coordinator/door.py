@@ -1,0 +1,169 @@
+"""The coordinator's door: who has not shown the job's token yet gets little time, little memory and few places.
+
+Whoever reaches the port may connect and say nothing, or say a request one byte a minute. Such a stranger is shut out
+after ``handshake`` seconds. There are places for some of them; one more takes the place of the one that has been there
+longest, since who knows the token shows it within milliseconds. So strangers never use up the descriptors of this
+process, after which nobody could connect, and nothing that they do is logged line by line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from typing import Any
+
+from aiohttp import web
+
+from virtualflow.coordinator.settings import CoordinatorSettings
+from virtualflow.protocol.descriptors import raise_descriptor_limit
+
+logger = logging.getLogger("virtualflow.coordinator.door")
+"""For what strangers cause, that is for whatever they can cause a million times."""
+
+UNREAD = 16_384
+"""Bytes that are taken from a stranger before its token is looked at."""
+ACCEPTED_AT_ONCE = 128
+"""Connections that asyncio accepts in one turn, before any of them can be shut out."""
+
+QUEUE = 4_096
+"""Connections that wait in the kernel to be accepted: one beyond them tries again a second later."""
+
+
+class Seldom(logging.Filter):
+    """Lets a kind of record through once in a while, with how often it would have come since.
+
+    Args:
+        interval: seconds between two of a kind.
+    """
+
+    def __init__(self, interval: float) -> None:
+        super().__init__()
+        self._interval = interval
+        self._kinds: dict[str, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is logged. The kinds are the few texts of the program, before anything is filled in."""
+        kind, now = str(record.msg), time.monotonic()
+        next_at, left_out = self._kinds.get(kind, (now, 0))
+        if now < next_at:
+            self._kinds[kind] = next_at, left_out + 1
+            return False
+        self._kinds[kind] = now + self._interval, 0
+        if left_out:
+            record.msg, record.args = "%s (and %d more like it)", (record.getMessage(), left_out)
+        return True
+
+
+class Door:
+    """The strangers, the longest there first, and how many there may be.
+
+    Args:
+        settings: places and time of each.
+    """
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self._settings = settings
+        self._strangers: dict[asyncio.BaseTransport, _Visitor] = {}
+        self._places = settings.strangers
+        for known in [known for known in logger.filters if isinstance(known, Seldom)]:
+            logger.removeFilter(known)
+        logger.addFilter(Seldom(settings.log_interval))
+
+    async def open(self, server: web.Server, host: str, port: int) -> asyncio.Server:
+        """Listen, with as many descriptors as this process may have.
+
+        Raises:
+            OSError: the address cannot be used.
+        """
+        limit = raise_descriptor_limit()
+        self._places = min(self._settings.strangers, max(1, limit // 2 - 2 * ACCEPTED_AT_ONCE, limit // 8))
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_log_seldom)
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        at_once = min(ACCEPTED_AT_ONCE, max(1, limit // 8))
+        listening = await loop.create_server(lambda: _Visitor(self, server()), sock=listener, backlog=at_once)
+        listener.listen(QUEUE)  # asyncio takes its number for both
+        return listening
+
+    def admit(self, transport: asyncio.BaseTransport | None) -> None:
+        """Whoever is behind that connection has shown the token, and is no stranger any more."""
+        visitor = self._strangers.pop(transport, None) if transport is not None else None
+        if visitor is not None:
+            visitor.welcome()
+
+    def enter(self, transport: asyncio.BaseTransport, visitor: _Visitor) -> asyncio.TimerHandle:
+        """A stranger has come; if there are too many, the one that was here longest goes. The timer of its time."""
+        if len(self._strangers) >= self._places:
+            logger.warning("more than %d connections have not shown the job's token; closing the oldest", self._places)
+            self.shut_out(next(iter(self._strangers)))
+        self._strangers[transport] = visitor
+        return asyncio.get_running_loop().call_later(self._settings.handshake, self._too_slow, transport)
+
+    def leave(self, transport: asyncio.BaseTransport) -> None:
+        """A connection has ended."""
+        self._strangers.pop(transport, None)
+
+    def shut_out(self, transport: asyncio.BaseTransport) -> None:
+        """End a stranger's connection."""
+        self.leave(transport)
+        if isinstance(transport, asyncio.WriteTransport):
+            transport.abort()
+
+    def _too_slow(self, transport: asyncio.BaseTransport) -> None:
+        if transport in self._strangers:
+            logger.warning("a connection is closed: it did not show the token in %g s", self._settings.handshake)
+            self.shut_out(transport)
+
+
+class _Visitor(asyncio.Protocol):
+    """One connection: what comes in goes on to aiohttp's ``protocol``, a little of it until the token was seen."""
+
+    def __init__(self, door: Door, protocol: asyncio.Protocol) -> None:
+        self._door, self._protocol = door, protocol
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard = 0
+        # What needs no look at it goes there directly.
+        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
+        self.eof_received = protocol.eof_received  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._timer = self._door.enter(transport, self)
+        self._protocol.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer is not None:
+            self._heard += len(data)
+            if self._heard > UNREAD and self._transport is not None:
+                self._transport.pause_reading()
+        self._protocol.data_received(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._forget_timer()
+        if self._transport is not None:
+            self._door.leave(self._transport)
+        self._protocol.connection_lost(error)
+
+    def welcome(self) -> None:
+        """It has shown the token."""
+        self._forget_timer()
+        if self._heard > UNREAD and self._transport is not None:
+            self._transport.resume_reading()
+
+    def _forget_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _log_seldom(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What the event loop cannot tell anybody else, such as that no connection can be accepted: not in a flood."""
+    if isinstance(context.get("exception"), OSError):
+        logger.error("a connection failed: %s: %s", context.get("message"), context["exception"])
+    else:
+        loop.default_exception_handler(context)
