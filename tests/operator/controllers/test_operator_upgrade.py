@@ -10,7 +10,7 @@ from stage import NAMESPACE, Stage, play, running
 from other_version import NEWER
 from virtualflow._version import __version__
 from virtualflow_operator.constants import COORDINATOR, WORKER
-from virtualflow_operator.k8s.client import JOBS, PODS
+from virtualflow_operator.k8s import JOBS, PODS
 
 OLD, NEW = "operator:test", "operator:newer"
 CHECKPOINT = {"volume": {"persistentVolumeClaim": {"claimName": "kept"}}}
