@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+from msgspec import structs
 from scenes import NOW, SETTINGS, given_up
 from small_cluster import KEY, Cluster
 
@@ -118,6 +119,10 @@ class Operator:
                     if f"process-of-{uid}" == incarnation:
                         del process.states[uid]
                         process.lost.append(given_up(process.known[uid]))
+                process.lost = [
+                    structs.replace(lost, ended=True) if lost.incarnation == incarnation else lost
+                    for lost in process.lost
+                ]
             case ScaleCall(workers=wanted, minimum=minimum):
                 process.wanted, process.minimum = wanted, minimum
             case _:
