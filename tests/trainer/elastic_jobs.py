@@ -310,6 +310,14 @@ class ElasticJob:
         self.call("gone", worker=name, reason="killed by SIGKILL")
         self.wait_for(lambda status: status.generation > before.generation, f"a generation without {name}")
 
+    def await_end(self, name: str) -> None:
+        """Wait until a worker's process has ended by itself."""
+        deadline = time.monotonic() + PATIENCE
+        while self.workers[name].process.exitcode is None:
+            assert time.monotonic() < deadline, f"{name} does not end"
+            self.status()
+            time.sleep(0.01)
+
     def kill_all(self) -> None:
         """SIGKILL all workers at once."""
         self._note_children()

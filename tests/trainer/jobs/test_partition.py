@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SERVICE, PORT = "10.77.0.9", 7000
 HOSTS = ("10.77.0.1", "10.77.0.2")
-STEPS = 400
+STEPS = 200
 SCRIPT = """
 import sys, time
 import torch, virtualflow as vf

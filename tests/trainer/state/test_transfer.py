@@ -238,7 +238,7 @@ def lose_the_only_donor(job: ElasticJob) -> None:
     job.join()
     job.call("scale", workers=1)
     job.hold(None)
-    job.workers["worker-0"].process.join(30)
+    job.await_end("worker-0")
 
 
 def test_a_joiner_whose_model_is_half_overwritten_goes_on_from_a_checkpoint(
@@ -256,7 +256,7 @@ def test_a_joiner_whose_model_is_half_overwritten_never_begins_anew_with_it(
     reference = alone(train)
     job = start_job(train, "worker-0", 9, "killed", workers=1, hold=3)
     lose_the_only_donor(job)
-    job.workers["worker-1"].process.join(30)
+    job.await_end("worker-1")
     job.start_worker()
     outcomes = job.finish()
     assert [outcomes[f"worker-{n}"].kind for n in range(3)] == ["killed", "Evicted", "returned"]
