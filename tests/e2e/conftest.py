@@ -45,10 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_lifecycle",
         "test_latency",
         "test_hostile",
-        "test_story",
         "test_queue_bad_input",
         "test_sharing_a_cluster",
         "test_scale",
+        "test_story",  # leaves a scheduler that has lost the API server
     ]
     here = [item for item in items if Path(item.path).parent == Path(__file__).parent]
     for item in here:
