@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import aiohttp
 
+from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE
 from virtualflow.protocol.versions import PROTOCOL
@@ -25,7 +26,7 @@ PATIENCE = 120.0
 @lru_cache(maxsize=64)
 def decode(frame: bytes) -> m.ToWorker:
     """A message; what all are told is decoded once, as if each worker had a machine of its own."""
-    return m.unpack_to_worker(frame)
+    return framing.unpack_to_worker(frame)
 
 
 class Crowd:
@@ -134,7 +135,7 @@ class Worker:
             done=False,
             changes=(),
         )
-        return m.pack(hello)
+        return framing.pack(hello)
 
     def say(self, message: m.FromWorker) -> None:
         """Queue a message."""
@@ -161,7 +162,7 @@ class Worker:
 
     async def _send(self, socket: aiohttp.ClientWebSocketResponse, message: m.FromWorker) -> None:
         self.crowd.sent[type(message).__name__] += 1
-        await socket.send_bytes(m.pack(message))
+        await socket.send_bytes(framing.pack(message))
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse, heartbeat: float) -> None:
         reported = 0.0

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from virtualflow.protocol import http_api, http_client, versions
+from virtualflow.protocol import framing, http_api, http_client, versions
 from virtualflow.protocol import messages as m
 
 Version = Literal["this", "newer", "older", "far"]
@@ -29,7 +29,7 @@ def be(version: Version) -> None:
     """Let this process be that version from now on."""
     encode = {"newer": encode_newer, "older": encode_older}.get(version)
     if encode is not None:
-        m.encode = http_client.encode = encode
+        m.encode = framing.encode = http_client.encode = encode
     if version == "newer":
         versions.PROTOCOL += 1
         versions.__version__ = NEWER

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import aiohttp
 
+from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow.protocol.versions import PROTOCOL
@@ -135,7 +136,7 @@ class Trainer:
 
     async def _talk(self, stream: aiohttp.ClientWebSocketResponse) -> None:
         self._out = asyncio.Queue()
-        await stream.send_bytes(m.pack(self.hello()))
+        await stream.send_bytes(framing.pack(self.hello()))
         self._stream = stream
         for message in self._kept.values():
             self.say(message)
@@ -143,7 +144,7 @@ class Trainer:
         try:
             async for frame in stream:
                 if not self.hung:
-                    self.training.hear(self, m.unpack_to_worker(frame.data))
+                    self.training.hear(self, framing.unpack_to_worker(frame.data))
         finally:
             writer.cancel()
 
@@ -151,7 +152,7 @@ class Trainer:
         while True:
             message = await self._out.get()
             try:
-                await stream.send_bytes(m.pack(message))
+                await stream.send_bytes(framing.pack(message))
             except ConnectionError:
                 return  # the reader learns it too
 

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from virtualflow.coordinator.server import Coordinator
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
+from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.versions import PROTOCOL
 
@@ -61,7 +62,7 @@ class Server:
 async def told(stream: aiohttp.ClientWebSocketResponse) -> m.ToWorker | None:
     """The next message; ``None``: the connection is closed."""
     frame = await stream.receive(timeout=30.0)
-    return m.unpack_to_worker(frame.data) if frame.type == aiohttp.WSMsgType.BINARY else None
+    return framing.unpack_to_worker(frame.data) if frame.type == aiohttp.WSMsgType.BINARY else None
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -11,7 +11,7 @@ from simulated_worker import VIRTUAL_NODES, Worker
 
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.state import JobState
-from virtualflow.protocol import http_api
+from virtualflow.protocol import framing, http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.lineage import find_objection
 
@@ -96,7 +96,7 @@ class World(Driven):
 
     def send(self) -> None:
         for incarnation, message in self.take_outbox():
-            m.unpack_to_worker(m.pack(message))
+            framing.unpack_to_worker(framing.pack(message))
             worker = self.workers[incarnation]
             if isinstance(message, m.Plan):
                 known = self.plans.setdefault(message.generation, message)
@@ -168,7 +168,7 @@ class World(Driven):
 
     def deliver(self, worker: Worker) -> bool:
         if worker.out and worker.connected:
-            message = m.unpack_from_worker(m.pack(worker.out.popleft()))
+            message = framing.unpack_from_worker(framing.pack(worker.out.popleft()))
             self.hear(worker.incarnation, message)
             self.turn_soon()
             return True

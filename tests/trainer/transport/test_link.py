@@ -16,6 +16,7 @@ from aiohttp import WSMsgType, web
 from coordinator_server import hello
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_MESSAGE
@@ -79,7 +80,7 @@ class Coordinator:
         self.connections.append(heard)
         async for frame in socket:
             if frame.type == WSMsgType.BINARY:
-                message = m.unpack_from_worker(frame.data)
+                message = framing.unpack_from_worker(frame.data)
                 if isinstance(message, m.Hello) and self.welcomes:
                     await socket.send_bytes(m.encode(m.Welcome(False, 0, None, 1.0)))
                 with self.news:
@@ -89,7 +90,7 @@ class Coordinator:
         return socket
 
     def say(self, message: m.ToWorker | bytes) -> None:
-        data = message if isinstance(message, bytes) else m.pack(message)
+        data = message if isinstance(message, bytes) else framing.pack(message)
         asyncio.run_coroutine_threadsafe(self.sockets[-1].send_bytes(data), self._loop).result(5.0)
 
     def cut(self) -> None:

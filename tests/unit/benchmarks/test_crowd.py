@@ -16,7 +16,7 @@ from virtualflow.coordinator import server as server_module
 from virtualflow.coordinator.decisions import decide
 from virtualflow.coordinator.settings import MAX_BUNDLE, MembershipSettings
 from virtualflow.coordinator.state import JobState
-from virtualflow.protocol import http_api
+from virtualflow.protocol import framing, http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE, MAX_UNPACKED
 
@@ -48,13 +48,13 @@ class Crowd(Driven):
 
     def bytes(self) -> int:
         """How much the last messages make on the wire."""
-        return sum(len(m.pack(message)) for _, message in self.said)
+        return sum(len(framing.pack(message)) for _, message in self.said)
 
     def each(self, plan: m.Plan, message: m.FromWorker | None = None) -> None:
         """All members say something: ``message``, or the key by which the others reach them."""
         for rank, member in enumerate(plan.members):
             said = message or m.Publish(plan.generation, f"0/{rank}", ADDRESS)
-            self.hear(member.incarnation, m.unpack_from_worker(m.pack(said)))
+            self.hear(member.incarnation, framing.unpack_from_worker(framing.pack(said)))
 
     def enter(self) -> Counter[type]:
         """The proposed generation is built and entered; what was said over it."""
@@ -129,7 +129,7 @@ def test_who_has_entered_does_not_tell_a_plan_back_that_is_known() -> None:
     plan = crowd.state.proposed
     assert plan is not None
     told_back = [m.Entered(plan, 3, restored=False), m.EnteredTold(plan.generation, 3, restored=False)]
-    long, short = (len(m.pack(message)) for message in told_back)
+    long, short = (len(framing.pack(message)) for message in told_back)
     assert short < 200 < long
     for incarnation, message in zip(("worker-0.0", "worker-1.0"), told_back, strict=True):
         crowd.hear(incarnation, message)
@@ -177,7 +177,8 @@ def test_the_largest_job_fits_into_a_message() -> None:
     )
     plan = m.Plan(m.Generation(2**41, 7), "planned", members, (), "join", "all join")
     for message in (plan, hello("worker-0", plan=plan), m.Entered(plan, 3, restored=False)):
-        assert len(m.pack(message)) < MAX_MESSAGE
+        assert len(framing.pack(message)) < MAX_MESSAGE
         assert len(m.encode(message)) < MAX_UNPACKED
-    assert m.unpack_to_worker(m.pack(plan)) == plan
-    assert isinstance(m.unpack_from_worker(m.pack(msgspec.structs.replace(hello("worker-0"), plan=plan))), m.Hello)
+    assert framing.unpack_to_worker(framing.pack(plan)) == plan
+    told = msgspec.structs.replace(hello("worker-0"), plan=plan)
+    assert isinstance(framing.unpack_from_worker(framing.pack(told)), m.Hello)

@@ -12,6 +12,7 @@ from coordinator_server import hello
 from hypothesis import given
 from hypothesis import strategies as st
 
+from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_UNPACKED, MAX_VIRTUAL_NODES
 
@@ -23,7 +24,7 @@ def hello_with(**facts: object) -> bytes:
 
 
 def test_a_hello_survives_the_way() -> None:
-    assert m.from_worker.decode(m.encode(HELLO)) == HELLO
+    assert framing.from_worker.decode(m.encode(HELLO)) == HELLO
 
 
 CHANGE = {
@@ -81,12 +82,12 @@ CHANGE = {
 )
 def test_what_is_no_message_is_refused(raw: bytes) -> None:
     with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError, RecursionError)):
-        m.from_worker.decode(raw)
+        framing.from_worker.decode(raw)
 
 
 @given(st.binary())
 def test_no_bytes_do_more_than_being_refused(raw: bytes) -> None:
-    for decoder in (m.from_worker, m.to_worker):
+    for decoder in (framing.from_worker, framing.to_worker):
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             decoder.decode(raw)
 
@@ -102,18 +103,18 @@ PLAN = m.Plan(
 
 
 def test_a_long_message_travels_deflated_and_a_short_one_as_it_is() -> None:
-    assert len(m.pack(PLAN)) < len(m.encode(PLAN)) / 3
-    assert m.unpack_to_worker(m.pack(PLAN)) == m.unpack_to_worker(m.encode(PLAN)) == PLAN
-    assert m.pack(m.Ready()) == m.encode(m.Ready())
-    assert m.unpack_from_worker(m.pack(m.Ready()).decode()) == m.Ready()
+    assert len(framing.pack(PLAN)) < len(m.encode(PLAN)) / 3
+    assert framing.unpack_to_worker(framing.pack(PLAN)) == framing.unpack_to_worker(m.encode(PLAN)) == PLAN
+    assert framing.pack(m.Ready()) == m.encode(m.Ready())
+    assert framing.unpack_from_worker(framing.pack(m.Ready()).decode()) == m.Ready()
 
 
 @pytest.mark.parametrize(
     "raw",
     [
         pytest.param(b"", id="nothing"),
-        pytest.param(m.pack(PLAN)[:-1], id="one that was cut off"),
-        pytest.param(m.pack(PLAN) + b"x", id="something behind it"),
+        pytest.param(framing.pack(PLAN)[:-1], id="one that was cut off"),
+        pytest.param(framing.pack(PLAN) + b"x", id="something behind it"),
         pytest.param(zlib.compress(b"no JSON"), id="something else deflated"),
         pytest.param(zlib.compress(zlib.compress(m.encode(PLAN))), id="deflated twice"),
         pytest.param(zlib.compress(b" " * (MAX_UNPACKED + 1)), id="little that becomes much"),
@@ -121,14 +122,14 @@ def test_a_long_message_travels_deflated_and_a_short_one_as_it_is() -> None:
     ],
 )
 def test_what_was_packed_otherwise_is_refused(raw: bytes) -> None:
-    for unpack in (m.unpack_from_worker, m.unpack_to_worker):
+    for unpack in (framing.unpack_from_worker, framing.unpack_to_worker):
         with pytest.raises(msgspec.MsgspecError):
             unpack(raw)
 
 
 @given(st.binary())
 def test_no_bytes_do_more_to_who_unpacks_them(raw: bytes) -> None:
-    for unpack in (m.unpack_from_worker, m.unpack_to_worker):
+    for unpack in (framing.unpack_from_worker, framing.unpack_to_worker):
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             unpack(raw)
 

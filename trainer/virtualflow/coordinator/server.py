@@ -30,7 +30,7 @@ from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import Watchers, answer
 from virtualflow.coordinator.worker_messages import disconnect, excuse, handle
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol import http_api
+from virtualflow.protocol import framing, http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE
 
@@ -154,7 +154,7 @@ class Coordinator:
             if line is None:
                 continue
             if id(message) not in encoded:
-                encoded[id(message)] = m.pack(message)  # once for all who are told
+                encoded[id(message)] = framing.pack(message)  # once for all who are told
             data = encoded[id(message)]
             if not line.put(data):
                 logger.warning("%s does not read its messages; closing its connection", incarnation)
@@ -288,7 +288,7 @@ class Coordinator:
             if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT) or self._lines.get(hello.incarnation) is not line:
                 return
             try:
-                message = m.unpack_from_worker(frame.data)
+                message = framing.unpack_from_worker(frame.data)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 logger.warning("%s sent a message that is refused: %s", hello.worker, error)
                 await socket.close(code=WSCloseCode.INVALID_TEXT, message=b"malformed message")
@@ -305,7 +305,7 @@ class Coordinator:
     async def _refuse(self, socket: web.WebSocketResponse, refusal: str) -> None:
         self._turn()
         with contextlib.suppress(ConnectionError):
-            await socket.send_bytes(m.pack(m.Refuse(refusal)))
+            await socket.send_bytes(framing.pack(m.Refuse(refusal)))
 
     async def _first_message(self, socket: web.WebSocketResponse) -> m.Hello | None:
         message: m.FromWorker | None = None
@@ -314,7 +314,7 @@ class Coordinator:
             frame = await asyncio.wait_for(socket.receive(), self._settings.first_message)
             if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
                 return None
-            message = m.unpack_from_worker(frame.data)
+            message = framing.unpack_from_worker(frame.data)
         except TimeoutError:
             seldom.warning("a connection is refused: it said nothing for %g s", self._settings.first_message)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,27 +1,24 @@
 """What goes over the wire between workers and the coordinator: typed, bounded JSON.
 
 Workers hold one WebSocket to the coordinator (``/v1/worker``). What the operator and the command line ask it, and what
-it answers, is in ``http_api``, which stands on the same ground. An unknown field is ignored, because the other side may
-be newer (``versions``). Apart from that decoding is strict (msgspec): an unknown tag, a wrong type or a number out of
-bounds is refused as a whole and changes nothing.
+it answers, is in ``http_api``, which stands on the same ground; how messages travel is in ``framing``. An unknown field
+is ignored, because the other side may be newer (``versions``). Apart from that decoding is strict (msgspec): an unknown
+tag, a wrong type or a number out of bounds is refused as a whole and changes nothing.
 """
 
 from __future__ import annotations
 
-import zlib
 from typing import Annotated, Literal
 
 import msgspec
 
 from virtualflow.protocol.metrics import Metric, NotFinite
 from virtualflow.protocol.settings import (
-    DEFLATED,
     MAX_CHANGES,
     MAX_KEY,
     MAX_NAME,
     MAX_SENTENCE,
     MAX_TRACEBACK,
-    MAX_UNPACKED,
     MAX_VIRTUAL_NODES,
     MAX_WORD,
     MAX_WORKERS,
@@ -399,51 +396,7 @@ class End(Base, frozen=True, tag="end"):
 
 ToWorker = Welcome | Plan | Keys | Drain | Hold | Release | Refuse | End
 
-# --- on the wire ------------------------------------------------------------------------------------------------------
-
 
 def encode(message: msgspec.Struct) -> bytes:
     """JSON of a message."""
     return msgspec.json.encode(message)
-
-
-def pack(message: msgspec.Struct) -> bytes:
-    """A message between worker and coordinator as it travels: JSON, deflated if it is long."""
-    data = encode(message)
-    return zlib.compress(data, 1) if len(data) > DEFLATED else data
-
-
-def unpack_from_worker(data: bytes | str) -> FromWorker:
-    """What a worker has packed.
-
-    Raises:
-        MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
-    """
-    return from_worker.decode(inflated(data))
-
-
-def unpack_to_worker(data: bytes | str) -> ToWorker:
-    """What the coordinator has packed.
-
-    Raises:
-        MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
-    """
-    return to_worker.decode(inflated(data))
-
-
-def inflated(data: bytes | str) -> bytes | str:
-    """JSON, which begins with a brace, as it is; else what was deflated, as far as it is not too long."""
-    if isinstance(data, str) or data[:1] == b"{":
-        return data
-    inflate = zlib.decompressobj()
-    try:
-        plain = inflate.decompress(data, MAX_UNPACKED)
-    except zlib.error as error:
-        raise msgspec.DecodeError(f"neither JSON nor deflated: {error}") from error
-    if not inflate.eof or inflate.unused_data:
-        raise msgspec.DecodeError("it was cut off, is too long, or something follows it")
-    return plain
-
-
-from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
-to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)

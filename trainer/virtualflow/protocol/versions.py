@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import msgspec
 
 from virtualflow._version import __version__
-from virtualflow.protocol.messages import Base, Count, Name, Version, inflated
+from virtualflow.protocol.framing import inflated
+from virtualflow.protocol.messages import Base, Count, Name, Version
 
 PROTOCOL = 3
 """The newest protocol that this version speaks: raised when a party that does not know a change would misread it, or

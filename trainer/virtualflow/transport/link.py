@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from virtualflow.errors import ConfigurationError, CoordinatorAbsent
+from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE
 from virtualflow.transport.settings import LinkSettings
@@ -237,7 +238,7 @@ class Link:
                 if frame.type not in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
                     break
                 try:
-                    self._take(m.unpack_to_worker(frame.data))
+                    self._take(framing.unpack_to_worker(frame.data))
                 except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                     logger.warning("the coordinator sent a message that is refused: %s", error)
         finally:
@@ -253,7 +254,7 @@ class Link:
             while True:
                 while self._queue:
                     message = self._queue[0]
-                    await socket.send_bytes(m.pack(self._short(message)))
+                    await socket.send_bytes(framing.pack(self._short(message)))
                     with self.changed:
                         # A queue that was full has lost its first message meanwhile.
                         if self._queue and self._queue[0] is message:
@@ -322,4 +323,4 @@ def _encode_hello(hello: m.Hello) -> bytes:
     """JSON of ``hello``, without the oldest membership changes if it would be more than the coordinator reads."""
     while hello.changes and len(m.encode(hello)) > MAX_MESSAGE:
         hello = msgspec.structs.replace(hello, changes=hello.changes[len(hello.changes) // 2 + 1 :])
-    return m.pack(hello)
+    return framing.pack(hello)
