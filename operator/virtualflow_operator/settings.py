@@ -174,6 +174,23 @@ class SimulationSettings:
 
 
 @dataclass(frozen=True)
+class ApiSettings:
+    """How the API server is asked."""
+
+    request_timeout: float = 10.0
+    """How long one request may take, waiting for a free connection included."""
+    connections: int = 32
+    """Requests under way at once; more wait for a free connection."""
+    watch_slack: float = 30.0
+    """A watch that should have ended is closed after this long."""
+    page: int = 100
+    """Objects of a list that are read at once. Each may have 1.5 MB: Python reads 150 MB in two seconds, in which no
+    other thread runs, the one that renews the lease among them."""
+    list_attempts: int = 3
+    """How often a list is begun when its ``continue`` token expires on the way."""
+
+
+@dataclass(frozen=True)
 class EventSettings:
     """Events on jobs: enough for a person, never a flood."""
 
@@ -225,6 +242,7 @@ class OperatorSettings:
     lease: LeaseSettings = field(default_factory=LeaseSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
     crashes: CrashSettings = field(default_factory=CrashSettings)
+    api: ApiSettings = field(default_factory=ApiSettings)
     events: EventSettings = field(default_factory=EventSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     sharing: SharingSettings = field(default_factory=SharingSettings)
@@ -244,8 +262,14 @@ class OperatorSettings:
     """Every job is looked at this often even when nothing happens (``--resync-seconds``)."""
     relist_jitter: float = 0.1
     """By what share of itself a relist comes earlier or later, so that jobs made together drift apart."""
-    request_timeout: float = 10.0
-    """How long a call to the API server may take."""
+    relist_after: float = 2.0
+    """After a watch that began anew, what it missed is listed this much later."""
+    relist_spread: float = 30.0
+    """A relist looks at the jobs of which it tells nothing new over this time."""
+    settle: float = 0.05
+    """The time between two reconciliations of a job that follow from one another."""
+    call_retry: float = 1.0
+    """A coordinator is told after this long what it could not be told."""
     progress_interval: float = 5.0
     """How often a running job's step, loss and speed are written to its status (``--progress-seconds``)."""
     coordinator_patience: float = 10.0

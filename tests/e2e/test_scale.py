@@ -33,6 +33,7 @@ from virtualflow_operator.jobs.manifests import derive_token
 from virtualflow_operator.k8s.client import KubeApi
 from virtualflow_operator.k8s.errors import ApiError
 from virtualflow_operator.k8s.resources import JOBS, PODS, Resource
+from virtualflow_operator.settings import ApiSettings
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = "default"
@@ -219,7 +220,7 @@ async def burst(kubeconfig: Path, folder: Path) -> dict[str, float]:
     key.write_text(secrets.token_hex(32))
     os.environ["KUBECONFIG"] = str(kubeconfig)  # for the client; pytest's own environment is put back below
     try:
-        api = await KubeApi.connect(request_timeout=30.0)
+        api = await KubeApi.connect(ApiSettings(request_timeout=30.0))
     finally:
         del os.environ["KUBECONFIG"]
     async with api:

@@ -30,6 +30,7 @@ import kube_apiserver
 from virtualflow_operator.k8s.client import KubeApi, Object
 from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, NotFound
 from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS, Resource
+from virtualflow_operator.settings import ApiSettings
 
 DEFINITION = yaml.safe_load((Path(__file__).parents[2] / "crds" / "virtualflowjobs.yaml").read_text())
 DEFINITIONS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
@@ -160,7 +161,7 @@ async def connected(**options: Any) -> KubeApi:
     """Connect to the real one."""
     path = os.environ.get("KUBECONFIG") or _own_server()
     with mock.patch.dict(os.environ, KUBECONFIG=path):
-        return await KubeApi.connect(**options)
+        return await KubeApi.connect(ApiSettings(**options))
 
 
 @functools.cache

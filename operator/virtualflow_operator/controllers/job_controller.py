@@ -16,7 +16,6 @@ from virtualflow_operator.api import (
     Job,
     JobSpec,
     JobStatus,
-    Pod,
     merge_patch,
     parse_time,
     read_job,
@@ -24,6 +23,7 @@ from virtualflow_operator.api import (
 )
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
+from virtualflow_operator.controllers.job_cleanup import JobCleanup
 from virtualflow_operator.controllers.provisioner import Provisioner, Refusal, ignoring
 from virtualflow_operator.controllers.queue_controller import QueueController
 from virtualflow_operator.controllers.workqueue import RetryLater
@@ -61,10 +61,6 @@ SERVICE = "service"
 _KINDS = (SERVICE, COORDINATOR, WORKER)
 _IDENTITY = ("uid", "generation", "deletionTimestamp")
 """What of a job's metadata says that it is the same and wants the same."""
-_CALL_AGAIN = 1.0
-"""Seconds until a coordinator is told again what it could not be told."""
-_SETTLE = 0.05
-"""Seconds between two reconciliations of a job that follow from one another."""
 
 
 @dataclass
@@ -114,6 +110,7 @@ class JobController:
         self._queue_controller = queue_controller
         self._events, self._metrics, self._key, self._settings = events, metrics, key, settings
         self._provisioner = Provisioner(api, store, metrics, key, settings)
+        self._cleanup = JobCleanup(api, store, links, settings)
         self._memories: dict[Key, _Memory] = {}
         self.touched: dict[Key, float] = {}
         """When (monotonic) the oldest news came that a job was not reconciled for."""
@@ -134,7 +131,9 @@ class JobController:
             if job.spec.managed_by not in (None, "", MANAGER):
                 return None  # another controller's
             if body["metadata"].get("deletionTimestamp"):
-                if not await self._dismiss(key, [pod for pod in self._store.pods_of(key) if pod.owner == job.uid]):
+                if not await self._cleanup.dismiss(
+                    key, [pod for pod in self._store.pods_of(key) if pod.owner == job.uid]
+                ):
                     self._links.drop(key)
                 return None
             return await self._reconcile(key, job, touched)
@@ -143,7 +142,7 @@ class JobController:
         memory = self._memories.get(key)
         if memory is None or memory.uid != job.uid:
             memory = self._memories[key] = _Memory(job.uid)
-        await self._clear_predecessor(key, job)
+        await self._cleanup.clear_predecessor(key, job)
         self._follow(key, job)
         queue = self._store.queue(job.spec.queue) if job.spec.queue else None
         scene = Scene(
@@ -181,8 +180,8 @@ class JobController:
         wakes = [wake for wake in (plan.wake_at, *retries) if wake is not None]
         if written:
             # Some of what is decided waits until it is written down; mostly there is nothing more to do.
-            wakes.append(now + _SETTLE)
-        return max(_SETTLE, min(wakes) - time.time()) if wakes else None
+            wakes.append(now + self._settings.settle)
+        return max(self._settings.settle, min(wakes) - time.time()) if wakes else None
 
     def _follow(self, key: Key, job: Job) -> None:
         """Keep the connection to the coordinator that the status names."""
@@ -210,7 +209,7 @@ class JobController:
             if isinstance(call, GoneCall) and call.incarnation in plan.recoveries:
                 memory.lost_at = touched if touched is not None else time.monotonic()
             if outcome == "unreachable":
-                return _CALL_AGAIN  # the others would fare no better
+                return self._settings.call_retry  # the others would fare no better
         return None
 
     # --- the API server ----------------------------------------------------------------------------------------------
@@ -323,17 +322,15 @@ class JobController:
         except NotFound:
             self._store.jobs.remove(*key)
 
-    # --- jobs that are no more ---------------------------------------------------------------------------------------
-
     async def _bury(self, key: Key) -> float | None:
-        """A job was deleted: its pods go by themselves, but need not train until their grace is over."""
+        """A job was deleted: end what is left of it, then forget it; in how many seconds to look again, if so."""
         pods = self._store.pods_of(key)
         if pods:
             try:
                 self._store.jobs.put(await self._api.get(JOBS, *key))
                 return 0.0  # it is there after all
             except NotFound:
-                if await self._dismiss(key, [pod for pod in pods if pod.owner]):
+                if await self._cleanup.dismiss(key, [pod for pod in pods if pod.owner]):
                     return None  # the end of a pod or of the coordinator wakes it again
         self._links.drop(key)
         memory = self._memories.pop(key, None)
@@ -342,32 +339,6 @@ class JobController:
         self._metrics.jobs.pop(key, None)
         self._store.forget_job(key)
         return None
-
-    async def _dismiss(self, key: Key, pods: list[Pod]) -> bool:
-        """End the pods of a deleted job; whether its workers are leaving together, for which they need the coordinator.
-
-        The garbage collector deletes the coordinator as well, and may be faster: then each waits for its grace alone.
-        """
-        working = any(pod.role == WORKER and not pod.finished for pod in pods)
-        leaving = working and await self._links.stop(key, "the job is deleted")
-        await self._end(key, [pod for pod in pods if not (leaving and pod.role == COORDINATOR)])
-        return leaving
-
-    async def _clear_predecessor(self, key: Key, job: Job) -> None:
-        """Pods of an earlier job of this name stand in the way of this one's."""
-        former = [pod for pod in self._store.pods_of(key) if pod.owner and pod.owner != job.uid]
-        await self._end(key, former)
-
-    async def _end(self, key: Key, pods: list[Pod]) -> None:
-        grace = int(self._settings.orphan_grace)
-        for pod in pods:
-            if pod.deleting_at is not None and pod.deleting_at <= time.time() + grace + 1:
-                continue
-            logger.info("deleting the pod %s: its job is deleted", pod.name)
-            try:
-                await self._api.delete(PODS, key[0], pod.name, uid=pod.uid, grace_seconds=grace)
-            except (NotFound, Conflict):
-                self._store.remove_pod(key[0], pod.name, pod.uid)  # no watch has told of its end
 
     # --- metrics -----------------------------------------------------------------------------------------------------
 

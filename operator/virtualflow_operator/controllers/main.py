@@ -52,7 +52,7 @@ async def run(settings: OperatorSettings) -> None:
         ConfigException: neither a pod's service account nor a kubeconfig says where the API server is.
     """
     assert watches is not None  # importing it registers them
-    await (await KubeApi.connect()).close()
+    await (await KubeApi.connect(settings.api)).close()
     await kopf.operator(
         registry=kopf.get_default_registry(),
         memo=kopf.Memo(operator_settings=settings),

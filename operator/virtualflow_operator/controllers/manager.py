@@ -37,11 +37,6 @@ from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
 
-_RELIST_AFTER = 2.0
-"""Seconds between a watch that began anew and the list that finds what it missed."""
-_SPREAD = 30.0
-"""Seconds over which a relist spreads the jobs of which it tells nothing new."""
-
 
 class Manager:
     """One process of the operator, from the lease to the last event."""
@@ -115,8 +110,7 @@ class Manager:
         too_deep = DeepObjects(lambda kind: metrics.objects_cut.labels(kind).inc())
 
         async def connect() -> KubeApi:
-            seconds, observe = settings.request_timeout, metrics.api_request
-            return await KubeApi.connect(request_timeout=seconds, observe=observe, too_deep=too_deep)
+            return await KubeApi.connect(settings.api, observe=metrics.api_request, too_deep=too_deep)
 
         api = await connect()
         async with contextlib.AsyncExitStack() as stack:
@@ -302,14 +296,14 @@ class Manager:
 
     async def _keep_listed(self) -> None:
         """List everything now and then, and soon after a watch had to begin anew."""
-        begun, delay = time.monotonic(), _RELIST_AFTER
+        begun, delay = time.monotonic(), self.settings.relist_after
         while True:
             jitter = 1 + self.settings.relist_jitter * (2 * random.random() - 1)
             try:
                 async with asyncio.timeout(self.settings.relist * jitter):
                     await self._relist_soon.wait()
                 # kopf opens its watches right after the start, from what was listed a moment ago.
-                fresh = time.monotonic() - begun < _RELIST_AFTER
+                fresh = time.monotonic() - begun < self.settings.relist_after
                 await asyncio.sleep(delay)
                 self._relist_soon.clear()
                 if fresh:
@@ -317,9 +311,9 @@ class Manager:
             except TimeoutError:
                 pass
             try:
-                await self._list(lambda key: self.queue.add(key, random.random() * _SPREAD))
+                await self._list(lambda key: self.queue.add(key, random.random() * self.settings.relist_spread))
                 self._follow_foreign_pods()
-                delay = _RELIST_AFTER
+                delay = self.settings.relist_after
             except ApiError as error:
                 delay = min(2 * delay, self.settings.queue.backoff_most)
                 logger.warning("the relist failed, next try in %.0f s: %s", delay, error)

@@ -18,7 +18,8 @@ from virtualflow_operator.api import Object
 from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
 from virtualflow_operator.controllers.flags import read_settings
 from virtualflow_operator.controllers.manager import Manager
-from virtualflow_operator.k8s import OURS, PAGE, bounded_response
+from virtualflow_operator.k8s import OURS, bounded_response
+from virtualflow_operator.settings import ApiSettings
 
 
 class Undiffed(kopf.DiffBaseStorage):
@@ -84,9 +85,9 @@ async def log_in(memo: kopf.Memo, **about: Any) -> Session | None:
 @kopf.on.startup()
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
     """Wait for the lease, fill the caches, and begin; no watch is opened before this returns."""
-    configure(settings)
     try:
         own = memo.get("operator_settings") or read_settings()
+        configure(settings, own.api)
         memo["manager"] = await Manager.start(own)
     except ConfigurationError as error:
         raise kopf.PermanentError(str(error)) from error  # to try again would not help
@@ -130,11 +131,11 @@ async def on_queue(event: Any, memo: kopf.Memo, **_: Any) -> None:
     memo["manager"].see_queue(event["type"], event["object"])
 
 
-def configure(settings: kopf.OperatorSettings) -> None:
+def configure(settings: kopf.OperatorSettings, api: ApiSettings) -> None:
     """Set kopf up as a shell that only watches."""
     settings.watching.label_selectors["v1", "pods"] = OURS
     settings.watching.label_selectors["v1", "services"] = OURS
-    settings.watching.chunk_size = PAGE
+    settings.watching.chunk_size = api.page
     settings.watching.reconnect_backoff = 0.5
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5

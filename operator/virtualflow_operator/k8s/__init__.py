@@ -1,7 +1,7 @@
 """The API server at arm's length: a client, a cache of what the watches have told, leader election, events."""
 
 from virtualflow_operator.k8s.cache import Key, Store, key_of, queue_key
-from virtualflow_operator.k8s.client import PAGE, KubeApi
+from virtualflow_operator.k8s.client import KubeApi
 from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
 from virtualflow_operator.k8s.event_recorder import EventRecorder
 from virtualflow_operator.k8s.foreign_pods import ForeignPodWatch
@@ -15,7 +15,6 @@ __all__ = [
     "JOBS",
     "NETWORK_POLICIES",
     "OURS",
-    "PAGE",
     "PDBS",
     "PODS",
     "QUEUES",

@@ -22,24 +22,13 @@ from virtualflow_operator.constants import MANAGED_BY
 from virtualflow_operator.k8s.errors import Gone, Unavailable, refusal, unanswered
 from virtualflow_operator.k8s.nesting import TooDeep, bounded_response
 from virtualflow_operator.k8s.resources import Resource
+from virtualflow_operator.settings import ApiSettings
 
 Object = dict[str, Any]
 """An object of the API as JSON has it."""
 
 Observe = Callable[[str, str, int, float], None]
 """Called after every request: HTTP method, resource, status code (0: no answer) and seconds."""
-
-REQUEST_TIMEOUT = 10.0
-"""Seconds for one request, waiting for a free connection included."""
-MAX_CONNECTIONS = 32
-"""Requests under way at once; more wait for a free connection."""
-WATCH_SLACK = 30.0
-"""Seconds after which a watch that should have ended is given up."""
-PAGE = 100
-"""Objects of a list that are read at once. Each may have 1.5 MB: Python reads 150 MB in two seconds, in which no other
-thread runs, the one that renews the lease among them."""
-LIST_ATTEMPTS = 3
-"""How often a list is begun when its ``continue`` token expires on the way."""
 
 
 class KubeApi:
@@ -48,19 +37,18 @@ class KubeApi:
     Every method raises a subclass of :class:`ApiError` when the request fails.
     """
 
-    def __init__(
-        self, client: ApiClient, *, request_timeout: float = REQUEST_TIMEOUT, observe: Observe | None = None
-    ) -> None:
+    def __init__(self, client: ApiClient, settings: ApiSettings, *, observe: Observe | None = None) -> None:
         self.observe = observe
+        self._settings = settings
         self._client = client
         self._client.user_agent = MANAGED_BY
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout)
+        self._timeout = aiohttp.ClientTimeout(total=settings.request_timeout)
 
     @classmethod
     async def connect(
         cls,
+        settings: ApiSettings,
         *,
-        request_timeout: float = REQUEST_TIMEOUT,
         observe: Observe | None = None,
         too_deep: TooDeep | None = None,
     ) -> Self:
@@ -70,14 +58,14 @@ class KubeApi:
         that are nested deeper than anything is read.
         Raises kubernetes.aio.config.ConfigException when neither is there.
         """
-        configuration = configure(too_deep)
+        configuration = configure(settings, too_deep)
         try:
             load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         except ConfigException:
             path = os.environ.get("KUBECONFIG") or "~/.kube/config"
             loading = load_kube_config(path, client_configuration=configuration, persist_config=False)  # type: ignore[no-untyped-call]
             await loading
-        return cls(ApiClient(configuration), request_timeout=request_timeout, observe=observe)
+        return cls(ApiClient(configuration), settings, observe=observe)
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,15 +86,15 @@ class KubeApi:
         resource: Resource,
         namespace: str | None = None,
         label_selector: str | None = None,
-        page: int = PAGE,
+        page: int | None = None,
         field_selector: str | None = None,
     ) -> list[Object]:
         """Return all objects of a namespace (None: of all), ``page`` at a time; they bear no apiVersion and kind.
 
-        A list that expires on the way is begun again; after LIST_ATTEMPTS of them :class:`Gone` is raised.
+        A list that expires on the way is begun again; after ``list_attempts`` of them :class:`Gone` is raised.
         """
         path = resource.path(namespace)
-        query = [("limit", str(page))]
+        query = [("limit", str(page or self._settings.page))]
         if label_selector is not None:
             query.append(("labelSelector", label_selector))
         if field_selector is not None:
@@ -120,7 +108,7 @@ class KubeApi:
                     "GET", resource, path, query=[*query, ("continue", token)] if token else query
                 )
             except Gone:
-                if attempt >= LIST_ATTEMPTS:
+                if attempt >= self._settings.list_attempts:
                     raise
                 attempt += 1
                 items, token = [], ""
@@ -140,7 +128,7 @@ class KubeApi:
         query = [("watch", "true"), ("labelSelector", label_selector), ("fieldSelector", field_selector)]
         query.append(("timeoutSeconds", str(int(seconds))))
         headers, path = {"Accept": "application/json"}, resource.path(namespace)
-        limits = aiohttp.ClientTimeout(sock_connect=self._timeout.total, sock_read=seconds + WATCH_SLACK)
+        limits = aiohttp.ClientTimeout(sock_connect=self._timeout.total, sock_read=seconds + self._settings.watch_slack)
         try:
             request = await self._client.param_serialize(
                 "GET", path, query_params=query, header_params=headers, auth_settings=["BearerToken"]
@@ -238,11 +226,11 @@ class KubeApi:
         return answer
 
 
-def configure(too_deep: TooDeep | None = None) -> Configuration:
+def configure(settings: ApiSettings, too_deep: TooDeep | None = None) -> Configuration:
     """Return the client's own defaults, and our limits: no retries, a bounded pool of connections, a bounded depth."""
     response_class = bounded_response(too_deep or (lambda kind, metadata: None))
     return Configuration(
-        connection_pool_maxsize=MAX_CONNECTIONS,
+        connection_pool_maxsize=settings.connections,
         retries=None,
         client_session_kwargs={"response_class": response_class},
     )

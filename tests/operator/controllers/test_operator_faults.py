@@ -13,6 +13,7 @@ from stage import NAMESPACE, Stage, play, staged
 
 from virtualflow_operator.constants import COORDINATOR, WORKER
 from virtualflow_operator.k8s.resources import JOBS, NODES, PODS, SERVICES
+from virtualflow_operator.settings import ApiSettings
 
 NAMES = ("digits", "letters")
 STATUS = "virtualflowjobs/status"
@@ -60,7 +61,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseExceptio
 
 async def weather(stage: Stage, storm: list[Fault]) -> None:
     """Make jobs while a storm begins, and change them and kill workers while it comes back."""
-    stage.start(request_timeout=1.0 if any(fault.delay > 10 for fault in storm) else 4.0, template_retry=1.0)
+    patience = 1.0 if any(fault.delay > 10 for fault in storm) else 4.0
+    stage.start(api=ApiSettings(request_timeout=patience), template_retry=1.0)
     await stage.watching()
     inject(stage, storm)
     since = len(stage.server.requests)

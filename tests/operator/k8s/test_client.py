@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from kubernetes.aio.config import ConfigException, incluster_config
 
 from tiers import examples
-from virtualflow_operator.k8s import client
-from virtualflow_operator.k8s.client import MAX_CONNECTIONS, KubeApi, Object
+from virtualflow_operator.k8s.client import KubeApi, Object
 from virtualflow_operator.k8s.errors import (
     AlreadyExists,
     ApiError,
@@ -35,6 +34,7 @@ from virtualflow_operator.k8s.errors import (
     Unavailable,
 )
 from virtualflow_operator.k8s.resources import JOBS, LEASES, NODES, PODS, SECRETS
+from virtualflow_operator.settings import ApiSettings
 
 Test = Callable[[FakeApi, KubeApi], Coroutine[Any, Any, None]]
 
@@ -46,7 +46,7 @@ def run(test: Test, *, request_timeout: float = 10.0) -> None:
         async with (
             asyncio.timeout(30),
             FakeApi(token="secret") as server,
-            client_of(server.url, token="secret", request_timeout=request_timeout) as api,
+            client_of(server.url, token="secret", settings=ApiSettings(request_timeout=request_timeout)) as api,
         ):
             await test(server, api)
 
@@ -213,15 +213,15 @@ def test_a_storm_passes_request_by_request() -> None:
 def test_more_requests_than_connections_wait_for_one() -> None:
     async def test(server: FakeApi, api: KubeApi) -> None:
         gate = server.inject(Fault(times=None, resource="pods", gate=asyncio.Event()))
-        waiting = [asyncio.create_task(api.list(PODS)) for _ in range(MAX_CONNECTIONS + 5)]
+        waiting = [asyncio.create_task(api.list(PODS)) for _ in range(ApiSettings.connections + 5)]
         async with client_of(server.url, token="secret") as other:
-            while gate.hits < MAX_CONNECTIONS:
+            while gate.hits < ApiSettings.connections:
                 await other.list(SECRETS)
             await other.list(SECRETS)
-        assert gate.hits == MAX_CONNECTIONS
+        assert gate.hits == ApiSettings.connections
         server.heal()
         await asyncio.gather(*waiting)
-        assert server.count("list", "pods", 200) == MAX_CONNECTIONS + 5
+        assert server.count("list", "pods", 200) == ApiSettings.connections + 5
 
     run(test)
 
@@ -273,7 +273,7 @@ def test_a_list_that_always_expires_is_given_up() -> None:
         server.inject(Fault(verb="list", code=410, times=None))
         with pytest.raises(Gone):
             await api.list(SECRETS, "default")
-        assert server.count("list", code=410) == client.LIST_ATTEMPTS
+        assert server.count("list", code=410) == ApiSettings.list_attempts
 
     run(test)
 
@@ -358,10 +358,10 @@ def test_outside_of_a_cluster_it_is_who_kubeconfig_says(tmp_path: Path, monkeypa
 
     async def test(server: FakeApi, _: KubeApi) -> None:
         kubeconfig(path, server.url, "secret")
-        async with await KubeApi.connect() as api:
+        async with await KubeApi.connect(ApiSettings()) as api:
             assert await api.list(PODS) == []
         kubeconfig(path, server.url, "wrong")
-        async with await KubeApi.connect() as api:
+        async with await KubeApi.connect(ApiSettings()) as api:
             with pytest.raises(Forbidden):
                 await api.list(PODS)
 
@@ -372,7 +372,7 @@ def test_without_any_configuration_it_says_so(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(ConfigException):
-        asyncio.run(KubeApi.connect())
+        asyncio.run(KubeApi.connect(ApiSettings()))
 
 
 @pytest.fixture(scope="module")
@@ -405,7 +405,7 @@ def test_in_a_cluster_a_renewed_token_is_read_again(
         async with asyncio.timeout(30), FakeApi(token="first", encryption=encryption) as server:
             monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
             monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
-            async with await KubeApi.connect() as api:
+            async with await KubeApi.connect(ApiSettings()) as api:
                 assert await api.list(PODS) == []
                 token.write_text("second")
                 server.token = "second"
