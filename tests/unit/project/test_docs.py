@@ -366,6 +366,14 @@ def test_the_links_of_a_document_lead_somewhere(document: Path) -> None:
             assert anchor in {slug(heading) for heading in headings}, f"{target}: there is no such heading"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named_after_place)
+def test_the_files_that_a_document_names_exist(document: Path) -> None:
+    named = re.findall(
+        r"`((?:operator|trainer|crds|charts|examples|benchmarks|docs|tests)/[\w./-]+)`", document.read_text()
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def navigated(entries: list[dict[str, object]]) -> Iterator[str]:
     for entry in entries:
         for value in entry.values():
