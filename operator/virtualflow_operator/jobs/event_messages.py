@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from virtualflow.protocol.messages import Change
+from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, JobStatus
 from virtualflow_operator.jobs.actions import EventMessage
@@ -48,7 +49,9 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
     found = [_of_change(change) for change in changes if change.cause != "start"]
     if new.phase == "Running" and old.phase != "Running" and not changes:
         again = f", from step {new.step}" if old.attempt or (old.step or 0) > 0 else ""
-        found.append(EventMessage(reasons.TRAINING, f"training with {_workers(max(new.ready_replicas, 1))}{again}"))
+        found.append(
+            EventMessage(reasons.TRAINING, f"training with {counted(max(new.ready_replicas, 1), 'worker')}{again}")
+        )
     # A coordinator that remembers the training tells of a change; generations of one that does not begin from 1. One
     # that learns of it from a worker may hear of the step before the latest first.
     if (new.step or 0) < (old.step or 0) - 1 and new.generation <= old.generation:
@@ -65,7 +68,7 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
     given, before_given = new.allocation, old.allocation
     if given is not None and (before_given is None or before_given.workers != given.workers):
         name = reasons.ALLOCATED if given.workers else reasons.QUEUED
-        count = _workers(given.workers) if given.workers else "no workers"
+        count = counted(given.workers, "worker") if given.workers else "no workers"
         found.append(EventMessage(name, f"the queue {given.queue} gives it {count}: {given.reason}"))
     if new.phase == "Complete" and old.phase != "Complete":
         digest = f"; digest {new.digest}" if new.digest else ""
@@ -113,13 +116,13 @@ def _began_again(old: JobStatus, new: JobStatus) -> str:
 
 def _of_change(change: Change) -> EventMessage:
     pause = "" if change.pause_ms is None else f", pause {_duration(change.pause_ms)}"
-    moved = f"{change.from_} to {_workers(change.to)} at step {change.step}{pause}: {change.reason}"
+    moved = f"{change.from_} to {counted(change.to, 'worker')} at step {change.step}{pause}: {change.reason}"
     if change.cause in ("lost", "broken"):
         return EventMessage(
             reasons.RECOVERED, f"recovered, {moved}; {_repeated(change.repeated_steps)} repeated", warning=True
         )
     if change.cause == "restart":
-        again = f"started again from step {max(0, change.step - 1)} with {_workers(change.to)}"
+        again = f"started again from step {max(0, change.step - 1)} with {counted(change.to, 'worker')}"
         return EventMessage(
             reasons.RESTARTED, f"{again}: {change.reason}; {_repeated(change.repeated_steps)} repeated", warning=True
         )
@@ -133,11 +136,7 @@ def _duration(milliseconds: float) -> str:
 
 
 def _repeated(steps: int) -> str:
-    return "no step" if not steps else "1 step" if steps == 1 else f"{steps} steps"
-
-
-def _workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"
+    return counted(steps, "step") if steps else "no step"
 
 
 def _listed(names: Iterable[str]) -> str:

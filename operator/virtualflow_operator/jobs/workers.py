@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from virtualflow.protocol.wording import counted
 from virtualflow_operator.api import Node, format_time, parse_time
 from virtualflow_operator.constants import TERMINATION_TAINTS, WORKER
 from virtualflow_operator.jobs import event_messages, manifests
@@ -113,7 +114,7 @@ def _relieve(facts: Facts, draft: Draft, plan: WorkerPlan) -> None:
             return
     else:
         draft.amend(scale_down_since=None)
-    leaving = [(worker, worker.reason or f"{facts.spec.desired} workers are wanted") for worker in plan.retire]
+    leaving = [(worker, worker.reason or f"{counted(facts.spec.desired, 'worker')} wanted") for worker in plan.retire]
     drain(facts, draft, leaving)
     for worker, reason in leaving:
         # One that the coordinator does not know has nothing to hand over.

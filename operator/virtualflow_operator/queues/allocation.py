@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
+from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import Job, Node, Queue, QueueSpec, QueueStatus
 from virtualflow_operator.queues.capacity import (
@@ -223,7 +224,7 @@ def release(
 
 def _held_back(wanted: Allocation, workers: int) -> Allocation:
     """The allocation of a job that has to wait for others' workers to leave."""
-    count = "1 worker" if wanted.workers == 1 else f"{wanted.workers} workers"
+    count = counted(wanted.workers, "worker")
     reason = f"{count} as soon as those of others have left: {wanted.reason}"
     return Allocation(workers, reason, min(wanted.on_demand, workers))
 

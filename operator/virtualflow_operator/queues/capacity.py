@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
+from virtualflow.protocol.wording import counted
 from virtualflow_operator.api import JobSpec, Node, Object, QueueSpec, WorkerGroup, parse_quantity, pod_requests, total
 from virtualflow_operator.constants import TERMINATION_TAINTS
 
@@ -39,7 +40,7 @@ def shown(units: int, resource: str | None) -> str:
 def in_words(units: int, resource: str | None) -> str:
     """Units with what they are of, as a sentence has them."""
     if resource is None:
-        return "1 worker" if units == 1 else f"{units} workers"
+        return counted(units, "worker")
     if resource == "memory":
         return f"{units / 2**30:.4g}Gi of memory"
     return f"{shown(units, resource)} {resource}"

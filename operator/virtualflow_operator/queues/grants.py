@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import Allocation, Condition, Job, JobSpec, JobStatus, Truth, format_time, parse_time
 from virtualflow_operator.queues.scaling_history import efficient_limit, no_further
@@ -172,4 +173,4 @@ def with_allocation(status: JobStatus, job: Job, granted: Granted, now: float) -
 
 
 def _counted(workers: int) -> str:
-    return "No workers" if not workers else "1 worker" if workers == 1 else f"{workers} workers"
+    return counted(workers, "worker") if workers else "No workers"

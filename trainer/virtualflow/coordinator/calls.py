@@ -8,6 +8,7 @@ from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_api import ENDED
+from virtualflow.protocol.wording import counted
 
 
 def carry_out(state: JobState, call: http_api.Call, now: float) -> str:
@@ -63,12 +64,12 @@ def _gone(state: JobState, call: http_api.GoneCall) -> str:
 
 def _scale(state: JobState, call: http_api.ScaleCall) -> str:
     if call.workers != state.wanted:
-        state.tell("scale", f"{call.workers} workers wanted instead of {state.wanted}")
+        state.tell("scale", f"{counted(call.workers, 'worker')} wanted instead of {state.wanted}")
     state.wanted = call.workers
     if call.minimum is not None and call.minimum != state.minimum:
         state.minimum = call.minimum
         state.note_news()
-    return f"{call.workers} workers wanted"
+    return f"{counted(call.workers, 'worker')} wanted"
 
 
 def _hold(state: JobState, step: int | None) -> str:

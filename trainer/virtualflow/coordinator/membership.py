@@ -24,9 +24,10 @@ from collections.abc import Collection
 
 from virtualflow.coordinator.planned_changes import plan_change
 from virtualflow.coordinator.settings import MembershipSettings
-from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, counted, listed, ready_workers
+from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, listed, ready_workers
 from virtualflow.protocol.lineage import Stage, open_members
 from virtualflow.protocol.messages import Cause, Plan
+from virtualflow.protocol.wording import counted
 
 
 def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decision:
@@ -67,7 +68,7 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
 
     if missing:
         if starting and not cluster.prepared and len(survivors) < cluster.fewest:
-            return Decision(f"{reason}; at least {counted(cluster.fewest)} needed to start", over=True)
+            return Decision(f"{reason}; at least {counted(cluster.fewest, 'worker')} needed to start", over=True)
         return Decision(reason, Proposal("recovery", survivors, joiners, cause))
     if broken_since is not None:
         proposal = Proposal("recovery", survivors, joiners, base.cause if starting else "broken")
@@ -107,7 +108,7 @@ def _find_objectors(cluster: Cluster, survivors: Collection[str]) -> list[str]:
 def _wait_for(objectors: list[str], survivors: int) -> str:
     names = listed(objectors)
     return (
-        f"{counted(survivors)} left, which is no majority: waiting for the word of whoever runs {names} that "
+        f"{counted(survivors, 'worker')} left, which is no majority: waiting for the word of whoever runs {names} that "
         f"{'it has' if len(objectors) == 1 else 'they have'} ended"
     )
 
@@ -197,7 +198,9 @@ def _start(now: float, cluster: Cluster, settings: MembershipSettings, lost: dic
     chosen = sorted(ready[: cluster.virtual_nodes], key=lambda worker: (_natural(worker.name), worker.incarnation))
     members = tuple(worker.incarnation for worker in chosen)
     cause: Cause = "restart" if cluster.trained else "start"
-    return Decision(f"{again}starting with {counted(len(members))}", Proposal("recovery", members, members, cause))
+    return Decision(
+        f"{again}starting with {counted(len(members), 'worker')}", Proposal("recovery", members, members, cause)
+    )
 
 
 def _rebuild(

@@ -22,8 +22,9 @@ from dataclasses import replace
 from virtualflow.coordinator.assignment import order_members
 from virtualflow.coordinator.balance import better_split
 from virtualflow.coordinator.settings import MembershipSettings
-from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, Worker, counted, listed, ready_workers
+from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, Worker, listed, ready_workers
 from virtualflow.protocol.messages import Cause
+from virtualflow.protocol.wording import counted
 
 
 def plan_change(now: float, cluster: Cluster, settings: MembershipSettings, lost: Mapping[str, str]) -> Decision:
@@ -81,7 +82,7 @@ class _Change:
                 wake_at = until if until < float("inf") else None
                 return Decision(self.pending.reason, wake_at=wake_at)
         elif cluster.evaluating and not self.leaving:
-            return Decision(f"{counted(len(self.members))} evaluating; changes wait")
+            return Decision(f"{counted(len(self.members), 'worker')} evaluating; changes wait")
 
         joiners, window = self.choose_joiners()
         if self.stay:
@@ -185,7 +186,7 @@ class _Change:
         parts = [f"{worker.name} joins" for worker in joiners]
         parts += [f"{worker.name} {'drains' if worker.draining else 'left'}" for worker in leaving]
         cause: Cause = "resize" if joiners and leaving else "join" if joiners else "drain" if leaving else "broken"
-        reason = listed(parts) or f"{counted(len(target))} training"
+        reason = listed(parts) or f"{counted(len(target), 'worker')} training"
         broken = self.pending is not None and self.pending.generation in self.cluster.broken
         if set(target) == self.newest and not broken:
             return Decision(reason, wake_at=wake_at)
@@ -195,7 +196,7 @@ class _Change:
             )
         if not parts:
             names = [self.workers[i].name for i in sorted(self.arriving) if i in self.workers]
-            reason = f"{counted(len(target))} training on without {listed(names)}"
+            reason = f"{counted(len(target), 'worker')} training on without {listed(names)}"
         arrivals = tuple(worker.incarnation for worker in joiners)
         return Decision(reason, Proposal("planned", tuple(target), arrivals, cause), wake_at=wake_at)
 

@@ -136,11 +136,6 @@ def ready_workers(cluster: Cluster, lost: Mapping[str, str]) -> list[Worker]:
     return sorted(ready, key=lambda worker: (worker.failures, worker.ready_at or 0.0, worker.name, worker.incarnation))
 
 
-def counted(workers: int) -> str:
-    """``2 workers``."""
-    return "1 worker" if workers == 1 else f"{workers} workers"
-
-
 def listed(parts: list[str]) -> str:
     """A sentence of ``parts`` that stays short however many there are."""
     shown = parts if len(parts) <= 8 else [*parts[:7], f"and {len(parts) - 7} more"]

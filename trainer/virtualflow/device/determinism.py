@@ -15,6 +15,7 @@ import torch.utils.deterministic
 
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.protocol.versions import NUMERICS, PROTOCOL
+from virtualflow.protocol.wording import counted
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -69,7 +70,7 @@ def fingerprint(threads: int, reproducibility: Reproducibility) -> str:
     version = f"torch {torch.__version__.split('+')[0]}, protocol {PROTOCOL}"
     if reproducibility == "statistical":
         return version
-    return f"{version}, numerics {NUMERICS}, {threads} thread{'s' if threads != 1 else ''}"
+    return f"{version}, numerics {NUMERICS}, {counted(threads, 'thread')}"
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -23,6 +23,7 @@ from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.throttle import Throttle
 from virtualflow.launcher.worker_table import Worker
 from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.wording import counted
 
 
 class FaultInjector:
@@ -78,7 +79,7 @@ class FaultInjector:
         match action:
             case Resize(workers):
                 control.scale(workers)
-                return f"{workers} worker{'s' * (workers != 1)} wanted"
+                return f"{counted(workers, 'worker')} wanted"
             case Kill(count):
                 return _kill(serving[:count])
             case KillAll():

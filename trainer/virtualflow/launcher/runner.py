@@ -40,6 +40,7 @@ from virtualflow.launcher.workforce import Workforce
 from virtualflow.protocol.http_api import ENDED, Event, GoneCall, HoldCall, Status, StopCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
 from virtualflow.protocol.termination_message import EXIT_EVICTED
+from virtualflow.protocol.wording import counted
 
 _SHOWN_OTHERWISE = ("change", "failed", "generation")
 """Kinds of events that are shown in another form."""
@@ -138,7 +139,8 @@ class Runner:
             await self._coordinator.start(lambda: self._state.wanted)
             registry.publish(replace(self._job, url=self._coordinator.url, token=self._token))
             self._console.event(
-                f"{self._job.name}: coordinator at {self._coordinator.url}, {self._state.wanted} workers wanted"
+                f"{self._job.name}: coordinator at {self._coordinator.url}, "
+                f"{counted(self._state.wanted, 'worker')} wanted"
             )
             async with CoordinatorClient(self._coordinator.url, self._token, self._settings.signals) as client:
                 return await self._run_with(client)

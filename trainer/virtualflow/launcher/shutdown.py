@@ -13,6 +13,7 @@ from virtualflow.launcher.worker_table import Worker
 from virtualflow.protocol.http_api import Event, Status
 from virtualflow.protocol.messages import Change
 from virtualflow.protocol.settings import STOP_GRACE
+from virtualflow.protocol.wording import counted
 
 
 @dataclass
@@ -138,7 +139,7 @@ def _conclude_done(facts: Facts) -> Conclusion:
     repeated = sum(change.repeated_steps for change in facts.changes)
     sentences.append(
         f"done: {status.step} steps in {facts.seconds:.1f} s, digest {status.digest}, "
-        f"{_plural(len(facts.changes), 'membership change')}, {_plural(repeated, 'repeated step')}"
+        f"{counted(len(facts.changes), 'membership change')}, {counted(repeated, 'repeated step')}"
     )
     unsaved = _failed_checkpoint(facts)
     trouble = facts.unwritten or (unsaved.text if unsaved is not None else None)
@@ -163,7 +164,3 @@ def _describe_stop(facts: Facts) -> str:
 def _failed_checkpoint(facts: Facts) -> Event | None:
     last = facts.last_checkpoint
     return last if last is not None and last.kind == "checkpoint-failed" else None
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from virtualflow.protocol.http_api import Status, WorkerStatus
 from virtualflow.protocol.messages import Change
 from virtualflow.protocol.metrics import show_metric
+from virtualflow.protocol.wording import counted
 
 
 def describe_change(change: Change) -> str:
     """A membership change in one line."""
     pause = "no survivor" if change.pause_ms is None else f"pause {change.pause_ms:.0f} ms"
-    repeated = f"{change.repeated_steps} step{'s' * (change.repeated_steps != 1)} repeated"
-    size = f"{_workers(change.from_)} → {_workers(change.to)}"
+    repeated = f"{counted(change.repeated_steps, 'step')} repeated"
+    size = f"{counted(change.from_, 'worker')} → {counted(change.to, 'worker')}"
     if change.cause == "rebalance":
         size = "virtual nodes moved"
     return f"{size} at step {change.step} ({change.reason}): {pause}, {repeated}{describe_transfer(change)}"
@@ -23,7 +24,7 @@ def describe_transfer(change: Change) -> str:
     """How much state joiners were given, in which time and by how many, as a clause; empty if none needed it."""
     if change.state_bytes is None or change.state_ms is None or not change.state_donors:
         return ""
-    donors = f"{change.state_donors} donor{'s' * (change.state_donors != 1)}"
+    donors = f"{counted(change.state_donors, 'donor')}"
     return f", {_megabytes(change.state_bytes)} of state in {change.state_ms / 1_000:.2g} s from {donors}"
 
 
@@ -37,7 +38,7 @@ def describe_progress(status: Status) -> str:
     members = sum(worker.first < worker.last for worker in status.workers)
     parts = [f"step {status.step}{total}", f"epoch {status.epoch}"]
     parts += [f"{name} {show_metric(value, 4)}" for name, value in sorted(status.metrics.items())]
-    parts += [f"{status.steps_per_second:.1f} steps/s", *describe_step_times(status), _workers(members)]
+    parts += [f"{status.steps_per_second:.1f} steps/s", *describe_step_times(status), counted(members, "worker")]
     return ", ".join(parts)
 
 
@@ -81,10 +82,6 @@ def describe_step_times(status: Status) -> list[str]:
 def describe_pace(worker: WorkerStatus) -> str:
     """Milliseconds per virtual node; a dash as long as that is not known."""
     return "-" if worker.pace_ms is None else f"{worker.pace_ms:.3g}"
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' * (count != 1)}"
 
 
 def by_range(worker: WorkerStatus) -> tuple[bool, int, Sequence[object]]:

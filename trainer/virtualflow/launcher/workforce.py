@@ -15,6 +15,7 @@ from virtualflow.launcher.worker_starter import WorkerCommand, start_worker
 from virtualflow.launcher.worker_table import Worker
 from virtualflow.protocol.http_api import DrainCall, GoneCall
 from virtualflow.protocol.settings import BACKOFF_LIMIT, STOP_GRACE
+from virtualflow.protocol.wording import counted
 
 
 class Workforce:
@@ -106,7 +107,7 @@ class Workforce:
         self._control.table.barred = barred
         names = ", ".join(worker.name for worker in refused)
         self._control.tell(
-            f"{names} {why}: not started any more, {fewer} worker{'s' * (fewer != 1)} wanted from now "
+            f"{names} {why}: not started any more, {counted(fewer, 'worker')} wanted from now "
             f"on; once the reason is mended, run: virtualflow scale {fewer + len(refused)} --job {self._job}"
         )
 
@@ -149,7 +150,7 @@ class Workforce:
                 worker.kill()
         for worker in self._control.table.living():
             if worker.surplus and worker.listed and worker.state in ("starting", "ready", "training"):
-                call = DrainCall((worker.name,), None, f"{self._control.state.wanted} workers wanted")
+                call = DrainCall((worker.name,), None, f"{counted(self._control.state.wanted, 'worker')} wanted")
                 self._control.calls.ensure(("drain", worker.number), call, self._control.state.status)
 
     def _start_missing(self, now: float) -> None:

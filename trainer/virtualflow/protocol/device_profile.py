@@ -13,6 +13,7 @@ import msgspec
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import Reproducibility
+from virtualflow.protocol.wording import counted
 
 VERSION = 1
 """Raised when the file changes in a way that an older reader would misread."""
@@ -167,7 +168,7 @@ def guess_pace(path: Path, situation: Situation) -> float:
 def describe(profile: DeviceProfile) -> str:
     """The profile as a table for people."""
     lines = [
-        f"{profile.device}, torch {profile.torch}, {profile.threads} thread{'s' * (profile.threads != 1)}, "
+        f"{profile.device}, torch {profile.torch}, {counted(profile.threads, 'thread')}, "
         f"{profile.reproducibility}; one virtual node of {profile.virtual_nodes}: "
         f"{profile.batch_size // profile.virtual_nodes} samples",
         f"{'virtual nodes':>13}  {'samples':>7}  {'ms':>9}  {'quartiles':>19}  {'waiting for data':>16}  "

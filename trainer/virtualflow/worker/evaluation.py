@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from virtualflow.data import LoaderOptions, Source, open_source, seed_virtual_node
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError, show_errors_plainly
+from virtualflow.protocol.wording import counted
 from virtualflow.state import codec
 from virtualflow.step import Kind, read_headers
 from virtualflow.transport import gather_bytes
@@ -142,8 +143,8 @@ def _checked(rows: Rows, samples: int) -> Rows:
         )
     if rows.ndim == 0 or rows.shape[0] != samples:
         raise ConfigurationError(
-            f"the function of vf.evaluate returned a tensor of shape {list(rows.shape)} for {samples} "
-            f"sample{'' if samples == 1 else 's'}; return one row a sample, without reducing over the batch"
+            f"the function of vf.evaluate returned a tensor of shape {list(rows.shape)} for "
+            f"{counted(samples, 'sample')}; return one row a sample, without reducing over the batch"
         )
     return rows.detach()
 
