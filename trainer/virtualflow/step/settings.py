@@ -9,6 +9,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class StateWatchSettings:
+    """How often workers compare their states."""
+
+    sweep: int = 64
+    """Each step hashes one part in so many of the state, so every byte of it is compared within so many steps."""
+
+
+@dataclass(frozen=True)
 class FusionSettings:
     """How a worker of a statistical job finds out how many virtual nodes to run as one micro-batch."""
 
