@@ -38,8 +38,8 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Worker:
     return model, optimizer
 
 
-def watch(worker: Worker) -> StateWatch:
-    return StateWatch(*worker, sharded=False, settings=StateWatchSettings(SWEEP))
+def watch(worker: Worker, part: int = 64) -> StateWatch:
+    return StateWatch(*worker, sharded=False, settings=StateWatchSettings(SWEEP, part))
 
 
 def watched(worker: Worker) -> dict[str, Tensor]:
@@ -91,7 +91,8 @@ def test_a_bit_that_flips_at_rest_is_found_within_a_sweep_with_its_tensor_and_wo
         )).reshape(-1).view(torch.uint8)  # fmt: skip
         place, bit = draw.randrange(len(raw)), 1 << draw.randrange(8)
         raw[place] ^= bit
-        found = sweep([watch(worker) for worker in workers], range(first, first + SWEEP))
+        part = draw.choice([64, 1 << 30])
+        found = sweep([watch(worker, part) for worker in workers], range(first, first + SWEEP))
         raw[place] ^= bit
         assert found is not None, (flip, name)
         assert len(set(found)) == 1
@@ -141,7 +142,7 @@ def test_the_sentence_says_who_against_whom() -> None:
 
 
 def training(directory: str, victim: str = "", at: int = 0) -> Trained:
-    inject(watch={"sweep": 4})
+    inject(watch={"sweep": 4, "part": 16})
     torch.manual_seed(0)
     model = Counting()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)

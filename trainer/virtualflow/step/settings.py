@@ -13,7 +13,9 @@ class StateWatchSettings:
     """How often workers compare their states."""
 
     sweep: int = 64
-    """Each step hashes one part in so many of the state, so every byte of it is compared within so many steps."""
+    """Every byte of the state is compared once in so many steps, in so many parts at most."""
+    part: int = 1 << 18
+    """No part has fewer bytes of parameters and buffers: what each tensor costs would outweigh its bytes."""
 
 
 @dataclass(frozen=True)

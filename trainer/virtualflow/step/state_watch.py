@@ -1,9 +1,10 @@
 """A rolling hash of the state: in each step all workers hash the same part of it, and their headers compare.
 
-Workers hold the same bits by construction, unless memory failed, or code changed the model on some of them only. One
-part in so many is hashed at the beginning of each step, so that every byte of what is watched is compared within that
-many steps, and none of them takes notably longer. Large tensors are condensed where they are, on any device: the sums
-of rows of 4 KiB, as integers, so that one bit that flipped always changes them; the host hashes the sums.
+Workers hold the same bits by construction, unless memory failed, or code changed the model on some of them only. The
+state is cut into parts, as many as a sweep has steps at most, and each is hashed at the beginning of its step, so that
+every byte of what is watched is compared once in a sweep, and no step takes notably longer. Large tensors are condensed
+where they are, on any device: the sums of rows of 4 KiB, as integers, so that one bit that flipped always changes them;
+the host hashes the sums.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ class StateWatch:
         tensors = [parameter for _, parameter in self._parameters]
         tensors += [module._buffers[attribute] for _, module, attribute in self._buffers]
         self._sweep = settings.sweep
-        self._parts = share_out([tensor.numel() * tensor.itemsize for tensor in tensors], settings.sweep, _UNDIVIDED)
+        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+        count = min(settings.sweep, max(1, sum(sizes) // settings.part))
+        parts = share_out(sizes, count, _UNDIVIDED)
+        self._parts = {settings.sweep * place // count: part for place, part in enumerate(parts)}
+        """By the step of a sweep."""
         self._step = 0
         self._condensed: list[tuple[str, Tensor]] = []
         self._hashes: list[tuple[str, int]] = []
@@ -116,7 +121,7 @@ class StateWatch:
 
     def _part(self, step: int) -> Iterator[tuple[str, Tensor]]:
         """The bytes of this step's part, uint8 ``[n]`` each, with names."""
-        for piece in self._parts[step % self._sweep]:
+        for piece in self._parts.get(step % self._sweep, ()):
             if piece.index >= len(self._parameters):
                 name, module, attribute = self._buffers[piece.index - len(self._parameters)]
                 buffer = module._buffers[attribute]
