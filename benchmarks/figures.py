@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks import changes, external, joiner, overlap, plots, steps
+from benchmarks import changes, external, integrity, joiner, overlap, plots, steps
 
 Result = dict[str, Any]
 Row = Mapping[str, Any]
@@ -52,6 +52,11 @@ class Figure:
     draw: Callable[[Any, Mapping[str, Any]], None] | None = None
     """Draws the figure into axes."""
 
+
+INTEGRITY_TEXT = """\
+The time of a `bitwise` step with two workers, which hash all that they send and receive and compare their states part
+by part, over the same without any of it. Both sides take turns as above; the median of the rounds' ratios, and their
+10 % to 90 % range."""
 
 STEPS_TEXT = """\
 All sides live at once and take turns of about a second; the ratio is taken in each round, and the table shows its
@@ -118,6 +123,17 @@ FIGURES: dict[str, Figure] = {
         OVERLAP_TEXT,
         {"link": plain_text("link"), "model": plain_text("model"), **throughput_columns()},
         plots.throughput,
+    ),
+    "integrity": Figure(
+        "What hashing costs",
+        integrity.measure,
+        INTEGRITY_TEXT,
+        {
+            "model": plain_text("model"),
+            "without": milliseconds("unguarded_ms"),
+            "with": milliseconds("guarded_ms"),
+            "ratio": lambda row: f"**{row['ratio']:.3f}** ({row['range'][0]:.3f} to {row['range'][1]:.3f})",
+        },
     ),
     "changes": Figure(
         "A change of the workers, beside torchrun",

@@ -2,7 +2,8 @@
 
 ``plain`` accumulates gradients over micro-batches, and with ``WORLD_SIZE`` above 1 it is DistributedDataParallel with
 all micro-batches but the last under ``no_sync``, as the documentation of PyTorch has it. ``bitwise`` and
-``statistical`` are the elastic loop. Micro-batches, optimizer and threads are the same.
+``statistical`` are the elastic loop, ``unguarded`` is ``bitwise`` without any checksum. Micro-batches, optimizer and
+threads are the same.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from benchmarks.tasks import TASKS, VIRTUAL_NODES, Task, elastic_mode, loss_of
 from benchmarks.turns import Pace, Turns
+from benchmarks.unguarded import leave_unguarded
 
 ENDLESS = 10_000_000
 """Steps; the turns end the training."""
@@ -78,13 +80,16 @@ def train_elastic(task: Task, pace: Pace, reproducibility: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("side", choices=["plain", "bitwise", "statistical"])
+    parser.add_argument("side", choices=["plain", "bitwise", "statistical", "unguarded"])
     parser.add_argument("task", choices=list(TASKS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     with Turns() as turns:
         if args.side == "plain":
             train_plain(TASKS[args.task], Pace(turns))
+        elif args.side == "unguarded":
+            leave_unguarded()
+            train_elastic(TASKS[args.task], Pace(turns), "bitwise")
         else:
             train_elastic(TASKS[args.task], Pace(turns), args.side)
 

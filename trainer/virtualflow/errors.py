@@ -26,6 +26,10 @@ class CommunicatorBroken(VirtualFlowError):
     """A collective failed or was abandoned: the attempt is aborted and the next generation repeats it."""
 
 
+class Damaged(CommunicatorBroken):
+    """What has arrived is not what was sent."""
+
+
 class NonFiniteMetric(VirtualFlowError):
     """A metric became NaN or infinite, and the job is to stop then."""
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from checkpoints import IDENTITY, Clock, assert_holds, flip, newest, steps_in, tree_of, truncate, writer_to
+from hypothesis import given
+from hypothesis import strategies as st
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.state import checkpoint_format
-from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
+from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter, retained
 
 
 def test_checkpoints_are_due_every_n_steps(tmp_path: Path, events: list[str]) -> None:
@@ -135,3 +137,31 @@ def test_a_defect_in_the_writing_thread_is_not_silent(
     assert writer.failure is not None
     assert "see its traceback" in writer.failure
     assert events == [writer.failure]
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep", "doubt", "kept"),
+    [
+        pytest.param([10, 20, 30], 2, 0, {20, 30}, id="nobody compares: the last ones"),
+        pytest.param([10, 20, 30], 2, 64, {10, 20, 30}, id="none is certain: the oldest will be first"),
+        pytest.param([10, 60, 70, 80], 2, 64, {10, 60, 70, 80}, id="one is certain, and the next one to be stays"),
+        pytest.param([10, 60, 120, 130], 2, 64, {60, 120, 130}, id="the next one has become certain"),
+        pytest.param([100, 200, 300], 1, 64, {200, 300}, id="far apart: one more than wanted"),
+        pytest.param([100, 200, 300, 400], 3, 64, {200, 300, 400}, id="far apart: no more than wanted"),
+    ],
+)
+def test_one_that_is_not_in_doubt_remains(steps: list[int], keep: int, doubt: int, kept: set[int]) -> None:
+    assert retained(steps, keep, doubt) == kept
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 100), st.integers(1, 60))
+def test_after_the_first_sweep_there_is_always_one_that_is_not_in_doubt(
+    every: int, keep: int, doubt: int, count: int
+) -> None:
+    there: list[int] = []
+    for step in range(every, every * (count + 1), every):
+        there = sorted(retained([*there, step], keep, doubt))
+        assert len(there) <= keep + 2
+        certain = [known for known in there if known <= step - doubt]
+        # It is at most as old as the doubt lasts, and the way from one checkpoint to the next, twice.
+        assert step < every + doubt or (certain and certain[-1] > step - 2 * doubt - 2 * every)

@@ -56,7 +56,8 @@ class Group:
     def __init__(self, work: Work) -> None:
         self.work = work
 
-    def _allgather_base(self, *_: Any) -> Work:
+    def _allgather_base(self, out: Tensor, block: Tensor, _: Any) -> Work:
+        out.view(2, -1).copy_(block)
         return self.work
 
 

@@ -237,7 +237,7 @@ class Pipeline:
         try:
             self._run()
         except CommunicatorBroken as error:
-            self._fail(CommunicatorBroken(str(error)))  # its traceback would keep the buffers
+            self._fail(type(error)(str(error)))  # its traceback would keep the buffers
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
             self._fail(error)
 

@@ -7,7 +7,7 @@ from virtualflow.state.checkpoint_writer import CheckpointPolicy
 from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy
 from virtualflow.state.digests import signature
 from virtualflow.state.preallocation import Reserve, elder, make_room, tell_room
-from virtualflow.state.striping import Path, size_of, split
+from virtualflow.state.striping import Path, share_out, size_of, split
 from virtualflow.state.transfer import Moving, move_state, pack_state
 from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer, someone_has_state
 
@@ -29,6 +29,7 @@ __all__ = [
     "move_state",
     "pack_state",
     "plan_transfer",
+    "share_out",
     "signature",
     "size_of",
     "someone_has_state",

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,8 @@ class CheckpointWriter:
 
     A write that fails costs nothing but itself: older checkpoints stay, ``failure`` and an event say what to
     do, and the next due point tries again. ``on_event`` is called from the writing thread too, and so is
-    ``on_attempt``, with the step and the failure of each write that has ended; ``clock`` gives monotonic seconds.
+    ``on_attempt``, with the step and the failure of each write that has ended; ``clock`` gives monotonic seconds. For
+    ``doubt`` see :func:`retained`.
     """
 
     def __init__(
@@ -98,12 +99,14 @@ class CheckpointWriter:
         on_event: Callable[[str], None],
         clock: Callable[[], float],
         on_attempt: Callable[[int, str | None], None],
+        doubt: int = 0,
     ) -> None:
         self.failure: str | None = None
         """Why the last write failed and what to do; None if it succeeded."""
         self.newest: int | None = None
         """The step of the newest checkpoint that this writer completed."""
         self._policy = policy
+        self._doubt = doubt
         self._identity = identity
         self._on_event = on_event
         self._clock = clock
@@ -209,18 +212,17 @@ class CheckpointWriter:
         self._prune(step)
 
     def _prune(self, newest: int) -> None:
-        """Remove all but the last K, counted from the one just written.
+        """Remove what :func:`retained` leaves out, counted from the one just written.
 
         One with a higher number was found damaged, or this job would not have written a lower one: it never
         counts, and is replaced when the job gets there. An older one that is visibly torn does not count
         either.
         """
-        kept = 1
-        for step, path in sorted(files.complete(self._policy.directory), reverse=True):
-            if step >= newest:
-                continue
-            if kept < self._policy.keep and files.looks_complete(path, step):
-                kept += 1
+        older = sorted((step, path) for step, path in files.complete(self._policy.directory) if step < newest)
+        sound = [step for step, path in older if files.looks_complete(path, step)]
+        kept = retained([*sound, newest], self._policy.keep, self._doubt)
+        for step, path in older:
+            if step in kept:
                 continue
             # Hidden first: deleting takes time, and nobody should find half a checkpoint meanwhile.
             doomed = files.hidden(self._policy.directory, step)
@@ -241,6 +243,23 @@ class CheckpointWriter:
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
             self._on_event(f"could not remove {path}, which is no longer needed; remove it by hand")
+
+
+def retained(steps: Sequence[int], keep: int, doubt: int) -> frozenset[int]:
+    """Which checkpoints remain: the last ``keep``, and while newer ones are in doubt one that is not.
+
+    Args:
+        steps: of all that are sound, in order.
+        keep: how many remain in any case.
+        doubt: workers may find within so many steps that they hold different states; then all that was written since
+            is of no use. So the newest one that is older stays, and the oldest of those that are not, which will take
+            its place. 0: nobody compares.
+    """
+    kept = set(steps[-keep:])
+    if doubt:
+        agreed = [step for step in steps if step <= steps[-1] - doubt]
+        kept.update(agreed[-1:], steps[len(agreed) : len(agreed) + 1])
+    return frozenset(kept)
 
 
 def _explain(error: OSError | SafetensorError) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any, Literal, Protocol
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.messages import CheckpointState
-from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS
-from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load, skipped
+from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, STOP_GRACE
+from virtualflow.state.checkpoint_format import Found, JobIdentity, complete, find_newest, load, skipped
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 
 
@@ -56,7 +57,15 @@ class Checkpointable(Protocol):
 
 
 class Checkpointer:
-    """Keeps the checkpoints of one run, or none when there is no place for them."""
+    """Keeps the checkpoints of one run, or none when there is no place for them.
+
+    Args:
+        policy: where, and how often; ``None``: nowhere.
+        identity: the job's.
+        tell: what there is to say.
+        report: what has become of each write.
+        doubt: within so many steps a state may still turn out to be wrong.
+    """
 
     def __init__(
         self,
@@ -64,6 +73,7 @@ class Checkpointer:
         identity: JobIdentity,
         tell: Callable[[Kind, str], None],
         report: Callable[[CheckpointState], None],
+        doubt: int = 0,
     ) -> None:
         self._policy = policy
         self._identity = identity
@@ -80,13 +90,18 @@ class Checkpointer:
         """Steps of checkpoints whose state was not what was written."""
         self._writer: CheckpointWriter | None = None
         if policy is not None:
-            self._writer = CheckpointWriter(policy, identity, self._say, time.monotonic, self._attempted)
+            self._writer = CheckpointWriter(policy, identity, self._say, time.monotonic, self._attempted, doubt)
             self._writer.check_writable()
 
     @property
     def failure(self) -> str | None:
         """Why the last checkpoint could not be written, and what to do."""
         return None if self._writer is None else self._writer.failure
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is a place for them."""
+        return self._policy is not None
 
     @property
     def newest(self) -> int | None:
@@ -117,6 +132,22 @@ class Checkpointer:
         """The checkpoint of that step was found damaged, here or by another worker: an older one counts."""
         self._damaged.add(step)
         self._found = None
+
+    def distrust(self, agreed: int) -> int:
+        """States after the step ``agreed`` may be wrong: let nobody restore them; the newest that remains, -1 for none.
+
+        Every worker may do this at the same time. What is set aside is for people to look at, and to remove.
+        """
+        assert self._policy is not None
+        self.flush(STOP_GRACE)
+        remaining = -1
+        for step, path in complete(self._policy.directory):
+            if step <= agreed:
+                remaining = max(remaining, step)
+                continue
+            with contextlib.suppress(FileNotFoundError):  # another worker was faster
+                path.rename(path.with_name(f"diverged-{path.name}"))
+        return remaining
 
     def restore(self, training: Checkpointable) -> None:
         """Begin from the checkpoint that :meth:`read` has read."""

@@ -95,8 +95,8 @@ def pack(tree: Tree) -> Tensor:
     """The tree as one contiguous ``uint8`` tensor on the CPU; every tensor in it is copied exactly once.
 
     Layout: PREFIX, header (see ``encode``), then the tensors' bytes, each padded with zeros to ALIGNMENT. The
-    CRC guards the header, that is the structure; the tensors' own bytes rely on the transport, as gradients
-    do.
+    CRC guards the header, that is the structure; the tensors' own bytes rely on the transport's checksum, as
+    gradients do.
     """
     header, tensors = encode(tree)
     offsets, total = [], _aligned(PREFIX.size + len(header))

@@ -8,10 +8,13 @@ from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
 from virtualflow.step.partial_step import is_separable
 from virtualflow.step.sharded_optimizer import Holding, Shards
+from virtualflow.step.state_watch import Diverged, Divergence
 from virtualflow.step.update import Update
 
 __all__ = [
     "BatchNorm",
+    "Diverged",
+    "Divergence",
     "Holding",
     "Kind",
     "MicrobatchFusion",

@@ -29,6 +29,7 @@ from virtualflow.step.header import (
     layout_hash,
     read_headers,
 )
+from virtualflow.step.state_watch import StateWatch
 from virtualflow.transport import Collectives, as_bytes, gather_bytes
 
 Portion = Callable[[Mapping[int, Tensor]], None]
@@ -64,6 +65,8 @@ class GradientSync:
         """Names that the present attempt exchanges."""
         self.settled = Schema()
         """Names that all workers knew when the last step was committed: part of the state."""
+        self.watch: StateWatch | None = None
+        """Compares the state before this synchronization with the others'."""
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
         self._buffers = BufferTracker(model)
@@ -269,6 +272,7 @@ class GradientSync:
                 more=more,
                 steady=self._steady,
                 saves=saves,
+                state=0 if self.watch is None else self.watch.value,
                 present=self._present(),
                 records=self._complete_records(),
             )
@@ -283,6 +287,8 @@ class GradientSync:
                     "the trainable parameters differ between workers in this step; freeze and unfreeze them by "
                     "step.number or step.epoch, so that all workers do the same"
                 )
+            if self.watch is not None:
+                self.watch.compare(communicator, [header.state for header in headers])
             if not any(header.wishes for header in headers):
                 return headers, form
             merged = self.schema

@@ -27,7 +27,7 @@ from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Summation
 
-_FIXED = struct.Struct("<10q")
+_FIXED = struct.Struct("<11q")
 _NODE = struct.Struct("<q")
 _PAIR = struct.Struct("<dd")
 
@@ -96,6 +96,8 @@ class StepHeader:
     """Whether its gradients stayed as autograd left them (``reduction.overlap``)."""
     saves: bool
     """Whether it will write a checkpoint after this step, for which it needs the whole state."""
+    state: int
+    """Its hash of this step's part of the state (``state_watch``)."""
     samples: tuple[int, ...]
     """Of each of its records: in a ``bitwise`` job, of each virtual node."""
     present: tuple[bool, ...]
@@ -134,6 +136,7 @@ class HeaderFormat:
         more: bool = False,
         steady: bool = True,
         saves: bool = False,
+        state: int = 0,
         present: Sequence[bool] = (),
         records: Sequence[NodeRecord] = (),
     ) -> StepHeader:
@@ -157,6 +160,7 @@ class HeaderFormat:
             more=more,
             steady=steady,
             saves=saves,
+            state=state,
             samples=samples,
             present=tuple(present),
             metrics=tuple(metrics),
@@ -168,7 +172,7 @@ class HeaderFormat:
         block = bytearray(self.size)
         offer, nodes = header.offer, len(header.samples)
         numbers = (header.kind, header.exchange, header.layout, offer.incarnation, offer.counter, header.wishes, nodes)
-        _FIXED.pack_into(block, 0, *numbers, header.more, header.steady, header.saves)
+        _FIXED.pack_into(block, 0, *numbers, header.more, header.steady, header.saves, header.state)
         at = _FIXED.size
         bits = sum(1 << place for place, there in enumerate(header.present) if there)
         block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
@@ -186,7 +190,8 @@ class HeaderFormat:
     def read(self, block: Tensor) -> StepHeader:
         """The inverse of :meth:`write`."""
         raw = block.numpy().tobytes()
-        kind, exchange, layout, incarnation, counter, wishes, nodes, more, steady, saves = _FIXED.unpack_from(raw, 0)
+        kind, exchange, layout, incarnation, counter, wishes, nodes, *rest = _FIXED.unpack_from(raw, 0)
+        more, steady, saves, state = rest
         at = _FIXED.size
         bits = int.from_bytes(raw[at : at + (self.places + 7) // 8], "little")
         at += (self.places + 7) // 8
@@ -209,6 +214,7 @@ class HeaderFormat:
             more=bool(more),
             steady=bool(steady),
             saves=bool(saves),
+            state=state,
             samples=tuple(samples),
             present=tuple(bool(bits >> place & 1) for place in range(self.places)),
             metrics=tuple(metrics),

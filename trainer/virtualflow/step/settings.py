@@ -9,6 +9,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class StateWatchSettings:
+    """How often workers compare their states."""
+
+    sweep: int = 64
+    """Every byte of the state is compared once in so many steps, in so many parts at most."""
+    part: int = 1 << 18
+    """No part has fewer bytes of parameters and buffers: what each tensor costs would outweigh its bytes."""
+
+
+@dataclass(frozen=True)
 class FusionSettings:
     """How a worker of a statistical job finds out how many virtual nodes to run as one micro-batch."""
 

@@ -17,6 +17,8 @@ from virtualflow.state.settings import TransferSettings
 from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import Schema
 from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
+from virtualflow.step.settings import StateWatchSettings
+from virtualflow.step.state_watch import StateWatch
 from virtualflow.transport import Collectives
 
 
@@ -30,6 +32,7 @@ class Update:
         micro_batch: samples of a virtual node.
         reduction: how gradients travel.
         transfer: how states of a sharded optimizer travel.
+        watch: how often states are compared.
     """
 
     def __init__(
@@ -41,10 +44,15 @@ class Update:
         micro_batch: int,
         reduction: ReductionSettings,
         transfer: TransferSettings,
+        watch: StateWatchSettings | None = None,
     ) -> None:
         self.sync = GradientSync(model, summation, micro_batch, reduction)
         """Takes what each virtual node has left in the model."""
         self.optimizer_step = OptimizerStep(model, options, reduction, transfer)
+        self.watch = self.sync.watch = StateWatch(
+            model, options.optimizer, sharded=options.sharded, settings=watch or StateWatchSettings()
+        )
+        """Compares the workers' states."""
         self.shards = self.optimizer_step.shards
         """This worker's share of a sharded optimizer."""
         self.contributed = False
@@ -55,8 +63,12 @@ class Update:
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
-    def begin(self, assigned: range, most: int = 1) -> None:
-        """Start an attempt over the virtual nodes ``assigned``, where ``most`` is what any worker has."""
+    def begin(self, assigned: range, most: int = 1, *, watched: int | None = None) -> None:
+        """Start an attempt over the virtual nodes ``assigned``, where ``most`` is what any worker has.
+
+        ``watched`` is the number of the step if all workers are to have the same state to the bit.
+        """
+        self.watch.begin(watched)
         self.sync.begin(assigned, most)
         self.optimizer_step.begin()
 

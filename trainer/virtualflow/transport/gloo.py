@@ -7,7 +7,7 @@ whose machine lost its power, does not, and then the coordinator's word ends the
 hop to a thread of gloo's and cost less, but a wait for one that is broken off closes all connections: a thread of its
 own waits for them to their end, and the one that listens to the coordinator cuts the connections. Nor does gloo always
 wake who waits for a message as its connection closes (not if a part of it is on the wire), so that thread looks after
-the connections, too.
+the connections, too. All that is sent bears a checksum (``checksum``), and is looked at before anybody uses it.
 
 All of them are CPU tensors; those of an accelerator are staged by the caller (``reduction``).
 """
@@ -29,9 +29,12 @@ from torch._C import _distributed_c10d as c10d
 
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
+from virtualflow.transport.checksum import SIZE as CHECKSUM
+from virtualflow.transport.checksum import checksum
 from virtualflow.transport.interface import DONE, Message, Pending
 from virtualflow.transport.link import Link
 from virtualflow.transport.mesh import build_mesh
+from virtualflow.transport.pending import Gather, Letter, Letters, Operation, brief
 from virtualflow.transport.settings import CommunicatorSettings
 
 logger = logging.getLogger("virtualflow.worker")
@@ -42,56 +45,10 @@ _LONGER = 1.25
 """Connections are looked after when a wait is so many times as long as the longest before, or as at the last look."""
 _LONGEST_LOOK = 10.0
 """Seconds between two looks, and before the first, at the most."""
+_SMALL_GATHER = 1 << 16
+"""Up to so many bytes a block and its checksum are gathered as one: a copy costs less than a second collective."""
 _NEVER_SENT = 0
 """The tag of a message that nobody sends; others count from 1."""
-
-
-class _Operation:
-    """A collective under way."""
-
-    def __init__(self, work: c10d.Work, check: Callable[[], None], settings: CommunicatorSettings) -> None:
-        self._work = work
-        self._check = check
-        self._settings = settings
-
-    def wait(self) -> None:
-        """Wait for it in slices, looking at the coordinator's news in between.
-
-        Raises:
-            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
-        """
-        limit = time.monotonic() + self._settings.operation_timeout
-        part = timedelta(seconds=self._settings.wait_slice)
-        while True:
-            # Whether it is complete is asked before: it may well complete between a slice's end and a later question.
-            complete = self._work.is_completed()
-            try:
-                self._work.wait(part)
-                return
-            except RuntimeError as error:
-                if complete or time.monotonic() >= limit:
-                    raise CommunicatorBroken(_brief(error)) from error
-            self._check()
-
-
-class _Messages:
-    """Messages between pairs under way; torch's works hold the memory that they are read from or written to."""
-
-    def __init__(self, works: Sequence[c10d.Work], timeout: timedelta) -> None:
-        self._works = works
-        self._timeout = timeout
-
-    def wait(self) -> None:
-        """Wait for them to their end.
-
-        Raises:
-            CommunicatorBroken: a peer is lost, or the connections were cut.
-        """
-        try:
-            for work in self._works:
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise CommunicatorBroken(_brief(error)) from error
 
 
 class RelayStore(c10d.Store):
@@ -180,7 +137,7 @@ class Communicator:
                 address = plan.members[rank].address
                 group = build_mesh(store, rank, len(plan.members), address, settings.connect_timeout)
             except RuntimeError as error:
-                raise CommunicatorBroken(_brief(error)) from error
+                raise CommunicatorBroken(brief(error)) from error
         return cls(plan, rank, group, interrupted, settings)
 
     def all_gather(self, block: Tensor) -> Tensor:
@@ -196,6 +153,19 @@ class Communicator:
         if self._group is None:
             out.copy_(block)
             return DONE
+        check, raw = checksum(block), block.view(-1).view(torch.uint8)
+        target = out.view(-1).view(torch.uint8)
+        names = [member.worker for member in self.plan.members]
+        length = raw.numel()
+        if length <= _SMALL_GATHER:
+            rows = torch.empty((self.size, length + CHECKSUM), dtype=torch.uint8)
+            parts = [self._gather(rows.view(-1), torch.cat([raw, check]))]
+            return Gather(target, rows[:, :length], rows[:, length:], names, parts)
+        checks = torch.empty((self.size, CHECKSUM), dtype=torch.uint8)
+        parts = [self._gather(target, raw), self._gather(checks.view(-1), check)]
+        return Gather(target, target.view(self.size, length), checks, names, parts)
+
+    def _gather(self, out: Tensor, block: Tensor) -> Pending:
         options = c10d.AllgatherOptions()
         options.timeout = self._timeout
 
@@ -203,13 +173,13 @@ class Communicator:
             work = group._allgather_base(out, block, options)
             self._pending = [earlier for earlier in self._pending if not earlier.is_completed()]
             self._pending.append(work)
-            return _Operation(work, self._check, self._settings)
+            return Operation(work, self._check, self._settings)
 
         return self._start(gather)
 
     def start_messages(self, messages: Sequence[Message]) -> Pending:
         """See `Collectives.start_messages`: the first that is waited for should be an incoming one."""
-        return self._start(lambda group: _Messages([self._post(group, one) for one in messages], self._timeout))
+        return self._start(lambda group: Letters([self._post(group, one) for one in messages], self._timeout))
 
     def settle(self, outcome: Future[T]) -> T:
         """Wait in slices for what another thread makes of this communicator, looking at the coordinator's news.
@@ -252,7 +222,7 @@ class Communicator:
             for peer in self._peers:
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT)
         except RuntimeError as error:
-            raise CommunicatorBroken(_brief(error)) from error
+            raise CommunicatorBroken(brief(error)) from error
 
     def cut(self) -> None:
         """Close all connections: nothing that is under way reads or writes memory any more.
@@ -296,9 +266,9 @@ class Communicator:
                 for window in windows:
                     if over.is_set():
                         break
-                    works = [self._post(group, message) for message in window]
-                    for work in works:
-                        work.wait(timedelta(seconds=timeout))
+                    letters = [self._post(group, message) for message in window]
+                    for letter in letters:
+                        letter.wait(timedelta(seconds=timeout))
                 passed_on.set_result(None)
             except BaseException as error:  # noqa: BLE001 - it is the other thread's to raise
                 passed_on.set_exception(error)
@@ -310,7 +280,7 @@ class Communicator:
             self.settle(passed_on)
             complete = True
         except RuntimeError as error:
-            raise CommunicatorBroken(_brief(error)) from error
+            raise CommunicatorBroken(brief(error)) from error
         finally:
             if not complete:
                 over.set()
@@ -319,11 +289,14 @@ class Communicator:
                 # that thread touches nothing any more.
                 thread.join(self._settings.wait_slice)
 
-    def _post(self, group: c10d.ProcessGroup, message: Message) -> c10d.Work:
+    def _post(self, group: c10d.ProcessGroup, message: Message) -> Letter:
         key = message.peer, message.incoming
-        tag = self._tags[key] = self._tags.get(key, _NEVER_SENT) + 1
+        tag = self._tags.get(key, _NEVER_SENT) + 1
+        self._tags[key] = tag + 1
+        check = torch.empty(CHECKSUM, dtype=torch.uint8) if message.incoming else checksum(message.stretch)
         start = group.recv if message.incoming else group.send
-        return start([message.stretch], message.peer, tag)
+        works = start([message.stretch], message.peer, tag), start([check], message.peer, tag + 1)
+        return Letter(message, check, works, self.plan.members[message.peer].worker)
 
     def _start(self, start: Callable[[c10d.ProcessGroup], Pending]) -> Pending:
         assert self._group is not None
@@ -331,7 +304,7 @@ class Communicator:
         try:
             return start(self._group)
         except RuntimeError as error:
-            raise CommunicatorBroken(_brief(error)) from error
+            raise CommunicatorBroken(brief(error)) from error
 
     def _check(self) -> None:
         reason = self._interrupted()
@@ -349,9 +322,3 @@ class Communicator:
         if group is not None and not self.idle:
             for leaked in (group, *self._pending):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))
-
-
-def _brief(error: Exception) -> str:
-    """The first line of a collective's error without the path of torch's source file."""
-    line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return line.rsplit("] ", 1)[-1][:300] if line.startswith("[") else line[:300]

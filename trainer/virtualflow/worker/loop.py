@@ -19,7 +19,8 @@ from virtualflow.device import device_of
 from virtualflow.errors import CommunicatorBroken, NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import AttemptSpoiled
-from virtualflow.step import Reduced, StepHeader
+from virtualflow.step import Diverged, Reduced, StepHeader
+from virtualflow.worker.divergence import end_by_divergence
 from virtualflow.worker.finish import complete_leader
 from virtualflow.worker.setup import Context
 from virtualflow.worker.step import Step
@@ -116,6 +117,9 @@ class Loop:
                 generation = context.session.generation
                 if membership.recover(error) and context.audit is not None:
                     context.audit.committed(generation, number)
+            except Diverged as error:
+                names = [member.worker for member in membership.communicator.plan.members]
+                raise end_by_divergence(error.found, names, context.checkpointer) from None
             except AttemptSpoiled:
                 context.update.abandon()
                 context.on_entry()
@@ -157,7 +161,8 @@ class Loop:
         update, fusion, pace, assigned = context.update, context.fusion, context.pace, state.assigned
         context.membership.check()
         context.stopwatch.attempt(number)
-        update.begin(assigned, max(len(nodes) for nodes in state.ranges))
+        compared = context.request.bitwise and len(state.ranges) > 1
+        update.begin(assigned, max(len(nodes) for nodes in state.ranges), watched=number if compared else None)
         pace.begin(time.monotonic(), len(assigned))
         if fusion.exploring:
             pace.disregard()

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from virtualflow.errors import CommunicatorBroken, ConfigurationError
+from virtualflow.errors import CommunicatorBroken, ConfigurationError, Damaged
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.lineage import find_objection
 from virtualflow.state import (
@@ -144,6 +144,8 @@ class Membership:
         session, exchanges = self._session, self._training.exchanges
         pending = self._training.update.pending is not None
         self._training.update.abandon()
+        if isinstance(error, Damaged):
+            session.note("warning", str(error))
         if session.interruption(self._state.plan) is None:
             logger.info("%s: generation %s broke: %s", session.worker, session.generation, error)
             session.say_broken(session.generation, str(error))

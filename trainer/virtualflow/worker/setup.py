@@ -244,6 +244,7 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
         micro_batch=request.micro_batch,
         reduction=request.settings.reduction,
         transfer=request.settings.transfer,
+        watch=request.settings.watch,
     )
     resources.callback(update.close)
     return update
@@ -277,7 +278,9 @@ def _open_checkpointer(
     def report(state: m.CheckpointState) -> None:
         session.send(m.Checkpointed(state), keep=True)
 
-    checkpointer = Checkpointer(policy, identity, session.note, report)
+    # Only workers that come to the same bits compare their states.
+    doubt = request.settings.watch.sweep if request.bitwise and session.coordinated else 0
+    checkpointer = Checkpointer(policy, identity, session.note, report, doubt)
     resources.callback(checkpointer.flush, request.settings.stop_grace)
     return checkpointer
 

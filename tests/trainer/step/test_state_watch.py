@@ -1,0 +1,178 @@
+"""States that come apart: each bit is compared within a sweep, and the job ends before the next update."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from broken_collectives import Counting, regression, train_steps
+from elastic_jobs import ElasticJob, Trained, alone, trained
+from injected import inject
+from states import OPTIMIZERS, Net, train
+from states import trained as groups_of
+from thread_collectives import Seat, Table
+from torch import Tensor, nn
+
+import virtualflow as vf
+from tiers import nightly
+from virtualflow.protocol.settings import ENV_WORKER
+from virtualflow.step.settings import StateWatchSettings
+from virtualflow.step.state_watch import Diverged, Divergence, StateWatch, find_divergence
+from virtualflow.worker.divergence import describe_divergence
+
+Worker = tuple[nn.Module, torch.optim.Optimizer]
+SWEEP = 8
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> Worker:
+    """A trained model with batch norm and a tied weight, and a layer that is larger than a row."""
+    model = nn.Sequential(Net(dtype=dtype), nn.Linear(6, 900, dtype=dtype))
+    optimizer = OPTIMIZERS[name](groups_of(model))
+    train(model, optimizer, None, range(2))
+    return model, optimizer
+
+
+def watch(worker: Worker, part: int = 64) -> StateWatch:
+    return StateWatch(*worker, sharded=False, settings=StateWatchSettings(SWEEP, part))
+
+
+def watched(worker: Worker) -> dict[str, Tensor]:
+    """All tensors that are compared, by name."""
+    model, optimizer = worker
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found[name] = parameter.data
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{name} ({key})"] = value
+    persistent = model.state_dict().keys()
+    return found | {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+
+def sweep(workers: list[StateWatch], steps: range) -> list[Divergence] | None:
+    """What each worker finds in so many steps."""
+    for step in steps:
+        for one in workers:
+            one.begin(step)
+        values = [one.value for one in workers]
+        if len(set(values)) == 1:
+            continue
+        table = Table(len(workers))
+
+        def compare(rank: int, table: Table = table, values: list[int] = values) -> Divergence:
+            with pytest.raises(Diverged) as caught:
+                workers[rank].compare(Seat(table, rank), values)
+            return caught.value.found
+
+        with ThreadPoolExecutor(len(workers)) as threads:
+            return list(threads.map(compare, range(len(workers))))
+    return None
+
+
+@pytest.mark.parametrize("flips", [30, nightly(1_000)])
+def test_a_bit_that_flips_at_rest_is_found_within_a_sweep_with_its_tensor_and_worker(flips: int) -> None:
+    draw = random.Random(flips)
+    kinds = [(name, dtype) for name in ("adamw", "sgd-momentum") for dtype in (torch.float32, torch.bfloat16)]
+    made = {kind: [make(*kind) for _ in range(3)] for kind in kinds}
+    for flip in range(flips):
+        workers = made[draw.choice(kinds)]
+        victim, first = draw.randrange(3), draw.randrange(10_000)
+        tensors = {name: tensor for name, tensor in watched(workers[victim]).items() if tensor.numel()}
+        name = draw.choice(list(tensors))
+        # An expanded buffer shows one element several times.
+        raw = tensors[name].as_strided(tensors[name].shape if 0 not in tensors[name].stride() else (1,), (
+            tensors[name].stride() if 0 not in tensors[name].stride() else (1,)
+        )).reshape(-1).view(torch.uint8)  # fmt: skip
+        place, bit = draw.randrange(len(raw)), 1 << draw.randrange(8)
+        raw[place] ^= bit
+        part = draw.choice([64, 1 << 30])
+        found = sweep([watch(worker, part) for worker in workers], range(first, first + SWEEP))
+        raw[place] ^= bit
+        assert found is not None, (flip, name)
+        assert len(set(found)) == 1
+        assert (found[0].tensor, found[0].odd) == (name, (victim,)), flip
+        assert max(0, first - SWEEP - 1) <= found[0].agreed < max(1, first)
+
+
+@pytest.mark.parametrize("rounds", [2, nightly(12_500)])
+def test_equal_states_are_never_told_apart(rounds: int) -> None:
+    one = make("adamw")
+    other = copy.deepcopy(one[0]), None
+    twin = OPTIMIZERS["adamw"](groups_of(other[0]))
+    twin.load_state_dict(copy.deepcopy(one[1].state_dict()))
+    for turn in range(rounds):
+        if turn % 1_000 == 0:
+            for model, optimizer in (one, (other[0], twin)):
+                train(model, optimizer, None, range(turn, turn + 1))
+        assert sweep([watch(one), watch((other[0], twin))], range(turn, turn + SWEEP)) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "tensor", "odd"),
+    [
+        pytest.param([[1, 2], [1, 3]], "b", (), id="two workers: nobody is convicted"),
+        pytest.param([[1, 2], [1, 2], [7, 2]], "a", (2,), id="one against two"),
+        pytest.param([[1, 2], [1, 3], [7, 2]], "a", (), id="all different"),
+        pytest.param([[1, 2], [1, 2], [7, 2], [7, 2]], "a", (), id="two against two"),
+        pytest.param([[1, 2], [1, 2], [1, 2], [1], [1, 9]], "b", (3, 4), id="two against three, each in its own way"),
+        pytest.param(
+            [[1, 2], [1, 2, 3], [1, 2]], "the set of tensors that the optimizer keeps", (1,), id="one tensor more"
+        ),
+    ],
+)
+def test_the_first_tensor_and_the_minority_are_named(rows: list[list[int]], tensor: str, odd: tuple[int, ...]) -> None:
+    assert find_divergence(9, 4, ["a", "b"], rows) == Divergence(9, 4, tensor, odd)
+
+
+def test_the_sentence_says_who_against_whom() -> None:
+    names = ["worker-0", "worker-1", "worker-2"]
+    assert "first in w: worker-2 against 2 of 3; " in describe_divergence(Divergence(9, 4, "w", (2,)), names)
+    nobody = describe_divergence(Divergence(9, 4, "w", ()), names[:2])
+    assert "worker-0 and worker-1, of which no majority is equal; " in nobody
+    assert "is that of step 4: " in nobody
+
+
+# --- a job ------------------------------------------------------------------------------------------------------------
+
+
+def training(directory: str, victim: str = "", at: int = 0) -> Trained:
+    inject(watch={"sweep": 4, "part": 16})
+    torch.manual_seed(0)
+    model = Counting()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    steps = 0
+
+    def flip() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == at and os.environ[ENV_WORKER] == victim:
+            optimizer.state[model.linear.weight]["exp_avg"].view(torch.int32)[2, 1] ^= 1 << 20
+
+    policy = vf.CheckpointPolicy(directory, every_steps=1, keep=2) if directory else None
+    with vf.elastic(
+        model, optimizer, regression(), batch_size=12, steps=16, virtual_nodes=4, checkpoint=policy
+    ) as run:  # fmt: skip
+        metrics, _ = train_steps(run, model, optimizer, flip)
+    return trained(run, model, optimizer, metrics)
+
+
+def test_a_job_that_comes_apart_ends_and_goes_on_from_the_last_state_that_was_equal(
+    start_job: Callable[..., ElasticJob], tmp_path: Path
+) -> None:
+    outcomes = start_job(training, str(tmp_path), "worker-1", 10, workers=3).finish()
+    texts = {outcome.text for outcome in outcomes.values()}
+    assert {outcome.kind for outcome in outcomes.values()} <= {"VirtualFlowError", "JobFailed"}, outcomes
+    for text in texts:
+        assert "worker-1 against 2 of 3" in text, texts
+        assert "linear.weight" in text, texts
+    kept = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("step-"))
+    assert kept, list(tmp_path.iterdir())
+    assert max(kept) <= "step-00000009"
+    assert any(path.name.startswith("diverged-step-") for path in tmp_path.iterdir())
+    assert start_job(training, str(tmp_path), workers=2).results() == [alone(training, "")] * 2

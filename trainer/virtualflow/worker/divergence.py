@@ -1,0 +1,49 @@
+"""What becomes of a job whose workers hold different states: it ends before the next update, and says where to look.
+
+Going on from the majority's state would not be right: the gradients of whoever was wrong are in it since that happened.
+So the way back is a checkpoint from before, and whatever is newer must not be restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from virtualflow.errors import VirtualFlowError
+from virtualflow.state import Checkpointer
+from virtualflow.step import Divergence
+
+
+def end_by_divergence(found: Divergence, names: Sequence[str], checkpointer: Checkpointer) -> VirtualFlowError:
+    """Set aside the checkpoints that may be wrong; the error that is to end the job, the same on all workers.
+
+    Args:
+        found: what differs.
+        names: the workers', in the order of their ranks.
+        checkpointer: that of this worker.
+    """
+    return VirtualFlowError(f"{describe_divergence(found, names)}; {_way_back(checkpointer, found.agreed)}")
+
+
+def describe_divergence(found: Divergence, names: Sequence[str]) -> str:
+    """One sentence: which tensor, since when, on which workers."""
+    if found.odd:
+        who = f"{_listed([names[rank] for rank in found.odd])} against {len(names) - len(found.odd)} of {len(names)}"
+    else:
+        who = f"{_listed(names)}, of which no majority is equal"
+    return (
+        f"the workers' states differ before step {found.step}, first in {found.tensor}: {who}; the last state that all "
+        f"are known to have had alike is that of step {found.agreed}: look at the memory of that machine, and for code "
+        "that changes the model or the optimizer on some workers only"
+    )
+
+
+def _way_back(checkpointer: Checkpointer, agreed: int) -> str:
+    if not checkpointer.keeps:
+        return "there is no checkpoint directory, so the job has to begin anew"
+    step = checkpointer.distrust(agreed)
+    where = "anew" if step < 0 else f"from the checkpoint of step {step}"
+    return f"started again, the job goes on {where}; newer checkpoints were renamed to diverged-step-…"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
