@@ -76,6 +76,15 @@ DONE = "done: 12 steps in 3.2 s, digest abc, 0 membership changes, 0 repeated st
             id="stopped with one",
         ),
         pytest.param(
+            facts(Shutdown("stopped", 0.0, "no step after 12 was wanted", planned=True), checkpoint_dir=Path("/c")),
+            0,
+            [
+                "stopped after step 12 (no step after 12 was wanted); there is no checkpoint in /c: the next run "
+                "starts from step 1"
+            ],
+            id="as planned",
+        ),
+        pytest.param(
             facts(Shutdown("stopped", 0.0, "asked to stop"), status=None, checkpoint_dir=Path("/c")),
             1,
             ["stopped after step 0 (asked to stop); there is no checkpoint in /c: the next run starts from step 1"],

@@ -20,6 +20,7 @@ from virtualflow_operator.simulator import command as simulator
 ROOT = Path(__file__).parents[3]
 REQUIRED = {
     "run": ["a.py"],
+    "check": ["a.py"],
     "profile": ["a.py"],
     "coordinator": ["--host", "127.0.0.1", "--port", "0"],
     "scale": [],

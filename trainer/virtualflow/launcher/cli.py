@@ -1,4 +1,5 @@
-"""The command line: ``virtualflow run``, ``profile``, ``status``, ``scale``, ``drain`` and ``coordinator``.
+"""The command line: ``virtualflow run``, ``check``, ``bisect``, ``profile``, ``status``, ``scale``, ``drain`` and
+``coordinator``.
 
 Commands of other parts of the project (``virtualflow simulate``) are found by the entry points of the group
 :data:`COMMANDS`: the library knows their names, and nothing of what they do.
@@ -61,6 +62,8 @@ def parser(settings: LauncherSettings) -> Parser:
     """The parser of the command line."""
     subcommands: Mapping[str, Subcommand] = {
         "run": _run,
+        "check": _check,
+        "bisect": _bisect,
         "profile": _profile,
         "status": _status,
         "scale": _scale,
@@ -100,6 +103,18 @@ def _profile(arguments: argparse.Namespace, _: LauncherSettings) -> int:
     from virtualflow.launcher.profile import profile
 
     return profile(arguments)
+
+
+def _check(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+    from virtualflow.launcher.check import check
+
+    return check(arguments, settings)
+
+
+def _bisect(arguments: argparse.Namespace, _: LauncherSettings) -> int:
+    from virtualflow.launcher.check import bisect
+
+    return bisect(arguments)
 
 
 def _status(arguments: argparse.Namespace, settings: LauncherSettings) -> int:

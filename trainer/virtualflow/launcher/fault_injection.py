@@ -34,12 +34,19 @@ class FaultInjector:
         control: of the job that it is about.
         throttle: of its workers.
         kill_coordinator: does so.
+        stop_after: the last step that the job is to make; ``None``: all of them.
     """
 
     def __init__(
-        self, groups: Sequence[Group], control: JobControl, throttle: Throttle, kill_coordinator: Callable[[], None]
+        self,
+        groups: Sequence[Group],
+        control: JobControl,
+        *,
+        throttle: Throttle,
+        kill_coordinator: Callable[[], None],
+        stop_after: int | None = None,
     ) -> None:
-        self._groups, self._control = groups, control
+        self._groups, self._control, self._stop_after = groups, control, stop_after
         self._throttle, self._kill_coordinator = throttle, kill_coordinator
         self._fired = 0
         self._in_effect = True
@@ -53,9 +60,25 @@ class FaultInjector:
         """How far the job may run now; ``None``: freely."""
         status = self._control.state.status
         steps = [group.step for group in self._groups]
-        total = status.total_steps if status is not None else None
+        total = self._last_step(status)
         riding = status.step if status is not None and _change_rides(status) else None
-        return hold_step(steps, self._fired, self._in_effect, total, riding)
+        hold = hold_step(steps, self._fired, self._in_effect, total, riding)
+        if self._stop_after is None or (status is not None and status.total_steps == total):
+            return hold
+        before = self._stop_after - 1  # the agreement to stop rides on the last step
+        return before if hold is None else min(hold, before)
+
+    def _last_step(self, status: Status | None) -> int | None:
+        ends = (self._stop_after, status.total_steps if status is not None else None)
+        return min((end for end in ends if end is not None), default=None)
+
+    @property
+    def is_time_to_stop(self) -> bool:
+        """Whether only the last step is left of a job that ends before its training does."""
+        status = self._control.state.status
+        if self._stop_after is None or status is None or status.phase != "training" or status.proposed is not None:
+            return False
+        return status.step >= self._stop_after - 1 and self._in_effect and not self.unreached
 
     def advance(self) -> None:
         """Notice that the last group is in effect, and fire the next one when its step is complete."""

@@ -26,6 +26,7 @@ from virtualflow.protocol.settings import (
     ENV_ON_NON_FINITE,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
+    ENV_TRACE_DIR,
     ENV_VIRTUAL_NODES,
     MAX_VIRTUAL_NODES,
     MAX_WORKERS,
@@ -50,6 +51,8 @@ class RunOptions:
     schedule: tuple[Group, ...]
     report: Path | None
     audit: Path | None
+    stop_after: int | None
+    """The last step to make; ``None``: all of them."""
     checkpoint_dir: Path | None
     heartbeat_limit: float
     rebalance_gain: float
@@ -77,6 +80,8 @@ def resolve(arguments: Namespace) -> RunOptions:
     elif job.profile is not None:
         # A path of a container may not exist here; the worker says so, and trains without it.
         environment[ENV_PROFILE] = str((source.parent / job.profile).absolute())
+    if arguments.trace is not None:
+        environment[ENV_TRACE_DIR] = str(_new_trace(Path(arguments.trace).absolute()))
     schedule = parse_schedule(arguments.schedule or "")
     asked = (arguments.virtual_nodes, job.virtual_nodes, read_number(ENV_VIRTUAL_NODES, int, 1))
     virtual_nodes = next((int(number) for number in asked if number is not None), None)
@@ -103,6 +108,7 @@ def resolve(arguments: Namespace) -> RunOptions:
         schedule=schedule,
         report=_target(arguments.report, "--report"),
         audit=_target(arguments.audit, "--audit"),
+        stop_after=arguments.stop_after,
         checkpoint_dir=checkpoint_dir,
         heartbeat_limit=arguments.heartbeat_limit,
         rebalance_gain=arguments.rebalance_gain,
@@ -208,6 +214,14 @@ def _checkpoints(arguments: Namespace, job: JobManifest, environment: dict[str, 
     directory = Path(arguments.checkpoint_dir).absolute()
     _check_directory(directory, "--checkpoint-dir")
     environment[ENV_CHECKPOINT_DIR] = str(directory)
+    return directory
+
+
+def _new_trace(directory: Path) -> Path:
+    """The directory of a trace, made if it is missing; two runs in one would look like one."""
+    _check_directory(directory, "--trace")
+    if any(directory.iterdir()):
+        raise ConfigurationError(f"--trace {directory}: there is something in it already; name a new directory")
     return directory
 
 

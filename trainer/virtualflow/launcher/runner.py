@@ -114,7 +114,11 @@ class Runner:
             patience=settings.signals.patience,
         )
         self._faults = FaultInjector(
-            options.schedule, self._control, throttle=self._throttle, kill_coordinator=self._kill_coordinator
+            options.schedule,
+            self._control,
+            throttle=self._throttle,
+            kill_coordinator=self._kill_coordinator,
+            stop_after=options.stop_after,
         )
         self._supervisor = Supervisor(self._process_ended, settings.tail)
         self._token = secrets.token_urlsafe(32)
@@ -304,6 +308,10 @@ class Runner:
             self._faults.advance()
             self._workforce.mend(now)
             self._calls.ensure("hold", HoldCall(self._hold()), state.status)
+            if self._faults.is_time_to_stop:
+                reason = f"no step after {self._options.stop_after} was wanted"
+                state.shutdown = Shutdown("stopped", now, reason, planned=True)
+                self._wake.set()
         else:
             self._end(state.shutdown, now)
         self._choose_output()
@@ -336,9 +344,12 @@ class Runner:
     def _end(self, shutdown: Shutdown, now: float) -> None:
         self._throttle.end()
         if shutdown.kind == "stopped":
-            # Told again to a new coordinator; nothing is held any more.
-            self._calls.ensure("hold", HoldCall(None), self._state.status)
-            self._calls.ensure("stop", StopCall(shutdown.reason), self._state.status)
+            # Told again to a new coordinator.
+            status = self._state.status
+            self._calls.ensure("stop", StopCall(shutdown.reason), status)
+            if not shutdown.planned or (status is not None and status.proposed and not status.proposed_workers):
+                # Nothing is held any more. Where the stop was planned, all have heard of it before the last step.
+                self._calls.ensure("hold", HoldCall(None), status)
         self._workforce.end(shutdown, now)
 
     async def _last_status(self) -> None:

@@ -56,5 +56,11 @@ class LauncherSettings:
     events_shown: int = 6
     cells_shown: int = 64
     """A job of more virtual nodes than this shows them as ranges."""
+    check_steps: int = 6
+    """Steps of each run of ``virtualflow check``: enough for a worker to join, and to show what has gone wrong."""
+    check_workers: int = 8
+    """The most workers of such a run: each is a process that holds the whole model."""
+    check_limit: float = 600.0
+    """How long such a run may take."""
     tail: int = 200
     """Last lines of a worker's standard error that are kept for the message of its failure."""

@@ -28,6 +28,8 @@ class Shutdown:
     traceback: str = ""
     witness: Worker | None = None
     """The worker whose traceback explains a failure."""
+    planned: bool = False
+    """It was asked for when the job was started."""
     started: bool = True
     """Processes were started, so there may be something in their output."""
     concluded: bool = False
@@ -124,7 +126,8 @@ def conclude(facts: Facts) -> Conclusion:
             failed = "the job failed: " if shutdown.started else ""
             return Conclusion(EXIT_FAILED, [f"{failed}{shutdown.reason}{where}"])
         case "stopped":
-            code = 128 + shutdown.signal if shutdown.signal is not None else EXIT_FAILED
+            otherwise = 0 if shutdown.planned else EXIT_FAILED
+            code = 128 + shutdown.signal if shutdown.signal is not None else otherwise
             return Conclusion(code, [_describe_stop(facts)])
         case "done":
             return _conclude_done(facts)

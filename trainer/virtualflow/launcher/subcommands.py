@@ -56,6 +56,8 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
         return command
 
     _add_run(add("run", "run a script or a manifest as processes of this machine"), settings)
+    _add_check(add("check", "run a script in several ways, and compare the bits of a few steps"), settings)
+    _add_bisect(add("bisect", "find the first step, virtual node and tensor in which two runs differ"))
     _add_profile(add("profile", "measure a script on this device, for jobs to come"))
     status = add("status", "show what a running job is doing")
     status.add_argument("job", nargs="?", metavar="NAME", help="of the job; not needed when only one is running")
@@ -118,6 +120,7 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
         metavar="STEP:ACTION,...",
         help="inject faults: =N, kill, kill:K, term, hang, slow:K, fast, coordinator, all",
     )
+    job.add_argument("--stop-after", metavar="STEP", help="make no step after this one", **_AT_LEAST_1)
     job.add_argument(
         "-f", dest="manifest", metavar="JOB.yaml", help="run a VirtualFlowJob manifest instead of a script"
     )
@@ -126,6 +129,9 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
     results.add_argument("--report", metavar="FILE", help="JSON: digests, steps, membership changes, metrics")
     results.add_argument(
         "--audit", metavar="FILE", help="JSON lines: who processed which samples, per step and virtual node"
+    )
+    results.add_argument(
+        "--trace", metavar="DIR", help="hashes of all that each step computes, for virtualflow bisect; slow"
     )
     results.add_argument("--log-dir", metavar="DIR", help="keep the output of every process there")
     _add_checkpoints(parser.add_argument_group("checkpoints"))
@@ -191,6 +197,60 @@ def _add_membership(parser: argparse._ActionsContainer, settings: LauncherSettin
 def _add_script(parser: Parser, *, required: bool) -> None:
     parser.add_argument("script", nargs=None if required else "?", metavar="SCRIPT", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments, passed on untouched")
+
+
+def _add_check(parser: Parser, settings: LauncherSettings) -> None:
+    parser.usage = "virtualflow check [OPTIONS] SCRIPT [ARGS ...]"
+    parser.description = (
+        "Does a script come to the same bits however it is run? It makes a few steps on one worker, with another "
+        "PYTHONHASHSEED, with a step made twice, on two workers, on one for each virtual node, with a worker that "
+        "joins and with one that is killed. Samples, gradients, state and metrics are compared; the first difference "
+        "is named, with its usual cause."
+    )
+    parser.add_argument(
+        "--steps",
+        default=settings.check_steps,
+        metavar="N",
+        help=f"of each run (default {settings.check_steps}, or all that the script makes)",
+        **_AT_LEAST_1,
+    )
+    parser.add_argument(
+        "--virtual-nodes",
+        metavar="V",
+        help=f"overrides the script's (default {VIRTUAL_NODES})",
+        **_range(int, 2, MAX_VIRTUAL_NODES, "a check needs between {} and {}"),
+    )
+    parser.add_argument(
+        "--workers",
+        default=settings.check_workers,
+        metavar="N",
+        help=f"the most of any run (default {settings.check_workers}, or the number of virtual nodes)",
+        **_range(int, 2, MAX_WORKERS, "a check needs between {} and {}"),
+    )
+    parser.add_argument(
+        "--processes", metavar="N", help="workers of all runs at the same time (default: one a core)", **_AT_LEAST_1
+    )
+    parser.add_argument(
+        "--timeout",
+        default=settings.check_limit,
+        metavar="S",
+        help=f"how long each run may take (default {settings.check_limit:g})",
+        **_range(float, ABOVE_ZERO, _LONGEST, "it must be above 0 and at most {1} seconds"),
+    )
+    _add_script(parser, required=True)
+    parser.epilog = (
+        "The script runs as it stands, so what it writes itself it writes; its checkpoints go elsewhere and are "
+        "deleted. Exit codes: 0 equal, 1 a difference, 2 the script could not be run."
+    )
+
+
+def _add_bisect(parser: Parser) -> None:
+    parser.description = (
+        "Compare two runs of one script that were made with virtualflow run --trace DIR, and name the first step, "
+        "virtual node and tensor in which they differ. Exit codes: 0 equal, 1 a difference, 2 they cannot be compared."
+    )
+    parser.add_argument("one", metavar="DIR", help="the trace of a run")
+    parser.add_argument("two", metavar="DIR", help="the trace of another")
 
 
 def _add_profile(parser: Parser) -> None:

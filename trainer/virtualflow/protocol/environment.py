@@ -66,6 +66,10 @@ class WorkerEnvironment:
     """Where to write one: the script is run to be measured, not to train."""
     profile_sizes: tuple[int, ...] = ()
     """The sizes to measure, in virtual nodes; none: those that suggest themselves."""
+    trace_dir: Path | None = None
+    """Where to note what is computed, as hashes."""
+    trace_repeat: int | None = None
+    """A step to attempt twice, while that is noted."""
 
     @classmethod
     def read(cls) -> WorkerEnvironment:
@@ -102,6 +106,8 @@ class WorkerEnvironment:
             profile=_path(names.ENV_PROFILE),
             profile_out=_path(names.ENV_PROFILE_OUT),
             profile_sizes=_sizes(),
+            trace_dir=_path(names.ENV_TRACE_DIR),
+            trace_repeat=_whole(names.ENV_TRACE_REPEAT),
         )
 
 

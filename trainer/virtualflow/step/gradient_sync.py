@@ -129,6 +129,10 @@ class GradientSync:
             scale=None if of_step is None else self._unit / of_step,
         )
 
+    def begin_late(self) -> None:
+        """In place of :meth:`expect_last`: this worker's gradients are needed until all are there, so nobody begins."""
+        self._steady = False
+
     def take(self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1) -> None:
         """Take over what the next virtual node has left in the model: gradients and changed buffers.
 

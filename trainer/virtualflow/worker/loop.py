@@ -57,6 +57,7 @@ class Loop:
                     "a step was left before its end; iterate over all its micro-batches: for batch in step: ..."
                 )
         self.trained = True
+        self._note_beginning()
         complete_leader(context.membership, context.training)
         if self._state.leader:
             context.checkpointer.save_final(context.training)
@@ -65,6 +66,7 @@ class Loop:
     def _between_steps(self) -> None:
         """What happens between two steps beside the update: leave or enter a generation."""
         context = self.context
+        self._note_beginning()
         if context.session.stopping:
             context.checkpointer.save_final(context.training)
             context.session.leave(m.NO_GENERATION)
@@ -99,10 +101,13 @@ class Loop:
         if context.profiling is not None:
             yield from context.profiling.measure()
         membership = context.membership
+        self._note_beginning()  # of one that has just joined
         while training.completed_steps < number and not context.is_over:
             try:
                 self._wait_while_held()
                 yield from self._attempt(number)
+                if context.trace is not None and context.trace.repeats(number):
+                    raise AttemptSpoiled
                 offer = m.NO_GENERATION if number == context.total_steps else context.session.offer(evaluating=False)
                 reduced = context.update.synchronize(
                     membership.communicator,
@@ -115,8 +120,8 @@ class Loop:
             except CommunicatorBroken as error:
                 context.stopwatch.fail()
                 generation = context.session.generation
-                if membership.recover(error) and context.audit is not None:
-                    context.audit.committed(generation, number)
+                if membership.recover(error):
+                    self._note_commit(generation, number)
             except Diverged as error:
                 names = [member.worker for member in membership.communicator.plan.members]
                 raise end_by_divergence(error.found, names, context.checkpointer) from None
@@ -176,8 +181,12 @@ class Loop:
                     context.audit.computed(
                         context.session.generation, context.training.position[0], number, node, samples
                     )
+            if context.trace is not None:
+                context.trace.loaded(batch)
             last = nodes.stop == assigned.stop
-            if last:
+            if last and context.trace is not None:
+                update.sync.begin_late()  # when its gradients have been read
+            elif last:
                 of_step = context.loading.samples()
                 update.sync.expect_last(context.membership.communicator, state.ranges, batch.size, of_step)
             yield from self._present(batch, number)
@@ -186,6 +195,8 @@ class Loop:
                     # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.
                     torch.cuda.synchronize(self._kernels_on)
                 pace.end(time.monotonic())
+            if context.trace is not None:
+                context.trace.computed(context.session.generation, number, batch.virtual_node, self._metrics)
             update.sync.take(batch.size, self._metrics, len(nodes))
         fusion.end()
 
@@ -215,8 +226,7 @@ class Loop:
         change = context.stopwatch.commit(now, number, before, session.generation)
         context.pace.commit(now)
         self._state.step = number
-        if context.audit is not None:
-            context.audit.committed(session.generation, number)
+        self._note_commit(session.generation, number)
         if change is not None:
             session.remember(change)
         context.membership.note_offers(header.offer for header in reduced.headers)
@@ -228,6 +238,18 @@ class Loop:
             self._save_together(any(header.saves for header in reduced.headers))
         elif self._state.leader:
             context.checkpointer.save_if_due(training)
+
+    def _note_beginning(self) -> None:
+        """All code before the step to come has run."""
+        if self.context.trace is not None and self._state.has_state:
+            self.context.trace.began(self.context.training.completed_steps + 1)
+
+    def _note_commit(self, generation: m.Generation, number: int) -> None:
+        """The attempt at that step in that generation has counted."""
+        if self.context.audit is not None:
+            self.context.audit.committed(generation, number)
+        if self.context.trace is not None:
+            self.context.trace.committed(generation, number)
 
     def _saves_after(self, number: int) -> bool:
         """Whether this worker writes a checkpoint after the step ``number`` and needs others' help with it."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from virtualflow.reduction import choose_summation
 from virtualflow.state import Checkpointer, JobIdentity, choose_policy
 from virtualflow.state import signature as signature_of
 from virtualflow.step import MicrobatchFusion, OptimizerOptions, Update
+from virtualflow.verify import Opened
 from virtualflow.worker.audit import Audit
 from virtualflow.worker.loading import Loading
 from virtualflow.worker.member_state import MemberState
@@ -43,6 +45,7 @@ from virtualflow.worker.session import Session
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.standalone import AnySession, StandaloneSession
 from virtualflow.worker.stopwatch import Stopwatch
+from virtualflow.worker.trace import TraceWriter
 from virtualflow.worker.train_state import Training
 
 
@@ -96,6 +99,8 @@ class Context:
     stopwatch: Stopwatch
     pace: Pace
     audit: Audit | None
+    """``None``: nobody asked for one."""
+    trace: TraceWriter | None
     """``None``: nobody asked for one."""
     profiling: Profiling | None
     """``None``: the script trains."""
@@ -175,6 +180,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         stopwatch,
         pace,
         _open_audit(request, session, resources),
+        _open_trace(request, session, training, resources),
         profiling,
         on_entry,
         situation,
@@ -313,3 +319,22 @@ def _open_audit(request: Request, session: AnySession, resources: ExitStack) -> 
     audit = Audit(directory, session.worker, session.incarnation)
     resources.callback(audit.close)
     return audit
+
+
+def _open_trace(request: Request, session: AnySession, training: Training, resources: ExitStack) -> TraceWriter | None:
+    environment = request.environment
+    if environment.trace_dir is None or environment.profile_out is not None:
+        return None
+    opened = Opened(
+        session.worker,
+        session.incarnation,
+        request.virtual_nodes,
+        request.options.seed,
+        request.options.batch_size,
+        request.reproducibility,
+        str(torch.__version__),
+        os.environ.get("PYTHONHASHSEED", ""),
+    )
+    trace = TraceWriter(environment.trace_dir, opened, training, environment.trace_repeat)
+    resources.callback(trace.close)
+    return trace

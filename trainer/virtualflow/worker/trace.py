@@ -1,0 +1,182 @@
+"""What this worker computes, step by step, as hashes: for ``virtualflow check`` and ``bisect`` to compare.
+
+Like the audit, each worker writes a file of its own, each line in one write before the attempt can count. A trace reads
+all gradients and the whole state in every step, so it costs as much as writing a checkpoint in each; without one, there
+is nothing of this module in a step.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow.data import MicroBatch
+from virtualflow.protocol import messages as m
+from virtualflow.state import content_hash
+from virtualflow.verify import BESIDE, Began, Committed, Computed, Opened, Record, encode
+from virtualflow.worker.train_state import Training
+
+
+class TraceWriter:
+    """The trace of one worker process.
+
+    Args:
+        directory: of all files of this run's trace.
+        opened: who writes, and what.
+        training: whose steps these are.
+        repeated_step: attempt this one twice; ``None``: none of them.
+    """
+
+    def __init__(self, directory: Path, opened: Opened, training: Training, repeated_step: int | None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{opened.worker}-{opened.incarnation}.jsonl"
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._training = training
+        self._repeated_step = repeated_step
+        self._companions: list[tuple[str, Callable[[], Any]]] | None = None
+        self._inputs = "", ""
+        self._begun = 0
+        self._write(opened)
+
+    def began(self, step: int) -> None:
+        """All code before the first attempt at ``step`` has run; said again, it is known."""
+        if step <= self._begun:
+            return
+        self._begun = step
+        if self._companions is None:
+            self._companions = list(_find_companions(self._training))
+        self._write(Began(step, {**self._state(), **self._beside()}))
+
+    def loaded(self, batch: MicroBatch) -> None:
+        """The samples of a virtual node are here, and the user's code has not seen them yet."""
+        self._inputs = content_hash(batch.samples), content_hash(batch.data)
+
+    def computed(
+        self, generation: m.Generation, step: int, virtual_node: int, metrics: Mapping[str, float | Tensor]
+    ) -> None:
+        """The user's code has run a virtual node: its gradients and buffers are as it has left them."""
+        model = self._training.model
+        gradients = {name: content_hash(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        buffers = {name: content_hash(buffer) for name, buffer in model.named_buffers()}
+        samples, data = self._inputs
+        self._write(
+            Computed(
+                (generation.incarnation, generation.counter),
+                step,
+                virtual_node,
+                samples,
+                data,
+                _hash_generators(),
+                gradients,
+                buffers,
+                {name: _number(value) for name, value in metrics.items()},
+            )
+        )
+
+    def repeats(self, step: int) -> bool:
+        """Whether the attempt at ``step`` that has just been made is to be made once more."""
+        if step != self._repeated_step:
+            return False
+        self._repeated_step = None
+        return True
+
+    def committed(self, generation: m.Generation, step: int) -> None:
+        """The update of ``step`` is applied."""
+        metrics = {name: _number(value) for name, value in self._training.metrics.items()}
+        self._write(Committed((generation.incarnation, generation.counter), step, self._state(), metrics))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _write(self, record: Record) -> None:
+        os.write(self._descriptor, encode(record))
+
+    def _state(self) -> dict[str, str]:
+        """All that a joiner gets, by name: first what acts upon the rest."""
+        training = self._training
+        tree = training.capture(states=training.update.shards is None)
+        optimizer = tree.pop("optimizer")
+        names = _names_of_states(training)
+        state: dict[str, str] = {}
+        for n, group in enumerate(optimizer["param_groups"]):
+            state |= {f"optimizer's {key} in group {n}": _text(of) for key, of in group.items() if key != "params"}
+        for part in ("scheduler", "scaler"):
+            state |= {f"{part}'s {key}": _text(value) for key, value in (tree.pop(part) or {}).items()}
+        for part, noun in (("parameters", "parameter"), ("buffers", "buffer"), ("other", "model's")):
+            state |= {f"{noun} {name}": content_hash(value) for name, value in tree.pop(part).items()}
+        for index, values in optimizer["state"].items():
+            for key, value in values.items():
+                state[f"optimizer's {key} of {names.get(index, index)}"] = _text(value)
+        state |= {f"logged {name}": _number(value) for name, value in training.logged.items()}
+        state |= {name: content_hash(of) for name, of in tree.items() if name not in ("extra", "hosted")}
+        return state
+
+    def _beside(self) -> dict[str, str]:
+        found = {}
+        for name, reference in self._companions or ():
+            companion = reference()
+            if companion is not None:
+                found[f"{BESIDE}{name}"] = content_hash(companion.state_dict())
+        return found
+
+
+def _names_of_states(training: Training) -> dict[int, str]:
+    """The parameter's name for each number that the state dict of the optimizer has for it."""
+    known = {id(parameter): name for name, parameter in training.model.named_parameters()}
+    parameters = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
+    return {n: known.get(id(parameter), str(n)) for n, parameter in enumerate(parameters)}
+
+
+def _text(value: Any) -> str:
+    """A number as itself, so that people can read it; anything else by its hash."""
+    return repr(value) if isinstance(value, bool | int | float | None) else content_hash(value)
+
+
+def _number(value: float | Tensor) -> str:
+    return repr(value.item() if isinstance(value, Tensor) else value)
+
+
+def _hash_generators() -> str:
+    """The state of all global random number generators of this process."""
+    states: list[Any] = [torch.get_rng_state(), random.getstate()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state_all())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states.append(numpy.random.get_state())
+    return content_hash(states)
+
+
+def _find_companions(training: Training) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Modules and optimizers with a state that the script keeps beside its model: averages, teachers, adversaries.
+
+    Nobody told the library of them, so the garbage collector is asked. By class: properties of foreign objects must not
+    run.
+    """
+    kinds = (nn.Module, torch.optim.Optimizer)
+    gc.collect()  # what is only waiting for it is not kept by anybody
+    found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    modules = [each for each in found if isinstance(each, nn.Module)]
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    own = {id(tensor) for tensor in [*training.model.parameters(), *training.model.buffers()]}
+    counts: dict[str, int] = {}
+    for each in found:
+        if each is training.model or each is training.optimizer or id(each) in inner:
+            continue
+        if isinstance(each, nn.Module):
+            tensors = [*each.parameters(), *each.buffers()]
+            if all(id(tensor) in own for tensor in tensors):
+                continue
+        kind = type(each).__name__
+        counts[kind] = counts.get(kind, 0) + 1
+        yield kind if counts[kind] == 1 else f"{kind} number {counts[kind]}", weakref.ref(each)
