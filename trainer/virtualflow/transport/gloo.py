@@ -29,6 +29,7 @@ from torch._C import _distributed_c10d as c10d
 
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
+from virtualflow.transport.activity import Activity
 from virtualflow.transport.interface import DONE, Message, Pending
 from virtualflow.transport.link import Link
 from virtualflow.transport.mesh import build_mesh
@@ -49,9 +50,12 @@ _NEVER_SENT = 0
 class _Operation:
     """A collective under way."""
 
-    def __init__(self, work: c10d.Work, check: Callable[[], None], settings: CommunicatorSettings) -> None:
+    def __init__(
+        self, work: c10d.Work, check: Callable[[], None], activity: Activity, settings: CommunicatorSettings
+    ) -> None:
         self._work = work
         self._check = check
+        self._activity = activity
         self._settings = settings
 
     def wait(self) -> None:
@@ -60,6 +64,10 @@ class _Operation:
         Raises:
             CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
         """
+        with self._activity.waiting:
+            self._wait()
+
+    def _wait(self) -> None:
         limit = time.monotonic() + self._settings.operation_timeout
         part = timedelta(seconds=self._settings.wait_slice)
         while True:
@@ -140,8 +148,10 @@ class Communicator:
         group: c10d.ProcessGroup | None,
         interrupted: Callable[[], str | None],
         settings: CommunicatorSettings,
+        activity: Activity | None = None,
     ) -> None:
         self.plan = plan
+        self._activity = activity or Activity()
         self.rank = rank
         self.size = len(plan.members)
         self._peers = [peer for peer in range(self.size) if peer != rank]
@@ -181,7 +191,7 @@ class Communicator:
                 group = build_mesh(store, rank, len(plan.members), address, settings.connect_timeout)
             except RuntimeError as error:
                 raise CommunicatorBroken(_brief(error)) from error
-        return cls(plan, rank, group, interrupted, settings)
+        return cls(plan, rank, group, interrupted, settings, link.activity)
 
     def all_gather(self, block: Tensor) -> Tensor:
         """Gather equal blocks: ``block`` is uint8 ``[n]``, the result uint8 ``[size, n]`` in the order of the ranks."""
@@ -203,7 +213,7 @@ class Communicator:
             work = group._allgather_base(out, block, options)
             self._pending = [earlier for earlier in self._pending if not earlier.is_completed()]
             self._pending.append(work)
-            return _Operation(work, self._check, self._settings)
+            return _Operation(work, self._check, self._activity, self._settings)
 
         return self._start(gather)
 
@@ -218,6 +228,12 @@ class Communicator:
             CommunicatorBroken: a peer is lost, or the coordinator says that the generation is: then the connections
                 are cut, and the other thread is left to itself.
         """
+        if not outcome.done():
+            with self._activity.waiting:
+                self._wait_for(outcome)
+        return outcome.result()
+
+    def _wait_for(self, outcome: Future[T]) -> None:
         slice_, begin, look = self._settings.wait_slice, time.monotonic(), self._patience
         while not outcome.done() and not wait([outcome], slice_).done:
             try:
@@ -233,7 +249,6 @@ class Communicator:
                 self.cut()
                 raise
         self._patience = min(max(self._patience, _LONGER * (time.monotonic() - begin)), _LONGEST_LOOK)
-        return outcome.result()
 
     def _look(self) -> None:
         """Raise if a connection is closed: then nothing more can be received from it.
