@@ -55,6 +55,7 @@ class Elasticity(Base, frozen=True):
     startup_grace_seconds: int = 30
     scale_down_delay_seconds: int = 0
     heartbeat_limit_seconds: int = int(HEARTBEAT_LIMIT)
+    hang_seconds: int | None = None
     min_efficiency: int = 0
     """Percent."""
     min_replicas_on: Ground = "Any"

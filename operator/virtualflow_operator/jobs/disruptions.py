@@ -99,7 +99,8 @@ def disrupted_by_cluster(pod: Pod) -> str:
         return "its pod was deleted"
     if pod.exit is not None and pod.exit.code == EXIT_EVICTED:
         word = pod.exit.last_word
-        return f"the coordinator refused it: {word.reason}" if word and word.reason else "the coordinator refused it"
+        why = f"the coordinator refused it: {word.reason}" if word and word.reason else "the coordinator refused it"
+        return f"{why}\n{word.traceback}" if word and word.traceback else why
     if pod.exit is not None and pod.exit.last_word is not None and pod.exit.last_word.kind == "ended":
         return "the job ended without it"
     if pod.exit is None:

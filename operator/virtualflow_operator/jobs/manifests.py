@@ -20,6 +20,7 @@ from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
     ENV_COORDINATOR,
+    ENV_HANG_SECONDS,
     ENV_ON_NON_FINITE,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
@@ -117,7 +118,11 @@ def template_hash(job: Job, group: WorkerGroup) -> str:
 
 def coordinator_hash(job: Job) -> str:
     """What the coordinator's pod is made from; as for workers, nothing of it may change with the operator."""
-    return _hash({"template": job.spec.coordinator.template, "heartbeat": job.spec.elasticity.heartbeat_limit_seconds})
+    elasticity = job.spec.elasticity
+    made_from: Object = {"template": job.spec.coordinator.template, "heartbeat": elasticity.heartbeat_limit_seconds}
+    if elasticity.hang_seconds is not None:
+        made_from["hang"] = elasticity.hang_seconds
+    return _hash(made_from)
 
 
 def templates_hash(job: Job) -> str:
@@ -233,6 +238,9 @@ def coordinator_pod(job: Job, ordinal: int, settings: OperatorSettings) -> Objec
 
 def _coordinator_container(job: Job, settings: OperatorSettings) -> Object:
     elasticity = job.spec.elasticity
+    hang = []
+    if elasticity.hang_seconds is not None:
+        hang = [{"name": ENV_HANG_SECONDS, "value": str(elasticity.hang_seconds)}]
     return {
         "name": COORDINATOR,
         "image": job.status.coordinator_image or settings.image,
@@ -247,7 +255,7 @@ def _coordinator_container(job: Job, settings: OperatorSettings) -> Object:
             *("--startup-grace", str(elasticity.startup_grace_seconds)),
             *("--heartbeat-limit", str(elasticity.heartbeat_limit_seconds)),
         ],
-        "env": [_token_variable(job, settings)],
+        "env": [_token_variable(job, settings), *hang],
         "ports": [{"name": COORDINATOR_PORT_NAME, "containerPort": COORDINATOR_PORT}],
         "readinessProbe": {
             "httpGet": {"path": "/healthz", "port": COORDINATOR_PORT_NAME},

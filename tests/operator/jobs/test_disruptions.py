@@ -133,3 +133,10 @@ SOON: dict[str, tuple[Pod, bool]] = {
 @pytest.mark.parametrize(("pod", "expected"), SOON.values(), ids=SOON)
 def test_a_pod_that_ends_before_it_can_have_trained_never_began(pod: Pod, expected: bool) -> None:
     assert never_began(pod) is expected
+
+
+def test_the_stacks_of_one_that_hung_come_after_the_reason() -> None:
+    word = TerminationMessage("refused", reason="its training thread hangs", traceback="train.py:3 in read")
+    assert disrupted_by_cluster(failed(75, word)) == (
+        "the coordinator refused it: its training thread hangs\ntrain.py:3 in read"
+    )

@@ -293,6 +293,16 @@ def test_a_job_that_is_to_stop_at_nan_says_so_to_its_workers_old_and_new() -> No
     assert manifests.templates_hash(goes_on) != manifests.templates_hash(stops), "workers are replaced one by one"
 
 
+def test_a_limit_of_hangs_is_told_to_the_coordinator_old_and_new_in_its_environment() -> None:
+    """An image of an older version refuses a flag that it does not know."""
+    without, limited = job_of(), job_of(elasticity={"hangSeconds": 90})
+    plain, told = (manifests.coordinator_pod(job, 0, SETTINGS)["spec"]["containers"][0] for job in (without, limited))
+    assert told["args"] == plain["args"]
+    assert {"name": "VIRTUALFLOW_HANG_SECONDS", "value": "90"} in told["env"]
+    assert "VIRTUALFLOW_HANG_SECONDS" not in [variable["name"] for variable in plain["env"]]
+    assert manifests.coordinator_hash(without) != manifests.coordinator_hash(limited)
+
+
 def test_the_users_own_variables_come_after_ours() -> None:
     pod = {"containers": [container(env=[{"name": "MINE", "value": "$(VIRTUALFLOW_WORKER)"}])]}
     names = [

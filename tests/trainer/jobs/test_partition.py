@@ -163,7 +163,10 @@ def test_two_halves_with_a_coordinator_each_never_both_go_on(islands: Islands, t
     islands.part()
     islands.coordinator(1)
     for island in range(2):
-        until(f"half {island} waits", lambda island=island: "no majority" in islands.ask(island, "status")["reason"])
+        until(
+            f"half {island} waits",
+            lambda island=island: "no majority" in islands.ask(island, "status").get("reason", ""),
+        )
     steps = [islands.ask(island, "status")["step"] for island in range(2)]
 
     # Whoever runs the workers decides which half goes on. The other one is alive all the while, and makes no step.

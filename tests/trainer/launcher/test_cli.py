@@ -174,6 +174,7 @@ def sleepers(process: subprocess.Popen[str], script: str) -> list[psutil.Process
         pytest.param(["run", "--audit", ".", "a.py"], "is a directory", id="the audit is a directory"),
         pytest.param(["run", "--checkpoint-dir", "a.py/x", "a.py"], "no files can be", id="no place for checkpoints"),
         pytest.param(["run", "--heartbeat-limit", "0", "a.py"], "must be between", id="no patience at all"),
+        pytest.param(["run", "--hang-seconds", "0.1", "a.py"], "must be between", id="no patience with slow ones"),
         pytest.param(["run", "--port", "70000", "a.py"], "a port is between", id="no such port"),
         pytest.param(["run", "--name", "../etc", "a.py"], "cannot be called", id="a name that is a path"),
         pytest.param(["run", "-f", "missing.yaml"], "cannot read the manifest", id="no such manifest"),

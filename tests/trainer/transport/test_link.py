@@ -129,7 +129,7 @@ def plan(counter: int) -> m.Plan:
 def test_a_link_says_hello_first_and_then_that_it_lives(coordinator: Coordinator) -> None:
     with link_to(coordinator.url) as link:
         assert link.welcome == m.Welcome(False, 0, None, 1.0)
-        coordinator.hears(lambda: m.Heartbeat() in coordinator.told)
+        coordinator.hears(lambda: m.Heartbeat in map(type, coordinator.told))
         assert coordinator.told[0] == HELLO
 
 
@@ -226,7 +226,7 @@ def test_notes_survive_a_lost_connection_and_old_progress_does_not(coordinator: 
     link.send(m.Progress(GENERATION, 3, 0, None, {}, 1.0, "training"))
     try:
         link.start()
-        coordinator.hears(lambda: m.Heartbeat() in coordinator.told)
+        coordinator.hears(lambda: m.Heartbeat in map(type, coordinator.told))
         kinds = [type(message) for message in coordinator.told]
         assert kinds[:2] == [m.Hello, m.Note]
         assert m.Progress not in kinds
@@ -290,3 +290,36 @@ def test_closing_without_a_connection_is_quick() -> None:
     link.close()
     assert time.monotonic() - began < 2.0
     assert not link.connected
+
+
+# --- the training thread ----------------------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_says_what_the_training_thread_does(coordinator: Coordinator) -> None:
+    with link_to(coordinator.url) as link:
+        link.activity.mark("computing", 7)
+        coordinator.hears(
+            lambda: any(
+                isinstance(told, m.Heartbeat) and told.doing is not None and told.doing.stage == "computing"
+                for told in coordinator.told
+            )
+        )
+
+
+def test_who_waits_for_news_of_the_coordinator_says_so(coordinator: Coordinator) -> None:
+    with link_to(coordinator.url) as link:
+
+        def told_so() -> bool:
+            return any(isinstance(told, m.Heartbeat) and told.doing and told.doing.waits for told in coordinator.told)
+
+        assert link.wait(told_so, 5.0) or told_so()
+
+
+def test_a_coordinator_that_asks_is_told_where_the_threads_are(coordinator: Coordinator) -> None:
+    with link_to(coordinator.url) as link:
+        assert link.wait(lambda: link.connected, 5.0)
+        coordinator.say(m.ShowStacks())
+        coordinator.hears(lambda: any(isinstance(told, m.Stacks) for told in coordinator.told))
+        told = next(told for told in coordinator.told if isinstance(told, m.Stacks))
+        assert "thread" in told.text
+        assert "test_a_coordinator_that_asks_is_told_where_the_threads_are" in told.text

@@ -21,7 +21,7 @@ from coordinator_server import RIGHT, TOKEN, hello, told
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_api import StopCall
 from virtualflow.protocol.http_client import CoordinatorClient
-from virtualflow.protocol.settings import SignalSettings
+from virtualflow.protocol.settings import ENV_HANG_SECONDS, SignalSettings
 
 # --- the process ------------------------------------------------------------------------------------------------------
 
@@ -144,6 +144,27 @@ def test_a_second_sigterm_or_sigint_ends_it_before_the_job_has_stopped(tmp_path:
 
     with process(tmp_path) as child:
         asyncio.run(story(child, url_of(child, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("options", "heartbeat"), [((), 0.4), (("--hang-seconds", "1.5"), 0.3), (("--heartbeat-limit", "1"), 0.2)]
+)
+def test_the_limit_of_hangs_is_an_option_or_in_the_environment(
+    options: tuple[str, ...], heartbeat: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats come five times within it."""
+    monkeypatch.setenv(ENV_HANG_SECONDS, "2")
+
+    async def story(url: str) -> None:
+        async with aiohttp.ClientSession(headers=RIGHT) as http:
+            stream = await http.ws_connect(f"{url}/v1/worker")
+            await stream.send_bytes(m.encode(hello("worker-0")))
+            welcome = await told(stream)
+            assert isinstance(welcome, m.Welcome)
+            assert welcome.heartbeat == pytest.approx(heartbeat)
+
+    with process(tmp_path, 0, *options) as child:
+        asyncio.run(story(url_of(child, tmp_path)))
 
 
 def test_the_minimum_and_the_start_up_grace_are_options(tmp_path: Path) -> None:

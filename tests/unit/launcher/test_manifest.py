@@ -131,6 +131,20 @@ def test_workers_are_told_what_to_do_about_a_loss_of_nan(
     assert _resolve(_manifest(tmp_path, **spec), *options).environment.get(ENV_ON_NON_FINITE) == word
 
 
+@pytest.mark.parametrize(
+    ("spec", "options", "seconds"),
+    [
+        pytest.param({}, [], None, id="nobody says"),
+        pytest.param({"elasticity": {"hangSeconds": 90}}, [], 90, id="the manifest"),
+        pytest.param({"elasticity": {"hangSeconds": 90}}, ["--hang-seconds", "2.5"], 2.5, id="the option goes before"),
+    ],
+)
+def test_the_coordinator_is_told_how_long_a_training_thread_may_stand_still(
+    spec: dict[str, object], options: list[str], seconds: float | None, tmp_path: Path
+) -> None:
+    assert _resolve(_manifest(tmp_path, **spec), *options).hang_seconds == seconds
+
+
 def test_another_word_for_what_to_do_about_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"spec\.onNonFinite must be Continue or Stop, not 'stop'"):
         _resolve(_manifest(tmp_path, onNonFinite="stop"))

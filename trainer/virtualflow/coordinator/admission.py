@@ -83,7 +83,8 @@ def _greet(
 ) -> None:
     """Tell a worker what it must know and may have missed."""
     running = state.running is not None and bool(state.running.members)
-    heartbeat = state.settings.heartbeat_limit / HEARTBEATS
+    limits = (state.settings.heartbeat_limit, state.settings.hang_limit or state.settings.hang_floor)
+    heartbeat = min(limits) / HEARTBEATS
     state.send(hello.incarnation, m.Welcome(running, state.history.step, state.hold, heartbeat, protocol))
     if known is not None and known.draining and not hello.draining:
         seconds = max(0.0, (worker.deadline or now) - now)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from virtualflow.coordinator import membership
+from virtualflow.coordinator import hangs, membership
 from virtualflow.coordinator.generations import declare_lost, propose, withdraw
 from virtualflow.coordinator.roster import Contact
 from virtualflow.coordinator.snapshot import Decision
@@ -50,6 +50,11 @@ def _apply_losses(state: JobState, now: float) -> None:
         state.failures_counted = state.proposed.generation
         for incarnation in suspects:
             state.roster.update(incarnation, failures=state.roster.workers[incarnation].failures + 1)
+    for incarnation, delay in hangs.find_delays(state.snapshot(), state.settings).items():
+        contact = state.roster.contacts[incarnation]
+        if delay.share >= state.settings.stacks_share and not contact.asked_for_stacks:
+            contact.asked_for_stacks = True
+            state.send(incarnation, m.ShowStacks())
     for incarnation, why in membership.find_lost(now, state.snapshot(), state.settings).items():
         declare_lost(state, incarnation, why)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from virtualflow.coordinator.hangs import find_hung
 from virtualflow.coordinator.planned_changes import plan_change
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, listed, ready_workers
@@ -84,7 +85,7 @@ def find_lost(now: float, cluster: Cluster, settings: MembershipSettings) -> dic
     for incarnation, limit, why in _limits(cluster, settings):
         if limit <= now and incarnation not in lost:
             lost[incarnation] = why
-    return lost
+    return {**find_hung(cluster, settings), **lost}
 
 
 def _find_objectors(cluster: Cluster, survivors: Collection[str]) -> list[str]:

@@ -32,6 +32,8 @@ class Contact:
     left_by: m.Generation | None = None
     """The generation by which it left."""
     waits_for_release: bool = False
+    asked_for_stacks: bool = False
+    """Since it has made no progress."""
     told_end: bool = False
     """It knows that the job is over."""
 

@@ -41,6 +41,9 @@ WATCH_HEARTBEAT = 10.0
 LEAST_HEARTBEAT_LIMIT = 0.5
 """Below this, an ordinary machine's hiccups look like deaths."""
 
+LEAST_HANG_LIMIT = 1.0
+"""Below this, an ordinary machine's hiccups look like hangs."""
+
 HEARTBEATS = 5
 """Signs of life that fit into the heartbeat limit: one may be late, or four."""
 
@@ -51,6 +54,18 @@ class MembershipSettings:
 
     heartbeat_limit: float = HEARTBEAT_LIMIT
     """A worker that was silent for this long is declared lost (``--heartbeat-limit``)."""
+
+    hang_limit: float | None = None
+    """A training thread that makes no progress for so long while others wait for it hangs, and its worker is declared
+    lost (``--hang-seconds``). ``None``: as the steps of the job say (see :mod:`virtualflow.coordinator.hangs`),"""
+    hang_floor: float = 300.0
+    """this at least,"""
+    hang_steps: float = 5.0
+    """and so many times the slowest of the latest steps."""
+    hang_patience: float = 6.0
+    """What is longer than a step by nature may take so many times the limit."""
+    stacks_share: float = 0.5
+    """When this share of the limit has passed, people are told, and where the worker's threads are."""
 
     reconnect_grace: float = 1.0
     """A worker whose connection is gone while a collective is broken: how long it may take to come back."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from virtualflow.protocol.messages import NO_GENERATION, Cause, Generation, Pace, Plan
+from virtualflow.protocol.messages import NO_GENERATION, Cause, Doing, Generation, Pace, Plan
 from virtualflow.protocol.settings import MAX_REASON
 
 
@@ -38,6 +38,10 @@ class Worker:
     """Seconds per virtual node by a profile of its device."""
     pace: Pace | None = None
     """The same as measured, the latest that it has told."""
+    doing: Doing | None = None
+    """What its training thread does, if that is the latest news of it."""
+    place: str = ""
+    """Where that thread was when it was asked, if it did not come on."""
 
     @property
     def present(self) -> bool:

@@ -13,11 +13,13 @@ from msgspec import structs
 
 from virtualflow.coordinator.admission import fault_in_plan
 from virtualflow.coordinator.generations import confirm_end, declare_lost, learn, mark_draining
+from virtualflow.coordinator.hangs import describe, least_delay
 from virtualflow.coordinator.settings import KNOWN_GENERATIONS
 from virtualflow.coordinator.snapshot import Worker
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_api import ENDED
+from virtualflow.protocol.settings import MAX_TEXT
 
 logger = logging.getLogger("virtualflow.coordinator")
 
@@ -30,10 +32,18 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
     worker = state.roster.workers.get(incarnation)
     if worker is None or worker.gone is not None or not worker.connected:
         return
-    state.roster.update(incarnation, last_heard=now)
+    # What it did is no news any more once it says something else.
+    state.roster.update(incarnation, last_heard=now, doing=None)
     match message:
-        case m.Heartbeat() | m.Hello():
+        case m.Hello():
             return
+        case m.Heartbeat(doing):
+            if not _beats(state, worker, doing):
+                return
+        case m.Stacks(place, text):
+            state.roster.update(incarnation, place=place)
+            about = f", {describe(worker.doing)}" if worker.doing is not None else ""
+            state.tell("warning", f"{worker.name} makes no progress{about}: {text}"[:MAX_TEXT])
         case m.Ready():
             state.roster.update(incarnation, ready_at=worker.ready_at or now)
         case m.Prepared(generation):
@@ -93,6 +103,16 @@ def excuse(state: JobState, seconds: float, now: float) -> None:
     state.roster.shift(seconds, now)
     state.broken = {generation: min(now, since + seconds) for generation, since in state.broken.items()}
     state.proposed_at = min(now, state.proposed_at + seconds)
+
+
+def _beats(state: JobState, worker: Worker, doing: m.Doing | None) -> bool:
+    """Take note of what a training thread does; whether a decision may be due to that."""
+    comes_on = doing is None or doing.waits or doing.seconds < least_delay(state.settings)
+    if comes_on and state.roster.contacts[worker.incarnation].asked_for_stacks:
+        state.roster.contacts[worker.incarnation].asked_for_stacks = False
+        state.roster.update(worker.incarnation, place="")
+    state.roster.update(worker.incarnation, doing=doing)
+    return not comes_on
 
 
 def _entered(state: JobState, incarnation: str, told: m.Plan, step: int, restored: bool, now: float) -> None:

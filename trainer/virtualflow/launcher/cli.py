@@ -20,12 +20,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from virtualflow._pid1 import obey_sigterm
-from virtualflow.coordinator.settings import CoordinatorSettings
+from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, CoordinatorSettings
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.subcommands import EXTERNAL, Subcommand, build_parser
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, Parser, complain
-from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_TOKEN
+from virtualflow.protocol.environment import read_number
+from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_HANG_SECONDS, ENV_TOKEN
 
 if TYPE_CHECKING:
     from virtualflow.protocol.http_client import CoordinatorClient
@@ -198,11 +199,15 @@ def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> i
     from virtualflow.coordinator import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    hang_limit = arguments.hang_seconds
+    if hang_limit is None:
+        hang_limit = read_number(ENV_HANG_SECONDS, float, LEAST_HANG_LIMIT)
     membership = replace(
         settings.membership,
         heartbeat_limit=arguments.heartbeat_limit,
         startup_grace=arguments.startup_grace,
         rebalance_gain=arguments.rebalance_gain,
+        hang_limit=hang_limit,
     )
     serving = serve(
         host=arguments.host,

@@ -38,6 +38,7 @@ class CoordinatorProcess:
         port: to listen on, 0 for any; after the first start the port stays the same.
         heartbeat_limit: seconds.
         rebalance_gain: as the coordinator's option of that name.
+        hang_seconds: the same; ``None``: its default.
         directory: for its log and the file by which it says that it listens.
     """
 
@@ -50,10 +51,13 @@ class CoordinatorProcess:
         port: int,
         heartbeat_limit: float,
         rebalance_gain: float,
+        hang_seconds: float | None,
         directory: Path,
     ) -> None:
         self._supervisor, self._settings, self._token, self._port = supervisor, settings, token, port
         self._limits = ["--heartbeat-limit", str(heartbeat_limit), "--rebalance-gain", str(rebalance_gain)]
+        if hang_seconds is not None:
+            self._limits += ["--hang-seconds", str(hang_seconds)]
         self._directory, self._ready_file = directory, directory / "coordinator.ready"
         self._crashes = 0
         self.process: Process | None = None

@@ -33,6 +33,7 @@ class JobManifest:
     """Names of its worker groups; the command is the first one's."""
     reproducibility: str | None = None
     on_non_finite: str | None = None
+    hang_seconds: int | None = None
     profile: str | None = None
     """Of its first group: the name of a file."""
     every_steps: int | None = None
@@ -102,6 +103,7 @@ def read_manifest(document: object) -> JobManifest:
         )
     metadata = document.get("metadata")
     name = metadata.get("name") if isinstance(metadata, Mapping) else None
+    elasticity = {} if spec.get("elasticity") is None else _mapping(spec, "elasticity", "spec.")
     checkpoint = {} if spec.get("checkpoint") is None else _mapping(spec, "checkpoint", "spec.")
     return JobManifest(
         name=name if isinstance(name, str) and name else None,
@@ -112,6 +114,7 @@ def read_manifest(document: object) -> JobManifest:
         groups=tuple(_group_name(group, index) for index, group in enumerate(groups)),
         reproducibility=_choice(spec, "reproducibility", REPRODUCIBILITY),
         on_non_finite=_choice(spec, "onNonFinite", ON_NON_FINITE),
+        hang_seconds=_count(elasticity, "hangSeconds", "spec.elasticity."),
         profile=_profile(group),
         every_steps=_count(checkpoint, "everySteps", "spec.checkpoint."),
         every_seconds=_count(checkpoint, "everySeconds", "spec.checkpoint."),

@@ -56,6 +56,8 @@ class RunOptions:
     checkpoint_dir: Path | None
     heartbeat_limit: float
     rebalance_gain: float
+    hang_seconds: float | None
+    """``None``: as the coordinator finds it from the job's steps."""
     port: int
     plain: bool
     log_dir: Path | None
@@ -112,6 +114,7 @@ def resolve(arguments: Namespace) -> RunOptions:
         checkpoint_dir=checkpoint_dir,
         heartbeat_limit=arguments.heartbeat_limit,
         rebalance_gain=arguments.rebalance_gain,
+        hang_seconds=arguments.hang_seconds if arguments.hang_seconds is not None else job.hang_seconds,
         port=arguments.port,
         plain=arguments.plain,
         log_dir=log_dir,

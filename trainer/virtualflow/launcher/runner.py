@@ -129,6 +129,7 @@ class Runner:
             port=options.port,
             heartbeat_limit=options.heartbeat_limit,
             rebalance_gain=options.rebalance_gain,
+            hang_seconds=options.hang_seconds,
             directory=self._logs,
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from virtualflow.coordinator.settings import LEAST_HEARTBEAT_LIMIT
+from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, LEAST_HEARTBEAT_LIMIT
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.usage import Number, Parser
 from virtualflow.protocol.environment import ABOVE_ZERO
@@ -184,6 +184,14 @@ def _add_membership(parser: argparse._ActionsContainer, settings: LauncherSettin
         metavar="S",
         help=f"declare a worker lost that was silent for S seconds (default {limit:g})",
         **_range(float, LEAST_HEARTBEAT_LIMIT, _DAY, _SECONDS),
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        metavar="S",
+        help="declare a worker lost whose training thread makes no progress for S seconds while others wait for it "
+        f"(default: {settings.membership.hang_steps:g} times the job's slowest step, at least "
+        f"{settings.membership.hang_floor:g})",
+        **_range(float, LEAST_HANG_LIMIT, _DAY, _SECONDS),
     )
     parser.add_argument(
         "--rebalance-gain",

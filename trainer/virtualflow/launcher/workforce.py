@@ -114,8 +114,8 @@ class Workforce:
     def _lose(self, worker: Worker, how: str, now: float) -> None:
         if worker.incarnation is None:
             self._control.tell(f"{worker.name} ended before it joined: {how}")
-        if worker.killed:
-            return
+        if worker.killed and not worker.declared_lost:
+            return  # as a fault
         ends = self._backoff.note_end(worker.ordinal, now)
         if ends <= BACKOFF_LIMIT:
             return

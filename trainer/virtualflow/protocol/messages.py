@@ -17,6 +17,7 @@ from virtualflow.protocol.settings import (
     MAX_CHANGES,
     MAX_KEY,
     MAX_NAME,
+    MAX_REASON,
     MAX_SENTENCE,
     MAX_TRACEBACK,
     MAX_VIRTUAL_NODES,
@@ -193,8 +194,35 @@ class Hello(Base, frozen=True, tag="hello"):
     """Of its library, for people to read."""
 
 
+class Doing(Base, frozen=True, tag=False):
+    """What a worker's training thread does, as another thread of its process sees it."""
+
+    stage: Word
+    """In words for people; decisions know those of ``hangs`` and are patient with all others."""
+    step: Count
+    """The one under way; 0: none yet."""
+    seconds: Seconds
+    """For how long, as far as this process ran; while it waits, since that began."""
+    waits: bool = False
+    """It waits for other workers or the coordinator, and looks around while it does."""
+    first: bool = False
+    """No step is complete in this process yet."""
+    slowest: Seconds = 0.0
+    """The slowest step of the latest ones."""
+
+
 class Heartbeat(Base, frozen=True, tag="heartbeat"):
-    """A sign of life."""
+    """A sign of life, and of what the training thread is about; ``None``: not told."""
+
+    doing: Doing | None = None
+
+
+class Stacks(Base, frozen=True, tag="stacks"):
+    """Where all threads of this worker's process are: the answer to :class:`ShowStacks`."""
+
+    place: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+    """Where the training thread is, in one line."""
+    text: Traceback
 
 
 class Ready(Base, frozen=True, tag="ready"):
@@ -340,7 +368,7 @@ class Publish(Base, frozen=True, tag="publish"):
 
 Membership = Hello | Heartbeat | Ready | Prepared | Entered | EnteredTold | Broken | DrainRequest | Left | Publish
 Training = Pace | Progress | Resumed | Failed | Done | Note | Checkpointed
-FromWorker = Membership | Training
+FromWorker = Membership | Training | Stacks
 
 # --- coordinator to worker --------------------------------------------------------------------------------------------
 
@@ -377,6 +405,10 @@ class Hold(Base, frozen=True, tag="hold"):
     step: Count | None
 
 
+class ShowStacks(Base, frozen=True, tag="show-stacks"):
+    """The training thread does not come on: where is it? Asked only of a worker that tells what it does."""
+
+
 class Release(Base, frozen=True, tag="release"):
     """All is done that this worker was waiting for after Left or Done: it may end."""
 
@@ -394,7 +426,7 @@ class End(Base, frozen=True, tag="end"):
     reason: Sentence
 
 
-ToWorker = Welcome | Plan | Keys | Drain | Hold | Release | Refuse | End
+ToWorker = Welcome | Plan | Keys | Drain | Hold | ShowStacks | Release | Refuse | End
 
 
 def encode(message: msgspec.Struct) -> bytes:

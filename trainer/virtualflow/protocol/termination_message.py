@@ -101,6 +101,7 @@ class TerminationMessageWriter:
         metrics: Mapping[str, float] | None = None,
         non_finite: m.NonFinite | None = None,
         checkpoint: int | None = None,
+        stacks: str | None = None,
     ) -> None:
         """An exception ends the process, or at least its training.
 
@@ -111,6 +112,7 @@ class TerminationMessageWriter:
             metrics: those of the last step.
             non_finite: the first metric of the training that was not finite.
             checkpoint: the step of the newest checkpoint that it has completed.
+            stacks: where the threads of a process are that does not end by itself.
         """
         message = TerminationMessage(
             "failed",
@@ -119,6 +121,7 @@ class TerminationMessageWriter:
             metrics=as_metrics(metrics or {}),
             non_finite=non_finite,
             checkpoint=checkpoint,
+            traceback=stacks,
         )
         if isinstance(error, Leave):
             kind = "left" if isinstance(error, Drained) else "refused" if isinstance(error, Evicted) else "ended"

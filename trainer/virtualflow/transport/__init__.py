@@ -2,12 +2,14 @@
 it, and the connection to the coordinator. It knows nothing of what is sent.
 """
 
+from virtualflow.transport.activity import Activity
 from virtualflow.transport.gloo import Communicator
 from virtualflow.transport.interface import ALONE, Collectives, Message, Pending, as_bytes, gather_bytes
 from virtualflow.transport.link import Link
 
 __all__ = [
     "ALONE",
+    "Activity",
     "Collectives",
     "Communicator",
     "Link",

@@ -29,6 +29,7 @@ from torch._C import _distributed_c10d as c10d
 
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
+from virtualflow.transport.activity import Activity
 from virtualflow.transport.checksum import SIZE as CHECKSUM
 from virtualflow.transport.checksum import checksum
 from virtualflow.transport.interface import DONE, Message, Pending
@@ -97,8 +98,10 @@ class Communicator:
         group: c10d.ProcessGroup | None,
         interrupted: Callable[[], str | None],
         settings: CommunicatorSettings,
+        activity: Activity | None = None,
     ) -> None:
         self.plan = plan
+        self._activity = activity or Activity()
         self.rank = rank
         self.size = len(plan.members)
         self._peers = [peer for peer in range(self.size) if peer != rank]
@@ -138,7 +141,7 @@ class Communicator:
                 group = build_mesh(store, rank, len(plan.members), address, settings.connect_timeout)
             except RuntimeError as error:
                 raise CommunicatorBroken(brief(error)) from error
-        return cls(plan, rank, group, interrupted, settings)
+        return cls(plan, rank, group, interrupted, settings, link.activity)
 
     def all_gather(self, block: Tensor) -> Tensor:
         """Gather equal blocks: ``block`` is uint8 ``[n]``, the result uint8 ``[size, n]`` in the order of the ranks."""
@@ -173,7 +176,7 @@ class Communicator:
             work = group._allgather_base(out, block, options)
             self._pending = [earlier for earlier in self._pending if not earlier.is_completed()]
             self._pending.append(work)
-            return Operation(work, self._check, self._settings)
+            return Operation(work, self._check, self._activity, self._settings)
 
         return self._start(gather)
 
@@ -188,6 +191,12 @@ class Communicator:
             CommunicatorBroken: a peer is lost, or the coordinator says that the generation is: then the connections
                 are cut, and the other thread is left to itself.
         """
+        if not outcome.done():
+            with self._activity.waiting:
+                self._wait_for(outcome)
+        return outcome.result()
+
+    def _wait_for(self, outcome: Future[T]) -> None:
         slice_, begin, look = self._settings.wait_slice, time.monotonic(), self._patience
         while not outcome.done() and not wait([outcome], slice_).done:
             try:
@@ -203,7 +212,6 @@ class Communicator:
                 self.cut()
                 raise
         self._patience = min(max(self._patience, _LONGER * (time.monotonic() - begin)), _LONGEST_LOOK)
-        return outcome.result()
 
     def _look(self) -> None:
         """Raise if a connection is closed: then nothing more can be received from it.

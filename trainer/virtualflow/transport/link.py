@@ -23,6 +23,7 @@ from virtualflow.errors import ConfigurationError, CoordinatorAbsent
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE
+from virtualflow.transport.activity import Activity
 from virtualflow.transport.settings import LinkSettings
 
 logger = logging.getLogger("virtualflow.worker")
@@ -50,7 +51,9 @@ class Link:
         hello: Callable[[], m.Hello],
         on_plan: Callable[[m.Plan], None],
         settings: LinkSettings,
+        on_over: Callable[[], None] | None = None,
     ) -> None:
+        self.activity = Activity()
         self.changed = threading.Condition()
         self.connected = False
         self.welcome: m.Welcome | None = None
@@ -74,6 +77,7 @@ class Link:
         self._token = token
         self._hello = hello
         self._on_plan = on_plan
+        self._on_over = on_over
         self._settings = settings
         self._queue: deque[m.FromWorker] = deque(maxlen=_BACKLOG)
         self._kept: dict[type, m.FromWorker] = {}
@@ -123,7 +127,7 @@ class Link:
 
     def wait(self, predicate: Callable[[], T], timeout: float) -> T:
         """Wait until ``predicate()`` is true (called under the lock) or the time is over; its last value."""
-        with self.changed:
+        with self.activity.waiting, self.changed:
             return self.changed.wait_for(predicate, timeout)
 
     def notify(self) -> None:
@@ -272,7 +276,7 @@ class Link:
                     async with asyncio.timeout(every):
                         await self._wake.wait()
                 except TimeoutError:
-                    await socket.send_bytes(m.encode(m.Heartbeat()))
+                    await socket.send_bytes(m.encode(m.Heartbeat(self.activity.report(2 * every))))
         except Exception as error:  # noqa: BLE001 - nobody waits for this task; the training thread raises it
             if not isinstance(error, aiohttp.ClientError | OSError):
                 self.fail(error)
@@ -306,6 +310,10 @@ class Link:
             self.changed.notify_all()
         if isinstance(message, m.Plan):
             self._on_plan(message)
+        elif isinstance(message, m.ShowStacks):
+            self.send(self.activity.stacks())
+        elif isinstance(message, m.Refuse | m.End) and self._on_over is not None:
+            self._on_over()
 
     def _short(self, message: m.FromWorker) -> m.FromWorker:
         """``message`` without what this very coordinator has told."""

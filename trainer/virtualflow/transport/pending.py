@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from virtualflow.errors import CommunicatorBroken
+from virtualflow.transport.activity import Activity
 from virtualflow.transport.checksum import verify
 from virtualflow.transport.interface import Message, Pending
 from virtualflow.transport.settings import CommunicatorSettings
@@ -22,9 +23,12 @@ from virtualflow.transport.settings import CommunicatorSettings
 class Operation:
     """A collective under way."""
 
-    def __init__(self, work: c10d.Work, check: Callable[[], None], settings: CommunicatorSettings) -> None:
+    def __init__(
+        self, work: c10d.Work, check: Callable[[], None], activity: Activity, settings: CommunicatorSettings
+    ) -> None:
         self._work = work
         self._check = check
+        self._activity = activity
         self._settings = settings
 
     def wait(self) -> None:
@@ -33,6 +37,10 @@ class Operation:
         Raises:
             CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
         """
+        with self._activity.waiting:
+            self._wait()
+
+    def _wait(self) -> None:
         limit = time.monotonic() + self._settings.operation_timeout
         part = timedelta(seconds=self._settings.wait_slice)
         while True:

@@ -21,6 +21,9 @@ class LinkSettings:
     retry_most: float = 1.0
     orphan_limit: float = 600.0
     """A worker that can neither train nor reach a coordinator for this long ends itself."""
+    deaf_limit: float = 10.0
+    """A training thread that was refused, or whose job has failed, and makes no progress for this long does not hear of
+    it any more: its process is ended."""
     goodbye: float = 30.0
     """How long a worker that is through waits for the coordinator to take its result."""
 

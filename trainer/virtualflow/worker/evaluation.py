@@ -115,6 +115,7 @@ def _gather(loop: Loop, source: Source, fn: Callable[[Any], Rows], step: int, nu
     mine: dict[int, Rows] = {}
     for node in state.assigned:
         context.membership.check()
+        context.session.activity.mark("evaluating", context.training.completed_steps)
         batch = source.fetch(0, step, node)
         if batch.size:
             seed_virtual_node(context.request.options.seed, -number, node)

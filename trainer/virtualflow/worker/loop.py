@@ -25,6 +25,9 @@ from virtualflow.worker.finish import complete_leader
 from virtualflow.worker.setup import Context
 from virtualflow.worker.step import Step
 
+BETWEEN = "running the script's code after the inner loop"
+SAVING = "saving a checkpoint"
+
 
 class Loop:
     """The steps of one run, made of the parts of its ``context``."""
@@ -34,6 +37,7 @@ class Loop:
         self.trained = False
         """Whether this worker has seen the last step."""
         self._state = context.session.state
+        self._activity = context.session.activity
         self._seed = context.request.options.seed
         self._virtual_nodes = context.request.virtual_nodes
         self._metrics: dict[str, float | Tensor] = {}
@@ -60,7 +64,9 @@ class Loop:
         self._note_beginning()
         complete_leader(context.membership, context.training)
         if self._state.leader:
+            self._activity.mark(SAVING, context.training.completed_steps)
             context.checkpointer.save_final(context.training)
+        self._activity.mark(BETWEEN, context.training.completed_steps)
         context.reporter.progress(now=True)
 
     def _between_steps(self) -> None:
@@ -90,6 +96,7 @@ class Loop:
         """
         if self._state.has_state:
             return
+        self._activity.mark("warming up", 0)
         batch = self.context.loading.first()
         self.context.update.begin(range(1))
         yield from self._present(batch, 0)
@@ -108,6 +115,7 @@ class Loop:
                 yield from self._attempt(number)
                 if context.trace is not None and context.trace.repeats(number):
                     raise AttemptSpoiled
+                self._activity.mark("synchronizing", number)
                 offer = m.NO_GENERATION if number == context.total_steps else context.session.offer(evaluating=False)
                 reduced = context.update.synchronize(
                     membership.communicator,
@@ -131,6 +139,7 @@ class Loop:
             else:
                 self._commit(number, reduced)
         self._seed_between_steps()
+        self._activity.mark(BETWEEN, number)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -173,7 +182,9 @@ class Loop:
             pace.disregard()
         for nodes in fusion.begin():
             context.membership.check()
+            self._activity.mark("loading samples", number)
             batch = context.loading.fetch(nodes)
+            self._activity.mark("computing", number)
             if batch.size < context.request.micro_batch * len(nodes):
                 pace.disregard()
             if context.audit is not None:
@@ -226,6 +237,7 @@ class Loop:
         change = context.stopwatch.commit(now, number, before, session.generation)
         context.pace.commit(now)
         self._state.step = number
+        self._activity.first, self._activity.slowest = False, context.stopwatch.slowest
         self._note_commit(session.generation, number)
         if change is not None:
             session.remember(change)
@@ -237,6 +249,7 @@ class Loop:
         if context.update.shards is not None:
             self._save_together(any(header.saves for header in reduced.headers))
         elif self._state.leader:
+            self._activity.mark(SAVING, number)
             context.checkpointer.save_if_due(training)
 
     def _note_beginning(self) -> None:
@@ -295,4 +308,5 @@ class Loop:
     def end_evaluation(self) -> None:
         """The evaluation is over: joiners may come."""
         self._seed_between_steps()
+        self._activity.mark(BETWEEN, self.context.training.completed_steps)
         self.context.reporter.phase("training")

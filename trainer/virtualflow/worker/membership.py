@@ -156,6 +156,7 @@ class Membership:
         """Enter ``plan``, or whichever takes over from it, and come to one state with its members."""
         session = self._session
         while True:
+            session.activity.mark("entering a generation", self._training.completed_steps)
             self._stopwatch.enter(plan, has_state=self._state.has_state)
             try:
                 self._synchronize(session.enter(plan))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from virtualflow.errors import CommunicatorBroken, VirtualFlowError, show, show_errors_plainly
+from virtualflow.errors import CommunicatorBroken, Leave, VirtualFlowError, show, show_errors_plainly
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.termination_message import TerminationMessageWriter
 from virtualflow.worker.finish import agree_on_end, complete_leader
@@ -69,6 +72,7 @@ class Run:
             self._obey_sigterm(session)  # which what is forked before must not inherit
             connect(context)
             self._loop = Loop(context)
+            session.give_up = partial(self._give_up, context)
         except BaseException as error:
             self._termination_message.ended(error)
             if isinstance(error, Exception) and session is not None and session.coordinated:
@@ -117,7 +121,17 @@ class Run:
         if isinstance(error, Exception):
             report_failure(context.session, error, context.training)
 
-    def _say_last(self, context: Context, error: BaseException) -> None:
+    def _give_up(self, context: Context, leave: Leave) -> NoReturn:
+        """End this process from behind a training thread that hangs: nothing that it may hold is waited for."""
+        place = context.session.activity.stacks()
+        self._say_last(context, leave, place.text)
+        said = f"virtualflow: {leave.reason}; its training thread does not hear of it, so the process is ended here\n"
+        with suppress(OSError):
+            os.write(2, said.encode())
+            faulthandler.dump_traceback(2)
+        os._exit(leave.exit_code)
+
+    def _say_last(self, context: Context, error: BaseException, stacks: str | None = None) -> None:
         training = context.training
         self._termination_message.ended(
             error,
@@ -126,11 +140,13 @@ class Run:
             training.numbers,
             training.non_finite,
             context.checkpointer.newest,
+            stacks,
         )
 
     def _report_result(self, context: Context) -> None:
         """Report the result and wait until nobody needs this worker."""
         session, membership, training = context.session, context.membership, context.training
+        session.activity.mark("reporting the result", training.completed_steps)
         assert self._loop is not None
         trained = self._loop.trained
         if not trained:

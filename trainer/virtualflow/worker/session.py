@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from virtualflow.errors import ConfigurationError, Drained, Evicted, JobEnded, JobFailed
+from virtualflow.errors import ConfigurationError, Drained, Evicted, JobEnded, JobFailed, Leave
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_TEXT, MAX_TRACEBACK
@@ -48,7 +49,14 @@ class Session:
         self._settings = settings.link
         self._report_limit = settings.report_limit
         self._offered: m.Plan | None = None
-        self.link = Link(environment.coordinator, environment.token, self._hello, self._on_plan, settings.link)
+        self.link = Link(
+            environment.coordinator, environment.token, self._hello, self._on_plan, settings.link, self._on_over
+        )
+        self.activity = self.link.activity
+        self.give_up: Callable[[Leave], None] | None = None
+        """Ends this process from another thread, where the training thread hangs."""
+        self._noticed = threading.Event()
+        """The training thread knows that this process is not to go on."""
         self.communicators = Communicators(
             self.link, state, self.incarnation, settings, self.interruption, lambda: self._offered
         )
@@ -260,11 +268,13 @@ class Session:
         """
         if self.link.failure is not None:
             raise self.link.failure
-        if self.link.refused is not None:
-            logger.error("%s", self.link.refused)
-            raise Evicted(self.link.refused)
-        if self.link.ended is not None:
-            raise (JobFailed if self.link.ended.failed else JobEnded)(self.link.ended.reason)
+        leave = self._told_to_leave()
+        if leave is None:
+            return
+        self._noticed.set()
+        if isinstance(leave, Evicted):
+            logger.error("%s", leave.reason)
+        raise leave
 
     def leave(self, generation: m.Generation, reason: str = "") -> NoReturn:
         """Leave for good, with the agreement of all or before having entered.
@@ -323,9 +333,17 @@ class Session:
 
     def close(self) -> None:
         """End the connection and take all communicators down."""
+        self._noticed.set()
         self.link.close()
         running, self.communicator = self.communicator, None
         self.communicators.close(running)
+
+    def _told_to_leave(self) -> Leave | None:
+        if self.link.refused is not None:
+            return Evicted(self.link.refused)
+        if self.link.ended is not None:
+            return (JobFailed if self.link.ended.failed else JobEnded)(self.link.ended.reason)
+        return None
 
     # --- behind it ----------------------------------------------------------------------------------------------------
 
@@ -358,6 +376,17 @@ class Session:
             device=state.device,
             self_test=state.self_test,
         )
+
+    def _on_over(self) -> None:
+        """This process is not to go on (link's thread): see that it ends even if the training thread hangs."""
+        leave = self._told_to_leave()
+        if isinstance(leave, Evicted | JobFailed):
+            threading.Thread(target=self._see_to_end, args=(leave,), name="virtualflow-end", daemon=True).start()
+
+    def _see_to_end(self, leave: Leave) -> None:
+        while not self._noticed.wait(self._settings.retry_most):
+            if self.give_up is not None and self.activity.stuck > self._settings.deaf_limit:
+                self.give_up(leave)
 
     def _on_plan(self, plan: m.Plan) -> None:
         """A new plan has arrived (link's thread): build its communicator beside whatever runs."""

@@ -10,10 +10,10 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from virtualflow.errors import Drained
+from virtualflow.errors import Drained, Leave
 from virtualflow.protocol import messages as m
 from virtualflow.state import Kind, Reserve
-from virtualflow.transport import Communicator
+from virtualflow.transport import Activity, Communicator
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.session import Session
 from virtualflow.worker.settings import WorkerSettings
@@ -31,7 +31,9 @@ class StandaloneSession:
 
     def __init__(self, state: MemberState, settings: WorkerSettings) -> None:
         self.state = state
+        self.activity = Activity()
         self.incarnation = uuid.uuid4().hex
+        self.give_up: Callable[[Leave], None] | None = None
         self.reserve = Reserve()
         self.communicator: Communicator | None = None
         self._settings = settings

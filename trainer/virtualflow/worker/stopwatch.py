@@ -13,6 +13,9 @@ from virtualflow.worker.settings import MAX_STEP_TIMES
 _RECENT = 50
 """Steps that the present rate is taken over."""
 
+_FORGETTING = 0.999
+"""What a step leaves of the slowest one before it: half is forgotten after 700 steps."""
+
 _LATEST = 10
 """Steps that the present duration is the median of."""
 
@@ -32,6 +35,8 @@ class Stopwatch:
         """Of the present generation alone."""
         self._attempted = 0
         self._failed_attempts = 0
+        self.slowest = 0.0
+        """The slowest of the latest steps, seconds."""
 
     def enter(self, plan: m.Plan, *, has_state: bool) -> None:
         """A generation is being entered; a worker that ``has_state`` was in the one before.
@@ -73,6 +78,7 @@ class Stopwatch:
         if not plans:
             if passed is not None:
                 self._steps.append(passed)
+                self.slowest = max(passed, _FORGETTING * self.slowest)
                 self._latest.append(passed)
             return None
         self._latest.clear()
