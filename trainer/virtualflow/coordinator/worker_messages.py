@@ -34,6 +34,10 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
     match message:
         case m.Heartbeat() | m.Hello():
             return
+        case m.RenewLease(number):
+            state.send(incarnation, m.Lease(number))
+            state.note_news()  # it is sent in the turn that follows
+            return
         case m.Ready():
             state.roster.update(incarnation, ready_at=worker.ready_at or now)
         case m.Prepared(generation):

@@ -14,6 +14,7 @@ import msgspec
 
 from virtualflow.protocol.metrics import Metric, NotFinite
 from virtualflow.protocol.settings import (
+    HEARTBEAT_LIMIT,
     MAX_CHANGES,
     MAX_KEY,
     MAX_NAME,
@@ -191,6 +192,9 @@ class Hello(Base, frozen=True, tag="hello"):
     """The oldest that it speaks; ``None``: only ``protocol``."""
     version: Version = ""
     """Of its library, for people to read."""
+    floor: Generation = NO_GENERATION
+    """The newest generation that it knows of, by the checkpoint directory or from a plan: a first one is numbered above
+    it."""
 
 
 class Heartbeat(Base, frozen=True, tag="heartbeat"):
@@ -338,9 +342,16 @@ class Publish(Base, frozen=True, tag="publish"):
     value: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY)]
 
 
-Membership = Hello | Heartbeat | Ready | Prepared | Entered | EnteredTold | Broken | DrainRequest | Left | Publish
+class RenewLease(Base, frozen=True, tag="renew-lease"):
+    """Whether this worker still has its place in the job is to be said now: it cannot tell by itself (``Lease``)."""
+
+    number: Count
+
+
+Presence = Hello | Heartbeat | RenewLease
+Membership = Ready | Prepared | Entered | EnteredTold | Broken | DrainRequest | Left | Publish
 Training = Pace | Progress | Resumed | Failed | Done | Note | Checkpointed
-FromWorker = Membership | Training
+FromWorker = Presence | Membership | Training
 
 # --- coordinator to worker --------------------------------------------------------------------------------------------
 
@@ -355,6 +366,14 @@ class Welcome(Base, frozen=True, tag="welcome"):
     """How often the coordinator wants a sign of life."""
     protocol: Count | None = None
     """The newest that both speak: what the two may say to each other."""
+    lease: Seconds = HEARTBEAT_LIMIT
+    """How long a worker that was heard from keeps its place."""
+
+
+class Lease(Base, frozen=True, tag="lease"):
+    """The answer to :class:`RenewLease` of that number: this worker has its place. Who lost it is refused instead."""
+
+    number: Count
 
 
 class Keys(Base, frozen=True, tag="keys"):
@@ -394,7 +413,7 @@ class End(Base, frozen=True, tag="end"):
     reason: Sentence
 
 
-ToWorker = Welcome | Plan | Keys | Drain | Hold | Release | Refuse | End
+ToWorker = Welcome | Lease | Plan | Keys | Drain | Hold | Release | Refuse | End
 
 
 def encode(message: msgspec.Struct) -> bytes:
