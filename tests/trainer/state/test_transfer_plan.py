@@ -73,6 +73,19 @@ def test_a_worker_is_killed_at_any_collective(
         assert job.results() == [reference] * 2, f"collective {number}"
 
 
+@pytest.mark.nightly
+@COLLECTIVES
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
+def test_each_death_in_a_job_of_two_costs_at_most_one_repeated_step(
+    victim: str, exchange: str, numbers: range, start_job: Callable[..., ElasticJob]
+) -> None:
+    reference = alone(train)
+    for number in numbers:
+        job = start_job(train, victim, number, "killed", workers=2, environment={EXCHANGE: exchange})
+        assert job.results() == [reference], f"collective {number}"
+        assert job.status().repeated_steps <= 1, f"collective {number}"
+
+
 def standing(**facts: Any) -> Standing:
     return Standing(**{"has_state": False, "exchanges": 0, "step": 0, "signature": 9, "claim": NEW, **facts})
 
