@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load, skipped
+from virtualflow.state.checkpoint_order import complete
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 
 WEIGHT = {"shape": [10, 64], "dtype": "float32", "trained": True}
@@ -39,7 +40,12 @@ def writer_to(directory: Path, events: list[str], **policy: Any) -> CheckpointWr
 
 
 def steps_in(directory: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))
+    return sorted(mark.step for mark, _ in complete(directory))
+
+
+def checkpoint_of(directory: Path, step: int) -> Path:
+    """The one of that step that counts."""
+    return next(path for mark, path in complete(directory) if mark.step == step)
 
 
 def newest(directory: Path, events: list[str]) -> Found:

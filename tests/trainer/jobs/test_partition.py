@@ -20,6 +20,9 @@ from typing import Any
 
 import pytest
 
+from virtualflow.protocol.messages import NO_GENERATION
+from virtualflow.state.checkpoint_order import Mark, complete
+
 ROOT = Path(__file__).parents[3]
 SERVICE, PORT = "10.77.0.9", 7000
 HOSTS = ("10.77.0.1", "10.77.0.2")
@@ -36,6 +39,8 @@ with vf.elastic(model, optimizer, data, batch_size=16, steps=STEPS, virtual_node
         for x, y in step:
             torch.nn.functional.mse_loss(model(x), y).backward()
         time.sleep(PAUSE)
+        if run.leader:
+            print("led", *run.fence, step.number, flush=True)
 """
 ASK = """
 import sys, urllib.request as r
@@ -109,7 +114,15 @@ class Islands:
             VIRTUALFLOW_WORKER=f"worker-{island}",
             VIRTUALFLOW_ADDRESS=HOSTS[island],
             VIRTUALFLOW_VIRTUAL_NODES="4",
+            VIRTUALFLOW_CHECKPOINT_DIR=str(self.checkpoints),
+            VIRTUALFLOW_CHECKPOINT_STEPS="3",
+            VIRTUALFLOW_CHECKPOINT_KEEP="2",
         )
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the workers of both halves write: what they share is not parted."""
+        return self.tmp_path / "checkpoints"
 
     def ask(self, island: int, path: str, body: str = "") -> dict[str, Any]:
         """What the coordinator that this island reaches answers; empty while none does."""
@@ -168,6 +181,8 @@ def test_two_halves_with_a_coordinator_each_never_both_go_on(islands: Islands, t
             lambda island=island: "no majority" in islands.ask(island, "status").get("reason", ""),
         )
     steps = [islands.ask(island, "status")["step"] for island in range(2)]
+    until("no checkpoint is being written", lambda: not list(islands.checkpoints.glob(".step-*")))
+    before = complete(islands.checkpoints)
 
     # Whoever runs the workers decides which half goes on. The other one is alive all the while, and makes no step.
     kept = chance.randrange(2)
@@ -184,6 +199,28 @@ def test_two_halves_with_a_coordinator_each_never_both_go_on(islands: Islands, t
     assert (status["step"], status["repeatedSteps"] <= 1) == (STEPS, True)
     assert status["digest"] == undisturbed(script, tmp_path)
     assert former.poll() is None
+    assert_one_lineage(before, complete(islands.checkpoints), [f"log-{n}" for n in range(3)], tmp_path)
+
+
+def assert_one_lineage(
+    before: list[tuple[Mark, Path]], after: list[tuple[Mark, Path]], logs: list[str], at: Path
+) -> None:
+    """The half that was left out has written nothing since, removed nothing, and led no step that the other led."""
+    found, common = [mark for mark, _ in after], max((mark.fence for mark, _ in before), default=NO_GENERATION)
+    assert found[0].step == STEPS
+    assert found[0].fence > common
+    assert len(found) == 2, "as many as are kept"
+    assert {mark for mark in found if mark.fence == common} <= {mark for mark, _ in before}
+    led: dict[int, set[tuple[int, int]]] = {}
+    for name in logs:
+        for line in (at / name).read_text().splitlines():
+            if line.startswith("led "):
+                incarnation, counter, step = (int(word) for word in line.split()[1:])
+                led.setdefault(step, set()).add((incarnation, counter))
+    # The step in which the network was parted: one half may have it and the other not, so it is led once, twice (by the
+    # leader before and by the one after, who repeats it) or not at all (the other half had it, and was not the leader).
+    assert len(led) >= STEPS - 1
+    assert sum(len(fences) for fences in led.values()) <= STEPS + 1
 
 
 def undisturbed(script: Path, tmp_path: Path) -> str:

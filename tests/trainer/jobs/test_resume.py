@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import flip, steps_in
+from checkpoints import checkpoint_of, flip, steps_in
 from elastic_jobs import ElasticJob, alone, trained
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -103,7 +103,7 @@ def test_a_stop_leaves_a_checkpoint_of_the_same_step_everywhere(
     assert {outcome.kind for outcome in outcomes.values()} == {"Drained"}
     status = job.status()
     assert (status.phase, status.checkpoint and status.checkpoint.step) == ("stopped", status.step), "it is confirmed"
-    stopped_at = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "kept").glob("step-*"))
+    stopped_at = steps_in(tmp_path / "kept")[-1]
     results = start_job(train, directory, workers=2).results()
     assert [found for found, _ in results] == [wanted] * 2
     assert {seen[0] for _, seen in results} == {stopped_at + 1}
@@ -117,14 +117,14 @@ def test_a_checkpoint_that_has_rotted_is_read_by_one_worker_and_the_one_before_i
     for steps in (4, 6):
         alone(train, str(directory), steps)
     assert steps_in(directory)[-2:] == [4, 6]
-    flip(directory / "step-00000006" / "state.safetensors", 3000)
+    flip(checkpoint_of(directory, 6) / "state.safetensors", 3000)
     job = start_job(train, str(directory), workers=3)
     results = job.results()
     assert [found for found, _ in results] == [wanted] * 3
     assert {seen[0] for _, seen in results} == {5}
     told = [event.text for event in job.status().events if "damaged" in event.text]
     why = "the content of state.safetensors is not what was written (its SHA-256 differs)"
-    assert told == [f"skipped the damaged checkpoint {directory}/step-00000006: {why}"], "one has read it"
+    assert told == [f"skipped the damaged checkpoint {checkpoint_of(directory, 6)}: {why}"], "one has read it"
     assert "resumed from the checkpoint of step 4" in [event.text for event in job.status().events]
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.state import checkpoint_format
-from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter, retained
+from virtualflow.state.checkpoint_order import retained
+from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 
 
 def test_checkpoints_are_due_every_n_steps(tmp_path: Path, events: list[str]) -> None:

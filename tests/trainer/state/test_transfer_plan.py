@@ -14,7 +14,8 @@ from injected import inject
 import virtualflow as vf
 from virtualflow.errors import ConfigurationError, Evicted
 from virtualflow.protocol.lineage import Claim
-from virtualflow.protocol.messages import NO_GENERATION
+from virtualflow.protocol.messages import NO_GENERATION, Generation
+from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark
 from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer
 
 
@@ -72,25 +73,46 @@ def test_a_worker_is_killed_at_any_collective(
         assert job.results() == [reference] * 2, f"collective {number}"
 
 
+@pytest.mark.nightly
+@COLLECTIVES
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
+def test_each_death_in_a_job_of_two_costs_at_most_one_repeated_step(
+    victim: str, exchange: str, numbers: range, start_job: Callable[..., ElasticJob]
+) -> None:
+    reference = alone(train)
+    for number in numbers:
+        job = start_job(train, victim, number, "killed", workers=2, environment={EXCHANGE: exchange})
+        assert job.results() == [reference], f"collective {number}"
+        assert job.status().repeated_steps <= 1, f"collective {number}"
+
+
 def standing(**facts: Any) -> Standing:
     return Standing(**{"has_state": False, "exchanges": 0, "step": 0, "signature": 9, "claim": NEW, **facts})
 
 
 NEW = Claim(NO_GENERATION, True, NO_GENERATION)
-FRESH, LACKS = Origin(-1, 7), Origin(-1, SPOILED)
+FRESH, LACKS = Origin(NO_CHECKPOINT, 7), Origin(NO_CHECKPOINT, SPOILED)
+BEFORE, AFTER = Generation(9, 1), Generation(9, 2)
 
 
 @pytest.mark.parametrize(
     ("origins", "wanted"),
     [
         pytest.param([FRESH, FRESH], Transfer(None, (0, 1), ()), id="fresh equal models need nothing"),
-        pytest.param([Origin(3, 7), FRESH], Transfer(0, (0,), (1,)), id="one has a checkpoint"),
+        pytest.param([Origin(Mark(BEFORE, 3), 7), FRESH], Transfer(0, (0,), (1,)), id="one has a checkpoint"),
         pytest.param(
-            [Origin(3, 7), Origin(5, 7), Origin(5, 7)],
+            [Origin(Mark(BEFORE, 3), 7), Origin(Mark(BEFORE, 5), 7), Origin(Mark(BEFORE, 5), 7)],
             Transfer(1, (1,), (0, 2)),
             id="the newest checkpoint wins, read once",
         ),
-        pytest.param([LACKS, Origin(5, SPOILED)], Transfer(1, (1,), (0,)), id="a checkpoint mends a spoiled model"),
+        pytest.param(
+            [Origin(Mark(BEFORE, 120), 7), Origin(Mark(AFTER, 100), 7)],
+            Transfer(1, (1,), (0,)),
+            id="that of a newer generation goes before one of a higher step",
+        ),
+        pytest.param(
+            [LACKS, Origin(Mark(BEFORE, 5), SPOILED)], Transfer(1, (1,), (0,)), id="a checkpoint mends a spoiled model"
+        ),
         pytest.param([LACKS, FRESH, LACKS, FRESH], Transfer(None, (1, 3), (0, 2)), id="fresh ones begin anew"),
     ],
 )
@@ -120,7 +142,7 @@ def test_the_newest_state_goes_to_all_who_lack_it(standings: list[Standing], wan
 
 def test_fresh_models_that_differ_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="seed before building it"):
-        plan_transfer([standing(), standing()], [Origin(-1, 1), Origin(-1, 2)])
+        plan_transfer([standing(), standing()], [Origin(NO_CHECKPOINT, 1), Origin(NO_CHECKPOINT, 2)])
 
 
 def test_where_nothing_is_left_the_processes_are_to_be_started_again() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from virtualflow.coordinator.generations import confirm_end, declare_lost, learn
+from virtualflow.coordinator.generations import confirm_end, count_above, declare_lost, learn
 from virtualflow.coordinator.roster import Contact
 from virtualflow.coordinator.settings import HEARTBEATS
 from virtualflow.coordinator.snapshot import Worker
@@ -37,6 +37,8 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     known = state.roster.workers.get(hello.incarnation)
     if hello.plan is not None:
         learn(state, hello.plan, now)
+    if max(hello.floor.incarnation, hello.floor.counter) < _LARGEST:
+        count_above(state, hello.floor)
     if hello.plan is None or any(plan.includes(hello.incarnation) for plan in state.newest):
         for namesake in state.roster.namesakes(hello.worker, hello.incarnation):
             # Whoever runs the workers has given the name, and so the place, to another one.
@@ -83,9 +85,10 @@ def _greet(
 ) -> None:
     """Tell a worker what it must know and may have missed."""
     running = state.running is not None and bool(state.running.members)
-    limits = (state.settings.heartbeat_limit, state.settings.hang_limit or state.settings.hang_floor)
-    heartbeat = min(limits) / HEARTBEATS
-    state.send(hello.incarnation, m.Welcome(running, state.history.step, state.hold, heartbeat, protocol))
+    limit = state.settings.heartbeat_limit
+    heartbeat = min(limit, state.settings.hang_limit or state.settings.hang_floor) / HEARTBEATS
+    welcome = m.Welcome(running, state.history.step, state.hold, heartbeat, protocol, limit)
+    state.send(hello.incarnation, welcome)
     if known is not None and known.draining and not hello.draining:
         seconds = max(0.0, (worker.deadline or now) - now)
         state.send(hello.incarnation, m.Drain(seconds, "asked to"))

@@ -73,6 +73,19 @@ def learn(state: JobState, plan: m.Plan, now: float) -> None:
     state.note_news()
 
 
+def count_above(state: JobState, floor: m.Generation) -> None:
+    """A worker knows of that generation, from the checkpoint directory perhaps: a first one is numbered above it.
+
+    The clock that this coordinator's numbers begin from may be slow, and nobody left who was in a generation. While one
+    is running, the number tells of another lineage, which is not to be overtaken: ``learn`` has what follows from its
+    members.
+    """
+    if state.running is None:
+        state.counter = max(state.counter, floor.counter)
+        if floor.incarnation > state.incarnation:
+            state.incarnation = floor.incarnation + 1
+
+
 def withdraw(state: JobState) -> None:
     """Nobody has entered the proposed generation, and nobody is to."""
     if state.proposed is not None:

@@ -44,6 +44,10 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
             state.roster.update(incarnation, place=place)
             about = f", {describe(worker.doing)}" if worker.doing is not None else ""
             state.tell("warning", f"{worker.name} makes no progress{about}: {text}"[:MAX_TEXT])
+        case m.RenewLease(number):
+            state.send(incarnation, m.Lease(number))
+            state.note_news()  # it is sent in the turn that follows
+            return
         case m.Ready():
             state.roster.update(incarnation, ready_at=worker.ready_at or now)
         case m.Prepared(generation):

@@ -28,6 +28,16 @@ from virtualflow.protocol.messages import NO_GENERATION, Generation, Plan
 Stage = Literal["attempted", "counted", "settled"]
 
 
+def number_above(floor: Generation, now: float) -> Generation:
+    """The number of a first generation that is above ``floor``, whatever the clock says.
+
+    Args:
+        floor: the newest that is known.
+        now: Unix time in seconds. It makes the numbers of two who know nothing of each other differ.
+    """
+    return Generation(max(int(now * 1000), floor.incarnation + 1), floor.counter + 1)
+
+
 def open_members(plan: Plan, stage: Stage, present: Collection[str], ended: Collection[str]) -> frozenset[str]:
     """Members of ``plan`` that could go on with it without those who are ``present``, all by incarnation.
 

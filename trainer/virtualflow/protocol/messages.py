@@ -14,6 +14,7 @@ import msgspec
 
 from virtualflow.protocol.metrics import Metric, NotFinite
 from virtualflow.protocol.settings import (
+    HEARTBEAT_LIMIT,
     MAX_CHANGES,
     MAX_KEY,
     MAX_NAME,
@@ -192,6 +193,9 @@ class Hello(Base, frozen=True, tag="hello"):
     """The oldest that it speaks; ``None``: only ``protocol``."""
     version: Version = ""
     """Of its library, for people to read."""
+    floor: Generation = NO_GENERATION
+    """The newest generation that it knows of, by the checkpoint directory or from a plan: a first one is numbered above
+    it."""
 
 
 class Doing(Base, frozen=True, tag=False):
@@ -366,9 +370,16 @@ class Publish(Base, frozen=True, tag="publish"):
     value: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY)]
 
 
-Membership = Hello | Heartbeat | Ready | Prepared | Entered | EnteredTold | Broken | DrainRequest | Left | Publish
+class RenewLease(Base, frozen=True, tag="renew-lease"):
+    """Whether this worker still has its place in the job is to be said now: it cannot tell by itself (``Lease``)."""
+
+    number: Count
+
+
+Presence = Hello | Heartbeat | Stacks | RenewLease
+Membership = Ready | Prepared | Entered | EnteredTold | Broken | DrainRequest | Left | Publish
 Training = Pace | Progress | Resumed | Failed | Done | Note | Checkpointed
-FromWorker = Membership | Training | Stacks
+FromWorker = Presence | Membership | Training
 
 # --- coordinator to worker --------------------------------------------------------------------------------------------
 
@@ -383,6 +394,14 @@ class Welcome(Base, frozen=True, tag="welcome"):
     """How often the coordinator wants a sign of life."""
     protocol: Count | None = None
     """The newest that both speak: what the two may say to each other."""
+    lease: Seconds = HEARTBEAT_LIMIT
+    """How long a worker that was heard from keeps its place."""
+
+
+class Lease(Base, frozen=True, tag="lease"):
+    """The answer to :class:`RenewLease` of that number: this worker has its place. Who lost it is refused instead."""
+
+    number: Count
 
 
 class Keys(Base, frozen=True, tag="keys"):
@@ -426,7 +445,7 @@ class End(Base, frozen=True, tag="end"):
     reason: Sentence
 
 
-ToWorker = Welcome | Plan | Keys | Drain | Hold | ShowStacks | Release | Refuse | End
+ToWorker = Welcome | Lease | Plan | Keys | Drain | Hold | ShowStacks | Release | Refuse | End
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -1,10 +1,11 @@
 """What a checkpoint on disk is: whose it is, how it is written, found and checked.
 
-It is a directory ``step-00000120`` with ``state.safetensors`` (the tensors of the state, its skeleton in the metadata)
-and ``manifest.json`` (whose it is, size and SHA-256 of the state). It appears by one rename after everything in it has
-reached the disk, so a writer may die at any instruction: readers see all of it or nothing. What the disk itself
-damages is found by the checksums, and an older checkpoint takes its place: the manifest's when checkpoints are listed,
-the state's when it is loaded, of the very bytes that are loaded.
+It is a directory ``step-00000120.1764000000000.7`` (steps and generation, see ``checkpoint_order``) with
+``state.safetensors`` (the tensors of the state, its skeleton in the metadata) and ``manifest.json`` (whose it is, size
+and SHA-256 of the state). It appears by one rename after everything in it has reached the disk, so a writer may die at
+any instruction: readers see all of it or nothing. What the disk itself damages is found by the checksums, and an older
+checkpoint takes its place: the manifest's when checkpoints are listed, the state's when it is loaded, of the very bytes
+that are loaded.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ import fcntl
 import hashlib
 import json
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,16 +28,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.messages import Generation
 from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import codec, digests
+from virtualflow.state.checkpoint_order import Mark, complete, hidden, is_hidden
 
 FORMAT = 1
 """Of the manifest and the state; raised when an older reader would misread a newer checkpoint."""
 
 STATE, MANIFEST = "state.safetensors", "manifest.json"
 _OTHER_CONTENT = f"the content of {STATE} is not what was written (its SHA-256 differs)"
-_COMPLETE = re.compile(r"step-(\d{8,})")
-_HIDDEN = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
 
 _NATIVE = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -93,12 +92,17 @@ class Manifest(msgspec.Struct, frozen=True):
 class Found:
     """A complete checkpoint whose manifest was verified; its state is when it is loaded."""
 
-    step: int
+    mark: Mark
     path: Path
     identity: JobIdentity
     state_sha256: str
     written: float
     """Unix time."""
+
+    @property
+    def step(self) -> int:
+        """How many steps are complete in it."""
+        return self.mark.step
 
 
 # -- reading ------------------------------------------------------------------------------------------------
@@ -116,11 +120,11 @@ def find_newest(
     ConfigurationError if the newest one that can be read is of another job than ``identity``, if another
     version of the format wrote it, or if it may not be read.
     """
-    for step, path in sorted(complete(directory), reverse=True):
-        if step in damaged:
+    for mark, path in complete(directory):
+        if mark.step in damaged:
             continue
         try:
-            manifest = _read_manifest(path, step)
+            manifest = _read_manifest(path, mark.step)
             problem = identity and identity.difference(manifest.identity)
             if problem:
                 raise ConfigurationError(
@@ -150,7 +154,7 @@ def find_newest(
                 f"the checkpoint {path} was written by a virtualflow with numerics {manifest.numerics} and this has "
                 f"{NUMERICS}: from here on the bits may differ"
             )
-        return Found(step, path, manifest.identity, manifest.state_sha256, (path / MANIFEST).stat().st_mtime)
+        return Found(mark, path, manifest.identity, manifest.state_sha256, (path / MANIFEST).stat().st_mtime)
     return None
 
 
@@ -195,18 +199,21 @@ def load(found: Found) -> dict[str, Any]:
     return tree
 
 
-def complete(directory: Path) -> list[tuple[int, Path]]:
-    """What is named like a complete checkpoint, with its step; ConfigurationError for an unreadable directory."""
-    try:
-        entries = list(directory.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ConfigurationError(
-            f"the checkpoint directory {directory} cannot be read ({error.strerror}); use another --checkpoint-dir"
-        ) from None
-    matches = ((_COMPLETE.fullmatch(path.name), path) for path in entries)
-    return [(int(match[1]), path) for match, path in matches if match]
+def adopt(found: Found, fence: Generation) -> Found:
+    """Let a checkpoint be the one that ``fence`` begins from: what an older generation writes comes before it now.
+
+    A writer of an older generation that is about to remove it does so before, or not at all.
+
+    Raises:
+        FileNotFoundError: it was removed, or another generation has begun from it.
+        OSError: it cannot be renamed.
+    """
+    mark = Mark(fence, found.step)
+    path = found.path.with_name(mark.name)
+    if path != found.path:
+        found.path.rename(path)
+        _sync_directory(path.parent)
+    return replace(found, mark=mark, path=path)
 
 
 def _read_manifest(path: Path, step: int) -> Manifest:
@@ -261,14 +268,16 @@ def _amount(value: int | None) -> str:
 # -- writing ------------------------------------------------------------------------------------------------
 
 
-def write(directory: Path, step: int, tree: dict[str, Any], identity: JobIdentity) -> Path:
+def write(directory: Path, mark: Mark, tree: dict[str, Any], identity: JobIdentity, allow: Callable[[], None]) -> Path:
     """Write a checkpoint of a tree that nobody changes meanwhile; OSError or SafetensorError if that fails.
+
+    ``allow`` is called at the last moment, and may raise what is to keep it from appearing.
 
     The manifest's file is locked from before the first byte until after the rename: that is how another
     process knows a leftover of a dead writer from the work of a living one, on any machine that shares the
     directory.
     """
-    final = directory / f"step-{step:08d}"
+    final, step = directory / mark.name, mark.step
     if final.exists() and _is_valid(final, step, identity):
         return final  # It is the same state, and there is no way to swap two directories.
     temporary = hidden(directory, step)
@@ -286,6 +295,7 @@ def write(directory: Path, step: int, tree: dict[str, Any], identity: JobIdentit
             manifest_file.flush()
             os.fsync(manifest_file.fileno())
             _sync_directory(temporary)
+            allow()
             if final.exists():
                 doomed = hidden(directory, step)
                 final.rename(doomed)
@@ -327,7 +337,7 @@ def looks_complete(path: Path, step: int) -> bool:
 
 def is_leftover(path: Path) -> bool:
     """Whether a dead writer left this behind."""
-    return _HIDDEN.fullmatch(path.name) is not None and _abandoned(path)
+    return is_hidden(path) and _abandoned(path)
 
 
 def _abandoned(path: Path) -> bool:
@@ -349,11 +359,6 @@ def _lock(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise  # Without locks leftovers stay: ``_abandoned`` gets the same error.
-
-
-def hidden(directory: Path, step: int) -> Path:
-    """A name that no reader counts, for what is not complete yet or not wanted any more."""
-    return directory / f".step-{step:08d}.{secrets.token_hex(4)}"
 
 
 def _sync_directory(path: Path) -> None:

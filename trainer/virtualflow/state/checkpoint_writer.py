@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.protocol.settings import CHECKPOINT_KEEP
 from virtualflow.state import checkpoint_format as files
 from virtualflow.state.checkpoint_format import JobIdentity
+from virtualflow.state.checkpoint_order import Mark, choose_doomed, complete, hidden, highest_fence
 from virtualflow.state.codec import snapshot
 
 _ADVICE = {
@@ -83,13 +85,17 @@ class CheckpointPolicy:
         object.__setattr__(self, "keep", keep)
 
 
+class _Fenced(Exception):
+    """A newer generation uses the directory; the message is a sentence."""
+
+
 class CheckpointWriter:
     """Writes the checkpoints of one job, one at a time, in a thread of its own.
 
     A write that fails costs nothing but itself: older checkpoints stay, ``failure`` and an event say what to
     do, and the next due point tries again. ``on_event`` is called from the writing thread too, and so is
     ``on_attempt``, with the step and the failure of each write that has ended; ``clock`` gives monotonic seconds. For
-    ``doubt`` see :func:`retained`.
+    ``doubt`` see ``checkpoint_order.retained``.
     """
 
     def __init__(
@@ -105,6 +111,10 @@ class CheckpointWriter:
         """Why the last write failed and what to do; None if it succeeded."""
         self.newest: int | None = None
         """The step of the newest checkpoint that this writer completed."""
+        self.generation = NO_GENERATION
+        """The one that this worker is in: the fencing number of what it writes from now on."""
+        self.fenced_by = NO_GENERATION
+        """The newest that was found to use the directory when a checkpoint was not to appear there any more."""
         self._policy = policy
         self._doubt = doubt
         self._identity = identity
@@ -156,10 +166,10 @@ class CheckpointWriter:
             )
             return False
         self._attempted_step = step
-        copy = snapshot(tree)
+        copy, mark = snapshot(tree), Mark(self.generation, step)
         # A daemon: a disk that hangs must not keep a worker from ending. Whoever wants the last write calls
         # flush().
-        self._thread = threading.Thread(target=self._write, args=(step, copy), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(mark, copy), name="checkpoint", daemon=True)
         self._thread.start()
         return True
 
@@ -170,8 +180,8 @@ class CheckpointWriter:
             return True
         self._attempted_at = self._clock()
         self._attempted_step = step
-        self._write(step, snapshot(tree))
-        return self.failure is None
+        self._write(Mark(self.generation, step), snapshot(tree))
+        return self.newest == step
 
     def flush(self, timeout: float | None) -> bool:
         """Wait for the write that is going on, at most ``timeout`` seconds; whether none goes on any more."""
@@ -182,16 +192,19 @@ class CheckpointWriter:
             self._thread = None
         return True
 
-    def _write(self, step: int, tree: dict[str, Any]) -> None:
-        directory = self._policy.directory
+    def _write(self, mark: Mark, tree: dict[str, Any]) -> None:
+        directory, step = self._policy.directory, mark.step
         failed_before = self.failure is not None
+        fenced = False
         failure: str | None = f"the writer of the checkpoint of step {step} ended with an error: see its traceback"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if not self._tidy:
                 self._remove_leftovers()
-            files.write(directory, step, tree, self._identity)
+            files.write(directory, mark, tree, self._identity, self._check_fence)
             failure = None
+        except _Fenced as error:
+            fenced, failure = True, f"the checkpoint of step {step} was not written to {directory}: {error}"
         except (OSError, SafetensorError) as error:
             reason, advice = _explain(error)
             failure = (
@@ -199,37 +212,48 @@ class CheckpointWriter:
                 "older ones are intact, and the next one that is due tries again"
             )
         finally:
-            self.failure = failure
+            if not fenced:  # which is no trouble of the job's: newer ones are there
+                self.failure = failure
             if failure is None:
                 self.newest = step
             else:
                 self._on_event(failure)
-            self._on_attempt(step, failure)
+            if not fenced:
+                self._on_attempt(step, failure)
         if failure is not None:
             return
         if failed_before:
             self._on_event(f"checkpoints are written again: that of step {step} is complete")
-        self._prune(step)
+        self._prune(mark)
 
-    def _prune(self, newest: int) -> None:
-        """Remove what :func:`retained` leaves out, counted from the one just written.
+    def _check_fence(self) -> None:
+        """Keep a checkpoint from appearing where a newer generation has written or begun.
 
-        One with a higher number was found damaged, or this job would not have written a lower one: it never
-        counts, and is replaced when the job gets there. An older one that is visibly torn does not count
-        either.
+        What it begins or writes after this look makes the checkpoint come before its own, see ``checkpoint_order``.
         """
-        older = sorted((step, path) for step, path in files.complete(self._policy.directory) if step < newest)
-        sound = [step for step, path in older if files.looks_complete(path, step)]
-        kept = retained([*sound, newest], self._policy.keep, self._doubt)
-        for step, path in older:
-            if step in kept:
-                continue
+        highest = highest_fence(self._policy.directory)
+        if highest > self.generation:
+            self.fenced_by = highest
+            raise _Fenced(f"generation {highest} has gone on without this worker, which is of {self.generation}")
+
+    def _prune(self, written: Mark) -> None:
+        """Remove what may go now that this one is written."""
+        paths = dict(complete(self._policy.directory))
+
+        def looks_complete(mark: Mark) -> bool:
+            return files.looks_complete(paths[mark], mark.step)
+
+        for mark in choose_doomed(paths, written, self._policy.keep, looks_complete, self._doubt):
             # Hidden first: deleting takes time, and nobody should find half a checkpoint meanwhile.
-            doomed = files.hidden(self._policy.directory, step)
+            doomed = hidden(self._policy.directory, mark.step)
             try:
-                path.rename(doomed)
+                paths[mark].rename(doomed)
+            except FileNotFoundError:
+                continue  # another generation has begun from it, or removed it
             except OSError as error:
-                self._on_event(f"could not remove the old checkpoint {path} ({error.strerror}); remove it by hand")
+                self._on_event(
+                    f"could not remove the old checkpoint {paths[mark]} ({error.strerror}); remove it by hand"
+                )
                 continue
             self._discard(doomed)
 
@@ -243,23 +267,6 @@ class CheckpointWriter:
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
             self._on_event(f"could not remove {path}, which is no longer needed; remove it by hand")
-
-
-def retained(steps: Sequence[int], keep: int, doubt: int) -> frozenset[int]:
-    """Which checkpoints remain: the last ``keep``, and while newer ones are in doubt one that is not.
-
-    Args:
-        steps: of all that are sound, in order.
-        keep: how many remain in any case.
-        doubt: workers may find within so many steps that they hold different states; then all that was written since
-            is of no use. So the newest one that is older stays, and the oldest of those that are not, which will take
-            its place. 0: nobody compares.
-    """
-    kept = set(steps[-keep:])
-    if doubt:
-        agreed = [step for step in steps if step <= steps[-1] - doubt]
-        kept.update(agreed[-1:], steps[len(agreed) : len(agreed) + 1])
-    return frozenset(kept)
 
 
 def _explain(error: OSError | SafetensorError) -> tuple[str, str]:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from virtualflow.errors import ConfigurationError
+from virtualflow.errors import ConfigurationError, Evicted
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.messages import CheckpointState
+from virtualflow.protocol.messages import NO_GENERATION, CheckpointState, Generation
 from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, STOP_GRACE
-from virtualflow.state.checkpoint_format import Found, JobIdentity, complete, find_newest, load, skipped
+from virtualflow.state.checkpoint_format import Found, JobIdentity, adopt, find_newest, load, skipped
+from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark, complete, highest_fence
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 
 
@@ -86,6 +87,7 @@ class Checkpointer:
         self._found: Found | None = None
         self._tree: dict[str, Any] | None = None
         """Its state, once it has been read."""
+        self._generation = NO_GENERATION
         self._damaged: set[int] = set()
         """Steps of checkpoints whose state was not what was written."""
         self._writer: CheckpointWriter | None = None
@@ -108,21 +110,55 @@ class Checkpointer:
         """The step of the newest checkpoint that this worker has completed."""
         return None if self._writer is None else self._writer.newest
 
-    def find(self) -> int:
-        """The step of the newest checkpoint that this worker could restore, by its manifest; -1 for none.
+    @property
+    def highest_fence(self) -> Generation:
+        """The highest fencing number in the directory; ``NO_GENERATION``: there is none.
+
+        Raises:
+            ConfigurationError: the directory cannot be read.
+        """
+        return NO_GENERATION if self._policy is None else highest_fence(self._policy.directory)
+
+    def enter(self, generation: Generation) -> None:
+        """This worker is in that generation, which counts."""
+        self._generation = generation
+        self._found = None  # others may have begun from it
+        if self._writer is not None:
+            self._writer.generation = generation
+
+    def find(self) -> Mark:
+        """The checkpoint that this worker could begin from, by its manifest; ``NO_CHECKPOINT``: there is none.
 
         Raises:
             ConfigurationError: it is another job's.
+            Evicted: a newer generation has written or begun there.
         """
         if self._policy is not None and self._found is None:
+            self._leave_if_fenced(self.highest_fence)
             self._found = find_newest(self._policy.directory, self._say, self._identity, self._damaged)
-        return -1 if self._found is None else self._found.step
+        return NO_CHECKPOINT if self._found is None else self._found.mark
 
     def read(self) -> bool:
-        """Read the checkpoint that :meth:`find` has found; whether it is what was written, which is told otherwise."""
+        """Begin from the checkpoint that :meth:`find` has found; whether it is what was written, which is told
+        otherwise.
+
+        Raises:
+            ConfigurationError: it cannot be given this generation's number.
+        """
         assert self._found is not None
+        path = self._found.path
         try:
+            # First: nobody of an older generation removes it meanwhile.
+            self._found = adopt(self._found, self._generation)
             self._tree = load(self._found)
+        except FileNotFoundError:
+            self._say(f"the checkpoint {path} is not there any more")
+            return False
+        except OSError as error:
+            raise ConfigurationError(
+                f"the checkpoint {path} cannot be renamed ({error.strerror}), which whoever begins from it must; make "
+                "its directory writable for this user or use another --checkpoint-dir"
+            ) from None
         except ValueError as error:
             self._say(skipped(self._found.path, error))
             return False
@@ -141,9 +177,9 @@ class Checkpointer:
         assert self._policy is not None
         self.flush(STOP_GRACE)
         remaining = -1
-        for step, path in complete(self._policy.directory):
-            if step <= agreed:
-                remaining = max(remaining, step)
+        for mark, path in complete(self._policy.directory):
+            if mark.step <= agreed:
+                remaining = max(remaining, mark.step)
                 continue
             with contextlib.suppress(FileNotFoundError):  # another worker was faster
                 path.rename(path.with_name(f"diverged-{path.name}"))
@@ -164,14 +200,23 @@ class Checkpointer:
         return self._writer is not None and self._writer.due(step)
 
     def save_if_due(self, training: Checkpointable) -> None:
-        """Write a checkpoint behind the training's back when it is time."""
+        """Write a checkpoint behind the training's back when it is time.
+
+        Raises:
+            Evicted: the last one was not to appear, because a newer generation has gone on without this worker.
+        """
         writer, step = self._writer, training.completed_steps
         self._tell_of_success()
+        self._leave_if_fenced()
         if writer is not None and writer.due(step) and writer.save(step, training.capture()):
             self._saved_step = step
 
     def save_final(self, training: Checkpointable) -> None:
-        """Write a checkpoint of the present step, and wait for it."""
+        """Write a checkpoint of the present step, and wait for it.
+
+        Raises:
+            Evicted: it was not to appear, because a newer generation has gone on without this worker.
+        """
         if self._writer is None:
             return
         self._writer.flush(None)
@@ -179,11 +224,19 @@ class Checkpointer:
             self._writer.save_now(training.completed_steps, training.capture())
             self._saved_step = training.completed_steps
         self._tell_of_success()
+        self._leave_if_fenced()
 
     def flush(self, timeout: float) -> None:
         """Wait for a write under way."""
         if self._writer is not None:
             self._writer.flush(timeout)
+
+    def _leave_if_fenced(self, highest: Generation = NO_GENERATION) -> None:
+        if self._writer is not None and max(highest, self._writer.fenced_by) > self._generation:
+            assert self._policy is not None
+            reason = f"this worker leaves: a newer generation of the job writes to {self._policy.directory}"
+            self._say(reason)
+            raise Evicted(reason)
 
     def _tell_of_success(self) -> None:
         if self._writer is not None and self._policy is not None and self._writer.newest != self._told:

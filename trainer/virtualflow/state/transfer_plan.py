@@ -18,9 +18,10 @@ from torch import Tensor
 from virtualflow.errors import ConfigurationError, Evicted
 from virtualflow.protocol.lineage import Claim
 from virtualflow.protocol.messages import Generation
+from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark
 
 _STANDING = struct.Struct("<9q")
-_ORIGIN = struct.Struct("<2q")
+_ORIGIN = struct.Struct("<4q")
 
 SPOILED = -1
 """The ``Origin.model`` of a process whose fresh model is lost: a state that it was given did not arrive as a whole."""
@@ -62,19 +63,22 @@ class Standing:
 class Origin:
     """What a member could begin from; only asked when nobody has a state, since it takes time to find out."""
 
-    checkpoint: int
-    """The step of the newest checkpoint that it could restore, by its manifest; -1 for none."""
+    checkpoint: Mark
+    """The checkpoint that it could restore, by its manifest."""
     model: int
     """Hash of the freshly built model, or ``SPOILED``."""
 
     def to_bytes(self) -> Tensor:
-        """As uint8 ``[16]``."""
-        return torch.frombuffer(bytearray(_ORIGIN.pack(self.checkpoint, self.model)), dtype=torch.uint8)
+        """As uint8 ``[32]``."""
+        fence, step = self.checkpoint
+        numbers = fence.incarnation, fence.counter, step, self.model
+        return torch.frombuffer(bytearray(_ORIGIN.pack(*numbers)), dtype=torch.uint8)
 
     @classmethod
     def from_bytes(cls, block: Tensor) -> Origin:
         """The inverse of :meth:`to_bytes`."""
-        return cls(*_ORIGIN.unpack(block.numpy().tobytes()))
+        incarnation, counter, step, model = _ORIGIN.unpack(block.numpy().tobytes())
+        return cls(Mark(Generation(incarnation, counter), step), model)
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def plan_transfer(standings: Sequence[Standing], origins: Sequence[Origin], equa
         donors = [rank for rank in holders if standings[rank].exchanges == newest]
     else:
         newest_checkpoint = max(origin.checkpoint for origin in origins)
-        if newest_checkpoint >= 0:
+        if newest_checkpoint != NO_CHECKPOINT:
             restorer = next(rank for rank in everyone if origins[rank].checkpoint == newest_checkpoint)
             donors = [restorer]
         else:

@@ -69,6 +69,8 @@ class Link:
         """Why the coordinator cannot be used at all (a wrong token)."""
         self.failure: Exception | None = None
         """A defect that ended something behind the training thread, which is to raise it."""
+        self._asked = self._granted = 0
+        """Numbers of the last lease that was asked for, and of the last that the coordinator has granted."""
         self._keys: dict[tuple[m.Generation, str], bytes] = {}
         self._told: deque[m.Generation] = deque(maxlen=_TOLD)
         """Plans that came over the present connection."""
@@ -142,6 +144,15 @@ class Link:
             self._keys[generation, key] = value
             self._published[generation, key] = message
         self.send(message)
+
+    def renew_lease(self, timeout: float) -> bool:
+        """Ask the coordinator whether this worker still has its place; False if it does not say so in time."""
+        with self.changed:
+            self._asked += 1
+        self.send(m.RenewLease(self._asked), keep=True)
+        self.wait(lambda: self._granted >= self._asked or self.refused or self.failure, timeout)
+        self.forget(m.RenewLease)
+        return self._granted >= self._asked
 
     def lookup(self, generation: m.Generation, key: str) -> bytes | None:
         """A key of a generation's rendezvous, if it has arrived."""
@@ -287,6 +298,8 @@ class Link:
             match message:
                 case m.Welcome():
                     self.welcome, self.hold = message, message.hold
+                case m.Lease(number):
+                    self._granted = number
                 case m.Plan():
                     self._told.append(message.generation)
                     if self.plan is None or message.generation > self.plan.generation:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from virtualflow.protocol.settings import HEARTBEAT_LIMIT
+
 
 @dataclass(frozen=True)
 class LinkSettings:
@@ -19,6 +21,10 @@ class LinkSettings:
     connect_timeout: float = 3.0
     retry_first: float = 0.05
     retry_most: float = 1.0
+    lease: float = HEARTBEAT_LIMIT
+    """So long after an exchange a worker takes its place for granted, until the coordinator has said how long."""
+    lease_wait: float = 15.0
+    """Later, ``run.leader`` waits this long for the coordinator's word. It may just be starting again."""
     orphan_limit: float = 600.0
     """A worker that can neither train nor reach a coordinator for this long ends itself."""
     deaf_limit: float = 10.0

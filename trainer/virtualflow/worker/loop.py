@@ -117,6 +117,7 @@ class Loop:
                     raise AttemptSpoiled
                 self._activity.mark("synchronizing", number)
                 offer = m.NO_GENERATION if number == context.total_steps else context.session.offer(evaluating=False)
+                self._state.lease.begin()
                 reduced = context.update.synchronize(
                     membership.communicator,
                     self._state.ranges,
@@ -229,6 +230,8 @@ class Loop:
         """Apply a complete exchange and do all that belongs between two steps."""
         context, training, session = self.context, self.context.training, self.context.session
         before = training.members
+        if len(self._state.ranges) > 1:
+            self._state.lease.renew()
         # An optimizer may draw at random, and so may the user's code after the step: the same on all workers.
         seed_virtual_node(self._seed, number, self._virtual_nodes)
         training.commit(reduced, len(self._state.ranges))

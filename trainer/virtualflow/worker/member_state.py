@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.lineage import Lineage
 from virtualflow.protocol.settings import Reproducibility
+from virtualflow.worker.lease import Lease
 
 
 @dataclass
@@ -30,8 +31,12 @@ class MemberState:
     """Completed steps."""
     plan: m.Plan | None = None
     """The generation that this worker is in."""
+    floor: m.Generation = m.NO_GENERATION
+    """The highest fencing number in the checkpoint directory when this worker began: others may be above it by now."""
     lineage: Lineage = field(default_factory=Lineage)
     """The generations that count, or may."""
+    lease: Lease = field(default_factory=Lease)
+    """Whether it may take for granted that it is a member still."""
     assigned: range = range(0)
     """The virtual nodes of this worker."""
     ranges: tuple[range, ...] = ()

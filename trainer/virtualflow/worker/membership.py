@@ -183,6 +183,7 @@ class Membership:
         """
         session, training = self._session, self._training
         plan = communicator.plan
+        self._state.lease.begin()
         standing = Standing(
             has_state=self._state.has_state,
             exchanges=training.exchanges,
@@ -195,6 +196,9 @@ class Membership:
         if contested is not None:
             raise NoMajority(plan, contested, self._state.lineage.plan_of(contested))
         self._state.lineage.count(plan, "counted")
+        if communicator.size > 1:
+            self._state.lease.renew()
+        self._checkpointer.enter(plan.generation)
         if len({other.signature for other in standings}) > 1:
             self._explain_difference(communicator)
         if self._resharding is not None:
@@ -225,7 +229,7 @@ class Membership:
             sound = communicator.rank != transfer.restorer or checkpointer.read()
             if all(block.item() for block in communicator.all_gather(torch.tensor([sound], dtype=torch.uint8))):
                 return transfer
-            checkpointer.discard(origins[transfer.restorer].checkpoint)
+            checkpointer.discard(origins[transfer.restorer].checkpoint.step)
 
     def _fresh_model(self, communicator: Communicator) -> int:
         """What the others compare their freshly built models with."""

@@ -160,6 +160,7 @@ class Run:
             self._termination_message.done(result, context.total_steps)
             broken = CommunicatorBroken("a peer needs help to finish")
             session.report_done(result, lambda: membership.recover(broken))
+        session.state.lease.keep()
 
     # --- what a user's script sees ------------------------------------------------------------------------------------
 
@@ -176,8 +177,24 @@ class Run:
 
     @property
     def leader(self) -> bool:
-        """Whether virtual node 0 is assigned to this worker, as it is to exactly one: the one that prints."""
-        return 0 in self.assigned
+        """Whether virtual node 0 is assigned to this worker, as it is to one of each generation: the one that prints.
+
+        A worker that was stopped or cut off for longer than the heartbeat limit, so that others may have gone on
+        without it, is no leader until the coordinator has confirmed that they have not; this waits for it a while.
+        Between two looks the world may change: what must not be written by two gets :attr:`fence` to compare.
+        """
+        session = self.context.session
+        return session.state.leader and session.holds_lease()
+
+    @property
+    def fence(self) -> tuple[int, int]:
+        """The number of this worker's generation, which only grows; the checkpoints bear it, too.
+
+        Two generations never have the same, so a store that keeps the highest with what is written, and refuses
+        what comes with a lower one, has one writer at a time.
+        """
+        generation = self.context.session.generation
+        return generation.incarnation, generation.counter
 
     @property
     def assigned(self) -> range:

@@ -214,6 +214,21 @@ class Session:
                     "%s waits for the coordinator at %s", self.worker, os.environ.get("VIRTUALFLOW_COORDINATOR")
                 )
 
+    def holds_lease(self) -> bool:
+        """Whether nobody has taken this worker's place, as far as can be known; asks the coordinator if need be."""
+        link, lease = self.link, self.state.lease
+        if link.refused is not None or link.failure is not None:
+            return False
+        if lease.holds(self._settings.lease if link.welcome is None else link.welcome.lease):
+            return True
+        lease.begin()
+        wait = self._settings.lease_wait
+        if link.silent_for < wait and link.renew_lease(wait):
+            lease.renew()
+            return True
+        logger.warning("%s is not the leader now: no coordinator confirms that it still has its place", self.worker)
+        return False
+
     def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
         """Tell the coordinator, see :meth:`Link.send`."""
         self.link.send(message, keep=keep)
@@ -351,7 +366,7 @@ class Session:
         self.link.wait(lambda: self.link.released or self.link.ended or self.link.refused, self._settings.goodbye)
 
     def _hello(self) -> m.Hello:
-        state, us = self.state, this_party(self.worker)
+        state, us, newest = self.state, this_party(self.worker), self.link.plan
         deadline = self.link.drain_until if self.link.drain is not None else self.state.drain_until
         return m.Hello(
             protocol=us.newest,
@@ -375,6 +390,7 @@ class Session:
             reproducibility=state.reproducibility,
             device=state.device,
             self_test=state.self_test,
+            floor=state.floor if newest is None else max(state.floor, newest.generation),
         )
 
     def _on_over(self) -> None:

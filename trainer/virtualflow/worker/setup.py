@@ -166,6 +166,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     membership = Membership(session, training, checkpointer, signature, stopwatch, on_entry)
     state = session.state
     state.total_steps, state.changes = total_steps, training.changes
+    state.floor = checkpointer.highest_fence
     return Context(
         request,
         total_steps,

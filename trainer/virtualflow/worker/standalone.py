@@ -6,12 +6,14 @@ It answers as a :class:`Session` does, so that nothing else asks whether there i
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from virtualflow.errors import Drained, Leave
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.lineage import number_above
 from virtualflow.state import Kind, Reserve
 from virtualflow.transport import Activity, Communicator
 from virtualflow.worker.member_state import MemberState
@@ -27,7 +29,6 @@ class StandaloneSession:
     coordinated = False
     worker = "alone"
     rank = 0
-    generation = m.NO_GENERATION
 
     def __init__(self, state: MemberState, settings: WorkerSettings) -> None:
         self.state = state
@@ -37,6 +38,11 @@ class StandaloneSession:
         self.reserve = Reserve()
         self.communicator: Communicator | None = None
         self._settings = settings
+
+    @property
+    def generation(self) -> m.Generation:
+        """The number of the one generation there is."""
+        return m.NO_GENERATION if self.state.plan is None else self.state.plan.generation
 
     @property
     def stopping(self) -> bool:
@@ -49,6 +55,10 @@ class StandaloneSession:
     def connect(self) -> bool:
         """There is nobody to connect to."""
         return False
+
+    def holds_lease(self) -> bool:
+        """Nobody else is there."""
+        return True
 
     def send(self, message: m.FromWorker, *, keep: bool = False) -> None:
         """There is nobody to tell."""
@@ -87,7 +97,8 @@ class StandaloneSession:
     def await_entry(self) -> m.Plan:
         """The one generation there is."""
         member = m.Member(self.worker, self.incarnation, "127.0.0.1", 0, self.state.virtual_nodes)
-        return m.Plan(m.NO_GENERATION, "planned", (member,), (), "start", "runs alone")
+        number = number_above(self.state.floor, time.time())
+        return m.Plan(number, "planned", (member,), (), "start", "runs alone")
 
     def enter(self, plan: m.Plan) -> Communicator:
         """Begin."""
