@@ -212,7 +212,7 @@ def conclude(console: Console, outcomes: Sequence[Outcome]) -> int:
         "[bold green]The same bits.[/bold green] Weights, batch norm statistics and optimizer states of all runs are "
         "equal (SHA-256), whoever came, left or died."
     )
-    console.print("A 'repeated step' is an attempt that a death made void: it was thrown away whole, and done again.")
+    console.print("A 'repeated step' is one that a death broke off: what only the dead worker had was done again.")
     console.print("Next: README.md shows how few lines it takes in a script of your own.")
     return 0
 

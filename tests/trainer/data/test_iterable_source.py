@@ -77,6 +77,8 @@ def test_streams_have_no_process_for_what_is_not_assigned() -> None:
         assert len(loader_processes()) == 3
         source.assign(range(1), 0, 1)
         assert len(loader_processes()) == 1
+        assert source.fetch(0, 1, 5).size == 2  # in the place of a worker that was lost
+        assert len(loader_processes()) == 1
     assert not loader_processes()
 
 

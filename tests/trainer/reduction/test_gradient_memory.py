@@ -2,7 +2,7 @@
 
 The formulas are those of docs/explanation/performance.md, "Memory": while a range of n virtual nodes is computed, one
 gradient for each level of its subtree, and for the exchange one per sum that the worker sends and its slice of those of
-the others.
+all.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_an_exchange_takes_what_is_sent_and_what_is_received(
     counts = [8 // workers + (rank < 8 % workers) for rank in range(workers)]
     for rank in range(workers):
         for seen in outcomes[f"worker-{rank}"].value:
-            buffers = sums[rank] + (sum(sums) - sums[rank]) / workers
+            buffers = sums[rank] + sum(sums) / workers
             levels = 2 * max(1, log2(counts[rank]))
             assert seen[-1] == gradients(buffers)
             assert max(seen) <= (buffers + levels) * GRADIENT + SLACK

@@ -63,7 +63,7 @@ class Problem:
             result.append((total if scale == 1.0 else total * scale) if there else None)
         return result
 
-    def parts(self, assigned: range) -> list[tuple[tuple[int, int], Tensors]]:
+    def parts(self, assigned: Sequence[int]) -> list[tuple[tuple[int, int], Tensors]]:
         accumulator = Accumulator(CanonicalSummation(self.virtual_nodes))
         for node in assigned:
             accumulator.add(node, [None if value is None else value.clone() for value in self.contributed[node]])
@@ -90,7 +90,7 @@ def build(seed: int, virtual_nodes: int, places: Sequence[tuple[tuple[int, ...],
 
 
 def reduce_on(
-    problems: Sequence[tuple[Problem, Sequence[range]]],
+    problems: Sequence[tuple[Problem, Sequence[Sequence[int]]]],
     small: int,
     scale: float,
     bucket: int = 128,
@@ -132,7 +132,7 @@ def reduce_one(
     reducer: Reducer,
     seat: Collectives,
     problem: Problem,
-    ranges: Sequence[range],
+    ranges: Sequence[Sequence[int]],
     scale: float,
     early: Callable[[Problem], list[int]] | None,
     one_by_one: bool,
@@ -215,6 +215,35 @@ def test_every_worker_gets_the_bits_of_the_canonical_tree(
     assert [[bits(tensors) for tensors in results] for results in found] == [expected] * len(found)
     if small == GATHER:
         assert "messages" not in table.kinds
+
+
+@pytest.mark.parametrize("small", [GATHER, SLICES], ids=["gathered whole", "by slices"])
+@settings(max_examples=examples(80), deadline=None)
+@given(job=jobs(), data=st.data())
+def test_virtual_nodes_may_lie_anywhere_and_a_worker_may_have_none(
+    small: int, job: tuple[list[tuple[Problem, list[range]]], float], data: st.DataObject
+) -> None:
+    problems, scale = job
+    nodes, workers = problems[0][0].virtual_nodes, data.draw(st.integers(1, 4))
+    owners = data.draw(st.lists(st.integers(0, workers - 1), min_size=nodes, max_size=nodes))
+    holdings = [[node for node in range(nodes) if owners[node] == rank] for rank in range(workers)]
+    found, _ = reduce_on([(problem, holdings) for problem, _ in problems], small, scale)
+    expected = [bits(problem.expected(scale)) for problem, _ in problems]
+    assert [[bits(tensors) for tensors in results] for results in found] == [expected] * workers
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(virtual_nodes=st.integers(1, 40), data=st.data())
+def test_the_order_in_which_virtual_nodes_come_does_not_matter(virtual_nodes: int, data: st.DataObject) -> None:
+    holding = sorted(data.draw(st.sets(st.integers(0, virtual_nodes - 1))))
+    values = torch.randn(virtual_nodes, generator=torch.Generator().manual_seed(virtual_nodes))
+    accumulator = Accumulator(CanonicalSummation(virtual_nodes))
+    for node in data.draw(st.permutations(holding)):
+        accumulator.add(node, [values[node].clone()])
+    assert [range(*key) for key, _ in accumulator.parts] == subtrees(virtual_nodes, holding)
+    for (left, right), (total,) in accumulator.parts:
+        assert total is not None
+        assert torch.equal(total, canonical_sum(list(values), left, right))
 
 
 @settings(max_examples=examples(120), deadline=None)

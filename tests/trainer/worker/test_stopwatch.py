@@ -116,6 +116,26 @@ def test_a_joiner_tells_of_the_loss_that_its_state_came_after() -> None:
     assert (told.cause, told.reason) == ("lost", "worker-3 joins; worker-1 lost")
 
 
+def test_virtual_nodes_that_are_computed_again_count_with_the_attempt_that_was_aborted() -> None:
+    watch = Stopwatch()
+    watch.commit(10.0, 6, None, Generation(1, 1))
+    watch.attempt(7)
+    watch.repeat(5)  # a plan took over between two steps
+    for again in (2, 3):
+        watch.fail()
+        watch.enter(plan(again, "lost", 4 - again), has_state=True)
+        watch.repeat(again)
+        watch.attempt(7)
+    told = watch.commit(10.5, 7, 3, Generation(1, 3))
+    assert told is not None
+    assert (told.repeated_steps, told.repeated_virtual_nodes) == (2, 5)
+    watch.attempt(8)
+    watch.enter(plan(4, "join", 2), has_state=True)
+    later = watch.commit(11.0, 8, 1, Generation(1, 4))
+    assert later is not None
+    assert (later.repeated_steps, later.repeated_virtual_nodes) == (0, 0)
+
+
 def test_survivors_tell_of_every_planned_change_between_two_steps() -> None:
     """An evaluation lies between: it lets members leave, and commits no step."""
     told = change([plan(2, "drain", 2, "worker-1 drains"), plan(3, "drain", 1, "worker-2 drains")])

@@ -37,11 +37,14 @@ def test_repeated_steps_are_counted_over_all_changes_that_there_ever_were() -> N
 def test_of_a_change_the_longest_pause_and_transfer_that_anybody_saw_count() -> None:
     world = running_world(2)
     receiver = msgspec.structs.replace(change(2), pause_ms=None, state_bytes=640, state_ms=3.0, state_donors=2)
-    donor = msgspec.structs.replace(change(2), pause_ms=7.0, state_bytes=600, state_ms=4.0, state_donors=2)
+    donor = msgspec.structs.replace(
+        change(2), pause_ms=7.0, state_bytes=600, state_ms=4.0, state_donors=2, repeated_virtual_nodes=3
+    )
     for worker, told in (("worker-0.0", receiver), ("worker-1.1", donor), ("worker-1.1", change(2))):
         world.hear(worker, m.Resumed(told))
     (known,) = world.status().changes
     assert (known.pause_ms, known.state_bytes, known.state_ms, known.state_donors) == (7.0, 640, 4.0, 2)
+    assert known.repeated_virtual_nodes == 3
 
 
 def test_a_change_is_told_once_and_with_the_pause_of_a_survivor() -> None:

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from virtualflow.launcher.report import merge_audit, write_audit
 
 
-def _carried(generation: tuple[int, int], step: int, virtual_node: int, worker: str, samples: list[int]) -> str:
+def _carried(
+    generation: tuple[int, int],
+    step: int,
+    virtual_node: int,
+    worker: str,
+    samples: list[int],
+    kind: str = "computed",
+) -> str:
     fact = {
         "generation": generation,
         "epoch": 0,
@@ -20,7 +27,7 @@ def _carried(generation: tuple[int, int], step: int, virtual_node: int, worker: 
         "worker": worker,
         "samples": samples,
     }
-    return json.dumps({"computed": fact}) + "\n"
+    return json.dumps({kind: fact}) + "\n"
 
 
 def _committed(generation: tuple[int, int], step: int) -> str:
@@ -54,6 +61,17 @@ def test_a_worker_that_died_before_it_saw_the_commit_is_credited_all_the_same() 
     dead = [_carried((1, 1), 1, 0, "worker-0", [0])]
     survivor = [_carried((1, 1), 1, 1, "worker-1", [1]), _committed((1, 1), 1)]
     assert _who(list(merge_audit([dead, survivor]))) == [(1, 0, "worker-0"), (1, 1, "worker-1")]
+
+
+def test_what_was_kept_of_an_aborted_attempt_counts_in_the_next() -> None:
+    dead = [_carried((1, 1), 1, 0, "worker-0", [0])]
+    survivor = [
+        _carried((1, 1), 1, 1, "worker-1", [1]),
+        _carried((1, 2), 1, 1, "worker-1", [1], "kept"),
+        _carried((1, 2), 1, 0, "worker-1", [0]),
+        _committed((1, 2), 1),
+    ]
+    assert _who(list(merge_audit([dead, survivor]))) == [(1, 0, "worker-1"), (1, 1, "worker-1")]
 
 
 def test_of_several_attempts_the_highest_committed_generation_counts() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from statuses import coordinator_status
 from virtualflow.launcher.report import JobHistory, build_report
 from virtualflow.launcher.status_text import describe_change, describe_progress, describe_status
@@ -36,6 +38,11 @@ def test_what_is_not_measured_yet_is_not_shown() -> None:
 
 def test_a_move_of_virtual_nodes_is_told_as_one() -> None:
     assert describe_change(MOVED) == "virtual nodes moved at step 71 (worker-0 is slow): pause 12 ms, 0 steps repeated"
+
+
+def test_a_loss_is_told_with_what_was_computed_again() -> None:
+    lost = msgspec.structs.replace(MOVED, cause="lost", repeated_steps=1, repeated_virtual_nodes=2)
+    assert describe_change(lost).endswith("pause 12 ms, 1 step repeated, 2 virtual nodes computed again")
 
 
 def test_the_report_keeps_the_paces_of_those_who_trained_and_the_prediction() -> None:

@@ -39,6 +39,7 @@ CHANGE = {
     "stateBytes": None,
     "stateMs": None,
     "stateDonors": None,
+    "repeatedVirtualNodes": 0,
 }
 
 

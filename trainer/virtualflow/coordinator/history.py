@@ -107,6 +107,7 @@ class History:
                 state_ms=_longest(known.state_ms, change.state_ms),
                 state_donors=_longest(known.state_donors, change.state_donors),
                 repeated_steps=max(known.repeated_steps, change.repeated_steps),
+                repeated_virtual_nodes=max(known.repeated_virtual_nodes, change.repeated_virtual_nodes),
             )
         elif generation <= self._forgotten:
             return  # it was counted before it was forgotten

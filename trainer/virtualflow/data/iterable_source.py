@@ -130,6 +130,8 @@ class StreamSource:
         stream.position = None  # until all went well: after an error the stream is opened again
         positions, data = next(stream.batches, _END)
         stream.position = epoch_step + 1
+        if virtual_node not in self._assigned:  # read once, in the place of a worker that was lost
+            self._drop(virtual_node)
         return MicroBatch(virtual_node, data, tuple(positions))  # pinning memory makes a list of it
 
     def close(self) -> None:

@@ -102,6 +102,7 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
         "reproducibility": status.reproducibility if status else None,
         "changes": [change_entry(change) for change in changes],
         "repeated_steps": sum(change.repeated_steps for change in changes),
+        "repeated_virtual_nodes": sum(change.repeated_virtual_nodes for change in changes),
         "step_ms": status.step_ms if status else None,
         "predicted_step_ms": history.predicted_step_ms,
         "pace_ms": history.paces,
@@ -123,6 +124,7 @@ def change_entry(change: Change) -> dict[str, object]:
         "reason": change.reason,
         "pause_ms": change.pause_ms,
         "repeated_steps": change.repeated_steps,
+        "repeated_virtual_nodes": change.repeated_virtual_nodes,
         "state_bytes": change.state_bytes,
         "state_ms": change.state_ms,
         "state_donors": change.state_donors,
@@ -132,9 +134,10 @@ def change_entry(change: Change) -> dict[str, object]:
 def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object]]:
     """Who processed what in the attempts that counted, ordered by step and virtual node.
 
-    Every worker wrote what it processed before it contributed it, and which attempts it saw committed. A step
-    that was attempted in several generations counts in the highest one in which anybody saw it committed. A
-    line that is torn, because its writer was killed, is no statement: the writer had not contributed by then.
+    Every worker wrote what it processed before it contributed it, what of that it kept for the next attempt when one
+    was aborted, and which attempts it saw committed. A step that was attempted in several generations counts in the
+    highest one in which anybody saw it committed. A line that is torn, because its writer was killed, is no statement:
+    the writer had not contributed by then.
 
     Args:
         fragments: the lines of each worker process.
@@ -149,8 +152,8 @@ def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object
                 continue
             if not isinstance(entry, Mapping):
                 continue
-            if "computed" in entry:
-                fact = entry["computed"]
+            if "computed" in entry or "kept" in entry:
+                fact = entry["computed"] if "computed" in entry else entry["kept"]
                 attempt = (fact["step"], _generation(fact["generation"]))
                 row = {key: fact[key] for key in ("epoch", "step", "virtual_node", "worker", "samples")}
                 computed.setdefault(attempt, {})[fact["virtual_node"]] = row

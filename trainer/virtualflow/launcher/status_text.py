@@ -14,6 +14,8 @@ def describe_change(change: Change) -> str:
     """A membership change in one line."""
     pause = "no survivor" if change.pause_ms is None else f"pause {change.pause_ms:.0f} ms"
     repeated = f"{counted(change.repeated_steps, 'step')} repeated"
+    if change.repeated_virtual_nodes:
+        repeated += f", {counted(change.repeated_virtual_nodes, 'virtual node')} computed again"
     size = f"{counted(change.from_, 'worker')} → {counted(change.to, 'worker')}"
     if change.cause == "rebalance":
         size = "virtual nodes moved"

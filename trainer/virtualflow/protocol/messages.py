@@ -130,6 +130,8 @@ class Change(Base, frozen=True, tag=False):
     """How long that took, a part of the pause."""
     state_donors: Count | None = None
     """How many workers gave it."""
+    repeated_virtual_nodes: Count = 0
+    """Virtual nodes that were computed again for it, at most: the others of a repeated step were kept."""
 
 
 class CheckpointState(Base, frozen=True, tag=False):

@@ -3,6 +3,7 @@ backward pass where that is safe. Bits depend on this package alone, so it knows
 """
 
 from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors
+from virtualflow.reduction.early import Early
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap
 from virtualflow.reduction.ownership import Move, Owners, lost, owned_by, plan_hand_over, plan_moves, plan_owners
 from virtualflow.reduction.pipeline import as_raw
@@ -12,6 +13,7 @@ from virtualflow.reduction.summation import Summation, choose_summation
 __all__ = [
     "Accumulator",
     "AttemptSpoiled",
+    "Early",
     "Move",
     "Overlap",
     "Owners",

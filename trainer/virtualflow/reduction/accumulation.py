@@ -1,8 +1,9 @@
-"""Sums over consecutive virtual nodes, as far as one worker's range goes."""
+"""Sums over virtual nodes, as far as those of one worker go."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterable
 
 import torch
@@ -19,7 +20,7 @@ Parts = list[tuple[Key, Tensors]]
 
 
 class Accumulator:
-    """Adds up the tensors of consecutive virtual nodes, to as few sums as the order of summation allows.
+    """Adds up the tensors of virtual nodes, to as few sums as the order of summation allows.
 
     At most ``2 log2(virtual_nodes)`` sums of a ``bitwise`` job are alive at a time; for a range that is a subtree, as
     many as the subtree is deep while it grows and one at its end.
@@ -32,7 +33,8 @@ class Accumulator:
     def add(self, virtual_node: int, tensors: Tensors, *, weight: float = 1.0, count: int = 1) -> None:
         """Add what one virtual node contributes; the tensors belong to the accumulator from now on.
 
-        Virtual nodes come in increasing order without gaps, and always with the same number of tensors.
+        Each virtual node comes once, and always with the same number of tensors; usually in increasing order without
+        gaps, but between two of them there may be others whose sums were kept from an aborted attempt.
 
         Args:
             virtual_node: which one, or the first of several.
@@ -42,18 +44,31 @@ class Accumulator:
         """
         multiply(tensors, weight)
         key = (virtual_node, virtual_node + count)
-        for _ in range(self.merges(virtual_node)):
-            left, first = self.parts.pop()
-            key, tensors = (left[0], key[1]), add_tensors(first, tensors)
-        self.parts.append((key, tensors))
+        at = bisect(self.parts, virtual_node, key=_first)
+        while True:
+            if at > 0 and self._summation.joins(self.parts[at - 1][0], key):
+                at -= 1
+                left, before = self.parts.pop(at)
+                key, tensors = (left[0], key[1]), add_tensors(before, tensors)
+            elif at < len(self.parts) and self._summation.joins(key, self.parts[at][0]):
+                right, behind = self.parts.pop(at)
+                key, tensors = (key[0], right[1]), add_tensors(tensors, behind)
+            else:
+                self.parts.insert(at, (key, tensors))
+                return
 
     def merges(self, virtual_node: int) -> int:
-        """With how many of the last sums the coming virtual node makes one."""
-        return self._summation.merges([key for key, _ in self.parts], virtual_node)
+        """With how many of the last sums a virtual node makes one that comes behind them all."""
+        key, count = (virtual_node, virtual_node + 1), 0
+        for left, _ in reversed(self.parts):
+            if not self._summation.joins(left, key):
+                break
+            key, count = (left[0], key[1]), count + 1
+        return count
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.parts.clear()
+
+def _first(part: tuple[Key, Tensors]) -> int:
+    return part[0][0]
 
 
 def multiply(tensors: Iterable[Tensor | None], factor: float) -> None:

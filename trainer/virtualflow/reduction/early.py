@@ -114,6 +114,20 @@ class Early:
             self.pipeline.submit(self._next)
             self._next += 1
 
+    def rows(self) -> Iterator[dict[int, Tensor]]:
+        """What was given, as it was summed up for the messages, by place: for each sum of this worker.
+
+        Nothing writes to it but the next reduction.
+        """
+        for row in range(self.pipeline.rows):
+            read = [(bucket.places, self.pipeline.read_row(index, row)) for index, bucket in enumerate(self._buckets)]
+            yield {
+                place: tensor
+                for places, tensors in read
+                for place, tensor in zip(places, tensors, strict=True)
+                if tensor is not None
+            }
+
     def results(self) -> Iterator[dict[int, Tensor]]:
         """Wait for the sums that this worker needs, by place, bucket by bucket.
 

@@ -75,7 +75,7 @@ class Overlap:
     def watch(
         self,
         collectives: Collectives,
-        ranges: Sequence[range],
+        holdings: Sequence[Sequence[int]],
         accumulator: Accumulator,
         *,
         last: int,
@@ -85,9 +85,9 @@ class Overlap:
         """The last virtual node of this worker's range is about to run.
 
         Args:
-            collectives: the communicator; its members are assigned ``ranges``.
-            ranges: see above.
-            accumulator: the sums of the range but for the last virtual node.
+            collectives: the communicator.
+            holdings: the virtual nodes of each of its members.
+            accumulator: the sums of this worker's virtual nodes but for the last.
             last: that one.
             weight: the factor of its gradients.
             scale: the factor of the sum over all; ``None``: not known before the headers.
@@ -98,7 +98,7 @@ class Overlap:
         if self._expected:
             self._early = self._reducer.begin(
                 collectives,
-                ranges,
+                holdings,
                 accumulator,
                 last=last,
                 weight=weight,
@@ -148,6 +148,11 @@ class Overlap:
     def under_way(self) -> bool:
         """Whether this attempt's reduction has begun already."""
         return self._early is not None
+
+    @property
+    def early(self) -> Early | None:
+        """It, in that case."""
+        return self._early
 
     @property
     def places(self) -> frozenset[int]:

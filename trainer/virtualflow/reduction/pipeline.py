@@ -2,7 +2,7 @@
 
 Every worker sends each other one its piece of the own rows and gets theirs for the own piece; summed in the shape of
 the tree, that goes back to all (or, where not everybody needs all sums, to those who do). While one bucket is summed,
-the next one travels.
+the next one travels. The own rows are only read, so that they are whole if the reduction is aborted.
 The members of a communicator must send in the same order in which the others receive, so the order is fixed: bucket k+1
 sets out before bucket k returns, and the workers' headers set out behind the last bucket. A thread of its own
 (:class:`Exchanger`) does this, beside the backward pass if it has begun by then (``early``); the thread that trains
@@ -135,12 +135,12 @@ class Pipeline:
             buffers.get((name, "flat", index), (self.rows * size * bucket.piece,), bucket.dtype)
             for index, bucket in enumerate(buckets)
         ]
-        """Messages, in pieces for each member; the sums come back to the front of them."""
+        """Messages, in pieces for each member."""
         self._incoming = [
-            buffers.get((name, "incoming", index), (every - self.rows, bucket.piece), bucket.dtype)
+            buffers.get((name, "incoming", index), (max(every, size), bucket.piece), bucket.dtype)
             for index, bucket in enumerate(buckets)
         ]
-        """The others' rows of the own piece."""
+        """All members' rows of the own piece; then the sums come to the front of them, piece by piece."""
         self._wanted = [
             [place for place in bucket.places if needed_by is None or collectives.rank in needed_by[place]]
             for bucket in buckets
@@ -192,6 +192,15 @@ class Pipeline:
         for at, tensor in enumerate(tensors):
             self.write(index, at, row, tensor)
 
+    def read_row(self, index: int, row: int) -> Tensors:
+        """All tensors of a row as they were written, on their devices; they may be views of the message."""
+        bucket, flat = self._buckets[index], self._flat[index]
+        templates = [self._templates[place] for place in bucket.places]
+        if self.rows > 1:
+            stretches = [stretch for at in range(len(templates)) for _, stretch in self.segments(index, at, row)]
+            flat = torch.cat(stretches) if stretches else flat[:0]
+        return list(unflatten(flat, templates))
+
     def submit(self, index: int) -> None:
         """A bucket is full; they are submitted in their order."""
         self._submitted.put(index)
@@ -222,8 +231,8 @@ class Pipeline:
             CommunicatorBroken: they will not come.
         """
         self._collectives.settle(self._arrived[index])
-        flat, wanted = (self._delivered if self._deliveries else self._flat)[index], self._wanted[index]
-        return dict(zip(wanted, unflatten(flat, [self._templates[place] for place in wanted]), strict=True))
+        sums, wanted = (self._delivered if self._deliveries else self._incoming)[index].view(-1), self._wanted[index]
+        return dict(zip(wanted, unflatten(sums, [self._templates[place] for place in wanted]), strict=True))
 
     @property
     def complete(self) -> bool:
@@ -278,34 +287,39 @@ class Pipeline:
         """Receive from some members and send to some; what is to come is waited for first."""
         return self._collectives.start_messages(
             [
-                *(Message(peer, stretch, incoming=True) for peer, stretch in incoming.items()),
-                *(Message(peer, stretch, incoming=False) for peer, stretch in outgoing.items()),
+                *(Message(peer, stretch, incoming=True) for peer, stretch in incoming.items() if stretch.numel()),
+                *(Message(peer, stretch, incoming=False) for peer, stretch in outgoing.items() if stretch.numel()),
             ]
         )
 
     def _pieces(self, index: int) -> Tensor:
         """A bucket's message, ``[size, rows, piece]``: what each member gets of this worker's rows."""
-        return self._flat[index].view(self._collectives.size, self.rows, -1)
+        return self._flat[index].view(self._collectives.size, self.rows, self._buckets[index].piece)
 
     def _arriving(self, index: int) -> dict[int, Tensor]:
         """The other members' rows of the own piece, ``[rows, piece]``."""
-        counts = [len(self._keys[peer]) for peer in self._peers]
-        return dict(zip(self._peers, torch.split(self._incoming[index], counts), strict=True))
+        rows = self._rows(index)
+        return {peer: rows[peer] for peer in self._peers}
+
+    def _rows(self, index: int) -> list[Tensor]:
+        """The same of all members."""
+        counts = [len(nodes) for nodes in self._keys]
+        return list(torch.split(self._incoming[index][: sum(counts)], counts))
 
     def _sum_and_return(self, index: int, pending: Pending) -> tuple[int, Pending]:
         pending.wait()
-        rank, size, piece = self._collectives.rank, self._collectives.size, self._buckets[index].piece
-        by_member = {rank: self._pieces(index)[rank], **self._arriving(index)}
+        rank, rows = self._collectives.rank, self._rows(index)
+        rows[rank].copy_(self._pieces(index)[rank])
         arrived = {
             node: row
-            for member, nodes in enumerate(self._keys)
-            for node, row in zip(nodes, by_member[member], strict=True)
+            for nodes, of_member in zip(self._keys, rows, strict=True)
+            for node, row in zip(nodes, of_member, strict=True)
         }
         if self._deliveries:
             return index, self._deliver(index, self._total(arrived))
-        rows = self._flat[index][: size * piece].view(size, piece)
-        self._total(arrived, out=rows[rank])
-        return index, self._exchange({peer: rows[peer] for peer in self._peers}, dict.fromkeys(self._peers, rows[rank]))
+        sums = self._incoming[index]
+        self._total(arrived, out=sums[rank])
+        return index, self._exchange({peer: sums[peer] for peer in self._peers}, dict.fromkeys(self._peers, sums[rank]))
 
     def _deliver(self, index: int, reduced: Tensor) -> Pending:
         delivery, rank = self._deliveries[index], self._collectives.rank

@@ -74,7 +74,7 @@ class Reducer:
     def reduce(
         self,
         collectives: Collectives,
-        ranges: Sequence[range],
+        holdings: Sequence[Sequence[int]],
         parts: Parts,
         *,
         templates: Sequence[Tensor],
@@ -84,8 +84,9 @@ class Reducer:
         """Sum over all virtual nodes, times ``scale``, on every worker that needs it (see :meth:`share`).
 
         Args:
-            collectives: the communicator; its members are assigned ``ranges`` in the order of their ranks.
-            parts: what an :class:`Accumulator` holds for this worker's range; used up.
+            collectives: the communicator.
+            holdings: the virtual nodes of each of its members, ascending, in the order of their ranks.
+            parts: what an :class:`Accumulator` has of this worker's; they are used up where it is alone.
             templates: one tensor per place, with its shape, dtype and device.
             present: which places any virtual node of the job contributed to; the others come back as ``None``,
                 as do those whose sums this worker does not need.
@@ -104,7 +105,7 @@ class Reducer:
             for place, tensor in zip(places, found, strict=True):
                 result[place] = tensor
             return result
-        keys = self._keys(ranges)
+        keys = self._keys(holdings)
         small = self._small_places(keys, templates, places)
         plan = self._plan(collectives, keys, templates, scale)
         for group in small:
@@ -129,7 +130,7 @@ class Reducer:
     def begin(
         self,
         collectives: Collectives,
-        ranges: Sequence[range],
+        holdings: Sequence[Sequence[int]],
         accumulator: Accumulator,
         *,
         last: int,
@@ -143,9 +144,9 @@ class Reducer:
         All workers call this at the same place of the same synchronization, or none does.
 
         Args:
-            collectives: the communicator; its members are assigned ``ranges`` in the order of their ranks.
-            ranges: see above.
-            accumulator: the sums of this worker's range but for its last virtual node.
+            collectives: the communicator.
+            holdings: the virtual nodes of each of its members, ascending, in the order of their ranks.
+            accumulator: the sums of this worker's virtual nodes but for the last.
             last: that one.
             weight: the factor of its tensors.
             templates: one tensor per place.
@@ -154,7 +155,7 @@ class Reducer:
         """
         if collectives.size == 1:
             return None
-        keys = self._keys(ranges)
+        keys = self._keys(holdings)
         small = {place for group in self._small_places(keys, templates, places) for place in group}
         large = [place for place in places if place not in small]
         if not large:
@@ -185,8 +186,8 @@ class Reducer:
         buckets = plan_buckets(plan.templates, places, size, alignment=settings.alignment, limit=settings.bucket)
         return replace(plan, buckets=buckets)
 
-    def _keys(self, ranges: Sequence[range]) -> Keys:
-        return [self._summation.parts_of(assigned) for assigned in ranges]
+    def _keys(self, holdings: Sequence[Sequence[int]]) -> Keys:
+        return [self._summation.parts_of(holding) for holding in holdings]
 
     def _small_places(self, keys: Keys, templates: Sequence[Tensor], places: Sequence[int]) -> list[list[int]]:
         """Places of the types of which there is so little that latency counts and not bandwidth."""

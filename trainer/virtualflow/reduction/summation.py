@@ -20,11 +20,14 @@ T = TypeVar("T")
 class Summation(Protocol):
     """An order of summation."""
 
-    def parts_of(self, assigned: range) -> list[Key]:
-        """The stretches whose sums a worker contributes that is assigned these virtual nodes, from left to right."""
+    movable: bool
+    """Whether a sum is the same whoever contributes it, so that it may be kept when virtual nodes change hands."""
 
-    def merges(self, sums: Sequence[Key], virtual_node: int) -> int:
-        """With how many of the last of a worker's ``sums`` the coming virtual node makes one."""
+    def parts_of(self, holding: Sequence[int]) -> list[Key]:
+        """The stretches whose sums a worker contributes that holds these virtual nodes, from left to right."""
+
+    def joins(self, left: Key, right: Key) -> bool:
+        """Whether a worker makes one of two sums that it has, of which ``left`` comes before ``right``."""
 
     def add_up(self, parts: Mapping[Key, T], add: Callable[[T, T], T]) -> T:
         """Sum ``parts``, which cover all virtual nodes without overlap; ``add(left, right)`` may reuse ``left``."""
@@ -41,6 +44,8 @@ class Summation(Protocol):
 class CanonicalSummation:
     """In the shape of the tree over ``0..virtual_nodes-1``."""
 
+    movable = True
+
     def __init__(self, virtual_nodes: int) -> None:
         self._virtual_nodes = virtual_nodes
         self._parent: dict[Key, Key] = {}
@@ -54,19 +59,14 @@ class CanonicalSummation:
             self._parent[child] = (left, right)
             self._pair(*child)
 
-    def parts_of(self, assigned: range) -> list[Key]:
+    def parts_of(self, holding: Sequence[int]) -> list[Key]:
         """The maximal subtrees."""
-        return [(node.start, node.stop) for node in subtrees(self._virtual_nodes, assigned)]
+        return [(node.start, node.stop) for node in subtrees(self._virtual_nodes, holding)]
 
-    def merges(self, sums: Sequence[Key], virtual_node: int) -> int:
-        """As many as it completes subtrees with."""
-        key, count = (virtual_node, virtual_node + 1), 0
-        for left in reversed(sums):
-            parent = self._parent.get(key)
-            if parent is None or parent != self._parent.get(left):
-                break
-            key, count = parent, count + 1
-        return count
+    def joins(self, left: Key, right: Key) -> bool:
+        """If they are the halves of a node."""
+        parent = self._parent.get(left)
+        return parent is not None and parent == self._parent.get(right)
 
     def add_up(self, parts: Mapping[Key, T], add: Callable[[T, T], T]) -> T:
         """In the shape of the tree."""
@@ -80,13 +80,15 @@ class CanonicalSummation:
 class SummationByWorker:
     """One sum a worker, added in the order of the ranks."""
 
-    def parts_of(self, assigned: range) -> list[Key]:
-        """All at once."""
-        return [(assigned.start, assigned.stop)]
+    movable = False
 
-    def merges(self, sums: Sequence[Key], virtual_node: int) -> int:
-        """All there are."""
-        return len(sums)
+    def parts_of(self, holding: Sequence[int]) -> list[Key]:
+        """All at once."""
+        return [(holding[0], holding[-1] + 1)]
+
+    def joins(self, left: Key, right: Key) -> bool:
+        """Always."""
+        return True
 
     def add_up(self, parts: Mapping[Key, T], add: Callable[[T, T], T]) -> T:
         """One after the other."""

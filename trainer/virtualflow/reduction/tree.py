@@ -6,7 +6,8 @@ computes its parts: this is why results do not depend on the assignment. Pure fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,17 +16,19 @@ Key = tuple[int, int]
 """A stretch of virtual nodes, half open."""
 
 
-def subtrees(virtual_nodes: int, assigned: range) -> list[range]:
+def subtrees(virtual_nodes: int, assigned: Sequence[int]) -> list[range]:
     """The maximal nodes of the canonical tree over ``0..virtual_nodes-1`` within ``assigned``, from left to right.
 
-    A range that is itself a node of the tree gives one, any other at most ``2 log2(virtual_nodes)``.
+    A range that is itself a node of the tree gives one, any other at most ``2 log2(virtual_nodes)``. Virtual nodes that
+    are no range (ascending, of a worker that has kept some of an aborted attempt) may give more.
     """
     found: list[range] = []
 
     def descend(left: int, right: int) -> None:
-        if right <= assigned.start or left >= assigned.stop:
+        within = bisect_left(assigned, right) - bisect_left(assigned, left)
+        if not within:
             return
-        if assigned.start <= left and right <= assigned.stop:
+        if within == right - left:
             found.append(range(left, right))
             return
         middle = (left + right) // 2

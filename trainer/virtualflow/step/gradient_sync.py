@@ -3,7 +3,7 @@
 The user's code produces gradients one virtual node at a time; :class:`GradientSync` takes them over with the buffers
 that have changed, exchanges the step headers, and returns the whole reduced gradient. It changes nothing of the
 optimizer, and of the model only what every attempt begins with, so an attempt can be abandoned at any point and
-repeated.
+repeated. What it had taken over by then can be kept for the next attempt (``contributions``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Accumulator, Overlap, Owners, Parts, Reducer, Summation, Tensors
+from virtualflow.reduction import Overlap, Owners, Reducer, Summation, Tensors
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.buffers import BufferTracker, summed_as
+from virtualflow.step.contributions import Contributions
 from virtualflow.step.header import (
     HeaderFormat,
     Kind,
@@ -26,6 +27,7 @@ from virtualflow.step.header import (
     Schema,
     StepHeader,
     combine_metrics,
+    first_header,
     layout_hash,
     read_headers,
 )
@@ -74,32 +76,33 @@ class GradientSync:
         self._settings = settings
         self._micro_batch = self._unit = micro_batch
         """The unit: samples of a contribution whose weight is 1; the same on all workers."""
-        self._accumulator = Accumulator(summation)
-        self._records: list[NodeRecord] = []
-        self._summed: tuple[str, ...] = ()
-        """Averaged buffers that are added up with the gradients: those known when the attempt began."""
-        self._changed: set[str] = set()
-        """Which of them a virtual node of this worker has changed."""
-        self._first_node = self._next_node = 0
+        self._contributions = Contributions(summation, self._buffers, len(self._parameters))
+        self._order: Sequence[int] = ()
+        """The virtual nodes that the present attempt computes, one after the other."""
+        self._taken = 0
+        """How many of them have been."""
         self._reducer = Reducer(summation, settings)
         self._overlap = Overlap(self._parameters, self._reducer, settings)
         self._steady = True
         self._trained: tuple[bool, ...] = ()
         """Which of all parameters are trained in the present attempt."""
         self._layout: tuple[object, int] = (None, 0)
-        self._given: list[bool] = []
-        """Which of all parameters a virtual node of this worker had a gradient for."""
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
-    def begin(self, assigned: range, most: int) -> None:
-        """Start an attempt over the virtual nodes ``assigned``, where ``most`` is what any worker has."""
+    def begin(self, computes: Sequence[int], most: int, *, resumes: bool = False) -> None:
+        """Start an attempt.
+
+        Args:
+            computes: the virtual nodes that this worker is about to compute, ascending.
+            most: the most that any worker holds.
+            resumes: together with those that it has :attr:`kept`.
+        """
         self._trained = tuple(parameter.requires_grad for parameter in self._parameters)
-        self._given = [False] * len(self._parameters)
         self._overlap.abandon()
-        self.forget_contributions()
-        self._summed, self._changed = self.schema.averaged, set()
-        self._first_node = self._next_node = assigned.start
+        if not resumes:
+            self.forget_contributions()
+        self._order, self._taken = computes, 0
         self._steady = True
         self._unit = self._summation.unit(self._micro_batch, most)
         self._buffers.begin()
@@ -111,20 +114,22 @@ class GradientSync:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def expect_last(self, collectives: Collectives, ranges: Sequence[range], samples: int, of_step: int | None) -> None:
-        """The last micro-batch of this worker's range is about to run, so the reduction may begin with it.
+    def expect_last(
+        self, collectives: Collectives, holdings: Sequence[Sequence[int]], samples: int, of_step: int | None
+    ) -> None:
+        """The last micro-batch of this worker is about to run, so the reduction may begin with it.
 
         Args:
-            collectives: the communicator of the running generation, whose members are assigned ``ranges``.
-            ranges: see above.
+            collectives: the communicator of the running generation.
+            holdings: the virtual nodes of each of its members.
             samples: those of that micro-batch.
             of_step: those of the whole global batch, ``None`` where only the headers will tell.
         """
         self._overlap.watch(
             collectives,
-            ranges,
-            self._accumulator,
-            last=self._next_node,
+            holdings,
+            self._contributions.accumulator,
+            last=self._order[self._taken],
             weight=samples / self._unit,
             scale=None if of_step is None else self._unit / of_step,
         )
@@ -141,14 +146,13 @@ class GradientSync:
             metrics: what the user's code has logged for it.
             virtual_nodes: how many its micro-batch stands for.
         """
-        node, self._next_node = self._next_node, self._next_node + virtual_nodes
+        node = self._order[self._taken]
         averaged, copied = self._buffers.collect(self.schema) if samples else ({}, {})
-        sums = self._take_buffers(averaged) if samples else [None] * len(self._summed)
-        self._records.append(NodeRecord(samples, metrics, averaged, copied, virtual_nodes))
         under_way: frozenset[int] = frozenset()
         if self._overlap.watching:
             under_way, self._steady = self._overlap.settle()
         gradients: Tensors = []
+        given = [False] * len(self._parameters)
         for index, (parameter, trained) in enumerate(zip(self._parameters, self._trained, strict=True)):
             gradient = parameter.grad if trained else None
             parameter.grad = None  # so that autograd makes a new tensor for the next virtual node
@@ -164,51 +168,58 @@ class GradientSync:
                 gradients[index] = None
             elif gradient.requires_grad:  # after backward(create_graph=True)
                 gradients[index] = gradient.detach()
-            self._given[index] = True
-        gradients += sums
-        self._accumulator.add(node, gradients, weight=samples / self._unit, count=virtual_nodes)
+            given[index] = True
+        record = NodeRecord(samples, metrics, averaged, copied, virtual_nodes)
+        self._contributions.add(node, record, gradients, given, samples / self._unit)
+        if under_way:
+            self._contributions.note_sent(self._overlap.early, self._steady)
+        self._taken += virtual_nodes
 
-    def _take_buffers(self, averaged: dict[str, Tensor]) -> Tensors:
-        """Move the values that are added up with the gradients out of what a virtual node has changed."""
-        values: Tensors = []
-        for name in self._summed:
-            value = averaged.pop(name) if name in averaged else self._buffers.baseline(name)
-            if name not in self._changed and self._buffers.changed(name, value):
-                self._changed.add(name)
-            dtype = summed_as(value.dtype)
-            values.append(value if value.dtype is dtype else value.to(dtype))
-        return values
+    @property
+    def finished(self) -> Sequence[int]:
+        """The virtual nodes that were computed in the present attempt, or in one that was just aborted."""
+        return self._order[: self._taken]
 
-    def abandon(self) -> None:
-        """The attempt is aborted: leave no trace of it."""
+    @property
+    def kept(self) -> Sequence[int]:
+        """The virtual nodes whose contributions were kept when an attempt at the coming step was aborted."""
+        return self._contributions.nodes
+
+    def abandon(self, *, keep: bool = False) -> None:
+        """The attempt is aborted: leave no trace of it in the model.
+
+        Args:
+            keep: what has been taken over, if the next attempt may begin with it.
+        """
         self._overlap.abandon()
         self._clear_gradients()
         self._buffers.restore()
-        self.forget_contributions()
         # Others may not have got as far: a header's size must not depend on how far an attempt came before it broke.
         self.schema = self.settled
+        if not (keep and self._summation.movable and self._contributions.take_back()):
+            self.forget_contributions()
 
     def forget_contributions(self) -> None:
         """They have been reduced, or are not needed."""
-        self._accumulator.clear()
-        self._records = []
+        self._contributions = Contributions(self._summation, self._buffers, len(self._parameters), self.schema.averaged)
 
     # --- the synchronization ------------------------------------------------------------------------------------------
 
     def synchronize(
         self,
         communicator: Collectives,
-        ranges: Sequence[range],
+        holdings: Sequence[Sequence[int]],
         number: int,
         offer: m.Generation,
         *,
         more: bool,
         saves: bool,
+        repairs: bool,
         portion: Portion | None,
     ) -> Reduced:
         """Reduce everything with the other workers; see ``Update.synchronize``."""
         self._buffers.refuse_strangers()
-        headers, form = self._agree_on_headers(communicator, ranges, number, offer, more=more, saves=saves)
+        headers, form = self._agree_on_headers(communicator, holdings, number, offer, more=more, saves=saves)
         samples = sum(sum(header.samples) for header in headers)
         if samples == 0:
             raise ConfigurationError("the dataset gave no samples at all; check its shards")
@@ -216,7 +227,8 @@ class GradientSync:
         count = len(self._parameters)
         scale = self._unit / samples
         steady = all(header.steady for header in headers)
-        self._overlap.learn(number, (place for place in range(count) if present[place]), steady)
+        if not repairs:  # in which some may have computed nothing that would tell
+            self._overlap.learn(number, (place for place in range(count) if present[place]), steady)
         if not any(present[:count]):
             raise ConfigurationError(
                 "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step"
@@ -226,8 +238,8 @@ class GradientSync:
         sums = [tensor.to(summed_as(tensor.dtype)) for tensor in self._buffers.templates(self.schema.averaged)]
         reduced = self._reducer.reduce(
             communicator,
-            ranges,
-            self._parts(),
+            holdings,
+            self._contributions.parts(self.schema, self._unit),
             templates=[*self._parameters, *sums],
             present=[there and place not in begun for place, there in enumerate(present)],
             scale=scale,
@@ -236,9 +248,8 @@ class GradientSync:
             reduced[place] = tensor
         buffers = {n: t for n, t in zip(self.schema.averaged, reduced[count:], strict=True) if t is not None}
         if form.copied_bytes:
-            first = next(header for header in headers if sum(header.samples))
-            buffers |= self._buffers.read_copied(self.schema, first.copied)
-        metrics = combine_metrics(self.schema, self._summation, headers)
+            buffers |= self._buffers.read_copied(self.schema, first_header(headers, holdings).copied)
+        metrics = combine_metrics(self.schema, self._summation, headers, holdings if self._summation.movable else None)
         return Reduced(headers, samples, metrics, reduced[:count], tuple(present[:count]), buffers)
 
     def _await_early(
@@ -256,7 +267,7 @@ class GradientSync:
     def _agree_on_headers(
         self,
         communicator: Collectives,
-        ranges: Sequence[range],
+        holdings: Sequence[Sequence[int]],
         number: int,
         offer: m.Generation,
         *,
@@ -265,8 +276,8 @@ class GradientSync:
     ) -> tuple[tuple[StepHeader, ...], HeaderFormat]:
         begun = self._overlap.under_way
         while True:
-            form = self.header_format(ranges)
-            mine = self._wanted_schema()
+            form = self.header_format(holdings)
+            mine = self._contributions.wanted_schema()
             told = form.tell(
                 Kind.TRAIN,
                 number,
@@ -277,8 +288,8 @@ class GradientSync:
                 steady=self._steady,
                 saves=saves,
                 state=0 if self.watch is None else self.watch.value,
-                present=self._present(),
-                records=self._complete_records(),
+                present=self._contributions.present(self.schema),
+                records=self._contributions.complete_records(self.schema),
             )
             headers: tuple[StepHeader, ...] = (told,)
             if communicator.size > 1:
@@ -307,74 +318,35 @@ class GradientSync:
             self._layout = key, layout_hash(((name, p) for name, p, trained in described if trained), self.schema)
         return self._layout[1]
 
-    def header_format(self, ranges: Sequence[range]) -> HeaderFormat:
-        """The format of headers among members that are assigned ``ranges``."""
+    def header_format(self, holdings: Sequence[Sequence[int]]) -> HeaderFormat:
+        """The format of headers among members that hold these virtual nodes."""
         return HeaderFormat(
             schema=self.schema,
             # All parameters have a place, also those that are not trained: workers may disagree on that.
             places=len(self._parameters) + len(self.schema.averaged),
-            most_nodes=max(len(assigned) for assigned in ranges),
+            most_nodes=max(len(holding) for holding in holdings),
             copied_bytes=self._buffers.copied_bytes(self.schema),
             alignment=self._settings.alignment,
         )
-
-    def _wanted_schema(self) -> Schema:
-        metrics = {name for record in self._records for name in record.metrics}
-        averaged = {name for record in self._records for name in record.averaged}
-        copied = {name for record in self._records for name in record.copied}
-        return Schema(tuple(sorted(metrics)), tuple(sorted(averaged)), tuple(sorted(copied)))
-
-    def _present(self) -> list[bool]:
-        changed = [
-            name in self._changed
-            or any(
-                name in record.averaged and self._buffers.changed(name, record.averaged[name])
-                for record in self._records
-            )
-            for name in self.schema.averaged
-        ]
-        return [*self._given, *changed]
-
-    def _complete_records(self) -> list[NodeRecord]:
-        """The records with a value for every copied buffer of the schema."""
-        for record in self._records:
-            for name in self.schema.copied:
-                if record.samples and name not in record.copied:
-                    record.copied[name] = self._buffers.baseline(name)
-        return self._records
-
-    def _parts(self) -> Parts:
-        """Sums of gradients, each followed by the sums of the averaged buffers over the same virtual nodes."""
-        new = [name for name in self.schema.averaged if name not in self._summed]
-        if not new:
-            return self._accumulator.parts
-        sums, node = Accumulator(self._summation), self._first_node
-        for record in self._records:
-            values: Tensors = [None] * len(new)
-            if record.samples:
-                given = [record.averaged.get(name) for name in new]
-                there = [self._buffers.baseline(n) if v is None else v for n, v in zip(new, given, strict=True)]
-                values = [value.to(summed_as(value.dtype)) for value in there]
-            sums.add(node, values, weight=record.samples / self._unit, count=record.virtual_nodes)
-            node += record.virtual_nodes
-        count, parts = len(self._parameters), []
-        for (nodes, tensors), (_, added) in zip(self._accumulator.parts, sums.parts, strict=True):
-            by_name = {**dict(zip(self._summed, tensors[count:], strict=True)), **dict(zip(new, added, strict=True))}
-            parts.append((nodes, [*tensors[:count], *(by_name[name] for name in self.schema.averaged)]))
-        return parts
 
     # --- a life -------------------------------------------------------------------------------------------------------
 
     def settle(self, schema: Schema) -> None:
         """Take over the names of a state that was restored."""
         self.schema = self.settled = schema
+        self._begin_anew()
 
     def commit(self, buffers: Mapping[str, Tensor]) -> None:
         """The step was applied: take over the combined buffers and the names."""
         self._reducer.release_unused()
         self._buffers.commit(buffers)
-        self.forget_contributions()
         self.settled = self.schema
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Another step comes than the one that was attempted."""
+        self._order, self._taken = (), 0
+        self.forget_contributions()
 
     def enter(self, owners: Owners | None) -> None:
         """A generation begins: another number of workers needs other buffers.
@@ -382,6 +354,7 @@ class GradientSync:
         Args:
             owners: of the parameters, who alone need their gradients; ``None``: all need all.
         """
+        self._order, self._taken = (), 0
         self._overlap.enter()
         self._reducer.forget()
         self._reducer.share(owners)

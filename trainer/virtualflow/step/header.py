@@ -243,18 +243,46 @@ def read_headers(form: HeaderFormat, gathered: Tensor, kind: Kind, number: int) 
     return headers
 
 
-def combine_metrics(schema: Schema, summation: Summation, headers: Sequence[StepHeader]) -> dict[str, float]:
+def first_header(headers: Sequence[StepHeader], holdings: Sequence[Sequence[int]]) -> StepHeader:
+    """The header of whoever has the first virtual node with samples.
+
+    Args:
+        headers: of all members, with samples of one virtual node at least.
+        holdings: their virtual nodes, ascending.
+    """
+    firsts = {}
+    for header, holding in zip(headers, holdings, strict=True):
+        # There are fewer records than virtual nodes where some were computed as one; that does not change who is first.
+        found = next((node for node, count in zip(holding, header.samples, strict=False) if count), None)
+        if found is not None:
+            firsts[found] = header
+    return firsts[min(firsts)]
+
+
+def combine_metrics(
+    schema: Schema,
+    summation: Summation,
+    headers: Sequence[StepHeader],
+    holdings: Sequence[Sequence[int]] | None = None,
+) -> dict[str, float]:
     """Means over all samples, each record weighted by its samples, summed as gradients are.
 
     A metric that some virtual nodes did not log is the mean over those that did.
+
+    Args:
+        schema: with the names.
+        summation: the order in which virtual nodes are added up.
+        headers: of all members.
+        holdings: the virtual nodes of their records, ascending; ``None``: the records are in the order to add them up.
     """
     samples = [count for header in headers for count in header.samples]
     rows = [row for header in headers for row in header.metrics]
+    nodes = range(len(rows)) if holdings is None else [node for holding in holdings for node in holding]
     combined = {}
     for place, name in enumerate(schema.metrics):
         weighted = {
-            (index, index + 1): (row[place][0] * count, float(count)) if row[place][1] else (0.0, 0.0)
-            for index, (row, count) in enumerate(zip(rows, samples, strict=True))
+            (node, node + 1): (row[place][0] * count, float(count)) if row[place][1] else (0.0, 0.0)
+            for node, row, count in zip(nodes, rows, samples, strict=True)
         }
         total, weight = summation.add_up(weighted, lambda a, b: (a[0] + b[0], a[1] + b[1]))
         if weight:

@@ -63,34 +63,38 @@ class Update:
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
-    def begin(self, assigned: range, most: int = 1, *, watched: int | None = None) -> None:
-        """Start an attempt over the virtual nodes ``assigned``, where ``most`` is what any worker has.
+    def begin(
+        self, computes: Sequence[int], most: int = 1, *, resumes: bool = False, watched: int | None = None
+    ) -> None:
+        """Start an attempt; see :meth:`GradientSync.begin`.
 
         ``watched`` is the number of the step if all workers are to have the same state to the bit.
         """
         self.watch.begin(watched)
-        self.sync.begin(assigned, most)
+        self.sync.begin(computes, most, resumes=resumes)
         self.optimizer_step.begin()
 
     def synchronize(
         self,
         communicator: Collectives,
-        ranges: Sequence[range],
+        holdings: Sequence[Sequence[int]],
         number: int,
         offer: m.Generation,
         *,
         more: bool,
         saves: bool = False,
+        repairs: bool = False,
     ) -> Reduced:
         """Reduce everything with the other workers.
 
         Args:
-            communicator: of the running generation, whose members are assigned ``ranges``.
-            ranges: see above.
+            communicator: of the running generation.
+            holdings: the virtual nodes of each of its members.
             number: of this synchronization, counted the same by all workers.
             offer: the generation that this worker could enter next, (0, 0) for none.
             more: whether this worker has samples for a further step of the epoch.
             saves: whether it needs the whole state after this step.
+            repairs: whether some of the virtual nodes were kept from an aborted attempt.
 
         Raises:
             CommunicatorBroken: the attempt is aborted.
@@ -99,7 +103,14 @@ class Update:
         """
         self.contributed = True
         reduced = self.sync.synchronize(
-            communicator, ranges, number, offer, more=more, saves=saves, portion=self.optimizer_step.portion
+            communicator,
+            holdings,
+            number,
+            offer,
+            more=more,
+            saves=saves,
+            repairs=repairs,
+            portion=self.optimizer_step.portion,
         )
         if self.shards is not None and communicator.size > 1:
             self.pending, self._pending_schema = reduced, self.sync.schema
@@ -109,10 +120,10 @@ class Update:
             self.shards.spread(communicator)
         return reduced
 
-    def abandon(self) -> None:
-        """The attempt is aborted: leave no trace of it."""
+    def abandon(self, *, keep: bool = False) -> None:
+        """The attempt is aborted: leave no trace of it; see :meth:`GradientSync.abandon`."""
         # What is under way ends before anything is put back.
-        self.sync.abandon()
+        self.sync.abandon(keep=keep)
         self.optimizer_step.undo()
 
     # --- the update ---------------------------------------------------------------------------------------------------

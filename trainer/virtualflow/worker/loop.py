@@ -120,11 +120,12 @@ class Loop:
                 self._state.lease.begin()
                 reduced = context.update.synchronize(
                     membership.communicator,
-                    self._state.ranges,
+                    self._state.holdings,
                     training.exchanges + 1,
                     offer,
                     more=context.loading.peek(self._state.assigned),
                     saves=self._saves_after(number),
+                    repairs=self._state.repair is not None,
                 )
             except CommunicatorBroken as error:
                 context.stopwatch.fail()
@@ -173,15 +174,18 @@ class Loop:
 
     def _attempt(self, number: int) -> Iterator[Any]:
         context, state = self.context, self._state
-        update, fusion, pace, assigned = context.update, context.fusion, context.pace, state.assigned
+        update, fusion, pace, computes = context.update, context.fusion, context.pace, state.computes
         context.membership.check()
         context.stopwatch.attempt(number)
+        repairs, most = state.repair is not None, max(len(nodes) for nodes in state.holdings)
         compared = context.request.bitwise and len(state.ranges) > 1
-        update.begin(assigned, max(len(nodes) for nodes in state.ranges), watched=number if compared else None)
-        pace.begin(time.monotonic(), len(assigned))
-        if fusion.exploring:
+        update.begin(computes, most, resumes=repairs, watched=number if compared else None)
+        pace.begin(time.monotonic(), len(computes))
+        if fusion.exploring or repairs:
             pace.disregard()
-        for nodes in fusion.begin():
+        if state.repair is not None and context.audit is not None:
+            context.audit.kept(context.session.generation, number, update.sync.kept)
+        for nodes in fusion.begin() if state.repair is None else [range(node, node + 1) for node in computes]:
             context.membership.check()
             self._activity.mark("loading samples", number)
             batch = context.loading.fetch(nodes)
@@ -195,12 +199,12 @@ class Loop:
                     )
             if context.trace is not None:
                 context.trace.loaded(batch)
-            last = nodes.stop == assigned.stop
+            last = nodes.stop == computes[-1] + 1
             if last and context.trace is not None:
                 update.sync.begin_late()  # when its gradients have been read
             elif last:
                 of_step = context.loading.samples()
-                update.sync.expect_last(context.membership.communicator, state.ranges, batch.size, of_step)
+                update.sync.expect_last(context.membership.communicator, state.holdings, batch.size, of_step)
             yield from self._present(batch, number)
             if last:
                 if self._kernels_on is not None:
@@ -235,6 +239,7 @@ class Loop:
         # An optimizer may draw at random, and so may the user's code after the step: the same on all workers.
         seed_virtual_node(self._seed, number, self._virtual_nodes)
         training.commit(reduced, len(self._state.ranges))
+        self._state.repair = None
         context.loading.adjust(self._state.assigned)
         now = time.monotonic()
         change = context.stopwatch.commit(now, number, before, session.generation)

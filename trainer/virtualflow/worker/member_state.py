@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.lineage import Lineage
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.worker.lease import Lease
+from virtualflow.worker.repair import Repair
 
 
 @dataclass
@@ -41,6 +43,10 @@ class MemberState:
     """The virtual nodes of this worker."""
     ranges: tuple[range, ...] = ()
     """Those of all members, in the order of their ranks."""
+    rank: int = 0
+    """Its place among them."""
+    repair: Repair | None = None
+    """Who contributes what to the coming step, if some of it was kept from an aborted attempt."""
     drain_reason: str | None = None
     """Why this worker has asked to leave, if it has."""
     drain_until: float = 0.0
@@ -48,6 +54,16 @@ class MemberState:
     """Shared with the training's state: joiners bring on what happened before them."""
     room: tuple[int, ...] = ()
     """Sizes in bytes of the large tensors that a joiner has to make memory for."""
+
+    @property
+    def holdings(self) -> Sequence[Sequence[int]]:
+        """The virtual nodes that each member contributes to the coming step."""
+        return self.ranges if self.repair is None else self.repair.holdings
+
+    @property
+    def computes(self) -> Sequence[int]:
+        """The virtual nodes that this worker computes for the coming step."""
+        return self.assigned if self.repair is None else self.repair.computes[self.rank]
 
     @property
     def leader(self) -> bool:

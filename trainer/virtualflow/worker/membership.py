@@ -30,6 +30,7 @@ from virtualflow.state import (
     someone_has_state,
 )
 from virtualflow.transport import Communicator, gather_bytes
+from virtualflow.worker.repair import Remains, Repair, count_repeated, plan_repair
 from virtualflow.worker.resharding import Resharding
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.stopwatch import Stopwatch
@@ -143,7 +144,8 @@ class Membership:
         """
         session, exchanges = self._session, self._training.exchanges
         pending = self._training.update.pending is not None
-        self._training.update.abandon()
+        # What was damaged on its way may have been so before it set out.
+        self._training.update.abandon(keep=not isinstance(error, Damaged))
         if isinstance(error, Damaged):
             session.note("warning", str(error))
         if session.interruption(self._state.plan) is None:
@@ -159,7 +161,7 @@ class Membership:
             session.activity.mark("entering a generation", self._training.completed_steps)
             self._stopwatch.enter(plan, has_state=self._state.has_state)
             try:
-                self._synchronize(session.enter(plan))
+                repair = self._synchronize(session.enter(plan))
                 break
             except CommunicatorBroken as error:
                 # A worker without a state says so even when a newer plan has called it away: those who have agreed on
@@ -168,14 +170,15 @@ class Membership:
                     contested = error.contested if isinstance(error, NoMajority) else None
                     session.say_broken(plan.generation, str(error), contested)
                 plan = session.await_entry()
+        self._state.rank, self._state.repair = session.rank, repair
         self._state.assigned = plan.members[session.rank].virtual_nodes
         self._state.ranges = tuple(member.virtual_nodes for member in plan.members)
         self._agreed = None
         self._training.update.enter()
         self._on_entry()
 
-    def _synchronize(self, communicator: Communicator) -> None:
-        """Come to one state with the other members of a generation.
+    def _synchronize(self, communicator: Communicator) -> Repair | None:
+        """Come to one state with the other members of a generation, and agree on how to go on from there.
 
         Raises:
             CommunicatorBroken: a member was lost meanwhile.
@@ -208,10 +211,23 @@ class Membership:
         self._bring_state(communicator, transfer)
         if self._resharding is not None:
             self._resharding.share_out(communicator, standings, transfer)
+        # The last thing before this generation is entered for good: what was kept lasts until then.
+        repair = self._find_repair(communicator) if known and plan.mode == "recovery" else None
         self._state.step = training.completed_steps
         if not self._state.has_state:
             self._state.has_state = True
             session.say_entered(restored=transfer.restorer is not None)
+        return repair
+
+    def _find_repair(self, communicator: Communicator) -> Repair | None:
+        """Agree on who goes on with what was computed for the coming step when the last generation broke."""
+        state, sync = self._state, self._training.update.sync
+        kept = frozenset(sync.kept)
+        undone = frozenset(state.computes).difference(sync.finished) if state.has_state else frozenset()
+        blocks = communicator.all_gather(Remains(kept, undone).to_bytes(state.virtual_nodes))
+        remains = [Remains.from_bytes(block) for block in blocks]
+        self._stopwatch.repeat(count_repeated(remains, state.virtual_nodes))
+        return plan_repair(remains, [member.virtual_nodes for member in communicator.plan.members])
 
     def _find_origin(self, communicator: Communicator, standings: Sequence[Standing]) -> Transfer:
         """Nobody has a state: agree on what to begin from, and have it read.

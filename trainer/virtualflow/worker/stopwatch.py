@@ -35,6 +35,7 @@ class Stopwatch:
         """Of the present generation alone."""
         self._attempted = 0
         self._failed_attempts = 0
+        self._repeated_nodes = 0
         self.slowest = 0.0
         """The slowest of the latest steps, seconds."""
 
@@ -50,11 +51,16 @@ class Stopwatch:
     def attempt(self, step: int) -> None:
         """An attempt at ``step`` begins."""
         if step != self._attempted:
-            self._attempted, self._failed_attempts = step, 0
+            self._attempted, self._failed_attempts, self._repeated_nodes = step, 0, 0
 
     def fail(self) -> None:
         """The attempt was aborted."""
         self._failed_attempts += 1
+
+    def repeat(self, virtual_nodes: int) -> None:
+        """After the abort of an attempt, so many virtual nodes are computed again."""
+        if self._failed_attempts:
+            self._repeated_nodes += virtual_nodes
 
     def hold(self, seconds: float) -> None:
         """The job was held on purpose for so long, which is nobody's pause."""
@@ -73,8 +79,8 @@ class Stopwatch:
         passed = None if self._committed_at is None else now - self._committed_at - self._held
         plans, self._plans = self._plans, []
         moved, self.moved = self.moved, None
-        repeated = self._failed_attempts if step == self._attempted else 0
-        self._held, self._committed_at, self._failed_attempts = 0.0, now, 0
+        repeated, nodes = (self._failed_attempts, self._repeated_nodes) if step == self._attempted else (0, 0)
+        self._held, self._committed_at, self._failed_attempts, self._repeated_nodes = 0.0, now, 0, 0
         if not plans:
             if passed is not None:
                 self._steps.append(passed)
@@ -94,6 +100,7 @@ class Stopwatch:
             reason="; ".join(plan.reason for plan in plans)[:MAX_TEXT],
             pause_ms=None if passed is None else 1_000 * passed,
             repeated_steps=repeated,
+            repeated_virtual_nodes=nodes,
             state_bytes=moved[0] if moved else None,
             state_ms=1_000 * moved[1] if moved else None,
             state_donors=moved[2] if moved else None,

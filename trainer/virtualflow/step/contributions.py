@@ -1,0 +1,158 @@
+"""What the virtual nodes of one worker have left behind in an attempt at a step: sums, and what travels in the header.
+
+Nothing here changes while it is exchanged. So if an attempt is aborted and the worker survives, what it has computed is
+as good as before: the next attempt at the same step begins with it, and only what nobody has is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from virtualflow.reduction import Accumulator, Early, Parts, Summation, Tensors
+from virtualflow.step.buffers import BufferTracker, summed_as
+from virtualflow.step.header import NodeRecord, Schema
+
+
+class Contributions:
+    """The contributions of one worker.
+
+    Args:
+        summation: the order in which virtual nodes are added up.
+        buffers: the model's.
+        parameters: how many the model has.
+        summed: averaged buffers that are added up with the gradients: those known when the attempt began.
+    """
+
+    def __init__(
+        self, summation: Summation, buffers: BufferTracker, parameters: int, summed: tuple[str, ...] = ()
+    ) -> None:
+        self.accumulator = Accumulator(summation)
+        """Sums of gradients, each with those of the buffers ``summed`` behind it."""
+        self._sent: Early | None = None
+        """What has set out before its last addition, and is in messages now."""
+        self._spoiled = False
+        """Whether that is not to be relied on."""
+        self._summation = summation
+        self._buffers = buffers
+        self._count = parameters
+        self._summed = summed
+        self._changed: set[str] = set()
+        """Which of these a virtual node has changed."""
+        self._given = [False] * parameters
+        """Which parameters a virtual node had a gradient for."""
+        self._records: dict[int, NodeRecord] = {}
+        """Each under its first virtual node."""
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The virtual nodes that are among them, ascending."""
+        return tuple(
+            node for first in sorted(self._records) for node in range(first, first + self._records[first].virtual_nodes)
+        )
+
+    @property
+    def records(self) -> list[NodeRecord]:
+        """Of the virtual nodes in their order."""
+        return [self._records[node] for node in sorted(self._records)]
+
+    def add(self, node: int, record: NodeRecord, gradients: Tensors, given: Sequence[bool], weight: float) -> None:
+        """Add those of a virtual node, or of several that were computed as one.
+
+        Args:
+            node: which one, or the first of them.
+            record: beside its gradients.
+            gradients: one place for each parameter; they are used up.
+            given: which of them it had. Some of these may have set out already, and are ``None``.
+            weight: the factor of its sums.
+        """
+        sums: Tensors = self._take_buffers(record.averaged) if record.samples else [None] * len(self._summed)
+        for place, there in enumerate(given):
+            self._given[place] |= there
+        self._records[node] = record
+        self.accumulator.add(node, [*gradients, *sums], weight=weight, count=record.virtual_nodes)
+
+    def _take_buffers(self, averaged: dict[str, Tensor]) -> Tensors:
+        """Move the values that are added up with the gradients out of what a virtual node has changed."""
+        values: Tensors = []
+        for name in self._summed:
+            value = averaged.pop(name) if name in averaged else self._buffers.baseline(name)
+            if name not in self._changed and self._buffers.changed(name, value):
+                self._changed.add(name)
+            dtype = summed_as(value.dtype)
+            values.append(value if value.dtype is dtype else value.to(dtype))
+        return values
+
+    def note_sent(self, early: Early | None, steady: bool) -> None:
+        """Some gradients have set out already, and stayed ``steady`` or not: those that were sent are others then."""
+        if early is not None:
+            self._sent, self._spoiled = early, not steady
+
+    def take_back(self) -> bool:
+        """The exchange is aborted: put together what has been summed up. Whether it could be."""
+        if self._spoiled:
+            return False
+        if self._sent is not None:
+            for (_, tensors), row in zip(self.accumulator.parts, self._sent.rows(), strict=True):
+                for place, tensor in row.items():
+                    tensors[place] = tensor
+            self._sent = None
+        return True
+
+    # --- for the exchange ---------------------------------------------------------------------------------------------
+
+    def wanted_schema(self) -> Schema:
+        """The names among them that are not in the sums."""
+        records = self._records.values()
+        metrics = {name for record in records for name in record.metrics}
+        averaged = {name for record in records for name in record.averaged}
+        copied = {name for record in records for name in record.copied}
+        return Schema(tuple(sorted(metrics)), tuple(sorted(averaged)), tuple(sorted(copied)))
+
+    def present(self, schema: Schema) -> list[bool]:
+        """Which parameters, then averaged buffers of the schema, they have something for."""
+        changed = [
+            name in self._changed
+            or any(
+                name in record.averaged and self._buffers.changed(name, record.averaged[name])
+                for record in self._records.values()
+            )
+            for name in schema.averaged
+        ]
+        return [*self._given, *changed]
+
+    def complete_records(self, schema: Schema) -> list[NodeRecord]:
+        """The records with a value for every copied buffer of the schema."""
+        for record in self._records.values():
+            for name in schema.copied:
+                if record.samples and name not in record.copied:
+                    record.copied[name] = self._buffers.baseline(name)
+        return self.records
+
+    def parts(self, schema: Schema, unit: int) -> Parts:
+        """Sums of gradients, each followed by the sums of the averaged buffers over the same virtual nodes.
+
+        Args:
+            schema: it may have names that were not known when the attempt began.
+            unit: samples of a contribution whose weight is 1.
+        """
+        new = [name for name in schema.averaged if name not in self._summed]
+        if not new:
+            return self.accumulator.parts
+        sums = Accumulator(self._summation)
+        for node in sorted(self._records):
+            record = self._records[node]
+            values: Tensors = [None] * len(new)
+            if record.samples:
+                given = [record.averaged.get(name) for name in new]
+                there = [self._buffers.baseline(n) if v is None else v for n, v in zip(new, given, strict=True)]
+                # They stay as they are in the record, from which the next attempt would begin.
+                values = [value.to(summed_as(value.dtype), copy=True) for value in there]
+            sums.add(node, values, weight=record.samples / unit, count=record.virtual_nodes)
+        parts: Parts = []
+        for (nodes, tensors), (_, added) in zip(self.accumulator.parts, sums.parts, strict=True):
+            known = dict(zip(self._summed, tensors[self._count :], strict=True))
+            by_name = {**known, **dict(zip(new, added, strict=True))}
+            parts.append((nodes, [*tensors[: self._count], *(by_name[name] for name in schema.averaged)]))
+        return parts
