@@ -11,6 +11,8 @@ from multiprocessing.util import Finalize
 import pytest
 from hypothesis import HealthCheck, settings
 
+os.environ.setdefault("PYTHONHASHSEED", "0")  # that of workers, or none of those that tests start could be a fork
+
 EXAMPLES = {"default": 25, "nightly": 200}
 """What hypothesis tries where a test does not say otherwise; one that does, says it for 100 (see ``tiers``)."""
 

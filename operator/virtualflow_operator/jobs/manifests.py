@@ -21,6 +21,7 @@ from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_STEPS,
     ENV_COORDINATOR,
     ENV_HANG_SECONDS,
+    ENV_HASH_SEED,
     ENV_ON_NON_FINITE,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
@@ -28,6 +29,7 @@ from virtualflow.protocol.settings import (
     ENV_TOKEN,
     ENV_VIRTUAL_NODES,
     ENV_WORKER,
+    HASH_SEED,
 )
 from virtualflow_operator.api import OF_THE_COORDINATOR, Job, Object, WorkerGroup, without_nulls
 from virtualflow_operator.constants import (
@@ -176,6 +178,7 @@ def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings:
         ENV_REPRODUCIBILITY: job.status.reproducibility or spec.reproducibility,
         ENV_ON_NON_FINITE: spec.on_non_finite,
         ENV_TERMINATION_LOG: log,
+        ENV_HASH_SEED: str(HASH_SEED),
     }
     if group.profile is not None:
         values[ENV_PROFILE] = group.profile

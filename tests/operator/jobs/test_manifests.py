@@ -17,7 +17,14 @@ from scenes import SETTINGS, body, container, group
 
 from tiers import examples
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import ENV_ADDRESS, ENV_PROFILE, ENV_TOKEN, ENV_WORKER
+from virtualflow.protocol.settings import (
+    ENV_ADDRESS,
+    ENV_HASH_SEED,
+    ENV_PROFILE,
+    ENV_TOKEN,
+    ENV_WORKER,
+    HASH_SEED,
+)
 from virtualflow_operator.api.objects import Job, read_job, read_pod, read_service
 from virtualflow_operator.constants import CHECKPOINT_VOLUME, COORDINATOR_PORT, LABEL_JOB
 from virtualflow_operator.jobs import manifests
@@ -265,6 +272,7 @@ def test_a_worker_reads_what_the_operator_writes(
     }
     assert told[ENV_WORKER]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
     assert told[ENV_ADDRESS]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert told[ENV_HASH_SEED]["value"] == str(HASH_SEED)
     for name in [name for name in os.environ if name.startswith("VIRTUALFLOW_")]:
         monkeypatch.delenv(name)
     for name, entry in told.items():

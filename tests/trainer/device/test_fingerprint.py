@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -9,8 +14,9 @@ from simulated import Worker, World
 
 from virtualflow.device import determinism
 from virtualflow.device.determinism import fingerprint
+from virtualflow.launcher.worker_starter import WorkerCommand, worker_environment
 from virtualflow.protocol import versions
-from virtualflow.protocol.settings import Reproducibility
+from virtualflow.protocol.settings import ENV_HASH_SEED, Reproducibility
 
 TORCH = torch.__version__.split("+")[0]
 
@@ -48,7 +54,37 @@ def test_a_joiner_of_another_version_needs_the_same_numbers(
     assert admitted(job, fingerprint(1, reproducibility), reproducibility) is together
 
 
+def test_workers_that_hash_strings_differently_do_not_train_together_bit_for_bit() -> None:
+    seeds = {
+        seed: subprocess.run(
+            [sys.executable, "-c", "print(f'{hash(\"virtualflow\") & 0xFFFF:04x}')"],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout.strip()
+        for seed in ("0", "7")
+    }
+    ours = fingerprint(1, "bitwise")
+    fixed, other = (f"{ours.rpartition(' ')[0]} {seeds[seed]}" for seed in ("0", "7"))
+    assert admitted(fixed, fixed, "bitwise")
+    assert not admitted(fixed, other, "bitwise")
+
+
+def test_whoever_starts_workers_gives_all_one_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = WorkerCommand(
+        command=(), environment={}, coordinator="http://127.0.0.1:1", token="token", logs=Path(), audit=None
+    )
+    monkeypatch.delenv(ENV_HASH_SEED, raising=False)
+    assert worker_environment(command, "worker-0")[ENV_HASH_SEED] == "0"
+    monkeypatch.setenv(ENV_HASH_SEED, "7")
+    assert worker_environment(command, "worker-0")[ENV_HASH_SEED] == "7", "the user's counts"
+
+
 def test_people_can_read_what_must_be_equal() -> None:
     numbers = f"protocol {versions.PROTOCOL}, numerics {versions.NUMERICS}"
-    assert fingerprint(2, "bitwise") == f"torch {TORCH}, {numbers}, 2 threads"
+    assert (
+        fingerprint(2, "bitwise") == f"torch {TORCH}, {numbers}, 2 threads, hashes {hash('virtualflow') & 0xFFFF:04x}"
+    )
     assert fingerprint(2, "statistical") == f"torch {TORCH}, protocol {versions.PROTOCOL}"

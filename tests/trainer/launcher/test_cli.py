@@ -292,7 +292,7 @@ def test_a_worker_that_would_be_refused_again_is_done_without(command_line: Comm
     assert code == 0, err
     assert sorted(started.read_text().split()) == ["worker-0", "worker-1"]
     assert err.count(" refused: ") == 1
-    assert "use one image and one VIRTUALFLOW_THREADS for all workers" in err
+    assert "use one image, one VIRTUALFLOW_THREADS and one PYTHONHASHSEED for all workers" in err
     refused = json.loads((command_line.home / "report.json").read_text())["pids"]
     [other] = [
         name for name in refused if f"{name} would be refused again: not started any more, 1 worker wanted" in err

@@ -204,7 +204,7 @@ def _foreign_machine(job: JobState, hello: m.Hello) -> str | None:
             return (
                 f"{hello.worker} runs [{hello.fingerprint[:MAX_REASON]}] and the job "
                 f"[{contact.fingerprint[:MAX_REASON]}]: the results would differ; "
-                "use one image and one VIRTUALFLOW_THREADS for all workers"
+                "use one image, one VIRTUALFLOW_THREADS and one PYTHONHASHSEED for all workers"
             )
         there = contact.device[:MAX_REASON]
         where = f"{hello.worker} runs on [{hello.device[:MAX_REASON]}] and the job on [{there}]"

@@ -70,7 +70,9 @@ def fingerprint(threads: int, reproducibility: Reproducibility) -> str:
     version = f"torch {torch.__version__.split('+')[0]}, protocol {PROTOCOL}"
     if reproducibility == "statistical":
         return version
-    return f"{version}, numerics {NUMERICS}, {counted(threads, 'thread')}"
+    # Of PYTHONHASHSEED, which cannot be changed any more: an enumerated set of strings is another one in each process.
+    strings = hash("virtualflow") & 0xFFFF
+    return f"{version}, numerics {NUMERICS}, {counted(threads, 'thread')}, hashes {strings:04x}"
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -11,7 +11,15 @@ from virtualflow.launcher.coordinator_process import HOST
 from virtualflow.launcher.settings import KEEP_FREED_MEMORY
 from virtualflow.launcher.supervisor import Stream, Supervisor
 from virtualflow.launcher.worker_table import Worker, WorkerTable
-from virtualflow.protocol.settings import ENV_ADDRESS, ENV_AUDIT_DIR, ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER
+from virtualflow.protocol.settings import (
+    ENV_ADDRESS,
+    ENV_AUDIT_DIR,
+    ENV_COORDINATOR,
+    ENV_HASH_SEED,
+    ENV_TOKEN,
+    ENV_WORKER,
+    HASH_SEED,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +58,7 @@ def start_worker(
     process = supervisor.start(
         name,
         what.command,
-        _environment(what, name),
+        worker_environment(what, name),
         what.logs / f"{name}.log",
         lambda stream, text: sink(held[0], stream, text),
     )
@@ -60,9 +68,11 @@ def start_worker(
     return worker
 
 
-def _environment(what: WorkerCommand, name: str) -> dict[str, str]:
+def worker_environment(what: WorkerCommand, name: str) -> dict[str, str]:
+    """All that a worker's process gets."""
     environment = {
         **KEEP_FREED_MEMORY,
+        ENV_HASH_SEED: str(HASH_SEED),
         **{key: value for key, value in os.environ.items() if key != ENV_AUDIT_DIR},
         "PYTHONUNBUFFERED": "1",
         **what.environment,

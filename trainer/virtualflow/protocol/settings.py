@@ -30,6 +30,10 @@ ENV_PROFILE_OUT = "VIRTUALFLOW_PROFILE_OUT"
 ENV_PROFILE_SIZES = "VIRTUALFLOW_PROFILE_SIZES"
 ENV_TERMINATION_LOG = "VIRTUALFLOW_TERMINATION_LOG"
 ENV_HANG_SECONDS = "VIRTUALFLOW_HANG_SECONDS"
+ENV_HASH_SEED = "PYTHONHASHSEED"
+"""Python's own: without it the order of a set of strings is another one in each process."""
+HASH_SEED = 0
+"""What whoever starts workers gives all of them."""
 
 VIRTUAL_NODES = 8
 """Virtual nodes of a job that names no number."""

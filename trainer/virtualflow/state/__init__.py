@@ -5,6 +5,7 @@ checkpoints on disk. Also the pure decision who gives it to whom.
 from virtualflow.state.checkpoint_format import JobIdentity
 from virtualflow.state.checkpoint_writer import CheckpointPolicy
 from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy
+from virtualflow.state.companions import Companions
 from virtualflow.state.content_hash import content_hash
 from virtualflow.state.digests import signature
 from virtualflow.state.preallocation import Reserve, elder, make_room, tell_room
@@ -16,6 +17,7 @@ __all__ = [
     "SPOILED",
     "CheckpointPolicy",
     "Checkpointer",
+    "Companions",
     "JobIdentity",
     "Kind",
     "Moving",

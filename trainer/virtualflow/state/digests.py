@@ -114,6 +114,9 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
             return f"parameter {name} is {_tie(ours.get(name))} here and {_tie(theirs.get(name))} there"
     if here.get("optimizer") != there.get("optimizer"):
         return f"the optimizer is {here.get('optimizer')} here and {there.get('optimizer')} there"
+    ours, theirs = here.get("state", []), there.get("state", [])
+    if ours != theirs:
+        return f"state holds {', '.join(ours) or 'nothing'} here and {', '.join(theirs) or 'nothing'} there"
     our_groups, their_groups = here.get("groups", []), there.get("groups", [])
     if len(our_groups) != len(their_groups):
         return f"the optimizer has {len(our_groups)} parameter groups here and {len(their_groups)} there"

@@ -3,10 +3,12 @@ buffers, the optimizer's step whole, in portions or sharded, and virtual nodes t
 """
 
 from virtualflow.step.gradient_sync import Reduced
+from virtualflow.step.guard import Guard
 from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
 from virtualflow.step.partial_step import is_separable
+from virtualflow.step.repetition import Repetition, copy_data
 from virtualflow.step.sharded_optimizer import Holding, Shards
 from virtualflow.step.state_watch import Diverged, Divergence
 from virtualflow.step.update import Update
@@ -15,16 +17,19 @@ __all__ = [
     "BatchNorm",
     "Diverged",
     "Divergence",
+    "Guard",
     "Holding",
     "Kind",
     "MicrobatchFusion",
     "OptimizerOptions",
     "Reduced",
+    "Repetition",
     "SchedulerInterval",
     "Schema",
     "Shards",
     "StepHeader",
     "Update",
+    "copy_data",
     "is_separable",
     "read_headers",
 ]

@@ -185,6 +185,11 @@ class GradientSync:
         """The virtual nodes whose contributions were kept when an attempt at the coming step was aborted."""
         return self._contributions.nodes
 
+    def discard(self) -> None:
+        """Forget what the present virtual node has left in the model: it is computed again."""
+        self._clear_gradients()
+        self._buffers.restore()
+
     def abandon(self, *, keep: bool = False) -> None:
         """The attempt is aborted: leave no trace of it in the model.
 
@@ -192,8 +197,7 @@ class GradientSync:
             keep: what has been taken over, if the next attempt may begin with it.
         """
         self._overlap.abandon()
-        self._clear_gradients()
-        self._buffers.restore()
+        self.discard()
         # Others may not have got as far: a header's size must not depend on how far an attempt came before it broke.
         self.schema = self.settled
         if not (keep and self._summation.movable and self._contributions.take_back()):

@@ -31,6 +31,10 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 """Their update of an element depends on that element's gradient and state alone."""
 
 
+HARMLESS = "_virtualflow_harmless"
+"""The attribute of a hook that changes nothing and does not care how often it is called."""
+
+
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether stepping some parameters and then the others is the same as stepping all, and nobody sees a difference.
 
@@ -38,13 +42,14 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     """
     step: Any = vars(optimizer).get("step")
     replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-    hooks = [
+    hooks: list[Any] = [
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         base._global_optimizer_pre_hooks,
         base._global_optimizer_post_hooks,
     ]
-    return type(optimizer) in _ELEMENTWISE and not replaced and not any(hooks)
+    seen = any(not hasattr(hook, HARMLESS) for registered in hooks for hook in registered.values())
+    return type(optimizer) in _ELEMENTWISE and not replaced and not seen
 
 
 class StepInPortions:

@@ -33,3 +33,17 @@ class FusionSettings:
     """A smaller size that is slower than the fastest by no more than this share is as good: it needs less memory."""
     hopeless: float = 0.25
     """Beyond a size that is slower than the fastest by more than this share, larger ones are not tried."""
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """How often the contents of parameters are compared, to find code that changes them inside of a step.
+
+    What torch counts (``tensor._version``) is looked at after every virtual node. Code can get round that, by
+    ``parameter.data``.
+    """
+
+    first: int = 3
+    """Attempts at the beginning whose contents are compared."""
+    every: int = 100
+    """Later, those of one attempt in as many are."""

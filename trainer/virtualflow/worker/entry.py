@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -39,6 +40,7 @@ def elastic(
     max_fused: int | None = None,
     batch_norm: BatchNorm = "virtual-node",
     shard_optimizer: bool = False,
+    state: Mapping[str, Any] | None = None,
     **loader: Unpack[LoaderOptions],
 ) -> Run:
     """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
@@ -71,6 +73,8 @@ def elastic(
         shard_optimizer: each worker keeps only its share of the optimizer's state, and that of one other worker in case
             it is lost. For optimizers that treat each element for itself (SGD, Adam and their kin);
             after a step a worker has the gradients of its share only.
+        state: what else is to travel to joiners and into checkpoints, by name: whatever has ``state_dict`` and
+            ``load_state_dict``, such as an average of weights. Code after a step changes it, alike on all workers.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -98,6 +102,7 @@ def elastic(
             max_fused,
             batch_norm,
             shard_optimizer,
+            state or {},
             loader,
         ),
         WorkerSettings(),

@@ -90,6 +90,7 @@ def _together(loop: Loop, source: Source, fn: Callable[[Any], Rows]) -> list[Row
     assigned = range(0)
     for step in range(source.steps_per_epoch or 0):
         number = training.exchanges + 1
+        training.arrive()
         while training.exchanges < number:
             if state.assigned != assigned:
                 assigned = state.assigned

@@ -20,13 +20,14 @@ def complete_leader(membership: Membership, training: Training) -> None:
     if shards is None or shards.finishing:
         return
     shards.finishing, number = True, training.exchanges + 1
+    training.arrive()
     while training.exchanges < number:
         try:
             membership.complete_leader()
         except CommunicatorBroken as error:
             membership.recover(error)
         else:
-            training.exchanges, training.evaluated = number, None
+            training.complete_exchange(None)
 
 
 def agree_on_end(session: AnySession, membership: Membership, training: Training, trained: bool) -> None:
@@ -36,6 +37,7 @@ def agree_on_end(session: AnySession, membership: Membership, training: Training
         VirtualFlowError: one still trains or evaluates, which only the leader was told to do.
     """
     number = training.exchanges + 1
+    training.arrive()
     while training.exchanges < number:
         form = training.update.sync.header_format(session.state.ranges)
         header = form.write(form.tell(Kind.FINISH, number, m.NO_GENERATION))
@@ -52,4 +54,4 @@ def agree_on_end(session: AnySession, membership: Membership, training: Training
             report_failure(session, told)
             raise told from None
         else:
-            training.exchanges, training.evaluated = number, None
+            training.complete_exchange(None)

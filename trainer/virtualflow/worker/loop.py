@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from virtualflow.device import device_of
 from virtualflow.errors import CommunicatorBroken, NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import AttemptSpoiled
-from virtualflow.step import Diverged, Reduced, StepHeader
+from virtualflow.step import Diverged, Reduced, Repetition, StepHeader, copy_data
 from virtualflow.worker.divergence import end_by_divergence
 from virtualflow.worker.finish import complete_leader
+from virtualflow.worker.script import check_averages
 from virtualflow.worker.setup import Context
 from virtualflow.worker.step import Step
 
@@ -42,6 +44,14 @@ class Loop:
         self._virtual_nodes = context.request.virtual_nodes
         self._metrics: dict[str, float | Tensor] = {}
         self._open_step: Step | None = None
+        self._repetition = Repetition(context.request.model)
+        self._unproven = context.request.bitwise and context.session.coordinated
+        """Whether no virtual node was computed twice yet."""
+        self._step_is_new = False
+        """Whether a step was made since a checkpoint was thought of."""
+        self._committed_in = m.NO_GENERATION
+        self._saves_together = False
+        """Whether a checkpoint that takes all is to follow the step that was committed in that generation."""
         device = device_of(context.request.model)
         self._kernels_on = device if device.type == "cuda" and context.session.coordinated else None
 
@@ -50,17 +60,21 @@ class Loop:
     def steps(self) -> Iterator[Step]:
         """Yield the steps that remain."""
         context = self.context
+        check_averages(context.training.companions.knows)
+        self._unproven = self._unproven and not self._state.running
         if not self._state.running:
             context.membership.join()
         while not self._state.has_state or not context.is_over:
             self._between_steps()
             step = self._open_step = Step(self)
-            yield step
+            with context.guard.within("between steps"):
+                yield step
             if not step.complete:
                 raise VirtualFlowError(
                     "a step was left before its end; iterate over all its micro-batches: for batch in step: ..."
                 )
         self.trained = True
+        context.training.arrive()
         self._note_beginning()
         complete_leader(context.membership, context.training)
         if self._state.leader:
@@ -70,13 +84,18 @@ class Loop:
         context.reporter.progress(now=True)
 
     def _between_steps(self) -> None:
-        """What happens between two steps beside the update: leave or enter a generation."""
+        """What happens between two steps, behind the user's code after the first: save, leave or enter a generation."""
         context = self.context
+        context.guard.check_after_step()
+        context.training.arrive()
         self._note_beginning()
+        self.save_if_due()
         if context.session.stopping:
             context.checkpointer.save_final(context.training)
             context.session.leave(m.NO_GENERATION)
         context.membership.switch_if_agreed()
+        if self._state.has_state:
+            context.guard.between()
 
     def join(self) -> tuple[int, int]:
         """Become a member, if this worker is none yet; the number of the step to come, and its epoch."""
@@ -104,6 +123,10 @@ class Loop:
 
     def make(self, number: int) -> Iterator[Any]:
         """Attempt the step ``number`` until it is committed here or brought by a donor."""
+        with self.context.guard.within("library"):
+            yield from self._make(number)
+
+    def _make(self, number: int) -> Iterator[Any]:
         context, training = self.context, self.context.training
         if context.profiling is not None:
             yield from context.profiling.measure()
@@ -140,6 +163,8 @@ class Loop:
                 context.on_entry()
             else:
                 self._commit(number, reduced)
+        self._step_is_new = True
+        context.guard.committed()
         self._seed_between_steps()
         self._activity.mark(BETWEEN, number)
 
@@ -178,6 +203,7 @@ class Loop:
         context.membership.check()
         context.stopwatch.attempt(number)
         repairs, most = state.repair is not None, max(len(nodes) for nodes in state.holdings)
+        context.guard.begin()
         compared = context.request.bitwise and len(state.ranges) > 1
         update.begin(computes, most, resumes=repairs, watched=number if compared else None)
         pace.begin(time.monotonic(), len(computes))
@@ -199,6 +225,8 @@ class Loop:
                     )
             if context.trace is not None:
                 context.trace.loaded(batch)
+            if self._unproven and batch.size:
+                yield from self._compute_once_more(batch, number)
             last = nodes.stop == computes[-1] + 1
             if last and context.trace is not None:
                 update.sync.begin_late()  # when its gradients have been read
@@ -206,6 +234,9 @@ class Loop:
                 of_step = context.loading.samples()
                 update.sync.expect_last(context.membership.communicator, state.holdings, batch.size, of_step)
             yield from self._present(batch, number)
+            context.guard.check(last=last)
+            if self._repetition.under_way:
+                self._repetition.compare()
             if last:
                 if self._kernels_on is not None:
                     # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.
@@ -216,13 +247,23 @@ class Loop:
             update.sync.take(batch.size, self._metrics, len(nodes))
         fusion.end()
 
+    def _compute_once_more(self, batch: MicroBatch, number: int) -> Iterator[Any]:
+        """Compute the first virtual node of all an additional time before; a joiner runs what others have run so."""
+        self._unproven = False
+        self.context.pace.disregard()
+        yield from self._present(replace(batch, data=copy_data(batch.data)), number)
+        self.context.guard.check(look=True)
+        self._repetition.note()
+        self.context.update.sync.discard()
+
     def _present(self, batch: MicroBatch, number: int) -> Iterator[Any]:
         """Give a micro-batch to the user's code, with the random streams of its (first) virtual node."""
         self._metrics = {}
         if batch.size:
             self.context.fusion.present(batch)
             seed_virtual_node(self._seed, number, batch.virtual_node)
-            yield batch.data
+            with self.context.guard.within("inner loop"):
+                yield batch.data
 
     def _seed_between_steps(self) -> None:
         """Let random numbers of the user's code after a step or an evaluation be the same on all workers."""
@@ -254,11 +295,8 @@ class Loop:
         context.reporter.progress(now=context.is_over)
         context.reporter.pace(context.pace.estimate)
         session.tidy()
-        if context.update.shards is not None:
-            self._save_together(any(header.saves for header in reduced.headers))
-        elif self._state.leader:
-            self._activity.mark(SAVING, number)
-            context.checkpointer.save_if_due(training)
+        self._committed_in = session.generation
+        self._saves_together = any(header.saves for header in reduced.headers)
 
     def _note_beginning(self) -> None:
         """All code before the step to come has run."""
@@ -278,10 +316,19 @@ class Loop:
             self.context.update.shards is not None and self._state.leader and self.context.checkpointer.is_due(number)
         )
 
-    def _save_together(self, due: bool) -> None:
-        """The state of a sharded optimizer is brought together for a checkpoint, if one is ``due``."""
-        if not due:
-            return
+    def save_if_due(self) -> None:
+        """Write a checkpoint when the user's code after a step has run: whoever begins from it will not run it."""
+        context, together = self.context, self._saves_together
+        step_is_new, self._step_is_new, self._saves_together = self._step_is_new, False, False
+        if context.update.shards is None:
+            if step_is_new and self._state.leader:
+                self._activity.mark(SAVING, context.training.completed_steps)
+                context.checkpointer.save_if_due(context.training)
+        elif together and self._committed_in == context.session.generation:
+            self._save_together()
+
+    def _save_together(self) -> None:
+        """The state of a sharded optimizer is brought together for a checkpoint."""
         membership = self.context.membership
         try:
             membership.complete_leader()
@@ -308,8 +355,7 @@ class Loop:
 
     def commit_evaluation(self, blocks: list[Tensor], headers: Sequence[StepHeader]) -> None:
         """An exchange of an evaluation is complete; members that drain leave now."""
-        self.context.training.evaluated = blocks
-        self.context.training.exchanges += 1
+        self.context.training.complete_exchange(blocks)
         self.context.membership.note_offers(header.offer for header in headers)
         self.context.membership.switch_if_agreed()
 

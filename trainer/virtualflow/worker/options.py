@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from virtualflow.data import LoaderOptions, micro_batch
 from virtualflow.errors import ConfigurationError
@@ -40,6 +42,7 @@ class Options:
     max_fused: int | None
     batch_norm: BatchNorm
     shard_optimizer: bool
+    state: Mapping[str, Any]
     loader: LoaderOptions
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
@@ -95,6 +98,13 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ConfigurationError: it needs a closure, holds parameters that are not the model's, or this torch steps them
             wrongly.
     """
+    named: list[tuple[str, Any]] = list(model.named_parameters())
+    shapeless = next((name for name, parameter in named if is_lazy(parameter)), None)
+    if shapeless is not None:
+        raise ConfigurationError(
+            f"parameter {shapeless} has no shape yet, because its module is lazy; run the model on one batch before "
+            "vf.elastic, alike in all workers"
+        )
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

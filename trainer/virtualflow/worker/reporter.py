@@ -94,7 +94,7 @@ class Reporter:
             step=training.completed_steps,
             digest=digests.digest(training.model.state_dict()),
             # Of a sharded optimizer, only the leader has the whole by then.
-            optimizer_digest=digests.optimizer_digest(training.optimizer) if whole else "",
+            optimizer_digest=training.companion_digest() if whole else "",
             metrics=as_metrics(training.numbers),
             step_ms=self._stopwatch.median_ms,
             timed_steps=self._stopwatch.timed_steps,

@@ -153,6 +153,9 @@ class Run:
             logger.warning("the with block ended after %d steps, before the last one", training.completed_steps)
         if not session.state.has_state:
             return
+        training.arrive()
+        if not trained:
+            self._loop.save_if_due()
         complete_leader(membership, training)
         agree_on_end(session, membership, training, trained)
         if session.coordinated or self._termination_message.wanted:

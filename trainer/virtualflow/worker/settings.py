@@ -12,7 +12,7 @@ from virtualflow.device.settings import MemorySettings
 from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
-from virtualflow.step.settings import FusionSettings, StateWatchSettings
+from virtualflow.step.settings import FusionSettings, GuardSettings, StateWatchSettings
 from virtualflow.transport.settings import CommunicatorSettings, LinkSettings
 
 MAX_STEP_TIMES = 4_096
@@ -70,6 +70,7 @@ class WorkerSettings:
     transfer: TransferSettings = field(default_factory=TransferSettings)
     fusion: FusionSettings = field(default_factory=FusionSettings)
     watch: StateWatchSettings = field(default_factory=StateWatchSettings)
+    guard: GuardSettings = field(default_factory=GuardSettings)
     pace: PaceSettings = field(default_factory=PaceSettings)
     profiling: ProfilingSettings = field(default_factory=ProfilingSettings)
     report_limit: float = 10.0

@@ -22,9 +22,9 @@ from virtualflow.protocol.device_profile import Situation
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction import choose_summation
-from virtualflow.state import Checkpointer, JobIdentity, choose_policy
+from virtualflow.state import Checkpointer, Companions, JobIdentity, choose_policy
 from virtualflow.state import signature as signature_of
-from virtualflow.step import MicrobatchFusion, OptimizerOptions, Update
+from virtualflow.step import Guard, MicrobatchFusion, OptimizerOptions, Update
 from virtualflow.verify import Opened
 from virtualflow.worker.audit import Audit
 from virtualflow.worker.loading import Loading
@@ -108,6 +108,8 @@ class Context:
     """To be called when this worker begins again from where all are."""
     situation: Situation
     """What is about to run, as far as profiles go."""
+    guard: Guard
+    """Watches the user's code."""
 
     @property
     def is_over(self) -> bool:
@@ -146,8 +148,13 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     source = _open_source(request, resources)
     update = _open_update(request, resources)
     fusion = _open_fusion(request, source, resources)
-    training = Training(request.model, request.optimizer, options.scheduler, options.scaler, update, settings.transfer)
+    companions = Companions(options.state)
+    training = Training(
+        request.model, request.optimizer, options.scheduler, options.scaler, update, settings.transfer, companions
+    )
     signature = signature_of(request.model, request.optimizer)
+    if companions:
+        signature["state"] = companions.names
     situation = describe_situation(request.model, options, environment, request.virtual_nodes, signature)
     profiling = _open_profiling(request, source, situation)
     checkpointer = _open_checkpointer(request, source, signature, session, profiling is None, resources)
@@ -155,8 +162,10 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     stopwatch, pace = Stopwatch(), Pace(settings.pace)
     loading = Loading(source, fusion, training, options)
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
+    guard = _open_guard(request, companions, resources)
 
     def on_entry() -> None:
+        guard.forget()
         loading.enter(session.state.assigned)
         pace.enter()
         reporter.entered()
@@ -185,6 +194,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         profiling,
         on_entry,
         situation,
+        guard,
     )
 
 
@@ -255,6 +265,20 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
     )
     resources.callback(update.close)
     return update
+
+
+def _open_guard(request: Request, companions: Companions, resources: ExitStack) -> Guard:
+    options = request.options
+    guard = Guard(
+        request.model,
+        request.optimizer,
+        travels=companions.knows,
+        scheduled=options.scheduler is not None,
+        sharded=options.shard_optimizer,
+        settings=request.settings.guard,
+    )
+    resources.callback(guard.close)
+    return guard
 
 
 def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import not_finite
 from virtualflow.protocol.settings import MAX_NAME
-from virtualflow.state import Path, Reserve, capture, codec, digests, size_of, split
+from virtualflow.state import Companions, Path, Reserve, capture, codec, digests, size_of, split
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import Reduced, Schema, Update
 
@@ -34,6 +34,8 @@ class Training:
     update: Update
     transfer: TransferSettings
     """How a state travels."""
+    companions: Companions = field(default_factory=lambda: Companions({}))
+    """What the script keeps beside them."""
     completed_steps: int = 0
     """Updates that have been applied."""
     position: tuple[int, int] = (0, 0)
@@ -48,10 +50,15 @@ class Training:
     """The first of these two that was not finite."""
     evaluated: list[Tensor] | None = None
     """What the last exchange brought, if it was one of an evaluation: others may need it again."""
+    arrived: bool = True
+    """Whether the user's code between the last exchange and the next one has run here, with all that it may change."""
     members: int | None = None
     """How many workers made the last step."""
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
     """Membership changes so far, for coordinators and members to come."""
+
+    def __post_init__(self) -> None:
+        self._received: dict[str, Any] | None = None
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -64,10 +71,37 @@ class Training:
         epoch_ends = not any(header.more for header in reduced.headers)
         self.update.apply(reduced, epoch_ends)
         self.completed_steps += 1
-        self.exchanges += 1
+        self.complete_exchange(None)
         self.position = (epoch + 1, 0) if epoch_ends else (epoch, epoch_step + 1)
-        self.metrics, self.evaluated, self.members = reduced.metrics, None, members
+        self.metrics, self.members = reduced.metrics, members
         self.note_non_finite(reduced.metrics)
+
+    def complete_exchange(self, evaluated: list[Tensor] | None) -> None:
+        """One more exchange is complete, and the user's code behind it is still to run."""
+        self.exchanges += 1
+        self.evaluated, self.arrived = evaluated, False
+
+    def arrive(self) -> None:
+        """The user's code before the next exchange has run: stand where all others stand.
+
+        A survivor that lacked an exchange has got the state of one that had arrived here already, and has then run its
+        own code between the two on top of it. What that code has changed it has changed twice; so the state is taken
+        again.
+        """
+        received, self._received = self._received, None
+        if received is not None:
+            shards = self.update.shards
+            states = None if shards is None else shards.detach_states()
+            self._become(received)
+            if shards is not None and states is not None:
+                shards.attach_states(states)
+        self.arrived = True
+
+    def _become(self, tree: dict[str, Any], *, given: bool = False) -> dict[str, Any]:
+        """Put a captured state into the training's objects, and return the rest of it."""
+        extra = capture.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler, given=given)
+        self.companions.restore(tree.get("state", {}))
+        return extra
 
     def note_non_finite(self, numbers: Mapping[str, float]) -> None:
         """Remember the first of the training's metrics that is NaN or infinite, with the present step."""
@@ -96,7 +130,11 @@ class Training:
             "members": self.members,
             "changes": msgspec.to_builtins(list(self.changes.values())),
         }
+        if not self.arrived:
+            extra["arrived"] = False
         tree = capture.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
+        if self.companions:
+            tree["state"] = self.companions.capture()
         if not states:
             tree |= {"optimizer": {**tree["optimizer"], "state": {}}, "hosted": []}
         return tree
@@ -124,6 +162,7 @@ class Training:
             ConfigurationError: the state does not fit; nothing has changed.
         """
         capture.check_fit(tree, self.model, self.optimizer, self.scheduler, self.scaler)
+        self.companions.check_fit(tree.get("state", {}))
         own = capture.own_tensors(self.model, stripes) if in_place else {}
         return {path: own[path] if path in own else reserve.take(like) for path, like in stripes.items()}
 
@@ -131,19 +170,23 @@ class Training:
         """Become what :meth:`capture` gave, here or elsewhere; a tree that is ``given`` away is not copied.
 
         A survivor that lacks the last exchange gets it from one that has gone on, through the user's code after the
-        step. Its own code after that step is still to come. What that code changes, a learning rate scheduled by
-        hand, is therefore kept as it is, or it would be changed twice.
+        step. Its own code after that step is still to come, and is to see the learning rate that it would have seen
+        (see also :meth:`arrive`).
         """
         survivor = self.update.contributed
         by_hand = survivor and not self.update.optimizer_step.steps_scheduler
         kept = [{key: group[key] for key in _SCHEDULED if key in group} for group in self.optimizer.param_groups]
         schedule = codec.snapshot(self.scheduler.state_dict()) if by_hand and self.scheduler is not None else None
-        extra = capture.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler, given=given)
+        extra = self._become(tree, given=given)
+        if survivor and extra.get("arrived", True):
+            # In the host's memory, as long as the user's code up to the next exchange runs.
+            self._received = codec.unpack(codec.pack(self.capture(states=self.update.shards is None)))
         if by_hand:
             for group, values in zip(self.optimizer.param_groups, kept, strict=True):
                 group.update(values)
         if schedule is not None:
             self.scheduler.load_state_dict(schedule)
+        self.arrived = not survivor
         self.completed_steps, self.exchanges = extra["step"], extra["exchanges"]
         self.position = (extra["position"][0], extra["position"][1])
         self.update.sync.settle(Schema.from_json(extra["schema"]))
@@ -169,7 +212,14 @@ class Training:
 
     def model_hash(self) -> int:
         """A number that differs when two freshly built models do."""
-        return int(digests.digest(self.model.state_dict())[:15], 16)
+        beside = {f"state of {name}": value for name, value in self.companions.capture().items()}
+        return int(digests.digest({**self.model.state_dict(), **beside})[:15], 16)
+
+    def companion_digest(self) -> str:
+        """SHA-256 (hex) of the optimizer's state and, where the script keeps something beside the model, of that."""
+        if not self.companions:
+            return digests.optimizer_digest(self.optimizer)
+        return digests.digest({"optimizer": self.optimizer.state_dict(), **self.companions.capture()})
 
 
 def signature_hash(signature: dict[str, Any]) -> int:

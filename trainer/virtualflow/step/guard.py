@@ -1,0 +1,199 @@
+"""What a script must not do around a step is found where it happens: parameters, groups and optimizers that it changes.
+
+A virtual node must find what every other one finds, wherever it is computed. Buffers are put back for each of them
+(``buffers``); parameters are not, so nothing may change them between the beginning of an attempt and its
+synchronization. Nor may a worker do what another one would not: step an optimizer that the library does not know, since
+a joiner gets no state for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as base
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.step.partial_step import HARMLESS
+from virtualflow.step.settings import GuardSettings
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size of an element, types as which the bits of others can be added up."""
+
+Place = Literal["library", "inner loop", "between steps"]
+
+
+class Guard:
+    """Watches the user's code in one worker.
+
+    Args:
+        model: whose parameters.
+        optimizer: that the library steps.
+        travels: whether a joiner gets an object's state, so that the script may step it between two steps.
+        scheduled: whether the library knows of a scheduler.
+        sharded: whether each worker keeps a share of the optimizer only.
+        settings: how often contents are looked at.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        travels: Callable[[object], bool],
+        scheduled: bool,
+        sharded: bool,
+        settings: GuardSettings,
+    ) -> None:
+        named = list(model.named_parameters())
+        self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        self._optimizer, self._travels = optimizer, travels
+        self._scheduled, self._sharded, self._settings = scheduled, sharded, settings
+        self._groups = self._describe_groups()
+        self._place: Place = "library"
+        self._attempts = 0
+        self._versions: list[int] = []
+        self._sums: list[Tensor] | None = None
+        self._hook = _watch_steps(self._on_step)
+
+    def close(self) -> None:
+        """Leave torch as it was."""
+        self._hook.remove()
+
+    @contextmanager
+    def within(self, place: Place) -> Iterator[None]:
+        """What runs meanwhile is the library's, or the script's."""
+        before, self._place = self._place, place
+        try:
+            yield
+        finally:
+            self._place = before
+
+    # --- parameters ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """An attempt begins: until it ends nothing may change a parameter.
+
+        Raises:
+            ConfigurationError: the optimizer is not what it was, or code before the micro-batches changes parameters.
+        """
+        self._check_optimizer()
+        if self._versions:
+            self._refuse_change(
+                "code before the micro-batches of a step changes it, and a worker that joins has run that code already "
+                "when it gets the state"
+            )
+        self._attempts += 1
+        self._note()
+
+    def check(self, *, last: bool = False, look: bool = False) -> None:
+        """A virtual node has been computed, perhaps the ``last`` one of an attempt; ``look`` at the contents anyway.
+
+        Raises:
+            ConfigurationError: a parameter is not what it was.
+        """
+        if last or look or self._changed():
+            self._refuse_change(
+                "it has changed between the micro-batches of a step, so the result would depend on who computes which"
+            )
+        if last:
+            self.forget()
+
+    def committed(self) -> None:
+        """The step is made; the script's code behind it runs next. It may change parameters, unless they are shared out
+        with the optimizer: a survivor gets each from its keeper, which may have run that code, or not.
+        """
+        if self._sharded:
+            self._note()
+
+    def check_after_step(self) -> None:
+        """The script's code behind a step has run.
+
+        Raises:
+            ConfigurationError: a parameter has changed that must not.
+        """
+        if self._versions:
+            self._refuse_change(
+                "with shard_optimizer, code after a step must not change parameters", "do without one of the two"
+            )
+        self.forget()
+
+    def between(self) -> None:
+        """The script's code before the micro-batches of a step comes."""
+        self._note()
+
+    def forget(self) -> None:
+        """The state is another one, for good reason."""
+        self._versions, self._sums = [], None
+
+    def _note(self) -> None:
+        settings = self._settings
+        looks = self._attempts <= settings.first or self._attempts % settings.every == 0
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._sums = [add_bits(parameter) for parameter in self._parameters] if looks else None
+
+    def _changed(self) -> bool:
+        return [parameter._version for parameter in self._parameters] != self._versions
+
+    def _refuse_change(self, what: str, remedy: str = "move that code behind the loop over the micro-batches") -> None:
+        if self._sums is None:
+            if self._changed():
+                # Perhaps it was put back, to the bit: the next attempts look at the contents.
+                self._attempts = 0
+                self.forget()
+            return
+        for name, parameter, before in zip(self._names, self._parameters, self._sums, strict=True):
+            if not torch.equal(add_bits(parameter), before):
+                raise ConfigurationError(f"parameter {name}: {what}; {remedy}")
+
+    # --- optimizers ---------------------------------------------------------------------------------------------------
+
+    def _describe_groups(self) -> list[int]:
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def _check_optimizer(self) -> None:
+        groups = self._describe_groups()
+        if groups != self._groups:
+            raise ConfigurationError(
+                f"the optimizer's groups hold {groups} parameters and held {self._groups} at the start; a worker that "
+                "joins has those of the start: give the optimizer all parameters from the start, and freeze them with "
+                "requires_grad_(False) until their step.number has come"
+            )
+        step: Any = vars(self._optimizer).get("step")
+        if not self._scheduled and (hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")):
+            raise ConfigurationError(
+                "a learning rate scheduler was made for the optimizer, and a worker that joins would not get its "
+                'state; pass it to vf.elastic as scheduler=, with scheduler_interval="manual" if the script steps it'
+            )
+
+    def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called by torch before any optimizer of this process steps."""
+        name = type(optimizer).__name__
+        if self._place == "library" or (self._place == "between steps" and self._travels(optimizer)):
+            return
+        if optimizer is self._optimizer:
+            raise ConfigurationError(
+                f"the script has called {name}.step(), and the library steps the optimizer when the gradients of all "
+                "micro-batches are there; remove the call"
+            )
+        raise ConfigurationError(
+            f"the script has stepped an optimizer ({name}) that the library does not know, so a worker that joins "
+            "would not get its state; give all parameters to one optimizer, in groups, and remove the call"
+        )
+
+
+def _watch_steps(told: Callable[[torch.optim.Optimizer], None]) -> Any:
+    def hook(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        told(optimizer)
+
+    hook.__dict__[HARMLESS] = True
+    return base.register_optimizer_step_pre_hook(hook)
+
+
+def add_bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits, read as integers: int64 ``[]`` on its device."""
+    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return plain.view(_BITS[plain.itemsize]).sum(dtype=torch.int64)
