@@ -353,7 +353,8 @@ class Network:
             del self.histories[next(iter(self.histories))]
 
     def check_cause(self, worker: Worker, reason: str) -> None:
-        assert worker.touched or self.false_words, f"{worker.name} lives and nothing has happened to it: {reason}"
+        told_why = worker.touched or self.false_words or worker.ending is not None
+        assert told_why, f"{worker.name} lives and nothing has happened to it: {reason}"
 
     def close(self) -> None:
         for worker in self.workers.values():
