@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint docs e2e chaos bench dist image clean
+.PHONY: help venv demo test test-all lint docs e2e chaos campaign bench dist image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ e2e: $(STAMP) ## test on the cluster of KUBECONFIG, or on a kind cluster of its 
 
 chaos: $(STAMP) ## compare RUNS random schedules (20) bit for bit with an undisturbed run
 	@VIRTUALFLOW_CHAOS_RUNS=$(RUNS) $(BIN)/python -m pytest --nightly --timeout=0 tests/trainer/jobs/test_chaos.py $(ARGS)
+
+campaign: $(STAMP) ## part, slow, stop and kill real jobs in network namespaces, as root; ARGS="--faults 2000"
+	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks.campaign $(ARGS)
 
 bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write docs/explanation/benchmarks.md; ARGS="steps --quick"
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,bench]' -c constraints.txt

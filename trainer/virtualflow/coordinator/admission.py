@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from virtualflow.coordinator.generations import confirm_end, count_above, declare_lost, learn
+from virtualflow.coordinator.generations import confirm_end, count_above, declare_lost, learn, number_above
 from virtualflow.coordinator.roster import Contact
 from virtualflow.coordinator.settings import HEARTBEATS
 from virtualflow.coordinator.snapshot import Worker
@@ -35,9 +35,11 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
             state.roster.note_lost(hello.worker, hello.incarnation, hello.address, refusal)
         return _tell_refusal(state, hello.worker, refusal)
     known = state.roster.workers.get(hello.incarnation)
+    if fault_in_number(hello.heard) is None:
+        number_above(state, hello.heard)
     if hello.plan is not None:
         learn(state, hello.plan, now)
-    if max(hello.floor.incarnation, hello.floor.counter) < _LARGEST:
+    if fault_in_number(hello.floor) is None:
         count_above(state, hello.floor)
     if hello.plan is None or any(plan.includes(hello.incarnation) for plan in state.newest):
         for namesake in state.roster.namesakes(hello.worker, hello.incarnation):
@@ -130,7 +132,7 @@ def _described(state: JobState, hello: m.Hello, known: Worker | None, now: float
 def _refuse(job: JobState, hello: m.Hello) -> str | None:
     """Why the process that says ``hello`` must not take part in ``job``, in one sentence; ``None``: it may."""
     over = job.roster.refusal(hello.incarnation)
-    if over is not None:
+    if over is not None and not (_went_on_elsewhere(job, hello) and job.roster.is_suspected(hello.incarnation)):
         return over
     known = job.roster.workers.get(hello.incarnation)
     if known is not None and known.name != hello.worker:
@@ -158,8 +160,9 @@ def _refuse(job: JobState, hello: m.Hello) -> str | None:
 
 def fault_in_plan(plan: m.Plan, virtual_nodes: int | None) -> str | None:
     """What is wrong with a generation that somebody says to be in, if anything."""
-    if not 0 < plan.generation.counter < _LARGEST or not 0 < plan.generation.incarnation < _LARGEST:
-        return "no such generation is ever made"
+    fault = fault_in_number(plan.generation)
+    if fault is not None:
+        return fault
     if not plan.members:
         return "it has no members"
     if len({member.incarnation for member in plan.members}) != len(plan.members):
@@ -172,6 +175,24 @@ def fault_in_plan(plan: m.Plan, virtual_nodes: int | None) -> str | None:
     if virtual_nodes is not None and first != virtual_nodes:
         return f"it is about {first} virtual nodes"
     return None
+
+
+def _went_on_elsewhere(job: JobState, hello: m.Hello) -> bool:
+    """Whether that process is in a generation of another coordinator: this one was cut off, not the process."""
+    plan = hello.plan
+    return (
+        plan is not None
+        and plan.generation > job.running_generation
+        and job.plan_of(plan.generation) is None
+        and plan.rank_of(hello.worker, hello.incarnation) is not None
+        and fault_in_plan(plan, job.virtual_nodes) is None
+    )
+
+
+def fault_in_number(generation: m.Generation) -> str | None:
+    """What is wrong with the number of a generation, if anything."""
+    possible = 0 < generation.counter < _LARGEST and 0 < generation.incarnation < _LARGEST
+    return None if possible else "no such generation is ever made"
 
 
 def _bound(job: JobState, hello: m.Hello) -> bool:

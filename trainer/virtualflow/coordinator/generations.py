@@ -6,6 +6,7 @@ What messages, calls and decisions have in common; a function of the state and t
 from __future__ import annotations
 
 from virtualflow.coordinator.balance import split
+from virtualflow.coordinator.settings import APART
 from virtualflow.coordinator.snapshot import Proposal, Worker
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import messages as m
@@ -49,20 +50,37 @@ def _known_to_have_ended(state: JobState, proposal: Proposal) -> tuple[str, ...]
     return tuple(i for i in known if i in state.roster.ended and i not in proposal.members)[-MAX_WORKERS:]
 
 
+def number_above(state: JobState, generation: m.Generation) -> None:
+    """Give higher numbers than that from now on: a worker that was told of it listens to no lower one.
+
+    The clock of an earlier coordinator may have been ahead of this one's. Two coordinators that hear of it at once do
+    not take the same number, as they were not started at the same time.
+    """
+    state.counter = max(state.counter, generation.counter)
+    if generation.incarnation > state.incarnation:
+        state.incarnation = generation.incarnation + 1 + state.incarnation % APART
+
+
 def learn(state: JobState, plan: m.Plan, now: float) -> None:
     """A worker is in this generation: it is the running one if it is the newest, and its members exist."""
-    state.counter = max(state.counter, plan.generation.counter)
-    if plan.generation.incarnation > state.incarnation:
-        state.incarnation = plan.generation.incarnation + 1
+    number_above(state, plan.generation)
     if plan.generation <= state.running_generation:
         return
-    if state.running is None and state.proposed is not None and plan.generation < state.proposed.generation:
-        withdraw(state)  # an initial start, but there is a training to go on with
+    made_elsewhere = state.plan_of(plan.generation) is None
+    proposed = state.proposed
+    if state.running is None and proposed is not None and plan.generation < proposed.generation:
+        # News of the first generation may come after some of its members were to go on without the others.
+        goes_on = not made_elsewhere and all(plan.includes(member.incarnation) for member in proposed.members)
+        if not goes_on:
+            withdraw(state)  # an initial start, but there is a training to go on with
     state.running, state.running_since = plan, now
     state.plans.append(plan)
     if state.proposed is not None and state.proposed.generation <= plan.generation:
         state.proposed, state.prepared = None, set()
     for member in plan.members:
+        if made_elsewhere and state.roster.is_suspected(member.incarnation):
+            # This coordinator was cut off from it; another one was not.
+            state.roster.trust_again(member.incarnation)
         state.roster.add_heard_of(member, now)
     state.broken = {known: since for known, since in state.broken.items() if known >= plan.generation}
     if plan.mode == "planned" and any(state.roster.workers[member.incarnation].stranded for member in plan.members):

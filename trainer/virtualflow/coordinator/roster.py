@@ -124,6 +124,18 @@ class Roster:
             return "it has left" if worker.gone is None and worker.left else worker.gone
         return self._over[incarnation].why if incarnation in self._over else None
 
+    def is_suspected(self, incarnation: str) -> bool:
+        """Whether it is refused only because this coordinator could not hear it, not because it has ended or left."""
+        worker = self.workers.get(incarnation)
+        if incarnation in self._ended:
+            return False
+        return worker.gone is not None if worker is not None else incarnation in self.lost
+
+    def trust_again(self, incarnation: str) -> None:
+        """It was declared lost and lives: forget that."""
+        for known in (self.workers, self.contacts, self.lost, self._over):
+            known.pop(incarnation, None)
+
     def note_lost(self, name: str, incarnation: str, address: str, why: str) -> None:
         """That process was declared lost; the first reason stays."""
         if incarnation not in self.lost:

@@ -18,6 +18,9 @@ MAX_BUNDLE = 1 << 19
 KNOWN_GENERATIONS = 32
 """Latest generations that are remembered: by number, as withdrawn, and as reported broken."""
 
+APART = 1 << 19
+"""Two coordinators that were started in different milliseconds of such a stretch never give the same number."""
+
 REMEMBERED = 1_000
 """Latest processes that are over: should one come back, it is refused."""
 

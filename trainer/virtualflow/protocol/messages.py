@@ -195,6 +195,8 @@ class Hello(Base, frozen=True, tag="hello"):
     """The oldest that it speaks; ``None``: only ``protocol``."""
     version: Version = ""
     """Of its library, for people to read."""
+    heard: Generation = NO_GENERATION
+    """The newest that it was told of, entered or not: it listens to none before that one."""
     floor: Generation = NO_GENERATION
     """The newest generation that it knows of, by the checkpoint directory or from a plan: a first one is numbered above
     it."""

@@ -122,6 +122,11 @@ class Link:
             self._queue.append(message)
         self._stir()
 
+    def keep(self, message: m.FromWorker) -> None:
+        """Send it to every coordinator to come; the present one need not know."""
+        with self.changed:
+            self._kept[type(message)] = message
+
     def forget(self, kind: type) -> None:
         """A message that was kept has served its purpose."""
         with self.changed:

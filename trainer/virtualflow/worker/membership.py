@@ -151,6 +151,8 @@ class Membership:
         if session.interruption(self._state.plan) is None:
             logger.info("%s: generation %s broke: %s", session.worker, session.generation, error)
             session.say_broken(session.generation, str(error))
+        else:
+            session.keep_broken(session.generation, str(error))
         self._enter(session.await_entry())
         return pending and self._training.exchanges > exchanges
 
@@ -169,6 +171,8 @@ class Membership:
                 if session.interruption(plan) is None or not self._state.has_state:
                     contested = error.contested if isinstance(error, NoMajority) else None
                     session.say_broken(plan.generation, str(error), contested)
+                else:
+                    session.keep_broken(plan.generation, str(error))
                 plan = session.await_entry()
         self._state.rank, self._state.repair = session.rank, repair
         self._state.assigned = plan.members[session.rank].virtual_nodes

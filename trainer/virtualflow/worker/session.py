@@ -173,6 +173,13 @@ class Session:
         """Tell the coordinator that ``generation`` is over: its communicator is lost, or it does not count."""
         self.link.send(m.Broken(generation, self.state.step, detail, contested), keep=True)
 
+    def keep_broken(self, generation: m.Generation, detail: str) -> None:
+        """Let go of ``generation`` because the coordinator said so; another one has to hear of it.
+
+        The generation that was to take over may end with the coordinator, and the others of this one would wait.
+        """
+        self.link.keep(m.Broken(generation, self.state.step, detail))
+
     def await_entry(self) -> m.Plan:
         """Wait for the newest plan that this worker may enter without an agreement.
 
@@ -390,6 +397,7 @@ class Session:
             reproducibility=state.reproducibility,
             device=state.device,
             self_test=state.self_test,
+            heard=m.NO_GENERATION if newest is None else newest.generation,
             floor=state.floor if newest is None else max(state.floor, newest.generation),
         )
 

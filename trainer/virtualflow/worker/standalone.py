@@ -114,6 +114,9 @@ class StandaloneSession:
     def say_broken(self, generation: m.Generation, detail: str, contested: m.Plan | None = None) -> None:
         """There is nobody to tell."""
 
+    def keep_broken(self, generation: m.Generation, detail: str) -> None:
+        """Nor will there be."""
+
     def interruption(self, plan: m.Plan | None) -> str | None:
         """Nothing interrupts it."""
         return None
