@@ -15,7 +15,7 @@ import pytest
 from coordinator_server import RIGHT, SETTINGS, TOKEN, Server, hello, until, with_server
 
 from virtualflow.coordinator.memory_copies import Refusal, check
-from virtualflow.coordinator.settings import CoordinatorSettings, MemoryCopySettings
+from virtualflow.coordinator.settings import CoordinatorSettings, KeptCopySettings
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.memory_copy import HEADER, PATH, CopyHeader
@@ -24,7 +24,7 @@ from virtualflow.transport.settings import CopySettings
 
 FIRST, SECOND = m.Generation(1, 1), m.Generation(1, 2)
 MOST = 1 << 20
-SMALL = replace(SETTINGS, memory_copy=MemoryCopySettings(most=MOST, idle=0.3))
+SMALL = replace(SETTINGS, memory_copy=KeptCopySettings(most=MOST, idle=0.3))
 
 
 def plan(generation: m.Generation, worker: str) -> m.Plan:
@@ -223,4 +223,4 @@ def test_a_reader_that_stops_holds_the_copy_for_a_while_only(idle: float) -> Non
             await until(lambda: copies._readers == 0)
         assert (await put(server, header(b"next", 2), b"next"))[0] == 200
 
-    with_worker(test, replace(SMALL, memory_copy=MemoryCopySettings(most=64 << 20, idle=idle)))
+    with_worker(test, replace(SMALL, memory_copy=KeptCopySettings(most=64 << 20, idle=idle)))

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from virtualflow.coordinator.settings import MemoryCopySettings
+from virtualflow.coordinator.settings import KeptCopySettings
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import answer
 from virtualflow.protocol.memory_copy import HEADER, CopyHeader, MemoryCopyState
@@ -44,7 +44,7 @@ class Refusal(Exception):
         self.code = code
 
 
-def copy_limit(settings: MemoryCopySettings) -> int:
+def copy_limit(settings: KeptCopySettings) -> int:
     """Bytes of the largest copy that this machine, or this pod, has the memory for twice; 0: none."""
     return max(0, min(settings.most, (_free_memory() - settings.reserve) // 2))
 
@@ -79,7 +79,7 @@ class MemoryCopies:
         on_change: called when there is a new one.
     """
 
-    def __init__(self, state: JobState, settings: MemoryCopySettings, on_change: Callable[[], None]) -> None:
+    def __init__(self, state: JobState, settings: KeptCopySettings, on_change: Callable[[], None]) -> None:
         self._state = state
         self._settings = settings
         self._on_change = on_change

@@ -112,7 +112,7 @@ class MembershipSettings:
 
 
 @dataclass(frozen=True)
-class MemoryCopySettings:
+class KeptCopySettings:
     """The copy of the state of a job's only worker in the coordinator's memory."""
 
     most: int = 64 << 30
@@ -131,7 +131,7 @@ class CoordinatorSettings:
     """The coordinator process."""
 
     membership: MembershipSettings = field(default_factory=MembershipSettings)
-    memory_copy: MemoryCopySettings = field(default_factory=MemoryCopySettings)
+    memory_copy: KeptCopySettings = field(default_factory=KeptCopySettings)
     watch_interval: float = 0.05
     """A watcher of the status gets at most one message in this time."""
     first_message: float = 10.0
