@@ -184,7 +184,7 @@ class MemoryCopies:
             self._thread.join(timeout)
 
     def _send(self, step: int, generation: Generation, packed: Tensor, limit: int, began: float, pause: float) -> None:
-        state = memoryview(packed.numpy())
+        state = packed.numpy().data
         checksum = hashlib.sha256(state)
         identity, versions = self._identity, (str(torch.__version__), NUMERICS)
         manifest = seal(Manifest(FORMAT, step, identity, state.nbytes, checksum.hexdigest(), *versions))
