@@ -121,7 +121,7 @@ class KeptCopySettings:
     """Bytes of memory that are left to everything else; half of the rest bounds a copy, as a new one arrives beside
     the one before it."""
     idle: float = 10.0
-    """A transfer in which nothing moves for this long is given up."""
+    """A transfer in which nothing moves for this long is ended."""
     piece: int = 256 << 10
     """Bytes that are sent at once."""
 

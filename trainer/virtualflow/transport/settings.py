@@ -40,7 +40,7 @@ class CopySettings:
 
     connect_timeout: float = 3.0
     idle: float = 10.0
-    """A transfer in which nothing moves for this long is given up."""
+    """A transfer in which nothing moves for this long is ended."""
     piece: int = 8 << 20
     """Bytes that are sent or read at once, without the interpreter."""
 
