@@ -185,7 +185,7 @@ class _CoordinatorThread:
         self._loop.close()
 
     async def _serve(self) -> None:
-        coordinator = Coordinator(TOKEN, self._wanted, self._settings)
+        coordinator = self.coordinator = Coordinator(TOKEN, self._wanted, self._settings)
         runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -70,6 +70,8 @@ class Checkpoint(Base, frozen=True):
     every_seconds: int = int(CHECKPOINT_SECONDS)
     keep: int = CHECKPOINT_KEEP
     timeout_seconds: int = 300
+    memory: bool = False
+    """Whether a lone worker keeps a copy of the state in the coordinator's memory, too."""
 
 
 class JobSpec(Base, frozen=True):

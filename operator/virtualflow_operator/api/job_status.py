@@ -125,6 +125,9 @@ class JobStatus(Base, frozen=True):
     checkpoint_step: int | None = None
     """Of the newest complete checkpoint."""
     checkpoint_time: str | None = None
+    memory_copy_step: int | None = None
+    """Of the copy of a lone worker's state in the coordinator's memory."""
+    memory_copy_time: str | None = None
     last_change: LastChange | None = None
     changes: int = 0
     repeated_steps: int = 0

@@ -100,6 +100,8 @@ def _with_progress(status: JobStatus, remote: Status) -> JobStatus:
         step_milliseconds=_shown(remote.step_ms) or status.step_milliseconds,
         predicted_step_milliseconds=_shown(remote.predicted_step_ms),
         **_newest_checkpoint(status, remote.checkpoint),
+        memory_copy_step=None if remote.memory_copy is None else remote.memory_copy.step,
+        memory_copy_time=None if remote.memory_copy is None else format_time(remote.memory_copy.at),
         last_change=_latest_change(status, remote),
         # All that workers remember; after a start from a checkpoint that may be less than was counted before.
         changes=max(status.changes, remote.changes_total),

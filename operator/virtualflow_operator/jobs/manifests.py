@@ -17,6 +17,7 @@ from virtualflow.protocol.settings import (
     ENV_ADDRESS,
     ENV_CHECKPOINT_DIR,
     ENV_CHECKPOINT_KEEP,
+    ENV_CHECKPOINT_MEMORY,
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
     ENV_COORDINATOR,
@@ -115,6 +116,8 @@ def template_hash(job: Job, group: WorkerGroup) -> str:
     made_from = {"template": group.template, "checkpoint": checkpoint}
     if job.spec.on_non_finite != "Continue":
         made_from["onNonFinite"] = job.spec.on_non_finite
+    if job.spec.checkpoint is not None and job.spec.checkpoint.memory:
+        made_from["checkpointMemory"] = True
     return _hash(made_from)
 
 
@@ -189,6 +192,8 @@ def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings:
         values[ENV_CHECKPOINT_KEEP] = str(spec.checkpoint.keep)
         if spec.checkpoint.every_steps is not None:
             values[ENV_CHECKPOINT_STEPS] = str(spec.checkpoint.every_steps)
+        if spec.checkpoint.memory:
+            values[ENV_CHECKPOINT_MEMORY] = "1"
     return [
         _token_variable(job, settings),
         {"name": ENV_WORKER, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},

@@ -71,6 +71,8 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         steps_per_second=None,
         step_milliseconds=None,
         predicted_step_milliseconds=None,
+        memory_copy_step=None,
+        memory_copy_time=None,
         scale_down_since=None,
     )
     return amend(
@@ -138,7 +140,12 @@ def failed(status: JobStatus, job: Job, reason: str, message: str, now: float) -
 
 def _over(status: JobStatus, job: Job, now: float, reason: str, message: str, which: ConditionType) -> JobStatus:
     status = msgspec.structs.replace(
-        status, workers=f"0/{job.spec.desired}", steps_per_second=None, predicted_step_milliseconds=None
+        status,
+        workers=f"0/{job.spec.desired}",
+        steps_per_second=None,
+        predicted_step_milliseconds=None,
+        memory_copy_step=None,
+        memory_copy_time=None,
     )
     return amend(
         status,

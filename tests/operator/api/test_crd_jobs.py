@@ -169,7 +169,7 @@ def test_the_schema_fills_in_all_defaults() -> None:
         },
         "priority": 0,
         "weight": 1,
-        "checkpoint": {"volume": volume, "everySeconds": 60, "keep": 3, "timeoutSeconds": 300},
+        "checkpoint": {"volume": volume, "everySeconds": 60, "keep": 3, "memory": False, "timeoutSeconds": 300},
         "suspend": False,
         "onNonFinite": "Continue",
         "backoffLimit": 3,

@@ -328,6 +328,16 @@ def test_a_checkpoint_brings_its_volume() -> None:
     assert environment({"spec": spec})["VIRTUALFLOW_CHECKPOINT_DIR"]["value"].startswith(mount["mountPath"] + "/")
 
 
+def test_a_copy_in_memory_is_for_workers_old_and_new_of_jobs_that_want_one() -> None:
+    without, off, on = (
+        job_of(checkpoint={"volume": CLAIM, **more}) for more in ({}, {"memory": False}, {"memory": True})
+    )
+    assert "VIRTUALFLOW_CHECKPOINT_MEMORY" not in environment(worker_of(off))
+    assert environment(worker_of(on))["VIRTUALFLOW_CHECKPOINT_MEMORY"]["value"] == "1"
+    assert manifests.templates_hash(without) == manifests.templates_hash(off), "a newer schema gives it to every job"
+    assert manifests.templates_hash(on) != manifests.templates_hash(off), "workers are replaced one by one"
+
+
 def test_workers_of_a_group_with_a_profile_are_told_of_it() -> None:
     plain, profiled = (
         job_of(workerGroups=[group()]),

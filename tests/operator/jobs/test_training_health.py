@@ -23,6 +23,7 @@ from scenes import (
     training,
 )
 
+from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.messages import CheckpointState, NonFinite
 from virtualflow.protocol.metrics import Metric
 from virtualflow.protocol.termination_message import TerminationMessage
@@ -121,6 +122,15 @@ def test_a_job_that_goes_on_after_nan_and_crashes_is_tried_again() -> None:
 
 CLAIM = {"volume": {"persistentVolumeClaim": {"claimName": "c"}}}
 WHY = "the checkpoint of step 40 was not written to /virtualflow/checkpoints (No space left on device): free some space"
+
+
+def test_the_copy_in_the_coordinators_memory_is_told_as_long_as_there_is_one() -> None:
+    stage = tells(
+        training(checkpoint={**CLAIM, "memory": True}), memory_copy=MemoryCopyState(30, NOW - 2, 9_000)
+    ).settle()
+    assert (stage.job.status.memory_copy_step, stage.job.status.memory_copy_time) == (30, format_time(NOW - 2))
+    stage.link = link(remote("training"))  # a new coordinator
+    assert stage.decide().status.memory_copy_step is None
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_condition_until_one_is_complete() -> None:

@@ -16,6 +16,7 @@ from virtualflow.launcher.options import RunOptions, resolve
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_KEEP,
+    ENV_CHECKPOINT_MEMORY,
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
     ENV_ON_NON_FINITE,
@@ -109,6 +110,27 @@ def test_checkpoints_are_written_as_the_manifest_says(
     environment = _resolve(_manifest(tmp_path, checkpoint=CHECKPOINT), *options).environment
     names = (ENV_CHECKPOINT_STEPS, ENV_CHECKPOINT_SECONDS, ENV_CHECKPOINT_KEEP)
     assert tuple(environment.get(name) for name in names) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "value"),
+    [
+        pytest.param({}, [], None, id="nobody says"),
+        pytest.param({"checkpoint": {**CHECKPOINT, "memory": True}}, [], "1", id="the manifest, without a directory"),
+        pytest.param({"checkpoint": {**CHECKPOINT, "memory": False}}, [], None, id="the manifest does not want it"),
+        pytest.param({}, ["--checkpoint-memory"], "1", id="the option"),
+    ],
+)
+def test_workers_are_told_to_keep_a_copy_in_memory(
+    spec: dict[str, object], options: list[str], value: str | None, tmp_path: Path
+) -> None:
+    environment = _resolve(_manifest(tmp_path, **spec), *options).environment
+    assert environment.get(ENV_CHECKPOINT_MEMORY) == value
+
+
+def test_memory_that_is_no_flag_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"spec\.checkpoint\.memory must be true or false, not 'yes'"):
+        _resolve(_manifest(tmp_path, checkpoint={**CHECKPOINT, "memory": "yes"}))
 
 
 @pytest.mark.parametrize("word", [None, "Bitwise", "Statistical"])

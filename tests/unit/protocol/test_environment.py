@@ -6,7 +6,12 @@ import pytest
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import ENV_CHECKPOINT_SECONDS, ENV_ON_NON_FINITE, ENV_REPRODUCIBILITY
+from virtualflow.protocol.settings import (
+    ENV_CHECKPOINT_MEMORY,
+    ENV_CHECKPOINT_SECONDS,
+    ENV_ON_NON_FINITE,
+    ENV_REPRODUCIBILITY,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +60,11 @@ def test_another_word_for_what_to_do_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(ENV_ON_NON_FINITE, "stop")
     with pytest.raises(ConfigurationError, match="'stop' must be Continue or Stop"):
         WorkerEnvironment.read()
+
+
+@pytest.mark.parametrize(("value", "found"), [("", False), ("0", False), ("1", True)])
+def test_a_copy_in_memory_is_asked_for_by_the_environment(
+    value: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_CHECKPOINT_MEMORY, value)
+    assert WorkerEnvironment.read().checkpoint_memory is found

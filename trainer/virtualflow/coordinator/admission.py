@@ -89,7 +89,8 @@ def _greet(
     running = state.running is not None and bool(state.running.members)
     limit = state.settings.heartbeat_limit
     heartbeat = min(limit, state.settings.hang_limit or state.settings.hang_floor) / HEARTBEATS
-    welcome = m.Welcome(running, state.history.step, state.hold, heartbeat, protocol, limit)
+    step, hold = state.history.step, state.hold
+    welcome = m.Welcome(running, step, hold, heartbeat, protocol, limit, state.copy_limit)
     state.send(hello.incarnation, welcome)
     if known is not None and known.draining and not hello.draining:
         seconds = max(0.0, (worker.deadline or now) - now)

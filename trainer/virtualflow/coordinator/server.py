@@ -24,13 +24,14 @@ from virtualflow.coordinator.decisions import decide
 from virtualflow.coordinator.door import Door
 from virtualflow.coordinator.door import logger as seldom
 from virtualflow.coordinator.line import Line
+from virtualflow.coordinator.memory_copies import MemoryCopies, copy_limit
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import CoordinatorSettings
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import Watchers, answer
 from virtualflow.coordinator.worker_messages import disconnect, excuse, handle
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol import framing, http_api
+from virtualflow.protocol import framing, http_api, memory_copy
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE
 
@@ -57,7 +58,9 @@ class Coordinator:
         self.state = JobState(time.time_ns() // 1_000_000, wanted, settings.membership, self._ticked_at, minimum)
         self._lines: dict[str, Line] = {}
         self._writers: set[asyncio.Task[None]] = set()
+        self.state.copy_limit = copy_limit(settings.memory_copy)
         self._watchers = Watchers(self.state, settings.watch_interval)
+        self._copies = MemoryCopies(self.state, settings.memory_copy, self._watchers.notice)
         self._timer: asyncio.TimerHandle | None = None
         self._due: asyncio.TimerHandle | None = None
         self._turned_at = 0.0
@@ -74,6 +77,8 @@ class Coordinator:
         app.router.add_get("/v1/status", self._watchers.show)
         app.router.add_get("/v1/watch", self._watchers.serve)
         app.router.add_get("/v1/worker", self._worker)
+        app.router.add_put(memory_copy.PATH, self._copies.receive)
+        app.router.add_get(memory_copy.PATH, self._copies.give)
         for kind, path in http_api.PATHS.items():
             app.router.add_post(path, self._calls(kind))
         return app

@@ -115,10 +115,26 @@ class MembershipSettings:
 
 
 @dataclass(frozen=True)
+class KeptCopySettings:
+    """The copy of the state of a job's only worker in the coordinator's memory."""
+
+    most: int = 64 << 30
+    """Bytes of the largest one, where the memory of the machine or the pod allows that."""
+    reserve: int = 64 << 20
+    """Bytes of memory that are left to everything else; half of the rest bounds a copy, as a new one arrives beside
+    the one before it."""
+    idle: float = 10.0
+    """A transfer in which nothing moves for this long is ended."""
+    piece: int = 256 << 10
+    """Bytes that are sent at once."""
+
+
+@dataclass(frozen=True)
 class CoordinatorSettings:
     """The coordinator process."""
 
     membership: MembershipSettings = field(default_factory=MembershipSettings)
+    memory_copy: KeptCopySettings = field(default_factory=KeptCopySettings)
     watch_interval: float = 0.05
     """A watcher of the status gets at most one message in this time."""
     first_message: float = 10.0

@@ -17,6 +17,7 @@ from virtualflow.coordinator.settings import KNOWN_GENERATIONS, MembershipSettin
 from virtualflow.coordinator.snapshot import Cluster
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.settings import Reproducibility
 
 
@@ -73,6 +74,11 @@ class JobState:
     told_done: bool = False
     reason: str = ""
     """The membership decision in force, in words."""
+
+    copy_limit: int = 0
+    """Bytes of the largest copy of a training's state that this coordinator keeps."""
+    memory_copy: MemoryCopyState | None = None
+    """The one that it has."""
 
     outbox: list[tuple[str, m.ToWorker]] = field(default_factory=list)
     """What is to be sent, and to which process."""

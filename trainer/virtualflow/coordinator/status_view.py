@@ -67,6 +67,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         version=us.version,
         non_finite=history.non_finite,
         checkpoint=history.checkpoint,
+        memory_copy=job.memory_copy,
     )
 
 

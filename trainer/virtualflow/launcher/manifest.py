@@ -40,6 +40,8 @@ class JobManifest:
     every_seconds: int | None = None
     keep: int | None = None
     """When it wants checkpoints, and how many remain."""
+    memory: bool = False
+    """Whether the last worker keeps a copy of the state in the coordinator's memory."""
 
 
 def load_manifest(path: Path) -> JobManifest:
@@ -119,6 +121,7 @@ def read_manifest(document: object) -> JobManifest:
         every_steps=_count(checkpoint, "everySteps", "spec.checkpoint."),
         every_seconds=_count(checkpoint, "everySeconds", "spec.checkpoint."),
         keep=_count(checkpoint, "keep", "spec.checkpoint."),
+        memory=_flag(checkpoint, "memory", "spec.checkpoint."),
     )
 
 
@@ -204,6 +207,13 @@ def _count(spec: Mapping[str, object], key: str, place: str = "spec.") -> int | 
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ConfigurationError(f"{place}{key} must be a whole number of at least 1, not {number!r}")
     return number
+
+
+def _flag(spec: Mapping[str, object], key: str, place: str) -> bool:
+    value = spec.get(key, False)
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{place}{key} must be true or false, not {value!r}")
+    return value
 
 
 def _mapping(parent: Mapping[str, object], key: str, place: str) -> Mapping[str, object]:

@@ -21,6 +21,7 @@ from virtualflow.protocol.environment import read_number
 from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_DIR,
     ENV_CHECKPOINT_KEEP,
+    ENV_CHECKPOINT_MEMORY,
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
     ENV_ON_NON_FINITE,
@@ -211,6 +212,8 @@ def _checkpoints(arguments: Namespace, job: JobManifest, environment: dict[str, 
         }
         given = {name: value if value is not None else asked[name] for name, value in given.items()}
     environment.update({name: str(value) for name, value in given.items() if value is not None})
+    if arguments.checkpoint_memory or job.memory:
+        environment[ENV_CHECKPOINT_MEMORY] = "1"
     if arguments.checkpoint_dir is None:
         inherited = environment.get(ENV_CHECKPOINT_DIR) or os.environ.get(ENV_CHECKPOINT_DIR, "").strip()
         return Path(inherited) if inherited else None

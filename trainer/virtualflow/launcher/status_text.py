@@ -61,6 +61,9 @@ def describe_status(job: str, status: Status) -> str:
             f"  {one.worker:<{width}}  {describe_range(one):<13}  {describe_pace(one):>7}  {one.state:<8}  {one.pid}"
             for one in sorted(status.workers, key=by_range)
         ]
+    if status.memory_copy is not None:
+        size = _megabytes(status.memory_copy.size)
+        lines.append(f"  copy of step {status.memory_copy.step} in the coordinator's memory: {size}")
     if status.last_change is not None:
         lines.append(f"  last change: {describe_change(status.last_change)}")
     return "\n".join(lines)

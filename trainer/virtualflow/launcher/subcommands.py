@@ -161,6 +161,12 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
 
 def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--checkpoint-dir", metavar="DIR", help="write checkpoints there and resume from the newest")
+    group.add_argument(
+        "--checkpoint-memory",
+        action="store_true",
+        help="while there is only one worker, keep a copy of its state in the memory of the coordinator: if it dies, "
+        "a few steps are repeated",
+    )
     group.add_argument("--checkpoint-steps", metavar="N", help="every N steps", **_AT_LEAST_1)
     group.add_argument(
         "--checkpoint-seconds",

@@ -60,6 +60,8 @@ class WorkerEnvironment:
     """The most virtual nodes of a micro-batch in a statistical job; ``None``: the script says."""
     on_non_finite: OnNonFinite = "Continue"
     """What to do once a metric is NaN or infinite."""
+    checkpoint_memory: bool = False
+    """Whether the only worker of a job keeps a copy of the state in the coordinator's memory."""
     profile: Path | None = None
     """A profile of this device, for a first guess of its speed."""
     profile_out: Path | None = None
@@ -103,6 +105,7 @@ class WorkerEnvironment:
             reproducibility=_choice(names.ENV_REPRODUCIBILITY, REPRODUCIBILITY),
             max_fused=_whole(names.ENV_MAX_FUSED),
             on_non_finite=_choice(names.ENV_ON_NON_FINITE, ON_NON_FINITE) or "Continue",
+            checkpoint_memory=_choice(names.ENV_CHECKPOINT_MEMORY, {"1": "1", "0": "0"}) == "1",
             profile=_path(names.ENV_PROFILE),
             profile_out=_path(names.ENV_PROFILE_OUT),
             profile_sizes=_sizes(),

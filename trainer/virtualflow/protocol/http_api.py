@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.messages import (
     Base,
     Change,
@@ -219,3 +220,5 @@ class Status(Base, frozen=True, tag=False):
     """The first metric that was not finite; ``metrics`` says whether one still is."""
     checkpoint: CheckpointState | None = None
     """``None``: nobody has written or restored one."""
+    memory_copy: MemoryCopyState | None = None
+    """The copy of the state in the coordinator's memory; ``None``: there is none."""

@@ -400,6 +400,8 @@ class Welcome(Base, frozen=True, tag="welcome"):
     """The newest that both speak: what the two may say to each other."""
     lease: Seconds = HEARTBEAT_LIMIT
     """How long a worker that was heard from keeps its place."""
+    memory_copy: Count = 0
+    """Bytes of the largest copy of a state that the coordinator keeps in its memory; 0: it keeps none."""
 
 
 class Lease(Base, frozen=True, tag="lease"):

@@ -8,6 +8,7 @@ from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy
 from virtualflow.state.companions import Companions
 from virtualflow.state.content_hash import content_hash
 from virtualflow.state.digests import signature
+from virtualflow.state.memory_copies import MemoryCopies
 from virtualflow.state.preallocation import Reserve, elder, make_room, tell_room
 from virtualflow.state.striping import Path, share_out, size_of, split
 from virtualflow.state.transfer import Moving, move_state, pack_state
@@ -20,6 +21,7 @@ __all__ = [
     "Companions",
     "JobIdentity",
     "Kind",
+    "MemoryCopies",
     "Moving",
     "Origin",
     "Path",

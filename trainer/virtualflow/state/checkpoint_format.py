@@ -144,18 +144,23 @@ def find_newest(
         except (OSError, ValueError) as error:
             on_event(skipped(path, error))
             continue
-        if manifest.torch != torch.__version__:
-            on_event(
-                f"the checkpoint {path} was written by torch {manifest.torch} and this is "
-                f"{torch.__version__}: from here on the bits may differ"
-            )
-        if manifest.numerics != NUMERICS:
-            on_event(
-                f"the checkpoint {path} was written by a virtualflow with numerics {manifest.numerics} and this has "
-                f"{NUMERICS}: from here on the bits may differ"
-            )
+        tell_other_versions(manifest, f"the checkpoint {path}", on_event)
         return Found(mark, path, manifest.identity, manifest.state_sha256, (path / MANIFEST).stat().st_mtime)
     return None
+
+
+def tell_other_versions(manifest: Manifest, name: str, on_event: Callable[[str], None]) -> None:
+    """Tell people that what is about to be restored was written by something that may compute other bits."""
+    if manifest.torch != torch.__version__:
+        on_event(
+            f"{name} was written by torch {manifest.torch} and this is {torch.__version__}: from here on the bits may "
+            "differ"
+        )
+    if manifest.numerics != NUMERICS:
+        on_event(
+            f"{name} was written by a virtualflow with numerics {manifest.numerics} and this has {NUMERICS}: from here "
+            "on the bits may differ"
+        )
 
 
 def skipped(path: Path, error: Exception) -> str:
@@ -216,9 +221,16 @@ def adopt(found: Found, fence: Generation) -> Found:
     return replace(found, mark=mark, path=path)
 
 
-def _read_manifest(path: Path, step: int) -> Manifest:
+def seal(manifest: Manifest) -> bytes:
+    """A manifest as JSON, so that a flipped bit in it does not pass for another job or another format."""
+    content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    return msgspec.json.encode(_Envelope(hashlib.sha256(content).hexdigest(), msgspec.Raw(content)))
+
+
+def unseal(sealed: bytes, name: str) -> Manifest:
+    """What :func:`seal` made into bytes; ValueError if it is damaged, ConfigurationError if of another format."""
     try:
-        envelope = msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Envelope)
+        envelope = msgspec.json.decode(sealed, type=_Envelope)
         content = bytes(envelope.manifest)
         if hashlib.sha256(content).hexdigest() != envelope.checksum:
             raise ValueError(f"the content of {MANIFEST} is not what was written (its checksum differs)")
@@ -228,9 +240,14 @@ def _read_manifest(path: Path, step: int) -> Manifest:
         raise ValueError(f"{MANIFEST} cannot be understood: {error}") from None
     if manifest is None:
         raise ConfigurationError(
-            f"the checkpoint {path} has format {version} and this version of VirtualFlow reads {FORMAT}; use "
+            f"{name} has format {version} and this version of VirtualFlow reads {FORMAT}; use "
             "the version that wrote it, or another --checkpoint-dir"
         )
+    return manifest
+
+
+def _read_manifest(path: Path, step: int) -> Manifest:
+    manifest = unseal((path / MANIFEST).read_bytes(), f"the checkpoint {path}")
     if manifest.step != step:
         raise ValueError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
@@ -289,9 +306,7 @@ def write(directory: Path, mark: Mark, tree: dict[str, Any], identity: JobIdenti
             # safetensors makes its file private; ours has the mode that the umask gave to the manifest.
             (temporary / STATE).chmod(os.fstat(manifest_file.fileno()).st_mode & 0o777)
             manifest = Manifest(FORMAT, step, identity, size, checksum, str(torch.__version__), NUMERICS)
-            content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-            envelope = _Envelope(hashlib.sha256(content).hexdigest(), msgspec.Raw(content))
-            manifest_file.write(msgspec.json.encode(envelope))
+            manifest_file.write(seal(manifest))
             manifest_file.flush()
             os.fsync(manifest_file.fileno())
             _sync_directory(temporary)

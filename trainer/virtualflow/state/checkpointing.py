@@ -15,6 +15,7 @@ from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, S
 from virtualflow.state.checkpoint_format import Found, JobIdentity, adopt, find_newest, load, skipped
 from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark, complete, highest_fence
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
+from virtualflow.state.memory_copies import MemoryCopies
 
 
 def choose_policy(
@@ -66,6 +67,7 @@ class Checkpointer:
         tell: what there is to say.
         report: what has become of each write.
         doubt: within so many steps a state may still turn out to be wrong.
+        copies: those in the coordinator's memory; ``None``: there are none.
     """
 
     def __init__(
@@ -75,11 +77,16 @@ class Checkpointer:
         tell: Callable[[Kind, str], None],
         report: Callable[[CheckpointState], None],
         doubt: int = 0,
+        copies: MemoryCopies | None = None,
     ) -> None:
         self._policy = policy
         self._identity = identity
         self._tell = tell
         self._report = report
+        self._copies = copies
+        """Those in the coordinator's memory, where there are any."""
+        self._copied = -1
+        """The step of the newest of these, where it is newer than what is on disk."""
         self._complete: tuple[int, float] | tuple[None, None] = None, None
         """The newest complete one's step, and when it was written (Unix time)."""
         self._saved_step = -1
@@ -127,7 +134,7 @@ class Checkpointer:
             self._writer.generation = generation
 
     def find(self) -> Mark:
-        """The checkpoint that this worker could begin from, by its manifest; ``NO_CHECKPOINT``: there is none.
+        """The checkpoint or copy that this worker could begin from, by its manifest; ``NO_CHECKPOINT``: there is none.
 
         Raises:
             ConfigurationError: it is another job's.
@@ -136,15 +143,20 @@ class Checkpointer:
         if self._policy is not None and self._found is None:
             self._leave_if_fenced(self.highest_fence)
             self._found = find_newest(self._policy.directory, self._say, self._identity, self._damaged)
-        return NO_CHECKPOINT if self._found is None else self._found.mark
+        saved = NO_CHECKPOINT if self._found is None else self._found.mark
+        copied = NO_CHECKPOINT if self._copies is None else self._copies.find()
+        self._copied = copied.step if copied > saved else -1
+        return max(copied, saved)
 
     def read(self) -> bool:
-        """Begin from the checkpoint that :meth:`find` has found; whether it is what was written, which is told
-        otherwise.
+        """Begin from what :meth:`find` has found; whether it is what was written, which is told otherwise.
 
         Raises:
-            ConfigurationError: it cannot be given this generation's number.
+            ConfigurationError: it is another job's, or the checkpoint cannot be given this generation's number.
         """
+        if self._copied >= 0 and self._copies is not None:
+            self._tree = self._copies.read()
+            return self._tree is not None
         assert self._found is not None
         path = self._found.path
         try:
@@ -165,7 +177,10 @@ class Checkpointer:
         return True
 
     def discard(self, step: int) -> None:
-        """The checkpoint of that step was found damaged, here or by another worker: an older one counts."""
+        """What was to be restored, of that step, was found damaged, here or by another worker: an older one counts."""
+        if self._copied == step and self._copies is not None:
+            self._copies.discard()
+            return
         self._damaged.add(step)
         self._found = None
 
@@ -186,11 +201,14 @@ class Checkpointer:
         return remaining
 
     def restore(self, training: Checkpointable) -> None:
-        """Begin from the checkpoint that :meth:`read` has read."""
-        assert self._found is not None
+        """Begin from what :meth:`read` has read."""
         assert self._tree is not None
         tree, self._tree = self._tree, None
         training.restore(tree)
+        if self._copied >= 0:
+            self._tell("checkpoint", f"the state of step {self._copied} came from the coordinator's memory")
+            return
+        assert self._found is not None
         self._saved_step = self._found.step
         self._complete = self._found.step, self._found.written
         self._report(CheckpointState(time.time(), self._found.step, self._found.written))
@@ -211,6 +229,11 @@ class Checkpointer:
         if writer is not None and writer.due(step) and writer.save(step, training.capture()):
             self._saved_step = step
 
+    def copy_if_due(self, training: Checkpointable, generation: Generation) -> None:
+        """Send a copy of the state to the coordinator's memory when it is time; ``generation`` has no other member."""
+        if self._copies is not None:
+            self._copies.copy_if_due(training.completed_steps, generation, training.capture)
+
     def save_final(self, training: Checkpointable) -> None:
         """Write a checkpoint of the present step, and wait for it.
 
@@ -227,7 +250,9 @@ class Checkpointer:
         self._leave_if_fenced()
 
     def flush(self, timeout: float) -> None:
-        """Wait for a write under way."""
+        """Wait for a write under way; a copy under way is of no use any more."""
+        if self._copies is not None:
+            self._copies.close(timeout)
         if self._writer is not None:
             self._writer.flush(timeout)
 

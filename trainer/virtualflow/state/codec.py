@@ -91,8 +91,10 @@ def decode(header: bytes, tensors: Callable[[int, torch.dtype, torch.Size], Tens
     return unflatten(skeleton, given)
 
 
-def pack(tree: Tree) -> Tensor:
+def pack(tree: Tree, room: Tensor | None = None) -> Tensor:
     """The tree as one contiguous ``uint8`` tensor on the CPU; every tensor in it is copied exactly once.
+
+    It is written into ``room``, which an earlier call has returned and nobody reads any more, if that is large enough.
 
     Layout: PREFIX, header (see ``encode``), then the tensors' bytes, each padded with zeros to ALIGNMENT. The
     CRC guards the header, that is the structure; the tensors' own bytes rely on the transport's checksum, as
@@ -103,7 +105,9 @@ def pack(tree: Tree) -> Tensor:
     for tensor in tensors:
         offsets.append(total)
         total += _aligned(tensor.numel() * tensor.itemsize)
-    packed = torch.empty(total, dtype=torch.uint8)
+    if room is None or room.numel() < total:
+        room = torch.empty(total, dtype=torch.uint8)
+    packed = room[:total]
     head = bytearray(PREFIX.pack(MAGIC, len(header), zlib.crc32(header), 0) + header)
     packed[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
     packed[len(head) : _aligned(len(head))] = 0

@@ -9,6 +9,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class MemoryCopySettings:
+    """How often the only worker of a job copies the state to the coordinator's memory."""
+
+    share: float = 0.05
+    """The time that a copy takes from the training is at most this share of the time between two of them."""
+    interval: float = 0.05
+    """They begin at least this far apart."""
+    retry_first: float = 0.5
+    """The first wait after one that did not get there; it doubles."""
+    retry_most: float = 30.0
+    attempts: int = 3
+    """How often a worker that begins asks for the newest copy before an older checkpoint counts."""
+
+
+@dataclass(frozen=True)
 class TransferSettings:
     """A state on its way to those who lack it."""
 

@@ -35,6 +35,17 @@ class LinkSettings:
 
 
 @dataclass(frozen=True)
+class CopySettings:
+    """A copy of the state on its way to the coordinator's memory, or from there."""
+
+    connect_timeout: float = 3.0
+    idle: float = 10.0
+    """A transfer in which nothing moves for this long is ended."""
+    piece: int = 8 << 20
+    """Bytes that are sent or read at once, without the interpreter."""
+
+
+@dataclass(frozen=True)
 class CommunicatorSettings:
     """The collectives between workers."""
 

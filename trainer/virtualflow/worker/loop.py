@@ -324,6 +324,8 @@ class Loop:
             if step_is_new and self._state.leader:
                 self._activity.mark(SAVING, context.training.completed_steps)
                 context.checkpointer.save_if_due(context.training)
+                if len(self._state.ranges) == 1 and not context.is_over:
+                    context.checkpointer.copy_if_due(context.training, context.session.generation)
         elif together and self._committed_in == context.session.generation:
             self._save_together()
 

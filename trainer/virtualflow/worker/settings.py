@@ -11,9 +11,9 @@ from virtualflow.data.settings import LoadingSettings
 from virtualflow.device.settings import MemorySettings
 from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.settings import TransferSettings
+from virtualflow.state.settings import MemoryCopySettings, TransferSettings
 from virtualflow.step.settings import FusionSettings, GuardSettings, StateWatchSettings
-from virtualflow.transport.settings import CommunicatorSettings, LinkSettings
+from virtualflow.transport.settings import CommunicatorSettings, CopySettings, LinkSettings
 
 MAX_STEP_TIMES = 4_096
 """Latest step durations that a worker keeps for the median."""
@@ -64,6 +64,8 @@ class WorkerSettings:
 
     link: LinkSettings = field(default_factory=LinkSettings)
     communicator: CommunicatorSettings = field(default_factory=CommunicatorSettings)
+    copy: CopySettings = field(default_factory=CopySettings)
+    memory_copy: MemoryCopySettings = field(default_factory=MemoryCopySettings)
     loading: LoadingSettings = field(default_factory=LoadingSettings)
     memory: MemorySettings = field(default_factory=MemorySettings)
     reduction: ReductionSettings = field(default_factory=ReductionSettings)

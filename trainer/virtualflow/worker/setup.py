@@ -22,9 +22,10 @@ from virtualflow.protocol.device_profile import Situation
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction import choose_summation
-from virtualflow.state import Checkpointer, Companions, JobIdentity, choose_policy
+from virtualflow.state import Checkpointer, Companions, JobIdentity, MemoryCopies, choose_policy
 from virtualflow.state import signature as signature_of
 from virtualflow.step import Guard, MicrobatchFusion, OptimizerOptions, Update
+from virtualflow.transport import CopyClient
 from virtualflow.verify import Opened
 from virtualflow.worker.audit import Audit
 from virtualflow.worker.loading import Loading
@@ -311,9 +312,28 @@ def _open_checkpointer(
 
     # Only workers that come to the same bits compare their states.
     doubt = request.settings.watch.sweep if request.bitwise and session.coordinated else 0
-    checkpointer = Checkpointer(policy, identity, session.note, report, doubt)
+    copies = _open_copies(request, identity, session) if trains else None
+    checkpointer = Checkpointer(policy, identity, session.note, report, doubt, copies)
     resources.callback(checkpointer.flush, request.settings.stop_grace)
     return checkpointer
+
+
+def _open_copies(request: Request, identity: JobIdentity, session: AnySession) -> MemoryCopies | None:
+    """Copies of the state in the coordinator's memory, if they are wanted; a sharded optimizer's would not be whole."""
+    environment, settings = request.environment, request.settings
+    if not environment.checkpoint_memory or isinstance(session, StandaloneSession) or request.options.shard_optimizer:
+        return None
+    assert environment.coordinator is not None
+    link = session.link
+
+    def limit() -> int:
+        return 0 if link.welcome is None else link.welcome.memory_copy
+
+    def tell(text: str) -> None:
+        session.note("warning", text)
+
+    place = CopyClient(environment.coordinator, environment.token, settings.copy)
+    return MemoryCopies(place, limit, session.incarnation, identity, tell, settings.memory_copy)
 
 
 def _open_profiling(request: Request, source: Source, situation: Situation) -> Profiling | None:

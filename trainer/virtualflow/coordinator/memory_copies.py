@@ -1,0 +1,183 @@
+"""The copy of a training's state in the coordinator's memory, for a job of one worker that dies with its node.
+
+There is the newest whole copy, and at most one that arrives beside it and takes its place once its checksum is right.
+What is in it is the workers' concern. A coordinator that dies takes it along: then the checkpoint on disk counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from virtualflow.coordinator.settings import KeptCopySettings
+from virtualflow.coordinator.state import JobState
+from virtualflow.coordinator.status_stream import answer
+from virtualflow.protocol.memory_copy import HEADER, CopyHeader, MemoryCopyState
+
+logger = logging.getLogger("virtualflow.coordinator")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A whole copy."""
+
+    header: CopyHeader
+    body: mmap.mmap
+    """Memory of its own, of which the kernel makes a page when it is written: nothing waits for all of them."""
+
+
+class Refusal(Exception):
+    """Why a copy is not taken: an HTTP status, and a sentence."""
+
+    def __init__(self, code: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+def copy_limit(settings: KeptCopySettings) -> int:
+    """Bytes of the largest copy that this machine, or this pod, has the memory for twice; 0: none."""
+    return max(0, min(settings.most, (_free_memory() - settings.reserve) // 2))
+
+
+def check(state: JobState, newest: CopyHeader | None, header: CopyHeader, size: int) -> None:
+    """Whether a copy of ``size`` bytes may take the place of the newest one.
+
+    Only a member of the running generation may bring one: who was declared lost belongs to a lineage that is over.
+
+    Raises:
+        Refusal: it may not.
+    """
+    if size > state.copy_limit:
+        raise Refusal(413, f"a copy of {size} bytes is larger than the {state.copy_limit} that there is memory for")
+    if not header.state < size:
+        raise Refusal(400, f"a state of {header.state} bytes and its manifest are more than {size}")
+    worker, running = state.roster.workers.get(header.incarnation), state.running
+    if worker is None or not worker.present:
+        raise Refusal(409, "the process that sends this copy is none of the job's workers, or not any more")
+    if running is None or running.generation != header.generation or not running.includes(header.incarnation):
+        raise Refusal(409, f"{worker.name} sends a copy of generation {header.generation}, which does not run")
+    if newest is not None and (newest.generation, newest.step) > (header.generation, header.step):
+        raise Refusal(409, f"the copy of step {newest.step} is newer than that of step {header.step}")
+
+
+class MemoryCopies:
+    """The newest copy, and the one that arrives.
+
+    Args:
+        state: of the job.
+        settings: limits.
+        on_change: called when there is a new one.
+    """
+
+    def __init__(self, state: JobState, settings: KeptCopySettings, on_change: Callable[[], None]) -> None:
+        self._state = state
+        self._settings = settings
+        self._on_change = on_change
+        self._newest: Copy | None = None
+        self._incoming: web.Request | None = None
+        self._readers = 0
+
+    async def receive(self, request: web.Request) -> web.Response:
+        """``PUT``: take a copy. One that is sent while another arrives takes its place: its sender came later."""
+        try:
+            header = msgspec.json.decode(request.headers.get(HEADER, ""), type=CopyHeader)
+        except msgspec.MsgspecError as error:
+            return answer(400, f"the header {HEADER} does not describe a copy: {error}")
+        size = request.content_length
+        if size is None:
+            return answer(411, "a copy needs a Content-Length")
+        if self._readers:
+            return answer(409, "a worker is reading the newest copy; send the next one later")
+        try:
+            self._check(header, size)
+            if self._incoming is not None and self._incoming.transport is not None:
+                self._incoming.transport.abort()
+            self._incoming = request
+            await self._take(request, header, size)
+        except Refusal as refusal:
+            return answer(refusal.code, str(refusal))
+        finally:
+            if self._incoming is request:
+                self._incoming = None
+        return answer(200, f"the copy of step {header.step} is complete")
+
+    async def give(self, request: web.Request) -> web.StreamResponse:
+        """``GET``: the newest copy; ``HEAD``: what it is."""
+        copy = self._newest
+        if copy is None:
+            return answer(404, "there is no copy of the training's state")
+        response = web.StreamResponse(headers={HEADER: msgspec.json.encode(copy.header).decode()})
+        response.content_length = len(copy.body)
+        response.content_type = "application/octet-stream"
+        await response.prepare(request)
+        if request.method == "HEAD":
+            return response
+        self._readers += 1
+        try:
+            whole = memoryview(copy.body)
+            for start in range(0, len(whole), self._settings.piece):
+                async with asyncio.timeout(self._settings.idle):
+                    await response.write(whole[start : start + self._settings.piece])
+        except (ConnectionError, TimeoutError) as error:
+            logger.warning("the copy of step %d was not read to its end: %s", copy.header.step, error)
+            response.force_close()
+            if request.transport is not None:
+                request.transport.close()
+        finally:
+            self._readers -= 1
+        return response
+
+    def _check(self, header: CopyHeader, size: int) -> None:
+        check(self._state, None if self._newest is None else self._newest.header, header, size)
+
+    async def _take(self, request: web.Request, header: CopyHeader, size: int) -> None:
+        """Read the body into memory; once it is right, it is the newest copy.
+
+        Raises:
+            Refusal: it did not arrive, is not what was sent, or does not count any more.
+        """
+        body, checksum, end = mmap.mmap(-1, size), hashlib.sha256(), 0
+        try:
+            while end < size:
+                async with asyncio.timeout(self._settings.idle):
+                    piece = await request.content.readany()
+                if not piece:
+                    break
+                body[end : end + len(piece)] = piece
+                checksum.update(piece)
+                end += len(piece)
+        except TimeoutError:
+            raise Refusal(408, f"nothing of the copy has come for {self._settings.idle:g} s") from None
+        except (ConnectionError, web.RequestPayloadError) as error:
+            raise Refusal(400, f"the copy was cut short: {error}") from None
+        if end != size or checksum.hexdigest() != header.sha256:
+            raise Refusal(400, "the copy is not what was sent: its SHA-256 differs")
+        self._check(header, size)
+        self._newest = Copy(header, body)
+        self._state.memory_copy = MemoryCopyState(header.step, time.time(), size)
+        self._state.version += 1
+        self._on_change()
+
+
+def _free_memory() -> int:
+    """Bytes that this process may still take: of the machine, or of its pod if that is less."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(1024 * int(line.split()[1]))
+    group = Path("/sys/fs/cgroup")  # a container sees its own group there
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
+        limit = int((group / "memory.max").read_text())
+        found.append(limit - int((group / "memory.current").read_text()))
+    return min(found, default=0)
