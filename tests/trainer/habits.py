@@ -5,6 +5,7 @@ Each is as short as it can be, and each is something that people write.
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import time
@@ -115,9 +116,9 @@ def main(habit: str) -> None:
     models: dict[str, type[Plain]] = {"counter": Counting, "generator": OwnGenerator, "recurrent": Recurrent}
     model = models.get(habit, Plain)()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if habit == "scheduler" else None
     criterion = RunningLoss() if habit == "criterion" else nn.MSELoss()
-    average = torch.optim.swa_utils.AveragedModel(model) if habit == "average" else None
+    average = copy.deepcopy(model) if habit == "average" else None
     dataset = (Counted if habit == "counting dataset" else Words)(list if habit == "set" else sorted)
     seen, total, made = 0, 0.0, 0
     with vf.elastic(model, optimizer, dataset, batch_size=16, steps=STEPS, virtual_nodes=2) as run:
@@ -132,12 +133,14 @@ def main(habit: str) -> None:
                 loss.backward()
                 seen += 1
                 total += loss.item()
-                if habit == "scheduler":
+                if scheduler is not None:
                     scheduler.step()
                 step.log(loss=total / seen if habit == "running metric" else loss)
             made += 1
             if average is not None:
-                average.update_parameters(model)
+                with torch.no_grad():
+                    for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                        mean.lerp_(parameter, 0.1)
             if habit == "leader" and run.leader:
                 with torch.no_grad():
                     model.second.bias.clamp_(-0.001, 0.001)

@@ -20,6 +20,7 @@ from virtualflow.errors import CommunicatorBroken, Leave
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.state import Checkpointer, Reserve, Transfer
+from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark
 from virtualflow.transport import Communicator, Link
 from virtualflow.worker.communicators import Communicators
 from virtualflow.worker.member_state import MemberState
@@ -207,13 +208,21 @@ class History:
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
     shards: None = None
     pending: None = None
+    kept: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
+    """Virtual nodes: none is computed."""
 
     @property
     def update(self) -> History:
         """There is nothing to it."""
         return self
 
-    def abandon(self) -> None:
+    @property
+    def sync(self) -> History:
+        """There is nothing to it."""
+        return self
+
+    def abandon(self, *, keep: bool = False) -> None:
         """Nothing of an attempt is left."""
 
     def enter(self) -> None:
@@ -235,9 +244,12 @@ class History:
 class NoCheckpoints:
     """A job without a checkpoint directory."""
 
-    def find(self) -> int:
+    def enter(self, generation: m.Generation) -> None:
+        """Nothing bears its number."""
+
+    def find(self) -> Mark:
         """There is none."""
-        return -1
+        return NO_CHECKPOINT
 
     def save_final(self, training: Training) -> None:
         """Nowhere to."""
@@ -342,7 +354,7 @@ class Worker:
                 assert {step for step, _ in found} == {number}, f"steps {found} were added up"
                 assert session.state.plan is not None
                 history.become((*history.steps, exchanges.mesh.number))
-                session.state.step = number
+                session.state.step, session.state.repair = number, None
                 self.network.note_commit(self)
                 self.membership.note_offers([offered for _, offered in found])
                 if session.state.leader:

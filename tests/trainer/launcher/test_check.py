@@ -57,18 +57,13 @@ def test_a_sound_script_is_equal_however_it_is_run(  # type: ignore[no-untyped-d
 @pytest.mark.parametrize(
     ("habit", "where", "remedy"),
     [
-        nightly("counter", "step 1, virtual node 1: gradient of first.weight and 4", "step.number", id="counter"),
-        nightly("generator", "step 1, virtual node 1: gradient of first.weight", "global generator", id="generator"),
-        nightly("recurrent", "step 1, virtual node 1: gradient of first.weight", "step.number", id="hidden state"),
-        nightly("criterion", "step 1, virtual node 1: gradient of first.weight", "step.number", id="criterion"),
         nightly("set", "step 1, virtual node 0: the data of its samples", "sort it", id="set"),
         nightly("counting dataset", "step 1, virtual node 1: the data of its samples", "its index", id="dataset"),
         nightly("running metric", "step 1, virtual node 1: metric loss", "present micro-batch", id="metric"),
         nightly("unseeded", "before the first step: parameter first.weight", "torch.manual_seed", id="unseeded"),
         nightly("time", "step 1, virtual node 0: gradient of first.weight", "seed with", id="time"),
         nightly("draws", "step 1, virtual node 1: the random numbers drawn", "draw the same", id="draws"),
-        nightly("scheduler", "step 1, after the update: optimizer's lr", "scheduler=", id="scheduler"),
-        nightly("average", "beside the model: AveragedModel", "part of the model", id="average"),
+        nightly("average", "beside the model: Plain", "part of the model", id="average"),
         nightly("leader", "step 1, after the code behind it: parameter second.bias", "all workers alike", id="leader"),
         nightly("steps made", "after the code behind it: parameter second.bias", "step.number", id="count of its own"),
     ],
@@ -81,6 +76,22 @@ def test_a_habit_that_breaks_bits_is_found_and_its_cause_named(command, habit: s
     assert where in found
     assert cause.startswith("usual cause: ")
     assert remedy in todo
+
+
+@pytest.mark.parametrize(
+    ("habit", "sentence"),
+    [
+        nightly("counter", "when a virtual node was computed again: the script keeps something", id="counter"),
+        nightly("generator", "when a virtual node was computed again: the script keeps something", id="generator"),
+        nightly("recurrent", "when a virtual node was computed again: the script keeps something", id="hidden state"),
+        nightly("criterion", "when a virtual node was computed again: the script keeps something", id="criterion"),
+        nightly("scheduler", "pass it to vf.elastic as scheduler=", id="scheduler"),
+    ],
+)
+def test_a_habit_that_a_run_refuses_is_shown_in_its_words(command, habit: str, sentence: str) -> None:  # type: ignore[no-untyped-def]
+    done = command("check", "--steps", "4", HABITS, habit)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert sentence in done.stderr
 
 
 @pytest.mark.nightly
@@ -104,14 +115,16 @@ def test_a_script_that_cannot_be_run_is_shown_with_its_own_error(  # type: ignor
 @pytest.mark.nightly
 def test_the_first_difference_of_two_recorded_runs_is_found(command) -> None:  # type: ignore[no-untyped-def]
     for name, workers in (("one", "1"), ("two", "2"), ("again", "2")):
-        run = command("run", "--plain", "--workers", workers, "--stop-after", "3", "--trace", name, HABITS, "counter")
+        run = command(
+            "run", "--plain", "--workers", workers, "--stop-after", "3", "--trace", name, HABITS, "running metric"
+        )
         assert run.returncode == 0, run.stderr
         assert "stopped after step 3 (no step after 3 was wanted)" in run.stderr
     found = command("bisect", "one", "two")
     assert found.returncode == 1
-    assert "first difference: step 1, virtual node 1: gradient of first.weight" in found.stdout
+    assert "first difference: step 1, virtual node 1: metric loss" in found.stdout
     assert command("bisect", "two", "again").stdout == "equal: steps 1 to 3\n"
-    again = command("run", "--plain", "--trace", "one", HABITS, "counter")
+    again = command("run", "--plain", "--trace", "one", HABITS, "running metric")
     assert (again.returncode, "name a new directory" in again.stderr) == (2, True)
 
 

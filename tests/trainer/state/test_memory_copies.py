@@ -15,6 +15,7 @@ import virtualflow as vf
 from virtualflow.protocol.memory_copy import CopyHeader
 from virtualflow.protocol.messages import Generation
 from virtualflow.state import Checkpointer, JobIdentity, MemoryCopies
+from virtualflow.state.checkpoint_order import Mark
 from virtualflow.state.settings import MemoryCopySettings
 
 ONE = Generation(1, 1)
@@ -85,7 +86,9 @@ def send(copies: MemoryCopies, *steps: int) -> None:
 
 def checkpointer(directory: Path | None, copies: MemoryCopies, told: list[str]) -> Checkpointer:
     policy = None if directory is None else vf.CheckpointPolicy(directory)
-    return Checkpointer(policy, IDENTITY, lambda kind, text: told.append(text), lambda state: None, copies)
+    made = Checkpointer(policy, IDENTITY, lambda kind, text: told.append(text), lambda state: None, copies=copies)
+    made.enter(ONE)
+    return made
 
 
 @pytest.mark.parametrize("saved", [None, 5, 20], ids=["no disk", "an older disk", "a newer disk"])
@@ -97,7 +100,7 @@ def test_the_newest_of_disk_and_memory_is_restored(saved: int | None, tmp_path: 
         one.save_final(Counted(saved))
     told.clear()
     newest, training = max(10, saved or 0), Counted(0)
-    assert one.find() == newest
+    assert one.find().step == newest
     assert one.read()
     one.restore(training)
     assert training.completed_steps == newest
@@ -113,12 +116,12 @@ def test_a_damaged_copy_is_told_and_the_disk_counts(place_of_damage: int, tmp_pa
     one, training = checkpointer(tmp_path, copies_to(place, told), told), Counted(0)
     one.save_final(Counted(5))
     told.clear()
-    assert one.find() == 10
+    assert one.find().step == 10
     assert not one.read()
     why = "it is not what was sent (its SHA-256 differs); what is older counts"
     assert told == [f"the copy of step 10 in the coordinator's memory cannot be used: {why}"]
     one.discard(10)
-    assert one.find() == 5
+    assert one.find().step == 5
     assert one.read()
     one.restore(training)
     assert training.completed_steps == 5
@@ -129,11 +132,11 @@ def test_a_damaged_checkpoint_of_the_same_step_is_no_reason_to_doubt_the_copy(tm
     send(copies_to(place, told), 10)
     one, training = checkpointer(tmp_path, copies_to(place, told), told), Counted(0)
     one.save_final(Counted(10))
-    flip(tmp_path / "step-00000010" / "state.safetensors", 3000)
-    assert one.find() == 10
+    flip(tmp_path / Mark(ONE, 10).name / "state.safetensors", 3000)
+    assert one.find().step == 10
     assert not one.read()
     one.discard(10)
-    assert one.find() == 10
+    assert one.find().step == 10
     assert one.read()
     one.restore(training)
     assert training.completed_steps == 10
@@ -143,7 +146,7 @@ def test_the_copy_of_another_job_is_one_sentence() -> None:
     place, told = Place(), list[str]()
     send(copies_to(place, told), 10)
     other = copies_to(place, told, identity=replace(IDENTITY, seed=1))
-    assert other.find() == 10
+    assert other.find().step == 10
     with pytest.raises(
         vf.ConfigurationError, match="belongs to another job: the seed is 1 here and 0 there; make a new"
     ):
@@ -155,9 +158,9 @@ def test_a_coordinator_that_does_not_answer_is_asked_a_few_times(tmp_path: Path)
     send(copies_to(place, told), 10)
     copies = copies_to(place, told)
     place.failing = 2
-    assert copies.find() == 10
+    assert copies.find().step == 10
     place.failing, place.asked = 99, 0
-    assert copies.find() == -1
+    assert copies.find().step == -1
     assert place.asked == OFTEN.attempts
     assert told == [
         "the coordinator does not say whether it has a copy of the state (nobody there); what is older counts"
@@ -216,7 +219,7 @@ def test_a_copy_is_not_changed_by_the_steps_after_it() -> None:
     tree["weight"].fill_(7.0)
     copies.wait()
     reader = copies_to(place, told)
-    assert reader.find() == 1
+    assert reader.find().step == 1
     found = reader.read()
     assert found is not None
     assert torch.equal(found["weight"], tree_of(1)["weight"])

@@ -97,4 +97,4 @@ def test_a_buffer_without_a_beginning_is_refused(kind: str, sentence: str) -> No
 def test_a_cache_may_grow(start_job: Callable[..., ElasticJob]) -> None:
     expected = alone(train, "growing")
     outcomes = start_job(train, "growing", workers=2).finish()
-    assert [outcome.value for outcome in outcomes.values()] == [expected, expected]
+    assert [outcome.value for outcome in outcomes.values()] == [expected, expected], outcomes

@@ -64,7 +64,7 @@ def test_a_loss_that_is_finite_again_is_shown_and_what_was_stays_known(start_job
 
 
 def steps_in(directory: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))
+    return sorted(int(path.name.split(".")[0].removeprefix("step-")) for path in directory.glob("step-*"))
 
 
 def test_a_job_that_is_to_stop_fails_before_its_next_checkpoint(

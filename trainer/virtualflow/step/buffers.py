@@ -34,6 +34,18 @@ class _Buffer:
         present = self.module._buffers[self.attribute]
         return present is not self.tensor or not _same_bytes(self.tensor, self.baseline)
 
+    def has_grown(self) -> bool:
+        """Whether it is a cache that has another shape now."""
+        present = self.module._buffers[self.attribute]
+        cache = self.attribute in self.module._non_persistent_buffers_set
+        return cache and present is not None and present.shape != self.tensor.shape
+
+    def keep(self) -> None:
+        """Let a cache that has grown stay, because its module remembers elsewhere how far it reaches."""
+        present = self.module._buffers[self.attribute]
+        self.tensor = self.tensor if present is None else present
+        self.baseline = self.tensor.detach().clone()
+
     def put(self, value: Tensor) -> None:
         """Set the module's value, in the tensor that it had at first."""
         with torch.no_grad():
@@ -139,9 +151,7 @@ class BufferTracker:
                         f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} "
                         "in a forward pass, so virtual nodes cannot be averaged; give it its shape from the start"
                     )
-                # A cache that has grown. It stays, because its module remembers elsewhere how far it reaches.
-                buffer.tensor = buffer.tensor if present is None else present
-                buffer.baseline = value.clone()
+                buffer.keep()
                 continue
             target[name] = value.to(buffer.tensor.dtype, copy=True).reshape(buffer.tensor.shape)
             buffer.put(buffer.baseline)
@@ -190,7 +200,9 @@ class BufferTracker:
     def restore(self) -> None:
         """Put the baseline back: the attempt is aborted."""
         for buffer in self._buffers.values():
-            if buffer.differs():
+            if buffer.has_grown():
+                buffer.keep()
+            elif buffer.differs():
                 buffer.put(buffer.baseline)
 
     def commit(self, values: Mapping[str, Tensor]) -> None:

@@ -115,7 +115,7 @@ class Guard:
         Raises:
             ConfigurationError: a parameter has changed that must not.
         """
-        if self._versions:
+        if self._sharded and self._versions:
             self._refuse_change(
                 "with shard_optimizer, code after a step must not change parameters", "do without one of the two"
             )

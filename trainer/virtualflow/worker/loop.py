@@ -245,6 +245,7 @@ class Loop:
             if context.trace is not None:
                 context.trace.computed(context.session.generation, number, batch.virtual_node, self._metrics)
             update.sync.take(batch.size, self._metrics, len(nodes))
+        context.guard.forget()  # also where nothing was left to compute
         fusion.end()
 
     def _compute_once_more(self, batch: MicroBatch, number: int) -> Iterator[Any]:
