@@ -81,6 +81,7 @@ def in_another_process(**environment: str) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.nightly
 def test_another_process_of_the_machine_has_the_same_digest(digest: str) -> None:
     assert in_another_process() == f"{digest}|{describe_device(CPU)}"
 
@@ -116,7 +117,7 @@ def work(job: ElasticJob, script: Path, name: str, **environment: str) -> subpro
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this CPU has no vectors to do without"
 )
-@pytest.mark.parametrize("reproducibility", ["Bitwise", "Statistical"])
+@pytest.mark.parametrize("reproducibility", ["Bitwise", pytest.param("Statistical", marks=pytest.mark.nightly)])
 def test_machines_that_compute_other_bits_share_only_a_statistical_job(tmp_path: Path, reproducibility: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

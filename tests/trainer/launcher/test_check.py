@@ -39,7 +39,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no
 @pytest.mark.parametrize(
     ("arguments", "steps", "rows"),
     [
-        pytest.param(["--steps", "3", HABITS, "none"], 3, 6, id="small"),
+        nightly(["--steps", "3", HABITS, "none"], 3, 6, id="small"),
         nightly([str(ROOT / "examples" / "digits.py"), "--steps", "60"], 6, 7, id="digits"),
     ],
 )

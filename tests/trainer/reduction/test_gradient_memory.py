@@ -63,6 +63,7 @@ def gradients(count: float) -> pytest.approx:  # type: ignore[valid-type]
     return pytest.approx(count * GRADIENT, abs=SLACK)
 
 
+@pytest.mark.nightly
 def test_alone_there_is_one_gradient_for_each_level_of_the_tree() -> None:
     with injected():
         steps = alone(train, 8)

@@ -44,7 +44,7 @@ def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
 COLLECTIVES = pytest.mark.parametrize(
     ("exchange", "numbers"),
     [
-        pytest.param("late", range(2, 19, 2), id="late"),
+        pytest.param("late", range(2, 19, 2), id="late", marks=pytest.mark.nightly),
         pytest.param("early", range(3, 28, 3), id="early"),
         pytest.param("behind", range(4, 28, 6), id="behind"),
     ],

@@ -125,7 +125,9 @@ def test_it_is_refused(script: Callable[[], Any], sentence: str) -> None:
     alone(habits.gradients_zeroed_before_backward)  # The next one begins as if nothing had been.
 
 
-@pytest.mark.parametrize("script", COMPARED, ids=named)
+@pytest.mark.parametrize(
+    "script", [COMPARED[0], *(nightly(script, id=named(script)) for script in COMPARED[1:])], ids=named
+)
 def test_what_a_micro_batch_leaves_for_the_next_is_found_in_the_first_step(
     script: Callable[[], Any], start_job: Callable[..., ElasticJob]
 ) -> None:

@@ -202,6 +202,10 @@ def write_results(report: Mapping[str, object], target: Path | None, audit: Path
 
 
 def newest_checkpoint(directory: Path) -> int | None:
-    """The step of the newest checkpoint by its name; whoever reads it checks what is in it."""
-    names = (re.fullmatch(r"step-([0-9]+)", path.name) for path in directory.glob("step-*"))
-    return max((int(name[1]) for name in names if name is not None), default=None)
+    """The step of the checkpoint that counts by its name; whoever reads it checks what is in it.
+
+    Of the newest generation first, as ``state.checkpoint_order`` has it, which needs torch.
+    """
+    found = (re.fullmatch(r"step-(\d+)(?:\.(\d+)\.(\d+))?", path.name) for path in directory.glob("step-*"))
+    marks = [(int(name[2] or 0), int(name[3] or 0), int(name[1])) for name in found if name is not None]
+    return max(marks)[-1] if marks else None

@@ -67,7 +67,7 @@ def test_a_worker_whose_training_thread_hangs_is_evicted_and_ends_by_itself(
     )
     lost = job.wait_for(lambda status: bool(status.lost), "an eviction").lost[0]
     assert "its training thread hangs: computing in step 5 for" in lost.reason
-    assert "waits for it, at test_hangs.py:" in lost.reason
+    assert "waits for it, at test_hung_workers.py:" in lost.reason
     assert "in hang_once" in lost.reason
     warnings = [event.text for event in job.status().events if event.kind == "warning"]
     assert any(f"{lost.worker} makes no progress" in text and "in training" in text for text in warnings)
