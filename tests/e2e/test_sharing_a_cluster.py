@@ -128,11 +128,17 @@ class Standing:
         """What the power cut has cost: every step if nobody was left, else at most the one under way."""
         repeated = status.get("repeatedSteps", 0)
         told = [event["message"] for event in job.events() if event["reason"] == "Restarted"]
-        if not self.bereft or self.coordinated_there:
-            # A new coordinator finds survivors, or nobody who could tell it of a step to be repeated.
+        if not self.bereft:
             assert (repeated <= 1, told) == (True, []), f"{job.name} repeated {repeated} steps: {told}, {self}"
             return
         most = self.step + (cut_at - self.at) / PAUSE + 1
+        if self.coordinated_there:
+            # Nobody is left who could tell the new coordinator of a step to be repeated, but the operator knows of one.
+            assert (repeated <= 1, len(told)) == (True, 1), f"{job.name} repeated {repeated} steps: {told}, {self}"
+            anew = re.fullmatch(r"began anew from the first step: .* had step (\d+), .*; \1 steps? repeated", told[0])
+            assert anew is not None, f"{told}, {self}"
+            assert 0 < int(anew[1]) <= most, f"{told}, {self}"
+            return
         assert self.step <= repeated <= most, f"{job.name} repeated {repeated} steps: {told}, {self}"
         assert len(told) == 1, told
         again = re.fullmatch(r"started again from step 0 with \d+ workers?: .*; (\d+) steps? repeated", told[0])
