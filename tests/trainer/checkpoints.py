@@ -77,3 +77,17 @@ def flip(path: Path, position: int) -> None:
 
 def truncate(path: Path, size: int) -> None:
     os.truncate(path, size)
+
+
+class Counted:
+    """A training of which nothing matters but the step."""
+
+    def __init__(self, step: int) -> None:
+        self.completed_steps = step
+
+    def capture(self) -> dict[str, Any]:
+        return tree_of(self.completed_steps)
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        assert torch.equal(tree["weight"], tree_of(tree["extra"]["step"])["weight"])
+        self.completed_steps = tree["extra"]["step"]

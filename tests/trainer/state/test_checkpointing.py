@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import IDENTITY, flip, tree_of
+from checkpoints import IDENTITY, Counted, flip
 
 import virtualflow as vf
 from virtualflow.protocol.environment import WorkerEnvironment
@@ -58,19 +58,6 @@ def test_the_environment_goes_before_the_script() -> None:
     assert choose_policy(None, environment) == vf.CheckpointPolicy("/elsewhere", 7)
     given = vf.CheckpointPolicy(HERE, 2, 30.0, 5)
     assert choose_policy(given, environment) == vf.CheckpointPolicy("/elsewhere", 7, 30.0, 5)
-
-
-class Counted:
-    """A training of which nothing matters but the step."""
-
-    def __init__(self, step: int) -> None:
-        self.completed_steps = step
-
-    def capture(self) -> dict[str, Any]:
-        return tree_of(self.completed_steps)
-
-    def restore(self, tree: dict[str, Any]) -> None:
-        self.completed_steps = tree["extra"]["step"]
 
 
 def test_each_checkpoint_is_reported_as_complete_or_with_what_to_do(tmp_path: Path) -> None:

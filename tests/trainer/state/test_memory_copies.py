@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from checkpoints import IDENTITY, flip, tree_of
+from checkpoints import IDENTITY, Counted, flip, tree_of
 
 import virtualflow as vf
 from virtualflow.protocol.memory_copy import CopyHeader
@@ -52,20 +51,6 @@ class Place:
 
     def close(self) -> None:
         """Nothing goes on."""
-
-
-class Counted:
-    """A training of which nothing matters but the step."""
-
-    def __init__(self, step: int) -> None:
-        self.completed_steps = step
-
-    def capture(self) -> dict[str, Any]:
-        return tree_of(self.completed_steps)
-
-    def restore(self, tree: dict[str, Any]) -> None:
-        assert torch.equal(tree["weight"], tree_of(tree["extra"]["step"])["weight"])
-        self.completed_steps = tree["extra"]["step"]
 
 
 def copies_to(
