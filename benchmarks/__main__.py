@@ -1,4 +1,7 @@
-"""``python -m benchmarks [FIGURE ...] [--quick]`` measures and writes the page; ``report`` only writes the page."""
+"""``python -m benchmarks [FIGURE ...] [--quick]`` measures and writes the page; ``report`` only writes the page.
+
+What takes hours (``soak``) is measured only when it is named.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,23 @@ def main() -> None:
         description=f"Measure, and write docs/explanation/benchmarks.md.\n\n{known}\n  {'report':16} measure nothing",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("figures", nargs="*", metavar="FIGURE", help="what to measure (default: all)")
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help="what to measure (default: all but soak)")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: to see that it works")
+    for name, figure in FIGURES.items():
+        for option, text in figure.options.items():
+            parser.add_argument(f"--{option}", type=int, metavar="N", help=f"{name}: {text}")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the processes that were started
     unknown = [name for name in args.figures if name not in FIGURES and name != "report"]
     if unknown:
         parser.error(f"there is no figure {', '.join(unknown)}; choose from {', '.join([*FIGURES, 'report'])}")
-    for name in args.figures or FIGURES:
+    for name in args.figures or [name for name, figure in FIGURES.items() if not figure.on_demand]:
         if name == "report":
             continue
         print(f"{name}: {FIGURES[name].title}", flush=True)
         began = time.monotonic()
-        result = FIGURES[name].measure(args.quick)
+        chosen = {option: getattr(args, option) for option in FIGURES[name].options}
+        result = FIGURES[name].measure(args.quick, **chosen)
         if result.get("skipped"):
             print(f"  skipped: {result['skipped']}", flush=True)
         seconds = time.monotonic() - began

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks import changes, external, integrity, joiner, overlap, plots, steps
+from benchmarks import changes, external, integrity, joiner, overlap, plots, soak, steps
 
 Result = dict[str, Any]
 Row = Mapping[str, Any]
@@ -44,19 +44,25 @@ class Figure:
     """One measurement."""
 
     title: str
-    measure: Callable[[bool], Result]
+    measure: Callable[..., Result]
+    """Takes ``quick``, and the ``options`` by their names."""
     text: str
     """Markdown above its table: what was compared, and what to read in it."""
     columns: Mapping[str, Callable[[Row], str]] = field(default_factory=dict)
     """Heading and cell; empty for the keys of the rows."""
     draw: Callable[[Any, Mapping[str, Any]], None] | None = None
     """Draws the figure into axes."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Whole numbers that may be given on the command line, and what they are."""
+    on_demand: bool = False
+    """It takes hours, and is measured only when it is named."""
 
 
 INTEGRITY_TEXT = """\
 The time of a `bitwise` step with two workers, which hash all that they send and receive and compare their states part
-by part, over the same without any of it. Both sides take turns as above; the median of the rounds' ratios, and their
-10 % to 90 % range."""
+by part, over the same without any of it. All sides take turns as above; the median of the rounds' ratios, and their
+10 % to 90 % range. *With spot checks* is the mean of a third side, which has `--verify 0.01`, over that of the first: a
+second worker computes one of the eight virtual nodes in every hundredth step."""
 
 STEPS_TEXT = """\
 All sides live at once and take turns of about a second; the ratio is taken in each round, and the table shows its
@@ -87,6 +93,19 @@ DistributedDataParallel overlaps it with the backward pass of its last micro-bat
 JOINER_TEXT = """\
 One worker trains the digits job on one core. The ratio of its median step time after something begins on the other core
 to that before; a stranger boots the same script but has nothing to do with the job, which shows what cores share."""
+
+
+SOAK_TEXT = """\
+One job that changes between two and three workers all the time: it grows, loses its newest worker by SIGKILL, shrinks,
+and loses one again, evenly over its steps, with an exchange of the same size in each of them. A line through what each
+process had after the first tenth of the steps says how much it grows over the whole run, with its 95 % confidence
+interval; the worker is the one that lives all the time, and sees all changes. *Flat* is memory that grows by no
+more than 2 %, and a count that grows by no more than 5, whatever the interval holds; *unclear* is what may have grown
+by more, or not at all."""
+
+
+def _growth(row: Row) -> str:
+    return f"{row['growth'][0]:+.2f} to {row['growth'][1]:+.2f}" if "growth" in row else ""
 
 
 def throughput_columns() -> dict[str, Callable[[Row], str]]:
@@ -133,6 +152,7 @@ FIGURES: dict[str, Figure] = {
             "without": milliseconds("unguarded_ms"),
             "with": milliseconds("guarded_ms"),
             "ratio": lambda row: f"**{row['ratio']:.3f}** ({row['range'][0]:.3f} to {row['range'][1]:.3f})",
+            "with spot checks": lambda row: f"{row['verified_ratio']:.3f}",
         },
     ),
     "changes": Figure(
@@ -153,11 +173,32 @@ FIGURES: dict[str, Figure] = {
         plots.pauses,
     ),
     **_program("state_transfer", "A joiner with 50 million parameters"),
+    **_program("memory_copy", "A copy in the coordinator's memory"),
     **_program("uneven", "Workers of unequal speed"),
     **_program("heterogeneous", "The paper's heterogeneous case"),
     **_program("scheduling_traces", "Sharing a cluster: the paper's 20 jobs"),
     **_program("coordinator", "A thousand workers"),
     **_program("scheduling", "A decision about a thousand queued jobs"),
+    "soak": Figure(
+        "A long job",
+        soak.measure,
+        SOAK_TEXT,
+        {
+            "process": plain_text("process"),
+            "of it": lambda row: {"memory_mb": "memory, MB"}.get(row["measure"], row["measure"]),
+            "mean": lambda row: number(row["mean"]) if "mean" in row else "",
+            "in 1,000 steps": lambda row: f"{row['per_thousand']:+.4f}" if "per_thousand" in row else "",
+            "over the run": _growth,
+            "verdict": lambda row: f"**{row['verdict']}**",
+        },
+        plots.memory,
+        options={
+            "steps": f"of the job ({soak.STEPS:,})",
+            "changes": f"of its workers ({soak.CHANGES:,})",
+            "bytes": f"that each step exchanges ({soak.BYTES:,})",
+        },
+        on_demand=True,
+    ),
     "joiner": Figure(
         "A joiner's start",
         joiner.measure,

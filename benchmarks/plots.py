@@ -66,6 +66,17 @@ def pauses(axes: Axes, result: Mapping[str, Any]) -> None:
     axes.legend(frameon=False, labelcolor=INK, loc="upper center", bbox_to_anchor=(0.45, 1.2), ncols=3)
 
 
+def memory(axes: Axes, result: Mapping[str, Any]) -> None:
+    """What each kind of process had, over the steps of a job."""
+    for (kind, points), colour in zip(result["memory_mb"].items(), (BLUE, ORANGE, GREY), strict=False):
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, color=colour, linewidth=1.0, label=kind)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("steps")
+    axes.set_ylabel("resident memory, MB")
+    axes.legend(frameon=False, labelcolor=INK, loc="upper center", bbox_to_anchor=(0.45, 1.1), ncols=3)
+
+
 def save(path: Path, draw: Callable[[Axes, Mapping[str, Any]], None], result: Mapping[str, Any]) -> None:
     """Draw a figure into a PNG file with a transparent background."""
     import matplotlib as mpl

@@ -19,7 +19,9 @@ VirtualFlow beside what one would run instead, on one machine, in one run. `make
 writes this page. `python -m benchmarks steps --quick` measures one of them with fewer rounds. `python -m benchmarks
 report` only writes the page, from the files in `benchmarks/results/`, which hold every single sample. Ratios are
 between two sides that took turns; absolute times say little about other machines. [Performance](performance.md) says
-where the time goes.
+where the time goes. `python -m benchmarks soak` runs for hours, and so only when it is named: it shows whether the
+memory, the descriptors and the threads of a job's processes grow over many steps and changes (`--steps`, `--changes`,
+`--bytes`). The figures of faults are another campaign's: `make campaign`.
 """
 
 

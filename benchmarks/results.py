@@ -40,7 +40,7 @@ class Machine:
             kernel=f"{platform.system()} {platform.release().partition('-')[0]}",
             python=platform.python_version(),
             torch=importlib.metadata.version("torch"),
-            commit=_commit(),
+            commit=commit(),
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         )
 
@@ -51,7 +51,7 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit; with a ``+`` when code of the library or of the measurements differs from it."""
 
     def git(*arguments: str) -> str:

@@ -1,13 +1,14 @@
 """What must hold for the steps of a job, whatever happened to it. Pure.
 
-Each process writes down each step that it has committed. A step may be committed in two generations only where the
-earlier one ends with it: it was the last of who was lost, and the others have repeated it.
+The library's audit says which attempts counted, and the script writes down each step that it has seen. A step may be
+committed in two generations only where the earlier one ends with it: it was the last of who was lost, and the others
+have repeated it. That is asked of both. What checkpoints must obey is in ``checkpoints``.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Number = tuple[int, int]
@@ -24,6 +25,8 @@ class Commit:
     leader: bool = False
     digest: str = ""
     """Of the weights after it; empty where the line does not say."""
+    asked: float = 0.0
+    """When it was about to ask whether it leads; seconds of the machine's monotonic clock."""
 
 
 @dataclass
@@ -43,7 +46,11 @@ class Verdict:
 
 
 def check(
-    audit: Iterable[Commit], log: Sequence[Commit], undisturbed: Sequence[str], anew: frozenset[Number] = frozenset()
+    audit: Iterable[Commit],
+    log: Sequence[Commit],
+    undisturbed: Sequence[str],
+    anew: Mapping[Number, int] | None = None,
+    lease: float = float("inf"),
 ) -> Verdict:
     """Judge a job.
 
@@ -51,22 +58,45 @@ def check(
         audit: the attempts that counted, as the library says.
         log: each step that the script has seen, with leader and digest.
         undisturbed: digests of a run that nothing happened to, of step 1 and on.
-        anew: generations that went back on purpose: nobody who had the state was left.
+        anew: generations that went back on purpose, as nobody who had the state was left, and the step of the
+            checkpoint that each began from; 0: from the beginning.
+        lease: seconds after a step for which a worker may take itself for the leader though others have gone on.
     """
     verdict = Verdict()
-    _check_lineage(list(audit), anew, verdict)
-    _check_leaders(log, verdict)
+    audit, anew = list(audit), anew or {}
+    _check_lineage(audit, anew, verdict)
+    known = Verdict()
+    _check_lineage(log, anew, known)
+    verdict.faults += [f"in the script's log, {sentence}" for sentence in known.faults]
+    _check_leaders(log, lease, verdict)
+    counted: dict[int, Number] = {}
+    """Of each step, the first generation in which it was applied. Who was a step behind copies it in a later one."""
+    for line in audit:
+        counted[line.step] = min(line.generation, counted.get(line.step, line.generation))
+    others: dict[str, list[int]] = defaultdict(list)
+    """Steps of each process after which its weights were not those of the undisturbed run."""
     for line in log:
-        if line.step <= len(undisturbed):
-            verdict.digests += 1
-            if line.digest != undisturbed[line.step - 1]:
-                verdict.faults.append(f"{line.process} has other weights after step {line.step}")
+        if line.step not in counted or counted[line.step] > line.generation:
+            verdict.faults.append(
+                f"{line.process} has seen step {line.step} in generation {_shown(line.generation)}, and nobody had "
+                "committed it"
+            )
+        if not line.digest:
+            continue
+        if line.step > len(undisturbed):
+            verdict.faults.append(f"step {line.step} cannot be compared: the undisturbed run is shorter")
+            break
+        verdict.digests += 1
+        if line.digest != undisturbed[line.step - 1]:
+            others[line.process].append(line.step)
+    for process, steps in others.items():
+        verdict.faults.append(f"{process} has other weights after {len(steps)} steps, first after step {min(steps)}")
     return verdict
 
 
-def _check_lineage(audit: list[Commit], anew: frozenset[Number], verdict: Verdict) -> None:
+def _check_lineage(lines: Sequence[Commit], anew: Mapping[Number, int], verdict: Verdict) -> None:
     steps: dict[Number, set[int]] = defaultdict(set)
-    for line in audit:
+    for line in lines:
         steps[line.generation].add(line.step)
     verdict.lineages = 1 if steps else 0
     highest: tuple[int, Number] | None = None
@@ -75,7 +105,15 @@ def _check_lineage(audit: list[Commit], anew: frozenset[Number], verdict: Verdic
         verdict.steps = max(verdict.steps, last)
         if len(steps[number]) != last - first + 1:
             verdict.faults.append(f"generation {_shown(number)} has left out a step between {first} and {last}")
-        if highest is not None and number not in anew:
+        since = [other for other in anew if (highest is None or other > highest[1]) and other <= number]
+        if since:
+            begun = anew[max(since)]
+            if first != begun + 1:
+                verdict.faults.append(
+                    f"generation {_shown(number)} was to begin from the checkpoint of step {begun}, and began with "
+                    f"step {first}"
+                )
+        elif highest is not None:
             if first < highest[0]:
                 verdict.lineages += 1
                 verdict.faults.append(
@@ -85,19 +123,35 @@ def _check_lineage(audit: list[Commit], anew: frozenset[Number], verdict: Verdic
             elif first > highest[0] + 1:
                 verdict.faults.append(f"nobody has committed the steps between {highest[0]} and {first}")
             verdict.repeated += first == highest[0]
-        if highest is None or last >= highest[0] or number in anew:
+        elif first != 1:
+            verdict.faults.append(f"the first generation began with step {first}")
+        if highest is None or last >= highest[0] or since:
             highest = last, number
 
 
-def _check_leaders(log: Sequence[Commit], verdict: Verdict) -> None:
+def _check_leaders(log: Sequence[Commit], lease: float, verdict: Verdict) -> None:
     leaders: dict[tuple[int, Number], set[str]] = defaultdict(set)
+    began: dict[Number, float] = {}
+    arrived: dict[tuple[str, Number, int], float] = {}
+    """When each process has first told of a step. Its lease counts from before that step's exchange."""
     for line in log:
         if line.leader:
             leaders[line.step, line.generation].add(line.process)
+        began[line.generation] = min(line.asked, began.get(line.generation, line.asked))
+        key = line.process, line.generation, line.step
+        arrived[key] = min(line.asked, arrived.get(key, line.asked))
     for (step, number), names in sorted(leaders.items()):
         if len(names) > 1:
             verdict.faults.append(
                 f"step {step} of generation {_shown(number)} has the leaders {', '.join(sorted(names))}"
+            )
+    for line in log:
+        silent = line.asked - arrived[line.process, line.generation, line.step]
+        newer = [at for number, at in began.items() if number > line.generation and at < line.asked]
+        if line.leader and newer and silent > lease:
+            verdict.faults.append(
+                f"{line.process} took itself for the leader of generation {_shown(line.generation)} {silent:.1f} s "
+                f"after its last step, and {line.asked - min(newer):.1f} s after others had gone on"
             )
 
 

@@ -1,6 +1,6 @@
-"""Hosts of a campaign: network namespaces on one bridge, and what can be done to their lines.
+"""Hosts of a campaign's job: network namespaces on one bridge, and what can be done to their lines.
 
-Everything lives in the driver's own namespaces, and ends with it.
+Everything lives in the job's own namespaces, and ends with it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Host:
         for link in ("lo", "eth0"):
             ip("-n", self.name, "link", "set", link, "up")
 
-    def run(self, *words: str) -> None:
-        """Run a command there."""
-        subprocess.run(["ip", "netns", "exec", self.name, *words], check=True, capture_output=True, timeout=30)
+    def run(self, *words: str, text: str = "") -> None:
+        """Run a command there, which reads ``text``."""
+        command = ["ip", "netns", "exec", self.name, *words]
+        subprocess.run(command, input=text.encode(), check=True, capture_output=True, timeout=30)
 
     def serve(self) -> None:
         """The coordinator's address is here, for whom it leads here."""
@@ -50,20 +51,19 @@ class Host:
         """The coordinator's address leads there from now on."""
         ip("-n", self.name, "route", "replace", f"{SERVICE}/32", "via", to.address)
 
-    def drop(self, others: Sequence[Host], directions: Sequence[str] = ("INPUT", "OUTPUT"), share: float = 1.0) -> None:
-        """Lose a share of the packets from others (``INPUT``) and to them."""
-        chance = [] if share == 1.0 else ["-m", "statistic", "--mode", "random", "--probability", str(share)]
-        for direction in directions:
-            side = "-s" if direction == "INPUT" else "-d"
-            for other in others:
-                for address in (other.address, SERVICE):
-                    self.run("iptables", "-w", "-A", direction, side, address, *chance, "-j", "DROP")
+    def drop(self, directions: Sequence[str] = ("INPUT", "OUTPUT"), share: float = 1.0) -> None:
+        """Lose a share of all packets that come (``INPUT``) and go."""
+        chance = "" if share == 1.0 else f"-m statistic --mode random --probability {share} "
+        sides = {"INPUT": "-i", "OUTPUT": "-o"}
+        self._filter([f"-A {direction} {sides[direction]} eth0 {chance}-j DROP" for direction in directions])
 
-    def drop_service_only_of(self, others: Sequence[Host]) -> None:
+    def part_from(self, others: Sequence[Host]) -> None:
         """Lose all from and to others, but not what goes by the coordinator's address."""
-        for other in others:
-            self.run("iptables", "-w", "-A", "INPUT", "-s", other.address, "-j", "DROP")
-            self.run("iptables", "-w", "-A", "OUTPUT", "-d", other.address, "-j", "DROP")
+        for_each = ("-A INPUT -s {} -j DROP", "-A OUTPUT -d {} -j DROP")
+        self._filter([rule.format(other.address) for other in others for rule in for_each])
+
+    def _filter(self, rules: Sequence[str]) -> None:
+        self.run("iptables-restore", "-w", "--noflush", text="\n".join(["*filter", *rules, "COMMIT", ""]))
 
     def slow(self) -> None:
         """1 Mbit/s in both directions."""
@@ -71,15 +71,15 @@ class Host:
         self.run("tc", "qdisc", "replace", "dev", "eth0", "root", *shape)
         subprocess.run(["tc", "qdisc", "replace", "dev", self.line, "root", *shape], check=True, capture_output=True)
 
-    def heal(self) -> None:
-        """A whole line again."""
+    def reconnect(self) -> None:
+        """Lose nothing any more."""
         self.run("iptables", "-w", "-F")
+
+    def heal(self) -> None:
+        """A whole line again, and as fast as before."""
+        self.reconnect()
         for words in (
             ["ip", "netns", "exec", self.name, "tc", "qdisc", "del", "dev", "eth0", "root"],
             ["tc", "qdisc", "del", "dev", self.line, "root"],
         ):
             subprocess.run(words, check=False, capture_output=True, timeout=30)
-
-    def close(self) -> None:
-        """Take it away."""
-        ip("netns", "del", self.name)

@@ -39,7 +39,7 @@ from virtualflow.protocol import http_api
 from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.reducer import Reducer
-from virtualflow.state import codec, digests
+from virtualflow.state import codec, digests, join_optimizers
 
 TOKEN = "a-token-for-tests"
 PATIENCE = 60.0
@@ -67,10 +67,16 @@ class Trained:
 
 
 def trained(
-    run: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, metrics: Any = None, more: Any = None
+    run: Any,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+    metrics: Any = None,
+    more: Any = None,
 ) -> Trained:
     """The bits of a finished training."""
-    return Trained(digests.digest(model.state_dict()), digests.optimizer_digest(optimizer), metrics, more)
+    return Trained(
+        digests.digest(model.state_dict()), digests.optimizer_digest(join_optimizers(optimizer)), metrics, more
+    )
 
 
 def _plain(value: Any) -> Any:

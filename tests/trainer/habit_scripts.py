@@ -327,15 +327,6 @@ def activation_checkpointing_with_batch_norm(recomputes: bool = True) -> Trained
     return trained(run, model, optimizer)
 
 
-def a_compiled_model() -> Trained:
-    model = mlp(nn.Dropout(0.2))
-    optimizer = sgd(model)
-    compiled = torch.compile(model)
-    with start(model, optimizer) as run:
-        loop(run, model, loss=lambda x, y: squares(compiled(x), y))
-    return trained(run, model, optimizer)
-
-
 def one_behind(script: str) -> Any:
     """``worker-0`` is told that the exchange of step 4 broke when it was complete for the others."""
     if os.environ.get(ENV_WORKER) == "worker-0":

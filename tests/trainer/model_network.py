@@ -126,7 +126,11 @@ class Network:
         while incarnation in self.started:
             incarnation += 1  # no two are started in one millisecond
         self.started.add(incarnation)
-        self.coordinators[which] = Coordinator(incarnation, self.wanted, self.now)
+        coordinator = self.coordinators[which] = Coordinator(incarnation, self.wanted, self.now)
+        # The first of all may begin at once; the word to it may come late.
+        coordinator.state.ticket = incarnation
+        if len(self.started) == 1:
+            coordinator.call(http_api.BeginCall(incarnation))
 
     def end_coordinator(self, which: int) -> None:
         former, self.coordinators[which] = self.coordinators[which], None
@@ -201,6 +205,23 @@ class Network:
             if ended or worker.doomed:
                 for which in (self.ear,) if self.false_words else (0, 1):
                     self.say_gone(worker, which)
+        self.say_who_lives()
+
+    def say_who_lives(self) -> None:
+        """Say who may be in a generation: all workers that live, but for those whose deletion is recorded.
+
+        And a coordinator that was told this, and has not begun: it may yet.
+        """
+        coordinator = self.coordinators[self.ear]
+        if coordinator is None or coordinator.state.ticket is None:
+            return
+        workers = [x for x in self.workers.values() if x.alive and not x.strand.over and not x.doomed]
+        living = [http_api.LivingWorker(x.name, x.address) for x in workers]
+        other = self.coordinators[1 - self.ear]
+        if other is not None and not other.state.trained and other.state.others is not None:
+            living.append(http_api.LivingWorker("coordinator"))
+        coordinator.call(http_api.BeginCall(coordinator.state.ticket, tuple(living)))
+        self.decide(coordinator)
 
     def say_gone_beforehand(self, worker: Worker, within: float) -> None:
         """Its deletion is recorded; it goes on until it is carried out."""
@@ -258,9 +279,6 @@ class Network:
         coordinator = self.coordinators[worker.leads_to]
         if coordinator is None or worker.wire.refused is not None or worker.strand.over:
             return
-        others = any(x.could_go_on for x in self.workers.values()) or None not in self.coordinators
-        if not worker.history.steps and not coordinator.state.trained and others:
-            return  # it is assumed that members reach a new coordinator before it begins anew with others
         coordinator.now = self.now
         worker.inbox.clear()
         worker.connected_to = coordinator

@@ -280,7 +280,7 @@ class Worker:
 
     def __init__(self, network: Network, name: str, number: int) -> None:
         self.network = network
-        self.name, self.incarnation = name, f"{name}.{number}"
+        self.name, self.incarnation, self.address = name, f"{name}.{number}", f"10.0.0.{number}"
         self.alive, self.stopped, self.doomed = True, False, False
         self.touched = False
         """Something has happened to it, for which it may be declared lost."""
@@ -292,7 +292,7 @@ class Worker:
         self.inbox: deque[m.ToWorker] = deque()
         self.history = History()
         state = MemberState(VIRTUAL_NODES, "one machine")
-        self.session = Session(replace(ENVIRONMENT, worker=name), state, SETTINGS)
+        self.session = Session(replace(ENVIRONMENT, worker=name, address=self.address), state, SETTINGS)
         self.session.incarnation = self.incarnation
         self.wire = self.session.link = Wire(self, self.session)  # type: ignore[assignment]
         self.builders = Builders(self, self.session)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from virtualflow.state import capture
+from virtualflow.state import Optimizers, capture
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -91,6 +91,7 @@ OPTIMIZERS: dict[str, Make] = {
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
     "rprop": torch.optim.Rprop,
+    "several": lambda p: Optimizers([torch.optim.SGD([p[0]], lr=0.1, momentum=0.9), torch.optim.AdamW([p[1]])]),
 }
 
 

@@ -18,7 +18,7 @@ from virtualflow.protocol.versions import PROTOCOL
 
 TOKEN = "the job's token"
 RIGHT = {"Authorization": f"Bearer {TOKEN}"}
-SETTINGS = CoordinatorSettings(membership=MembershipSettings(restart_grace=0.0), first_message=0.2, backlog=50)
+SETTINGS = CoordinatorSettings(membership=MembershipSettings(restart_grace=0.0), backlog=50)
 
 
 def hello(name: str, incarnation: str = "", **facts: object) -> m.Hello:

@@ -11,6 +11,7 @@ from virtualflow.coordinator.status_view import describe
 from virtualflow.coordinator.worker_messages import disconnect, handle
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.versions import PROTOCOL
 
 
 class Driven:
@@ -41,3 +42,25 @@ class Driven:
     def take_outbox(self) -> list[tuple[str, m.ToWorker]]:
         outbox, self.state.outbox = self.state.outbox, []
         return outbox
+
+
+def _hello(worker: str) -> m.Hello:
+    return m.Hello(
+        protocol=PROTOCOL, worker=worker, incarnation=f"i{worker}", address="127.0.0.1", pid=1, virtual_nodes=8,
+        fingerprint="f", ready=True, draining=False, drain_deadline=None, plan=None, step=0, total_steps=100,
+        done=False, changes=(),
+    )  # fmt: skip
+
+
+def first_job() -> tuple[Driven, m.Plan]:
+    """A job in whose first generation a, b and c train."""
+    job = Driven(incarnation=1, wanted=3, settings=MembershipSettings())
+    for worker in "abc":
+        assert job.admit(_hello(worker)) is None
+    job.now = 3.0
+    job.decide()
+    first = job.state.proposed
+    assert first is not None
+    for worker in "abc":
+        job.hear(f"i{worker}", m.Entered(first, 0, False))
+    return job, first

@@ -30,6 +30,15 @@ class Damaged(CommunicatorBroken):
     """What has arrived is not what was sent."""
 
 
+class Convicted(CommunicatorBroken):
+    """A member came to wrong gradients: the others repeat the attempt without it."""
+
+    def __init__(self, incarnation: str, reason: str) -> None:
+        super().__init__(reason)
+        self.incarnation = incarnation
+        """Its process."""
+
+
 class NonFiniteMetric(VirtualFlowError):
     """A metric became NaN or infinite, and the job is to stop then."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.campaign.__main__ import why_not
+from benchmarks.campaign.faults import KINDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,7 +22,8 @@ def test_a_slice_of_the_campaign_finds_nothing_wrong(tmp_path: Path) -> None:
     if missing is not None:
         pytest.skip(f"the campaign parts network namespaces, and {missing}")
     report = tmp_path / "report.json"
-    words = ["--faults", "6", "--per-job", "6", "--seed", "1", "--out", str(report)]
+    faults = 2 * len(KINDS)
+    words = ["--faults", str(faults), "--per-job", str(len(KINDS)), "--jobs", "2", "--seed", "1", "--out", str(report)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'trainer'}:{ROOT}"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.campaign", *words],
@@ -32,5 +34,5 @@ def test_a_slice_of_the_campaign_finds_nothing_wrong(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
     found = json.loads(report.read_text())
-    assert (found["lineages"], found["faults"]) == (1, [])
-    assert sum(kind["faults"] for kind in found["kinds"].values()) == 6
+    assert (found["lineages"], found["wrong"], found["faults"]) == (1, [], faults)
+    assert {kind: row["faults"] for kind, row in found["kinds"].items()} == dict.fromkeys(KINDS, 2)

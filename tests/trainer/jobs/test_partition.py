@@ -102,16 +102,16 @@ class Islands:
         self.processes.append(process)
         return process
 
-    def coordinator(self, island: int) -> subprocess.Popen[bytes]:
+    def coordinator(self, island: int, **environment: str) -> subprocess.Popen[bytes]:
         words = ("--host", SERVICE, "--port", str(PORT), "--wanted", "2", "--minimum", "2", "--heartbeat-limit", "1")
-        return self.start(island, "-m", "virtualflow", "coordinator", *words)
+        return self.start(island, "-m", "virtualflow", "coordinator", *words, **environment)
 
-    def worker(self, island: int, script: Path) -> subprocess.Popen[bytes]:
+    def worker(self, island: int, script: Path, name: str = "") -> subprocess.Popen[bytes]:
         return self.start(
             island,
             str(script),
             VIRTUALFLOW_COORDINATOR=f"http://{SERVICE}:{PORT}",
-            VIRTUALFLOW_WORKER=f"worker-{island}",
+            VIRTUALFLOW_WORKER=name or f"worker-{island}",
             VIRTUALFLOW_ADDRESS=HOSTS[island],
             VIRTUALFLOW_VIRTUAL_NODES="4",
             VIRTUALFLOW_CHECKPOINT_DIR=str(self.checkpoints),
@@ -133,6 +133,11 @@ class Islands:
             check=False,
         )
         return json.loads(done.stdout) if done.returncode == 0 else {}
+
+    def say_who_may_train(self, island: int, *others: str) -> None:
+        """The word of whoever runs the workers, to the coordinator of an island."""
+        ticket = self.ask(island, "status")["startTicket"]
+        self.ask(island, "begin", json.dumps({"ticket": ticket, "others": [{"worker": name} for name in others]}))
 
     def close(self) -> None:
         for process in self.processes:
@@ -200,6 +205,43 @@ def test_two_halves_with_a_coordinator_each_never_both_go_on(islands: Islands, t
     assert status["digest"] == undisturbed(script, tmp_path)
     assert former.poll() is None
     assert_one_lineage(before, complete(islands.checkpoints), [f"log-{n}" for n in range(3)], tmp_path)
+
+
+def test_fresh_workers_with_a_new_coordinator_begin_nothing_beside_those_who_are_cut_off(
+    islands: Islands, tmp_path: Path
+) -> None:
+    """The old coordinator and all of its workers are on one side, and train on; nobody on the other has seen them."""
+    scripts = {pause: tmp_path / f"train-{pause}.py" for pause in ("0.2", "0.02")}
+    for pause, path in scripts.items():
+        path.write_text(SCRIPT.replace("STEPS", str(STEPS)).replace("PAUSE", pause))
+    old = [islands.coordinator(0, VIRTUALFLOW_CONFIRMED_START="1")]
+    old += [islands.worker(0, scripts["0.2"], f"old-{n}") for n in range(2)]
+    until("the coordinator listens", lambda: islands.ask(0, "status"))
+    islands.say_who_may_train(0)
+    until("both train", lambda: islands.ask(0, "status").get("step", 0) >= 5)
+    assert "startTicket" not in {key for key, value in islands.ask(0, "status").items() if value is not None}
+    islands.part()
+    islands.coordinator(1, VIRTUALFLOW_CONFIRMED_START="1")
+    fresh = [islands.worker(1, scripts["0.02"], f"fresh-{n}") for n in range(2)]
+    until("the other coordinator listens", lambda: islands.ask(1, "status"))
+    until("it would begin", lambda: "waiting for the word" in islands.ask(1, "status").get("reason", ""))
+    islands.say_who_may_train(1, "old-0", "old-1", "fresh-0", "fresh-1")
+    until("it says for whom it waits", lambda: "old-0, old-1 may train" in islands.ask(1, "status").get("reason", ""))
+    step = islands.ask(0, "status")["step"]
+    until("the old ones train on", lambda: islands.ask(0, "status")["step"] > step + 5)
+    waiting = islands.ask(1, "status")
+    assert (waiting["phase"], waiting["step"], waiting["generation"]) == ("waiting", 0, 0)
+
+    # They end, and whoever runs them says so: the others go on from their checkpoint.
+    for process in old:
+        process.kill()
+        process.wait()
+    islands.say_who_may_train(1, "fresh-0", "fresh-1")
+    until("the training is complete", lambda: islands.ask(1, "status").get("phase") == "done", 120)
+    status = islands.ask(1, "status")
+    assert status["digest"] == undisturbed(scripts["0.02"], tmp_path)
+    assert any(event["kind"] == "restored" for event in status["events"])
+    assert [process.wait(30) for process in fresh] == [0, 0]
 
 
 def assert_one_lineage(

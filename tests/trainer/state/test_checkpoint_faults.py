@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import resource
@@ -64,6 +65,12 @@ def test_a_full_disk_costs_only_the_checkpoint_that_does_not_fit(small_disk: Pat
     assert_failed_once_then_recovers(
         writer, directory, events, "No space left on device", "free some space there", lambda: None
     )
+
+
+def test_a_volume_that_is_read_only_is_a_sentence(small_disk: Path, events: list[str]) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(ConfigurationError, match=r"Read-only file system\); mount it writable"):
+        writer_to(small_disk, events).check_writable()
 
 
 def test_a_limit_of_the_file_size_costs_only_the_checkpoint_that_is_too_large(
@@ -190,3 +197,36 @@ def test_the_work_of_a_living_writer_is_not_taken_for_a_leftover(
     assert writer.flush(60)
     assert writer.failure is None
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden-by-the-user", "step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("looks", "said"),
+    [
+        pytest.param(1, "the checkpoint of step 2 was not written: the checkpoint directory", id="before it appears"),
+        pytest.param(
+            2, "the checkpoint of step 2 is written, and no old one was removed: the", id="to remove old ones"
+        ),
+    ],
+)
+def test_a_directory_that_cannot_be_listed_is_told_and_tried_again(
+    tmp_path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch, looks: int, said: str
+) -> None:
+    writer = writer_to(tmp_path, events, keep=1)
+    writer.save_now(1, tree_of(1))
+    listed, real = 0, Path.iterdir
+
+    def fail(path: Path) -> Iterator[Path]:
+        nonlocal listed
+        listed += 1
+        if listed == looks:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", fail)
+        assert writer.save_now(2, tree_of(2)) is (looks == 2)
+    assert [event[: len(said)] for event in events] == [said]
+    assert "Stale file handle" in events[0]
+    assert writer.save_now(3, tree_of(3))
+    assert writer.failure is None
+    assert steps_in(tmp_path) == [3]

@@ -54,7 +54,7 @@ def test_a_bit_that_flips_in_what_is_sent_is_found_by_who_receives_it(what: str,
     draw = random.Random(flips)
     for flip in range(flips):
         dtype = draw.choice(DTYPES)
-        size = draw.randrange(1, 5_000) if what != "large gather" else draw.randrange(70_000, 90_000)
+        size = draw.randrange(1, 5_000) if what != "large gather" else draw.randrange(1_050_000, 1_100_000)
         values = [torch.randint(0, 255, (size,), dtype=torch.uint8).to(dtype) for _ in range(2)]
         faulty = damage(members[0], draw.choice([1, 2]) if what != "small gather" else 1, seed=flip)
 

@@ -29,7 +29,7 @@ class Case:
     """One training; ``loss`` gets the model and a micro-batch."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer]
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     options: dict[str, Any] = field(default_factory=dict)
     inside: Callable[[Any, nn.Module], Any] = nothing
@@ -231,6 +231,15 @@ def a_scheduler_by_hand() -> Case:
         return optimizer.param_groups[0]["lr"]
 
     return Case(model, optimizer, squares, options, after=after)
+
+
+@case
+def several_optimizers_and_schedulers() -> Case:
+    model = mlp()
+    first = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+    last = torch.optim.AdamW(model[2].parameters(), 0.05)
+    step, cycle = torch.optim.lr_scheduler.StepLR(first, 3), torch.optim.lr_scheduler.OneCycleLR(last, 0.1, STEPS)
+    return Case(model, [first, last], squares, {"scheduler": [step, cycle]})
 
 
 @case

@@ -80,7 +80,7 @@ def named(script: Callable[..., Any]) -> str:
     return script.__name__.replace("_", " ")
 
 
-@pytest.mark.parametrize("script", [*EQUAL, nightly(habits.a_compiled_model, id="a compiled model")], ids=named)
+@pytest.mark.parametrize("script", EQUAL, ids=named)
 def test_it_gives_the_same_bits(script: Callable[[], Any], start_job: Callable[..., ElasticJob]) -> None:
     reference = alone(script)
     job = start_job(script, workers=2, hold=2)
@@ -151,7 +151,7 @@ def test_a_loop_left_by_a_counter_is_found_when_others_go_on(start_job: Callable
 
 def guard_of(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: int) -> Guard:
     return Guard(
-        model, optimizer, travels=lambda _: False, scheduled=False, sharded=False, settings=GuardSettings(**settings)
+        model, optimizer, travels=lambda _: False, schedulers=(), sharded=False, settings=GuardSettings(**settings)
     )
 
 

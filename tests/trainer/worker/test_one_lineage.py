@@ -144,6 +144,12 @@ class Lineages(RuleBasedStateMachine):
     def ends_are_confirmed(self) -> None:
         self.network.confirm_ends()
 
+    @precondition(lambda self: not self.network.false_words)
+    @rule()
+    def the_authority_turns_to_the_other_coordinator(self) -> None:
+        self.network.ear = 1 - self.network.ear
+        self.network.say_who_lives()
+
     @rule(which=st.integers(0, 5), within=st.sampled_from([1.0, 20.0]))
     def an_end_is_confirmed_beforehand(self, which: int, within: float) -> None:
         worker = self.pick(which)
@@ -291,4 +297,42 @@ def test_a_survivor_that_tells_late_that_it_has_begun_is_not_refused(model: Line
     model.a_worker_is_cut_off_from_its_coordinator_for_a_moment(which=3)
     model.all_go_on(rounds=1)
     model.time_passes(seconds=6.0)
+    model.settle()
+
+
+def test_fresh_workers_begin_nothing_beside_a_training_that_is_cut_off(model: Lineages) -> None:
+    """A new coordinator never hears of those who train on without one."""
+    model.begin(workers=2, second=True, steps=11)
+    model.the_address_leads_elsewhere(which=0, where=None)
+    model.the_address_leads_elsewhere(which=1, where=None)
+    model.a_coordinator_dies(which=0)
+    model.a_worker_starts(where=1)
+    model.a_worker_starts(where=1)
+    model.the_authority_turns_to_the_other_coordinator()
+    model.time_passes(seconds=6.0)
+    model.all_go_on(rounds=8)
+    (coordinator,) = (one for one in model.network.coordinators if one is not None)
+    assert "worker-0, worker-1 may train elsewhere" in coordinator.state.reason
+    model.settle()
+
+
+def test_who_has_missed_that_others_took_over_does_not_go_on_when_those_before_have_ended(model: Lineages) -> None:
+    """Alone of three, cut off; the other two have handed the training on to a fourth, and ended."""
+    model.begin(workers=3, second=True, steps=11)
+    model.the_network_parts(side=1, one_way="", lose=False, where=True)
+    model.all_go_on(rounds=8)
+    model.time_passes(seconds=6.0)
+    model.all_go_on(rounds=8)
+    model.a_worker_starts(where=0)
+    model.all_go_on(rounds=8)
+    model.a_drain_is_announced(which=1, coordinator=0)
+    model.a_drain_is_announced(which=2, coordinator=0)
+    model.all_go_on(rounds=8)
+    assert [worker.name for worker in model.living] == ["worker-0", "worker-3"]
+    model.the_authority_turns_to_the_other_coordinator()
+    model.ends_are_confirmed()
+    model.all_go_on(rounds=8)
+    other = model.network.coordinators[1]
+    assert other is not None
+    assert "worker-3 may train elsewhere" in other.state.reason
     model.settle()

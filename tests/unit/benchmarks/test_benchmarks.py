@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import report, results
+from benchmarks import memory_copy, report, results
 from benchmarks.changes import kind_of
 from benchmarks.external import rows_of
 from benchmarks.figures import FIGURES
@@ -98,3 +98,29 @@ def test_every_result_has_its_figure_and_every_plot_is_small() -> None:
         if figure.draw is not None and measured.get(name, {}).get("rows"):
             picture = report.DOCUMENT.parent / report.PICTURES / f"{name}.png"
             assert picture.stat().st_size < 60_000
+
+
+def copied(step_ms: float, *sent: float, cpu: float = 0.5, memory: int = 100_000_000) -> dict[str, Any]:
+    return {
+        "state_mb": 30.0,
+        "step_ms": step_ms,
+        "seconds": 10.0,
+        "held_up_s": 0.01 * len(sent),
+        "sent_s": list(sent),
+        "coordinator_s": cpu,
+        "worker_bytes": 3 * memory,
+        "coordinator_bytes": memory,
+    }
+
+
+def test_what_copies_cost_is_what_a_job_without_them_does_not_have() -> None:
+    rounds = [
+        {"without": copied(10.0), "with": copied(10.2, 0.1, 0.3, cpu=0.7, memory=160_000_000)},
+        {"without": copied(10.0), "with": copied(10.4, 0.2, 0.2, cpu=0.7, memory=160_000_000)},
+    ]
+    row = memory_copy.summarize(rounds)
+    assert (row["copies"], row["longer"], row["every_s"]) == (4, "3.0 % (2.0 to 4.0)", 5.0)
+    told = ("mb_per_s", "held_up_ms", "sending_ms", "coordinator_ms", "worker_mb", "coordinator_mb")
+    assert [row[key] for key in told] == pytest.approx([6.0, 10.0, 200.0, 100.0, 180.0, 60.0])
+    with pytest.raises(ValueError, match="no copy was made"):
+        memory_copy.summarize([{"without": copied(10.0), "with": copied(10.0)}])

@@ -223,7 +223,9 @@ def test_one_that_comes_on_after_all_is_asked_again_the_next_time() -> None:
 def test_the_others_go_on_without_it() -> None:
     world, hung = held_up()
     tell(world, hung, m.Doing("loading samples", 7, FLOOR))
-    assert world.status().lost[-1].reason.startswith("its training thread hangs: loading samples in step 7 for 300 s")
+    (lost,) = world.status().lost
+    assert lost.reason.startswith("its training thread hangs: loading samples in step 7 for 300 s")
+    assert lost.hung
     world.settle(2.0)
     assert hung.over is not None
     assert "declared lost: its training thread hangs" in hung.over

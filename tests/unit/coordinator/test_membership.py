@@ -26,6 +26,7 @@ from virtualflow.coordinator.snapshot import Cluster, listed
 from virtualflow.protocol.messages import Generation
 
 OLDER = plan(Generation(7, 0), "a d e", "recovery")
+JOINED = plan(Generation(7, 0), "a d e", "recovery", "d e")
 """One that a worker knows of and that may count."""
 
 TABLE = [
@@ -136,6 +137,43 @@ TABLE = [
         id="a new coordinator first listens for a training that goes on",
     ),
     pytest.param(
+        cluster(worker("a"), worker("b"), waiting_since=NOW, confirmed=True),
+        "recovery a b +a b start",
+        "starting with 2 workers",
+        None,
+        id="unless it was told that nobody else may train",
+    ),
+    pytest.param(
+        cluster(worker("a"), worker("b"), unheard=None),
+        None,
+        "2 workers ready; waiting for the word of whoever runs the workers that nobody trains elsewhere",
+        None,
+        id="nothing begins before the word that nobody else may train",
+    ),
+    pytest.param(
+        cluster(worker("a"), worker("b"), worker("c"), unheard=frozenset({"x"})),
+        None,
+        "3 workers ready; x may train elsewhere: waiting for it to come, or for the word of whoever runs it that "
+        "it has ended",
+        None,
+        id="nor while somebody else may",
+    ),
+    pytest.param(
+        cluster(worker("a"), unheard=frozenset({"y", "x"}), trained=True, wanted=1),
+        None,
+        "no worker survived; 1 worker ready; x, y may train elsewhere: waiting for them to come, or for the word "
+        "of whoever runs them that they have ended",
+        None,
+        id="also if this coordinator knows of a training that is over",
+    ),
+    pytest.param(
+        cluster(worker("a"), unheard=None),
+        None,
+        "waiting for workers: 1 of 2 ready",
+        NOW + 60,
+        id="while there are too few workers, that is what is said",
+    ),
+    pytest.param(
         cluster(worker("a"), worker("b"), waiting_since=NOW, trained=True),
         "recovery a b +a b restart",
         "no worker survived; starting with 2 workers",
@@ -228,6 +266,28 @@ TABLE = [
         "d; e that they have ended",
         None,
         id="nor those that know of others who may go on",
+    ),
+    pytest.param(
+        training(member("a"), member("b"), member("c", **silent(0.0)), broken={FIRST: NOW}, contested=(JOINED,)),
+        "recovery a b lost",
+        "c lost: its connections closed",
+        None,
+        id="of whom joiners do not count while it is not settled",
+    ),
+    pytest.param(
+        training(
+            member("a"),
+            member("b"),
+            member("c", **silent(0.0)),
+            broken={FIRST: NOW},
+            contested=(JOINED,),
+            settled=JOINED.generation,
+        ),
+        None,
+        "c lost: its connections closed; 2 workers left, which is no majority: waiting for the word of whoever runs "
+        "d; e that they have ended",
+        None,
+        id="and do once it is",
     ),
     pytest.param(
         training(member("a"), member("b", last_heard=NOW - HEARTBEAT + 0.5)),

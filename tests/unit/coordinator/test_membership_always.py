@@ -79,6 +79,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         stop=draw(st.sampled_from([None, None, "enough"])),
         trained=running is not None or draw(st.booleans()),
         minimum=draw(st.sampled_from([1, 1, 2, 6])),
+        unheard=draw(st.sampled_from([frozenset(), frozenset(), None, frozenset({"elsewhere"})])),
     )
 
 
@@ -129,6 +130,7 @@ def makes_sense(state: Cluster, decision: Decision, proposal: Proposal) -> None:
     assert len(set(proposal.members)) == len(proposal.members) <= NODES
     assert set(proposal.joiners) <= set(proposal.members)
     running = {one.incarnation for one in state.running.members} if state.running else set()
+    assert running or state.proposed is not None or state.unheard == frozenset(), "begun beside those who may train"
     lost = find_lost(NOW, state, SETTINGS)
     for incarnation in proposal.members:
         one = state.workers[incarnation]

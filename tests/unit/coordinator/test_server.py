@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -181,7 +182,7 @@ def test_who_does_not_say_hello_is_shown_out(first: bytes | None) -> None:
         assert stream.close_code in (1007, 1009)
         assert describe(server.state) == before
 
-    with_server(story)
+    with_server(story, replace(SETTINGS, first_message=0.2))
 
 
 @pytest.mark.parametrize(

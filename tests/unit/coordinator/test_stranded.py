@@ -3,34 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from driven import Driven
+from driven import first_job
 
-from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.versions import PROTOCOL
-
-
-def hello(worker: str) -> m.Hello:
-    return m.Hello(
-        protocol=PROTOCOL, worker=worker, incarnation=f"i{worker}", address="127.0.0.1", pid=1, virtual_nodes=8,
-        fingerprint="f", ready=True, draining=False, drain_deadline=None, plan=None, step=0, total_steps=100,
-        done=False, changes=(),
-    )  # fmt: skip
-
-
-def first_job() -> tuple[Driven, m.Plan]:
-    """A job in whose first generation a, b and c train."""
-    job = Driven(incarnation=1, wanted=3, settings=MembershipSettings())
-    for worker in "abc":
-        assert job.admit(hello(worker)) is None
-    job.now = 3.0
-    job.decide()
-    first = job.state.proposed
-    assert first is not None
-    for worker in "abc":
-        job.hear(f"i{worker}", m.Entered(first, 0, False))
-    return job, first
 
 
 @pytest.mark.parametrize("entered_first", [True, False], ids=["the others' news first", "its own news first"])
@@ -80,3 +56,41 @@ def test_a_recovery_is_not_broken_because_not_all_have_entered_it_yet() -> None:
         job.decide()
     assert job.state.proposed is None
     assert job.state.running == recovery
+
+
+def test_who_enters_a_recovery_that_does_not_count_makes_the_job_wait_for_the_former_generation() -> None:
+    """a is cut off, and b hangs while c enters the recovery of both: of the former generation, c has no majority."""
+    job, first = first_job()
+    progress = m.Progress(first.generation, 5, 0, 100, {}, 1.0, "training")
+    job.hear("ia", progress)
+    for moment in (5.0, 7.0, 8.5):
+        job.now = moment
+        for incarnation in ("ib", "ic"):
+            job.hear(incarnation, m.Heartbeat())
+        job.decide()
+    recovery = job.state.proposed
+    assert recovery is not None
+    assert [member.worker for member in recovery.members] == ["b", "c"]
+    job.hear("ic", m.Entered(recovery, 5, False))
+    job.call(http_api.GoneCall("b", "ib", "it hung, and was ended"))
+    job.decide()
+    alone = job.state.proposed
+    assert alone is not None
+    assert [member.worker for member in alone.members] == ["c"]
+
+    job.hear("ic", m.Broken(alone.generation, 5, "no majority", contested=first))
+    for _ in range(20):
+        job.now += 0.5
+        job.hear("ic", m.Heartbeat())
+        job.decide()
+    assert job.state.phase == "training"
+    assert "waiting for the word of whoever runs a that it has ended" in job.state.reason
+
+    job.call(http_api.GoneCall("a", "ia", "its node is gone"))
+    job.now += 0.5
+    job.decide()
+    again = job.state.proposed
+    assert again is not None
+    assert again.generation > alone.generation
+    assert [member.worker for member in again.members] == ["c"]
+    assert set(again.ended) == {"ia", "ib"}

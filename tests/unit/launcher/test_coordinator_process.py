@@ -19,9 +19,9 @@ import pytest
 from coordinator_server import RIGHT, TOKEN, hello, told
 
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.http_api import StopCall
+from virtualflow.protocol.http_api import BeginCall, StopCall
 from virtualflow.protocol.http_client import CoordinatorClient
-from virtualflow.protocol.settings import ENV_HANG_SECONDS, SignalSettings
+from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_HANG_SECONDS, SignalSettings
 
 # --- the process ------------------------------------------------------------------------------------------------------
 
@@ -188,6 +188,40 @@ def test_the_minimum_and_the_start_up_grace_are_options(tmp_path: Path) -> None:
 
     with process(tmp_path, 0, "--wanted", "3", "--minimum", "2", "--startup-grace", "0") as child:
         asyncio.run(story(url_of(child, tmp_path)))
+
+
+@pytest.mark.parametrize("asked", ["1", "0", ""])
+def test_a_word_is_needed_to_begin_where_the_environment_says_so(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process has another number, and with the same environment the next one waits as well."""
+    monkeypatch.setenv(ENV_CONFIRMED_START, asked)
+
+    async def story(url: str) -> int | None:
+        async with (
+            CoordinatorClient(url, TOKEN, SignalSettings()) as client,
+            aiohttp.ClientSession(headers=RIGHT) as http,
+        ):
+            stream = await http.ws_connect(f"{url}/v1/worker")
+            await stream.send_bytes(m.encode(hello("worker-0", ready=True)))
+            assert isinstance(await told(stream), m.Welcome)
+            ticket = (await client.status()).start_ticket
+            if ticket is not None:
+                assert "waiting for the word" in (await client.status()).reason
+                await client.send(BeginCall(ticket))
+            assert isinstance(await told(stream), m.Plan)
+            assert (await client.status()).start_ticket is None
+            await stream.close()
+            return ticket
+
+    tickets = []
+    for number in range(2):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with process(directory) as child:
+            tickets.append(asyncio.run(story(url_of(child, directory))))
+    assert (None not in tickets) == (asked == "1")
+    assert asked != "1" or tickets[0] != tickets[1]
 
 
 @pytest.mark.parametrize(

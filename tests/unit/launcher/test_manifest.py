@@ -22,6 +22,7 @@ from virtualflow.protocol.settings import (
     ENV_ON_NON_FINITE,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
+    ENV_VERIFY,
 )
 
 MANIFEST = """\
@@ -165,6 +166,27 @@ def test_the_coordinator_is_told_how_long_a_training_thread_may_stand_still(
     spec: dict[str, object], options: list[str], seconds: float | None, tmp_path: Path
 ) -> None:
     assert _resolve(_manifest(tmp_path, **spec), *options).hang_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "share"),
+    [
+        pytest.param({}, [], None, id="nobody says"),
+        pytest.param({"verify": {"sample": 0.01}}, [], "0.01", id="the manifest"),
+        pytest.param({"verify": {"sample": 1}}, [], "1.0", id="all of it"),
+        pytest.param({"verify": {"sample": 0.01}}, ["--verify", "0.5"], "0.5", id="the option goes before"),
+    ],
+)
+def test_workers_are_told_how_much_to_verify(
+    spec: dict[str, object], options: list[str], share: str | None, tmp_path: Path
+) -> None:
+    assert _resolve(_manifest(tmp_path, **spec), *options).environment.get(ENV_VERIFY) == share
+
+
+@pytest.mark.parametrize("share", [-1, 1.5, True, "0.1"])
+def test_another_share_to_verify_is_refused(share: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"spec\.verify\.sample must be a number from 0 to 1"):
+        _resolve(_manifest(tmp_path, verify={"sample": share}))
 
 
 def test_another_word_for_what_to_do_about_it_is_refused(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 
 def wrong_numbers() -> Iterator[list[str]]:
     """Arguments, the last of which is the number that the first option has."""
-    may_be_zero = {"--port", "--startup-grace", "--deadline"}
+    may_be_zero = {"--port", "--startup-grace", "--deadline", "--verify"}
     for name, parser in subcommands().items():
         for action in numeric(parser):
             option = action.option_strings[0] if action.option_strings else ""

@@ -42,6 +42,13 @@ def test_the_lowest_ordinal_is_free_that_nobody_has_or_would_be_refused_under(
     assert found.free_ordinal() == ordinal
 
 
+def test_who_may_be_in_a_generation_of_a_former_coordinator_lives_and_was_started_before_it_ended() -> None:
+    found = table("worker-0", "worker-1", "worker-2", "worker-0")
+    cast("Running", found.workers[0].process).alive = False
+    assert [worker.number for worker in found.elders(3)] == [1, 2]
+    assert found.elders(0) == [], "the first coordinator has no former one"
+
+
 def test_a_refusal_is_about_the_latest_process_of_that_name() -> None:
     found = table("worker-1", "worker-10", "worker-1")
     found.note_refusal(Refusal("worker-1", "it has other bits"))

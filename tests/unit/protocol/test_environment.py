@@ -11,6 +11,7 @@ from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_SECONDS,
     ENV_ON_NON_FINITE,
     ENV_REPRODUCIBILITY,
+    ENV_VERIFY,
 )
 
 
@@ -54,6 +55,21 @@ def test_what_to_do_about_a_loss_of_nan_is_said_by_the_environment(
 ) -> None:
     monkeypatch.setenv(ENV_ON_NON_FINITE, value)
     assert WorkerEnvironment.read().on_non_finite == found
+
+
+@pytest.mark.parametrize(("value", "found"), [("", 0.0), ("0", 0.0), ("0.01", 0.01), ("1", 1.0)])
+def test_how_much_is_verified_is_said_by_the_environment(
+    value: str, found: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_VERIFY, value)
+    assert WorkerEnvironment.read().verify == found
+
+
+@pytest.mark.parametrize("value", ["-0.1", "1.5", "nan", "inf", "some"])
+def test_another_share_to_verify_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_VERIFY, value)
+    with pytest.raises(ConfigurationError, match=f"{ENV_VERIFY}=.*must be a number"):
+        WorkerEnvironment.read()
 
 
 def test_another_word_for_what_to_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

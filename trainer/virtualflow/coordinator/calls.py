@@ -32,6 +32,8 @@ def carry_out(state: JobState, call: http_api.Call, now: float) -> str:
             if state.phase not in ENDED:
                 state.fail(reason)
             return f"the job has failed: {state.history.error}" if state.failed else f"the job is {state.phase} already"
+        case http_api.BeginCall():
+            return _begin(state, call)
 
 
 def _drain(state: JobState, call: http_api.DrainCall, now: float) -> str:
@@ -88,3 +90,10 @@ def _stop(state: JobState, reason: str) -> str:
         if state.running is None:
             withdraw(state)
     return f"stopping: {reason}"
+
+
+def _begin(state: JobState, call: http_api.BeginCall) -> str:
+    if call.ticket != state.ticket:
+        return "nothing waits for that word: it is about another coordinator, or was given already"
+    state.others = call.others
+    return f"{counted(len(call.others), 'worker')} may be in a generation that is not known here"

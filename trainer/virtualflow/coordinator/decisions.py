@@ -27,6 +27,7 @@ def decide(state: JobState, now: float) -> float | None:
     wake_at = None
     for _ in range(_ROUNDS):
         _apply_losses(state, now)
+        _take_word(state)
         if state.phase in ENDED:
             _dismiss(state)
             break
@@ -55,8 +56,17 @@ def _apply_losses(state: JobState, now: float) -> None:
         if delay.share >= state.settings.stacks_share and not contact.asked_for_stacks:
             contact.asked_for_stacks = True
             state.send(incarnation, m.ShowStacks())
-    for incarnation, why in membership.find_lost(now, state.snapshot(), state.settings).items():
-        declare_lost(state, incarnation, why)
+    lost = membership.find_lost(now, state.snapshot(), state.settings)
+    hung = hangs.find_hung(state.snapshot(), state.settings) if lost else {}
+    for incarnation, why in lost.items():
+        declare_lost(state, incarnation, why, hung=hung.get(incarnation) == why)
+
+
+def _take_word(state: JobState) -> None:
+    """All who may be in a generation are here at one moment: from now on this coordinator knows all generations."""
+    if state.ticket is not None and state.unheard == frozenset():
+        state.ticket = None
+        state.note_news()
 
 
 def _apply(state: JobState, decision: Decision, now: float) -> bool:

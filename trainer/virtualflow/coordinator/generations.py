@@ -122,14 +122,17 @@ def mark_draining(state: JobState, worker: Worker, deadline: float, reason: str)
     return True
 
 
-def declare_lost(state: JobState, incarnation: str, why: str) -> None:
-    """No generation counts on that worker any more, and it must not come back; ``why`` is the end of a sentence."""
+def declare_lost(state: JobState, incarnation: str, why: str, *, hung: bool = False) -> None:
+    """No generation counts on that worker any more, and it must not come back; ``why`` is the end of a sentence.
+
+    ``hung``: its training thread hangs.
+    """
     worker = state.roster.workers[incarnation]
     if not worker.present:
         return
     state.roster.update(incarnation, gone=why[:MAX_REASON])
     if not worker.done:
-        state.roster.note_lost(worker.name, incarnation, state.roster.contacts[incarnation].address, why)
+        state.roster.note_lost(worker.name, incarnation, state.roster.contacts[incarnation].address, why, hung=hung)
         state.tell("lost", f"{worker.name} lost: {why}")
     state.send(incarnation, m.Refuse(f"declared lost: {why}"[:MAX_TEXT]))
     state.note_news()

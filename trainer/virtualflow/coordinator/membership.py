@@ -4,11 +4,12 @@
 clock, no I/O and no memory; the same arguments give the same decision. The rules, first match wins:
 
 1. Nobody trains yet: start with the first generation once the wanted workers are ready. Once the minimum is, the
-   others are waited for as long as the start-up grace; with fewer than the minimum, nothing begins. An initial start
-   that loses a worker goes on with the others, unless they are too few and could not have begun yet.
+   others are waited for as long as the start-up grace; with fewer than the minimum, nothing begins, nor while somebody
+   may train elsewhere. An initial start that loses a worker goes on with the others, unless they are too few and could
+   not have begun yet.
 2. Nobody who has the training's state is left: the generation is over, and the job waits for workers as if it began.
 3. A member is lost: its survivors recover at once (draining ones too, nobody else), if no others could go on as well
-   (:mod:`virtualflow.protocol.lineage`); else when the end of those is confirmed.
+   (:mod:`virtualflow.protocol.lineage`); else when the end of those is confirmed, and nobody may train elsewhere.
 4. A collective broke and nobody is known to be lost: wait a moment for the news, then rebuild over the same members.
 5. A change is under way, or a joiner is receiving the state: everything else waits until all members have entered.
 6. The job is to stop: everyone leaves at the same step.
@@ -52,9 +53,13 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
         return Decision("the last worker has left", over=True)
     broken_since = cluster.broken.get(base.generation)
     if missing or not survivors or broken_since is not None:
-        objectors = _find_objectors(cluster, survivors)
+        in_order = frozenset(i for i, worker in workers.items() if worker.left or worker.through)
+        objectors = _find_objectors(cluster, survivors, cluster.ended | in_order)
         if objectors:
             return Decision(f"{reason or 'a collective broke'}; {_wait_for(objectors, len(survivors))}")
+        if cluster.unheard != frozenset() and _find_objectors(cluster, survivors, in_order):
+            # Those who have ended may have handed the training on, before, to workers that were never heard here.
+            return Decision(f"{reason or 'a collective broke'}; {_wait_for_word(cluster.unheard)}")
     if not survivors:
         return Decision("no worker survived", over=True)
     if running is not None:
@@ -88,15 +93,16 @@ def find_lost(now: float, cluster: Cluster, settings: MembershipSettings) -> dic
     return {**find_hung(cluster, settings), **lost}
 
 
-def _find_objectors(cluster: Cluster, survivors: Collection[str]) -> list[str]:
-    """Names of the processes that could go on without ``survivors``, unless their end is confirmed."""
-    workers, running, proposed = cluster.workers, cluster.running, cluster.proposed
-    stages: list[tuple[Plan, Stage]] = [(plan, "attempted") for plan in cluster.contested]
+def _find_objectors(cluster: Cluster, survivors: Collection[str], ended: Collection[str]) -> list[str]:
+    """Names of the processes that could go on without ``survivors``, but for those that have ended."""
+    running, proposed = cluster.running, cluster.proposed
+    stages: list[tuple[Plan, Stage]] = [
+        (plan, "settled" if plan.generation <= cluster.settled else "attempted") for plan in cluster.contested
+    ]
     if running is not None:
         stages.append((running, "settled" if running.generation <= cluster.settled else "counted"))
     if proposed is not None and (running is not None or cluster.prepared):
         stages.append((proposed, "attempted"))  # while not all have its communicator, nobody begins by it
-    ended = cluster.ended | {i for i, worker in workers.items() if worker.left or worker.through}
     objectors = {
         member.incarnation: member.worker
         for plan, stage in stages
@@ -111,6 +117,17 @@ def _wait_for(objectors: list[str], survivors: int) -> str:
     return (
         f"{counted(survivors, 'worker')} left, which is no majority: waiting for the word of whoever runs {names} that "
         f"{'it has' if len(objectors) == 1 else 'they have'} ended"
+    )
+
+
+def _wait_for_word(unheard: frozenset[str] | None) -> str:
+    if unheard is None:
+        return "waiting for the word of whoever runs the workers that nobody trains elsewhere"
+    it, they_have = ("it", "it has") if len(unheard) == 1 else ("them", "they have")
+    names = listed(sorted(unheard)).replace("; ", ", ")
+    return (
+        f"{names} may train elsewhere: waiting for {it} to come, or for the word of whoever runs {it} that {they_have} "
+        "ended"
     )
 
 
@@ -193,8 +210,10 @@ def _start(now: float, cluster: Cluster, settings: MembershipSettings, lost: dic
         start_at = max(cluster.waiting_since, enough_since) + settings.startup_grace
         if now < start_at:
             return Decision(reason, wake_at=start_at)
+    if cluster.unheard is None or cluster.unheard:
+        return Decision(f"{again}{counted(len(ready), 'worker')} ready; {_wait_for_word(cluster.unheard)}")
     listen_until = cluster.waiting_since + settings.restart_grace
-    if not cluster.trained and now < listen_until:
+    if not (cluster.trained or cluster.confirmed) and now < listen_until:
         return Decision("listening for workers that train already", wake_at=listen_until)
     chosen = sorted(ready[: cluster.virtual_nodes], key=lambda worker: (_natural(worker.name), worker.incarnation))
     members = tuple(worker.incarnation for worker in chosen)

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 
@@ -56,6 +57,8 @@ class Coordinator:
         self._ticked_at = self._beats_at = time.monotonic()
         self._excused = 0.0
         self.state = JobState(time.time_ns() // 1_000_000, wanted, settings.membership, self._ticked_at, minimum)
+        if settings.confirmed_start:
+            self.state.ticket = secrets.randbits(53)
         self._lines: dict[str, Line] = {}
         self._writers: set[asyncio.Task[None]] = set()
         self.state.copy_limit = copy_limit(settings.memory_copy)

@@ -94,8 +94,8 @@ class MembershipSettings:
     """Communicators broken in a row, with nobody lost and no step done, before the job has failed."""
 
     restart_grace: float = 2.0
-    """A new coordinator starts no first generation for this long: workers of a running one may be on their way to it.
-    More than the longest pause between two attempts to connect."""
+    """A new coordinator that nobody tells who may train starts no first generation for this long: workers of a running
+    one may be on their way to it. More than the longest pause between two attempts to connect."""
 
     join_patience: float = 2.0
     """How long the relief of a draining worker waits for joiners that were to enter with it."""
@@ -135,6 +135,9 @@ class CoordinatorSettings:
 
     membership: MembershipSettings = field(default_factory=MembershipSettings)
     memory_copy: KeptCopySettings = field(default_factory=KeptCopySettings)
+    confirmed_start: bool = False
+    """Begin nothing without the word of whoever runs the workers that nobody trains already
+    (``VIRTUALFLOW_CONFIRMED_START``)."""
     watch_interval: float = 0.05
     """A watcher of the status gets at most one message in this time."""
     first_message: float = 10.0

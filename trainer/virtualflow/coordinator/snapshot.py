@@ -96,6 +96,10 @@ class Cluster:
     stop: str | None = None
     trained: bool = False
     """A generation has run before (its members may all be lost)."""
+    unheard: frozenset[str] | None = frozenset()
+    """Names of those that may be in a generation elsewhere; ``None``: whoever runs the workers has still to say."""
+    confirmed: bool = False
+    """It has said that there is nobody but those who are here."""
 
     @property
     def fewest(self) -> int:

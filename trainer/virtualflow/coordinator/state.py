@@ -65,6 +65,10 @@ class JobState:
     """The newest that could not be built and whose members have had that counted against them."""
     trained: bool = False
     """A generation has run."""
+    ticket: int | None = None
+    """While it is set, nothing begins without a predecessor: a word that bears it is needed (``BeginCall``)."""
+    others: tuple[http_api.LivingWorker, ...] | None = None
+    """Those that may be in a generation elsewhere, by the latest such word; ``None``: there was none."""
 
     hold: int | None = None
     """No step after this one may start."""
@@ -121,6 +125,16 @@ class JobState:
         """Whether all members of the proposed generation have its communicator."""
         return self.proposed is not None and self.prepared >= {x.incarnation for x in self.proposed.members}
 
+    @property
+    def unheard(self) -> frozenset[str] | None:
+        """Names of those of ``others`` that are not connected to this coordinator."""
+        if self.others is None:
+            return None
+        workers, contacts = self.roster.workers, self.roster.contacts
+        here = {(x.name, contacts[i].address) for i, x in workers.items() if x.connected and x.present}
+        here |= {(name, "") for name, _ in here}
+        return frozenset(x.worker for x in self.others if (x.worker, x.address) not in here)
+
     def plan_of(self, generation: m.Generation) -> m.Plan | None:
         """The plan of that generation, if it is one of the latest that this coordinator knows."""
         return next((plan for plan in self.plans if plan.generation == generation), None)
@@ -155,6 +169,8 @@ class JobState:
             evaluating=self.history.evaluating,
             stop=self.stop,
             trained=self.trained,
+            unheard=frozenset() if self.ticket is None else self.unheard,
+            confirmed=self.ticket is None and self.others is not None,
         )
 
     # --- what every change of it is made of --------------------------------------------------------------------------

@@ -68,6 +68,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         non_finite=history.non_finite,
         checkpoint=history.checkpoint,
         memory_copy=job.memory_copy,
+        start_ticket=job.ticket,
     )
 
 

@@ -71,6 +71,8 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
         case m.Broken(generation, step, detail):
             if message.contested is not None:
                 _contest(state, message.contested)
+            if message.convicted is not None:
+                _convict(state, worker, generation, message.convicted, detail)
             _broke(state, worker, generation, step, detail, now)
         case m.DrainRequest(reason):
             mark_draining(state, worker, now + state.settings.drain_grace, reason)
@@ -199,9 +201,21 @@ def _settle(state: JobState, generation: m.Generation) -> None:
 
 
 def _contest(state: JobState, plan: m.Plan) -> None:
-    """A worker knows of a generation without a majority of which no other counts."""
-    if plan.generation > state.settled and len(state.contested) < KNOWN_GENERATIONS:
+    """A worker knows of a generation without a majority of which no other counts.
+
+    It may be the newest that is settled: the running one has been entered, and may not count for all that.
+    """
+    if plan.generation >= state.settled and len(state.contested) < KNOWN_GENERATIONS:
         state.contested[plan.generation] = plan
+
+
+def _convict(state: JobState, worker: Worker, generation: m.Generation, convicted: str, detail: str) -> None:
+    """A member came to wrong gradients, as all of its generation have seen: nobody counts on it any more."""
+    running = state.running
+    if running is None or generation != running.generation:
+        return
+    if running.includes(worker.incarnation) and running.includes(convicted):
+        declare_lost(state, convicted, detail)
 
 
 def _left(state: JobState, worker: Worker, generation: m.Generation, step: int, now: float) -> None:

@@ -4,16 +4,21 @@ epoch, the step and the virtual node.
 
 from virtualflow.data.iterable_source import fuse
 from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, open_source
-from virtualflow.data.rng import seed_virtual_node
+from virtualflow.data.orders import Orders, Sampler, open_orders
+from virtualflow.data.rng import derive_seed, seed_virtual_node
 from virtualflow.data.sampling import chunks, micro_batch
 
 __all__ = [
     "LoaderOptions",
     "MicroBatch",
+    "Orders",
+    "Sampler",
     "Source",
     "chunks",
+    "derive_seed",
     "fuse",
     "micro_batch",
+    "open_orders",
     "open_source",
     "seed_virtual_node",
 ]

@@ -30,6 +30,7 @@ from virtualflow.data.dataloader import (
 )
 from virtualflow.data.iterable_source import Shardable, StreamSource
 from virtualflow.data.microbatches import Key, MicroBatches, Task
+from virtualflow.data.orders import Orders
 from virtualflow.data.sampling import Plan, chunks, micro_batch
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import ConfigurationError
@@ -48,6 +49,7 @@ def open_source(
     epochs: int | None,
     options: LoaderOptions,
     settings: LoadingSettings,
+    orders: Orders | None = None,
 ) -> Source:
     """Open the source that fits ``dataset``: a `MapSource` where samples have indices, else a `StreamSource`.
 
@@ -61,6 +63,7 @@ def open_source(
         epochs: nothing is loaded ahead beyond them; ``None`` for no end.
         options: passed through to the ``DataLoader``.
         settings: how much is gathered at once, and how long `Source.close` waits for loader processes.
+        orders: of a sampler, instead of shuffling (map-style only).
 
     Raises:
         ConfigurationError: the dataset, the sizes or the options do not fit together.
@@ -71,7 +74,7 @@ def open_source(
             raise ConfigurationError(
                 f"{type(dataset).__name__} has no __len__, so its samples cannot be put in order; define it"
             )
-        plan = Plan(len(dataset), batch_size, seed, shuffle, drop_last)
+        plan = Plan(len(dataset), batch_size, seed, shuffle, drop_last, orders)
         return MapSource(
             dataset,
             plan,
@@ -175,7 +178,8 @@ class MapSource:
         sizes = tuple([self._plan.size(epoch_step, node, self._virtual_nodes) for node in nodes])
         if not self._ahead_of_need and any(sizes):
             return self._load_here(key, sizes)
-        self._passed = max(self._passed, key)
+        if virtual_node in self._counts:  # one of another worker's is not in the way of what is loaded ahead
+            self._passed = max(self._passed, key)
         if not any(sizes):
             return MicroBatch(virtual_node, None, (), sizes)
         task, outcome = self._arrived.pop(key) if key in self._arrived else self._await(key)

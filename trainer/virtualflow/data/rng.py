@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import torch
@@ -54,6 +56,25 @@ def seed_process(value: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(value & _WORD)
+
+
+@contextmanager
+def seeded(value: int) -> Iterator[None]:
+    """Let this process's global generators begin at ``value`` for a while, and go on as before afterwards."""
+    numpy = sys.modules.get("numpy")
+    ours, theirs = torch.get_rng_state(), random.getstate()
+    others = None if numpy is None else numpy.random.get_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    seed_process(value)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(ours)
+        random.setstate(theirs)
+        if numpy is not None:
+            numpy.random.set_state(others)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
 
 
 def seed_virtual_node(seed: int, step: int, virtual_node: int) -> None:

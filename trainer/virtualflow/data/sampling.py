@@ -1,13 +1,15 @@
 """Which samples a virtual node gets in a step: a function of (seed, epoch, step, virtual node) alone.
 
 Nobody keeps or sends a position in a shuffled order, so a sample can be neither lost nor repeated when
-workers come and go. Epochs and the steps of an epoch are counted from 0 here.
+workers come and go. Where a sampler gives the order (``orders``), that holds for each position in it. Epochs
+and the steps of an epoch are counted from 0 here.
 """
 
 from __future__ import annotations
 
 import torch
 
+from virtualflow.data.orders import Orders
 from virtualflow.data.rng import derive_seed
 from virtualflow.errors import ConfigurationError
 
@@ -59,8 +61,18 @@ def micro_batch(batch_size: int, virtual_nodes: int) -> int:
 class Plan:
     """The global batches of every epoch over a dataset, and each virtual node's slice of them."""
 
-    def __init__(self, dataset_size: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool) -> None:
+    def __init__(
+        self,
+        dataset_size: int,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        orders: Orders | None = None,
+    ) -> None:
         """Plan batches of ``batch_size``; ``drop_last`` leaves out a last short one of an epoch.
+
+        Where there are ``orders`` of a sampler's, an epoch goes through one of these instead of all samples.
 
         Raises:
             ConfigurationError: there is no sample, no whole batch where one is required, or ``batch_size`` is
@@ -70,21 +82,23 @@ class Plan:
             raise ConfigurationError(f"batch_size is {batch_size}; a step needs at least 1 sample")
         if dataset_size < 1:
             raise ConfigurationError("the dataset is empty; give one with at least 1 sample")
-        if drop_last and dataset_size < batch_size:
+        samples, of = (dataset_size, "a dataset") if orders is None else (orders.length, "an epoch")
+        if drop_last and samples < batch_size:
             raise ConfigurationError(
-                f"drop_last leaves no batch of {batch_size} in a dataset of {dataset_size} samples; "
-                f"use a batch_size of at most {dataset_size} or drop_last=False"
+                f"drop_last leaves no batch of {batch_size} in {of} of {samples} samples; use a batch_size of at most "
+                f"{samples} or drop_last=False"
             )
-        self.dataset_size = dataset_size
+        self.samples_per_epoch = samples
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self.steps_per_epoch = dataset_size // batch_size if drop_last else -(-dataset_size // batch_size)
+        self.steps_per_epoch = samples // batch_size if drop_last else -(-samples // batch_size)
+        self._given = orders
         self._orders: dict[int, torch.Tensor] = {}
 
     def samples(self, epoch_step: int) -> int:
         """Return how many samples the global batch of a step has."""
-        return min(self.batch_size, self.dataset_size - epoch_step * self.batch_size)
+        return min(self.batch_size, self.samples_per_epoch - epoch_step * self.batch_size)
 
     def size(self, epoch_step: int, virtual_node: int, virtual_nodes: int) -> int:
         """Return how many samples ``virtual_node`` gets in a step; arguments and errors as of `indices`."""
@@ -105,7 +119,7 @@ class Plan:
         begin, end = self._bounds(epoch_step, virtual_node, virtual_nodes)
         if count > 1:
             end = self._bounds(epoch_step, virtual_node + count - 1, virtual_nodes)[1]
-        if not self.shuffle:
+        if self._given is None and not self.shuffle:
             return torch.arange(begin, end)
         return self._order(epoch)[begin:end]
 
@@ -123,8 +137,11 @@ class Plan:
     def _order(self, epoch: int) -> torch.Tensor:
         order = self._orders.get(epoch)
         if order is None:
-            generator = torch.Generator().manual_seed(derive_seed("epoch", self.seed, epoch))
-            order = torch.randperm(self.dataset_size, generator=generator)
+            if self._given is None:
+                generator = torch.Generator().manual_seed(derive_seed("epoch", self.seed, epoch))
+                order = torch.randperm(self.samples_per_epoch, generator=generator)
+            else:
+                order = self._given.order(epoch)
             self._orders[epoch] = order
             if len(self._orders) > _ORDERS_KEPT:
                 del self._orders[next(iter(self._orders))]

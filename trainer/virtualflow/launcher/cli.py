@@ -26,7 +26,7 @@ from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.subcommands import EXTERNAL, Subcommand, build_parser
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, Parser, complain
 from virtualflow.protocol.environment import read_number
-from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_HANG_SECONDS, ENV_TOKEN
+from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_COORDINATOR, ENV_HANG_SECONDS, ENV_TOKEN
 
 if TYPE_CHECKING:
     from virtualflow.protocol.http_client import CoordinatorClient
@@ -215,7 +215,9 @@ def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> i
         token=token,
         wanted=arguments.wanted,
         minimum=arguments.minimum,
-        settings=CoordinatorSettings(membership=membership),
+        settings=CoordinatorSettings(
+            membership=membership, confirmed_start=bool(read_number(ENV_CONFIRMED_START, int, 0))
+        ),
         ready_file=arguments.ready_file,
     )
     return asyncio.run(serving)

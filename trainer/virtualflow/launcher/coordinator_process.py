@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from virtualflow.errors import VirtualFlowError
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.supervisor import Process, Stream, Supervisor, describe_exit
-from virtualflow.protocol.settings import ENV_TOKEN
+from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_TOKEN
 
 HOST = "127.0.0.1"
 
@@ -106,7 +106,12 @@ class CoordinatorProcess:
         self._ready_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "virtualflow", "coordinator", "--host", HOST, "--port", str(self._port)]
         command += ["--wanted", str(wanted), *self._limits, "--ready-file", str(self._ready_file)]
-        environment = {**os.environ, ENV_TOKEN: self._token, "PYTHONPATH": _SEARCH_PATH}
+        environment = {
+            **os.environ,
+            ENV_TOKEN: self._token,
+            ENV_CONFIRMED_START: "1",
+            "PYTHONPATH": _SEARCH_PATH,
+        }
         process = self._supervisor.start(
             "coordinator", command, environment, self._directory / "coordinator.log", _unheard
         )

@@ -33,6 +33,8 @@ class JobManifest:
     """Names of its worker groups; the command is the first one's."""
     reproducibility: str | None = None
     on_non_finite: str | None = None
+    verify: float | None = None
+    """In which share of the steps one virtual node is computed by a second worker."""
     hang_seconds: int | None = None
     profile: str | None = None
     """Of its first group: the name of a file."""
@@ -106,6 +108,7 @@ def read_manifest(document: object) -> JobManifest:
     metadata = document.get("metadata")
     name = metadata.get("name") if isinstance(metadata, Mapping) else None
     elasticity = {} if spec.get("elasticity") is None else _mapping(spec, "elasticity", "spec.")
+    verify = {} if spec.get("verify") is None else _mapping(spec, "verify", "spec.")
     checkpoint = {} if spec.get("checkpoint") is None else _mapping(spec, "checkpoint", "spec.")
     return JobManifest(
         name=name if isinstance(name, str) and name else None,
@@ -116,6 +119,7 @@ def read_manifest(document: object) -> JobManifest:
         groups=tuple(_group_name(group, index) for index, group in enumerate(groups)),
         reproducibility=_choice(spec, "reproducibility", REPRODUCIBILITY),
         on_non_finite=_choice(spec, "onNonFinite", ON_NON_FINITE),
+        verify=_share(verify, "sample", "spec.verify."),
         hang_seconds=_count(elasticity, "hangSeconds", "spec.elasticity."),
         profile=_profile(group),
         every_steps=_count(checkpoint, "everySteps", "spec.checkpoint."),
@@ -207,6 +211,15 @@ def _count(spec: Mapping[str, object], key: str, place: str = "spec.") -> int | 
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ConfigurationError(f"{place}{key} must be a whole number of at least 1, not {number!r}")
     return number
+
+
+def _share(spec: Mapping[str, object], key: str, place: str) -> float | None:
+    number = spec.get(key)
+    if number is None:
+        return None
+    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number <= 1:
+        raise ConfigurationError(f"{place}{key} must be a number from 0 to 1, not {number!r}")
+    return float(number)
 
 
 def _flag(spec: Mapping[str, object], key: str, place: str) -> bool:

@@ -28,6 +28,7 @@ from virtualflow.protocol.settings import (
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_TRACE_DIR,
+    ENV_VERIFY,
     ENV_VIRTUAL_NODES,
     MAX_VIRTUAL_NODES,
     MAX_WORKERS,
@@ -77,6 +78,9 @@ def resolve(arguments: Namespace) -> RunOptions:
     on_non_finite = arguments.on_non_finite or job.on_non_finite
     if on_non_finite is not None:
         environment[ENV_ON_NON_FINITE] = on_non_finite
+    verify = arguments.verify if arguments.verify is not None else job.verify
+    if verify is not None:
+        environment[ENV_VERIFY] = str(verify)
     if arguments.profile is not None:
         read_profile(Path(arguments.profile))
         environment[ENV_PROFILE] = str(Path(arguments.profile).absolute())

@@ -22,6 +22,9 @@ class RunState:
     """Signals that asked this process to end."""
     dead_coordinators: set[int] = field(default_factory=set)
     """Incarnations whose statuses no longer count."""
+    elders: int = 0
+    """So many workers had been started when the last coordinator before the present one had ended: they may be in a
+    generation that this one does not know."""
     awaited: tuple[int, float] | None = None
     """The number of workers that the coordinator was told, and until when its status may still say another."""
 

@@ -237,6 +237,7 @@ class Runner:
             process = self._coordinator.process
             assert process is not None
             await process.ended.wait()
+            self._state.elders = len(self._table.workers)
             status = self._state.status
             if status is not None and status.phase in ENDED:
                 return

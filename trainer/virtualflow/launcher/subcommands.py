@@ -143,6 +143,13 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
         help="once a metric is NaN or infinite, go on (as by default, and say so) or stop before the next checkpoint",
     )
     running.add_argument(
+        "--verify",
+        metavar="SHARE",
+        help="in this share of the steps (for example 0.01), let a second worker compute one virtual node: one whose "
+        "gradients are wrong is evicted before they are used (default 0: nobody does)",
+        **_range(float, 0, 1, "it must be from {0} to {1}"),
+    )
+    running.add_argument(
         "--profile",
         metavar="FILE",
         help="what virtualflow profile has written here: a first guess of the workers' speed",

@@ -95,6 +95,10 @@ class WorkerTable:
         """Those whose process has not ended, by ordinal."""
         return sorted((worker for worker in self.workers if worker.alive), key=lambda worker: worker.ordinal)
 
+    def elders(self, count: int) -> list[Worker]:
+        """Those of the first ``count`` that were started whose process has not ended."""
+        return [worker for worker in self.living() if worker.number < count]
+
     def staying(self) -> list[Worker]:
         """Living ones that were not asked to leave, and ended ones of which it is not yet known why."""
         return [worker for worker in self.workers if not worker.draining and (worker.alive or not worker.judged)]

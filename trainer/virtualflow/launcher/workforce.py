@@ -13,7 +13,7 @@ from virtualflow.launcher.shutdown import Shutdown, end_signals
 from virtualflow.launcher.supervisor import Supervisor, describe_exit
 from virtualflow.launcher.worker_starter import WorkerCommand, start_worker
 from virtualflow.launcher.worker_table import Worker
-from virtualflow.protocol.http_api import DrainCall, GoneCall
+from virtualflow.protocol.http_api import BeginCall, DrainCall, GoneCall, LivingWorker
 from virtualflow.protocol.settings import BACKOFF_LIMIT, STOP_GRACE
 from virtualflow.protocol.wording import counted
 
@@ -55,6 +55,7 @@ class Workforce:
 
     def mend(self, now: float) -> None:
         """Report the dead, kill the hung, drain the surplus and start the missing."""
+        self._tell_elders()
         self._report_gone()
         self._kill_lost(now)
         self._drain_surplus()
@@ -126,6 +127,13 @@ class Workforce:
         self._control.fail(
             f"{worker.name} ended {ends} times in a row without a step of progress, at last by: {how}", worker
         )
+
+    def _tell_elders(self) -> None:
+        """Tell a new coordinator who may be in a generation of the one before: it begins nothing beside them."""
+        state = self._control.state
+        if state.status is not None and state.status.start_ticket is not None:
+            elders = tuple(LivingWorker(worker.name) for worker in self._control.table.elders(state.elders))
+            self._control.calls.ensure("begin", BeginCall(state.status.start_ticket, elders), state.status)
 
     def _report_gone(self) -> None:
         for worker in self._control.table.workers:

@@ -60,6 +60,8 @@ class WorkerEnvironment:
     """The most virtual nodes of a micro-batch in a statistical job; ``None``: the script says."""
     on_non_finite: OnNonFinite = "Continue"
     """What to do once a metric is NaN or infinite."""
+    verify: float = 0.0
+    """In which share of the steps another worker computes one virtual node again."""
     checkpoint_memory: bool = False
     """Whether the only worker of a job keeps a copy of the state in the coordinator's memory."""
     profile: Path | None = None
@@ -105,6 +107,7 @@ class WorkerEnvironment:
             reproducibility=_choice(names.ENV_REPRODUCIBILITY, REPRODUCIBILITY),
             max_fused=_whole(names.ENV_MAX_FUSED),
             on_non_finite=_choice(names.ENV_ON_NON_FINITE, ON_NON_FINITE) or "Continue",
+            verify=_share(names.ENV_VERIFY),
             checkpoint_memory=_choice(names.ENV_CHECKPOINT_MEMORY, {"1": "1", "0": "0"}) == "1",
             profile=_path(names.ENV_PROFILE),
             profile_out=_path(names.ENV_PROFILE_OUT),
@@ -119,6 +122,13 @@ def _choice(name: str, choices: Mapping[str, Chosen]) -> Chosen | None:
     if text not in ("", *choices):
         raise ConfigurationError(f"{name}={text!r} must be {' or '.join(choices)}; correct or unset it")
     return choices.get(text)
+
+
+def _share(name: str) -> float:
+    share = read_number(name, float, 0.0) or 0.0
+    if share > 1:
+        raise ConfigurationError(f"{name}={share:g} must be a number of at most 1; correct or unset it")
+    return share
 
 
 def _path(name: str) -> Path | None:

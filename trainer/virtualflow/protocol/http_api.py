@@ -85,7 +85,29 @@ class FailCall(Base, frozen=True, tag=False):
     reason: Sentence
 
 
-Call = DrainCall | GoneCall | ScaleCall | HoldCall | StopCall | FailCall
+class LivingWorker(Base, frozen=True, tag=False):
+    """A worker process that has not ended, as whoever runs it tells it from others."""
+
+    worker: Name
+    address: Text = ""
+    """The one that it tells its peers; empty: any, as nobody else bears the name."""
+
+
+class BeginCall(Base, frozen=True, tag=False):
+    """``POST /v1/begin``: who may be in a generation that this coordinator does not know.
+
+    It is the word of the authority without which a coordinator with a ``start_ticket`` makes no generation that has no
+    predecessor. Whoever is not named has ended, or has never been in a generation.
+    """
+
+    ticket: Count
+    """``Status.start_ticket`` of the process that is meant: one that takes its place does not take its word."""
+    others: Annotated[tuple[LivingWorker, ...], msgspec.Meta(max_length=2 * MAX_WORKERS)] = ()
+    """The coordinator waits until all of them are connected to it at one moment, or a later call leaves out who is
+    not."""
+
+
+Call = DrainCall | GoneCall | ScaleCall | HoldCall | StopCall | FailCall | BeginCall
 
 PATHS: dict[type[Call], str] = {
     DrainCall: "/v1/drain",
@@ -94,6 +116,7 @@ PATHS: dict[type[Call], str] = {
     HoldCall: "/v1/hold",
     StopCall: "/v1/stop",
     FailCall: "/v1/fail",
+    BeginCall: "/v1/begin",
 }
 """Where each is posted to."""
 
@@ -129,6 +152,8 @@ class LostWorker(Base, frozen=True, tag=False):
     reason: Sentence
     ended: bool = False
     """Its end is confirmed; until it is, others may have to wait (``GoneCall`` confirms it)."""
+    hung: bool = False
+    """Its training thread made no progress in a process that lives: its own doing, most likely, not the machine's."""
 
 
 class Refusal(Base, frozen=True, tag=False):
@@ -222,3 +247,6 @@ class Status(Base, frozen=True, tag=False):
     """``None``: nobody has written or restored one."""
     memory_copy: MemoryCopyState | None = None
     """The copy of the state in the coordinator's memory; ``None``: there is none."""
+    start_ticket: Count | None = None
+    """A number of this process, by which ``BeginCall`` tells it whom it does not hear; ``None``: it needs no (further)
+    word to begin."""

@@ -314,6 +314,8 @@ class Broken(Base, frozen=True, tag="broken"):
     detail: Sentence
     contested: Plan | None = None
     """It does not count: it would have needed a majority of this one."""
+    convicted: Name | None = None
+    """The process of a member that came to wrong gradients, as ``detail`` says: the others go on without it."""
 
 
 class DrainRequest(Base, frozen=True, tag="drain-request"):

@@ -186,6 +186,17 @@ class Overlap:
         if not steady:
             raise AttemptSpoiled
 
+    def await_all(self) -> None:
+        """Wait for what is under way, and forget what it brings: nothing of it is used.
+
+        Raises:
+            CommunicatorBroken: a peer is lost.
+        """
+        if self._early is not None:
+            for _ in self._early.results():
+                pass
+            self._early = None
+
     def learn(self, number: int, reduced: Iterable[int], steady: bool) -> None:
         """All workers know the same of a synchronization: how the next one begins.
 

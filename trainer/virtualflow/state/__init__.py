@@ -10,6 +10,13 @@ from virtualflow.state.content_hash import content_hash
 from virtualflow.state.digests import signature
 from virtualflow.state.memory_copies import MemoryCopies
 from virtualflow.state.preallocation import Reserve, elder, make_room, tell_room
+from virtualflow.state.several import (
+    Optimizers,
+    join_optimizers,
+    join_schedulers,
+    optimizers_of,
+    schedulers_of,
+)
 from virtualflow.state.striping import Path, share_out, size_of, split
 from virtualflow.state.transfer import Moving, move_state, pack_state
 from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer, someone_has_state
@@ -23,6 +30,7 @@ __all__ = [
     "Kind",
     "MemoryCopies",
     "Moving",
+    "Optimizers",
     "Origin",
     "Path",
     "Reserve",
@@ -31,10 +39,14 @@ __all__ = [
     "choose_policy",
     "content_hash",
     "elder",
+    "join_optimizers",
+    "join_schedulers",
     "make_room",
     "move_state",
+    "optimizers_of",
     "pack_state",
     "plan_transfer",
+    "schedulers_of",
     "share_out",
     "signature",
     "size_of",

@@ -16,6 +16,7 @@ from torch import Tensor
 from virtualflow.errors import ConfigurationError
 from virtualflow.state.codec import Tree, flatten, snapshot, unflatten
 from virtualflow.state.digests import difference, tensor_signature
+from virtualflow.state.several import Optimizers, misfit
 from virtualflow.state.striping import Path
 
 
@@ -151,6 +152,9 @@ def check_fit(
     saved = [len(group["params"]) for group in tree["optimizer"]["param_groups"]]
     if groups != saved:
         raise ConfigurationError(f"the optimizer's groups hold {groups} parameters here and {saved} in the state")
+    problem = misfit(optimizer, scheduler, tree)
+    if problem:
+        raise ConfigurationError(problem)
     for name, part in (("scheduler", scheduler), ("scaler", scaler)):
         # A disabled GradScaler has an empty state, and an enabled one does not load it.
         here, there = bool(part is not None and part.state_dict()), bool(tree[name])
@@ -191,6 +195,10 @@ def _restore_buffers(model: torch.nn.Module, saved: dict[str, Tensor]) -> None:
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], hosted: set[tuple[int, str]]) -> None:
+    if isinstance(optimizer, Optimizers):
+        for part, own, numbers in optimizer.divide(saved):
+            _restore_optimizer(part, own, {(n - numbers.start, key) for n, key in hosted if n in numbers})
+        return
     for group, loaded in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         for key, value in loaded.items():
             if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):

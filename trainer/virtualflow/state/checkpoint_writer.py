@@ -7,6 +7,7 @@ fails says what to do and is tried again.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -136,7 +137,7 @@ class CheckpointWriter:
                 file.write(b"probe")
             probe.unlink()
         except OSError as error:
-            if directory.is_dir():
+            with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
                 probe.unlink(missing_ok=True)
             advice = _ADVICE.get(error.errno or 0, "use another --checkpoint-dir")
             raise ConfigurationError(
@@ -211,6 +212,11 @@ class CheckpointWriter:
                 f"the checkpoint of step {step} was not written to {directory} ({reason}): {advice}; the "
                 "older ones are intact, and the next one that is due tries again"
             )
+        except ConfigurationError as error:  # what is there cannot be listed
+            failure = (
+                f"the checkpoint of step {step} was not written: {error}; the older ones are intact, and the next one "
+                "that is due tries again"
+            )
         finally:
             if not fenced:  # which is no trouble of the job's: newer ones are there
                 self.failure = failure
@@ -238,7 +244,11 @@ class CheckpointWriter:
 
     def _prune(self, written: Mark) -> None:
         """Remove what may go now that this one is written."""
-        paths = dict(complete(self._policy.directory))
+        try:
+            paths = dict(complete(self._policy.directory))
+        except ConfigurationError as error:
+            self._on_event(f"the checkpoint of step {written.step} is written, and no old one was removed: {error}")
+            return
 
         def looks_complete(mark: Mark) -> bool:
             return files.looks_complete(paths[mark], mark.step)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.state.codec import NAMES, Tree, flatten, storable
+from virtualflow.state.several import name_of
 
 
 def digest(state_dict: Mapping[str, Any]) -> str:
@@ -87,7 +88,7 @@ def signature(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         "parameters": parameters,
         "ties": ties,
         "buffers": buffers,
-        "optimizer": type(optimizer).__qualname__,
+        "optimizer": name_of(optimizer),
         "groups": groups,
     }
 
@@ -117,6 +118,13 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
     ours, theirs = here.get("state", []), there.get("state", [])
     if ours != theirs:
         return f"state holds {', '.join(ours) or 'nothing'} here and {', '.join(theirs) or 'nothing'} there"
+    if here.get("verify") != there.get("verify"):
+        return f"verify is {here.get('verify', 0)} here and {there.get('verify', 0)} there"
+    ours, theirs = here.get("sampler"), there.get("sampler")
+    if ours != theirs:
+        if ours and theirs:
+            return "the sampler gives another order here than there"
+        return "there is a sampler here and none there" if ours else "there is no sampler here and one there"
     our_groups, their_groups = here.get("groups", []), there.get("groups", [])
     if len(our_groups) != len(their_groups):
         return f"the optimizer has {len(our_groups)} parameter groups here and {len(their_groups)} there"

@@ -10,6 +10,8 @@ from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
 from virtualflow.step.partial_step import is_separable
 from virtualflow.step.repetition import Repetition, copy_data
 from virtualflow.step.sharded_optimizer import Holding, Shards
+from virtualflow.step.spot_checker import Doubted, SpotChecker
+from virtualflow.step.spot_checks import choose_judges, judge
 from virtualflow.step.state_watch import Diverged, Divergence
 from virtualflow.step.update import Update
 
@@ -17,6 +19,7 @@ __all__ = [
     "BatchNorm",
     "Diverged",
     "Divergence",
+    "Doubted",
     "Guard",
     "Holding",
     "Kind",
@@ -27,9 +30,12 @@ __all__ = [
     "SchedulerInterval",
     "Schema",
     "Shards",
+    "SpotChecker",
     "StepHeader",
     "Update",
+    "choose_judges",
     "copy_data",
     "is_separable",
+    "judge",
     "read_headers",
 ]

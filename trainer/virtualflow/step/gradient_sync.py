@@ -31,6 +31,7 @@ from virtualflow.step.header import (
     layout_hash,
     read_headers,
 )
+from virtualflow.step.spot_checker import SpotChecker
 from virtualflow.step.state_watch import StateWatch
 from virtualflow.transport import Collectives, as_bytes, gather_bytes
 
@@ -69,6 +70,8 @@ class GradientSync:
         """Names that all workers knew when the last step was committed: part of the state."""
         self.watch: StateWatch | None = None
         """Compares the state before this synchronization with the others'."""
+        self.spot_checker: SpotChecker | None = None
+        """Compares the gradients of one virtual node with those that another worker came to."""
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
         self._buffers = BufferTracker(model)
@@ -292,6 +295,7 @@ class GradientSync:
                 steady=self._steady,
                 saves=saves,
                 state=0 if self.watch is None else self.watch.value,
+                check=0 if self.spot_checker is None else self.spot_checker.value,
                 present=self._contributions.present(self.schema),
                 records=self._contributions.complete_records(self.schema),
             )
@@ -308,6 +312,11 @@ class GradientSync:
                 )
             if self.watch is not None:
                 self.watch.compare(communicator, [header.state for header in headers])
+            if self.spot_checker is not None:
+                doubted = self.spot_checker.differs([header.check for header in headers])
+                if doubted is not None:
+                    self._overlap.await_all()
+                    raise doubted
             if not any(header.wishes for header in headers):
                 return headers, form
             merged = self.schema

@@ -8,7 +8,7 @@ a joiner gets no state for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.state import optimizers_of
 from virtualflow.step.partial_step import HARMLESS
 from virtualflow.step.settings import GuardSettings
 
@@ -33,7 +34,7 @@ class Guard:
         model: whose parameters.
         optimizer: that the library steps.
         travels: whether a joiner gets an object's state, so that the script may step it between two steps.
-        scheduled: whether the library knows of a scheduler.
+        schedulers: that the library knows.
         sharded: whether each worker keeps a share of the optimizer only.
         settings: how often contents are looked at.
     """
@@ -44,14 +45,14 @@ class Guard:
         optimizer: torch.optim.Optimizer,
         *,
         travels: Callable[[object], bool],
-        scheduled: bool,
+        schedulers: Sequence[Any],
         sharded: bool,
         settings: GuardSettings,
     ) -> None:
         named = list(model.named_parameters())
         self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
         self._optimizer, self._travels = optimizer, travels
-        self._scheduled, self._sharded, self._settings = scheduled, sharded, settings
+        self._schedulers, self._sharded, self._settings = schedulers, sharded, settings
         self._groups = self._describe_groups()
         self._place: Place = "library"
         self._attempts = 0
@@ -162,26 +163,33 @@ class Guard:
                 "joins has those of the start: give the optimizer all parameters from the start, and freeze them with "
                 "requires_grad_(False) until their step.number has come"
             )
-        step: Any = vars(self._optimizer).get("step")
-        if not self._scheduled and (hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")):
-            raise ConfigurationError(
-                "a learning rate scheduler was made for the optimizer, and a worker that joins would not get its "
-                'state; pass it to vf.elastic as scheduler=, with scheduler_interval="manual" if the script steps it'
-            )
+        parts = optimizers_of(self._optimizer)
+        for part in parts:
+            step: Any = vars(part).get("step")
+            wrapped = hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")
+            # One optimizer's own scheduler may be hidden in something that does not say whose it is.
+            known = any(len(parts) == 1 or getattr(each, "optimizer", part) is part for each in self._schedulers)
+            if wrapped and not known:
+                which = "the optimizer" if len(parts) == 1 else f"the optimizer {type(part).__name__}"
+                raise ConfigurationError(
+                    f"a learning rate scheduler was made for {which}, and a worker that joins would not get its "
+                    'state; pass it to vf.elastic as scheduler=, with scheduler_interval="manual" if the script steps '
+                    "it"
+                )
 
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called by torch before any optimizer of this process steps."""
         name = type(optimizer).__name__
         if self._place == "library" or (self._place == "between steps" and self._travels(optimizer)):
             return
-        if optimizer is self._optimizer:
+        if any(optimizer is part for part in optimizers_of(self._optimizer)):
             raise ConfigurationError(
                 f"the script has called {name}.step(), and the library steps the optimizer when the gradients of all "
                 "micro-batches are there; remove the call"
             )
         raise ConfigurationError(
             f"the script has stepped an optimizer ({name}) that the library does not know, so a worker that joins "
-            "would not get its state; give all parameters to one optimizer, in groups, and remove the call"
+            "would not get its state; pass it to vf.elastic, in a list with the other one, and remove the call"
         )
 
 

@@ -27,7 +27,7 @@ from virtualflow.errors import VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Summation
 
-_FIXED = struct.Struct("<11q")
+_FIXED = struct.Struct("<12q")
 _NODE = struct.Struct("<q")
 _PAIR = struct.Struct("<dd")
 
@@ -98,6 +98,8 @@ class StepHeader:
     """Whether it will write a checkpoint after this step, for which it needs the whole state."""
     state: int
     """Its hash of this step's part of the state (``state_watch``)."""
+    check: int
+    """Its hash of the gradients of the virtual node that two workers compute (``spot_checker``)."""
     samples: tuple[int, ...]
     """Of each of its records: in a ``bitwise`` job, of each virtual node."""
     present: tuple[bool, ...]
@@ -137,6 +139,7 @@ class HeaderFormat:
         steady: bool = True,
         saves: bool = False,
         state: int = 0,
+        check: int = 0,
         present: Sequence[bool] = (),
         records: Sequence[NodeRecord] = (),
     ) -> StepHeader:
@@ -161,6 +164,7 @@ class HeaderFormat:
             steady=steady,
             saves=saves,
             state=state,
+            check=check,
             samples=samples,
             present=tuple(present),
             metrics=tuple(metrics),
@@ -172,7 +176,7 @@ class HeaderFormat:
         block = bytearray(self.size)
         offer, nodes = header.offer, len(header.samples)
         numbers = (header.kind, header.exchange, header.layout, offer.incarnation, offer.counter, header.wishes, nodes)
-        _FIXED.pack_into(block, 0, *numbers, header.more, header.steady, header.saves, header.state)
+        _FIXED.pack_into(block, 0, *numbers, header.more, header.steady, header.saves, header.state, header.check)
         at = _FIXED.size
         bits = sum(1 << place for place, there in enumerate(header.present) if there)
         block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
@@ -191,7 +195,7 @@ class HeaderFormat:
         """The inverse of :meth:`write`."""
         raw = block.numpy().tobytes()
         kind, exchange, layout, incarnation, counter, wishes, nodes, *rest = _FIXED.unpack_from(raw, 0)
-        more, steady, saves, state = rest
+        more, steady, saves, state, check = rest
         at = _FIXED.size
         bits = int.from_bytes(raw[at : at + (self.places + 7) // 8], "little")
         at += (self.places + 7) // 8
@@ -215,6 +219,7 @@ class HeaderFormat:
             steady=bool(steady),
             saves=bool(saves),
             state=state,
+            check=check,
             samples=tuple(samples),
             present=tuple(bool(bits >> place & 1) for place in range(self.places)),
             metrics=tuple(metrics),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from virtualflow.reduction import Tensors
 from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.state import optimizers_of
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step.gradient_sync import Portion
 from virtualflow.step.partial_step import StepInPortions, is_separable
@@ -92,14 +93,19 @@ class OptimizerStep:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = None if parameter in stepped else gradient
         parameters = [p for p in self._parameters if p.grad is not None]
-        if wanted.scaler is not None and self._clips:
-            wanted.scaler.unscale_(wanted.optimizer)
+        scaled: list[torch.optim.Optimizer] = []
+        if wanted.scaler is not None:
+            # It looks at the gradients of each for itself, and cannot where there is none.
+            scaled = [part for part in optimizers_of(wanted.optimizer) if _has_gradients(part)]
+        for part in scaled if self._clips else ():
+            wanted.scaler.unscale_(part)
         if wanted.clip_value is not None:
             torch.nn.utils.clip_grad_value_(parameters, wanted.clip_value)
         if wanted.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, wanted.clip_norm)
         if wanted.scaler is not None:
-            wanted.scaler.step(wanted.optimizer)
+            for part in scaled:
+                wanted.scaler.step(part)
             wanted.scaler.update()
         else:
             wanted.optimizer.step()
@@ -119,3 +125,7 @@ class OptimizerStep:
     def undo(self) -> None:
         """The attempt is aborted: put back what a portion has stepped."""
         self._in_portions.undo()
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

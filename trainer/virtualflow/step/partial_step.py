@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as base
 
+from virtualflow.state import Optimizers
+
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -40,6 +42,8 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
 
     Somebody would who has replaced ``step`` (learning rate schedulers do, only to count) or has hooked it.
     """
+    if isinstance(optimizer, Optimizers):
+        return all(is_separable(part) for part in optimizer.parts)
     step: Any = vars(optimizer).get("step")
     replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
     hooks: list[Any] = [

@@ -88,17 +88,17 @@ class StateWatch:
         """Take up this step's part of the present state; ``None``: there is nobody to compare with."""
         self._hashes = []
         self._step = step or 0
-        self._condensed = [] if step is None else [(name, _condense(raw)) for name, raw in self._part(step)]
+        self._condensed = [] if step is None else [(name, condense(raw)) for name, raw in self._part(step)]
 
     @property
     def value(self) -> int:
         """The hash of this step's part, as int64; 0 for none."""
         if self._condensed:
-            self._hashes = [(name, _hash(condensed)) for name, condensed in self._condensed]
+            self._hashes = [(name, hash_of(condensed)) for name, condensed in self._condensed]
             self._condensed = []
         if not self._hashes:
             return 0
-        return _signed(b"".join(struct.pack("<q", value) for _, value in self._hashes))
+        return hash_of(b"".join(struct.pack("<q", value) for _, value in self._hashes))
 
     def compare(self, collectives: Collectives, values: Sequence[int]) -> None:
         """See that all workers' hashes of this step's part are equal.
@@ -125,24 +125,24 @@ class StateWatch:
             if piece.index >= len(self._parameters):
                 name, module, attribute = self._buffers[piece.index - len(self._parameters)]
                 buffer = module._buffers[attribute]
-                if buffer is not None and _plain(buffer):
-                    yield name, _bytes(buffer)[piece.begin : piece.end]
+                if buffer is not None and is_plain(buffer):
+                    yield name, bytes_of(buffer)[piece.begin : piece.end]
                 continue
             name, parameter = self._parameters[piece.index]
-            if not _plain(parameter):
+            if not is_plain(parameter):
                 continue
-            yield name, _bytes(parameter)[piece.begin : piece.end]
+            yield name, bytes_of(parameter)[piece.begin : piece.end]
             state: Any = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
             for key in sorted(state) if type(state) is dict else ():
                 value = state[key]
-                if not isinstance(value, Tensor) or not _plain(value):
+                if not isinstance(value, Tensor) or not is_plain(value):
                     continue
                 # What is kept for each element goes with the elements; anything else with the first of them.
                 factor = value.itemsize / parameter.itemsize if value.numel() == parameter.numel() else 0
                 if factor:
-                    yield f"{name} ({key})", _bytes(value)[int(piece.begin * factor) : int(piece.end * factor)]
+                    yield f"{name} ({key})", bytes_of(value)[int(piece.begin * factor) : int(piece.end * factor)]
                 elif piece.begin == 0:
-                    yield f"{name} ({key})", _bytes(value)
+                    yield f"{name} ({key})", bytes_of(value)
 
 
 def find_divergence(step: int, agreed: int, names: Sequence[str], rows: Sequence[Sequence[int]]) -> Divergence:
@@ -163,17 +163,18 @@ def find_divergence(step: int, agreed: int, names: Sequence[str], rows: Sequence
     return Divergence(step, agreed, "the set of tensors that the optimizer keeps", odd)
 
 
-def _plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether its elements are bytes and nothing else (no sparse, no distributed tensor)."""
     plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
     return plain and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Its elements in their order, as uint8 ``[n]`` on its device."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _condense(raw: Tensor) -> Tensor:
+def condense(raw: Tensor) -> Tensor:
     """Sums of whole rows of uint8 ``[n]`` as int64, and the bytes behind the last one; on its device, a copy."""
     whole = len(raw) // _ROW * _ROW
     if whole == 0:
@@ -184,10 +185,7 @@ def _condense(raw: Tensor) -> Tensor:
     return torch.cat([sums.view(torch.uint8), raw[whole:]])
 
 
-def _hash(condensed: Tensor) -> int:
-    raw: Any = condensed.cpu().numpy()
-    return _signed(raw)
-
-
-def _signed(raw: Any) -> int:
-    return int.from_bytes(xxhash.xxh3_64_digest(raw), "little", signed=True)
+def hash_of(raw: Tensor | bytes) -> int:
+    """The XXH3 of bytes, or of a tensor uint8 ``[n]`` on any device, as int64."""
+    plain: Any = raw.cpu().numpy() if isinstance(raw, Tensor) else raw
+    return int.from_bytes(xxhash.xxh3_64_digest(plain), "little", signed=True)

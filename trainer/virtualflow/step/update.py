@@ -18,6 +18,7 @@ from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import Schema
 from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
 from virtualflow.step.settings import StateWatchSettings
+from virtualflow.step.spot_checker import SpotChecker
 from virtualflow.step.state_watch import StateWatch
 from virtualflow.transport import Collectives
 
@@ -33,6 +34,7 @@ class Update:
         reduction: how gradients travel.
         transfer: how states of a sharded optimizer travel.
         watch: how often states are compared.
+        spot_checker: lets another worker compute a virtual node now and then; ``None``: nobody does.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Update:
         reduction: ReductionSettings,
         transfer: TransferSettings,
         watch: StateWatchSettings | None = None,
+        spot_checker: SpotChecker | None = None,
     ) -> None:
         self.sync = GradientSync(model, summation, micro_batch, reduction)
         """Takes what each virtual node has left in the model."""
@@ -53,6 +56,7 @@ class Update:
             model, options.optimizer, sharded=options.sharded, settings=watch or StateWatchSettings()
         )
         """Compares the workers' states."""
+        self.spot_checker = self.sync.spot_checker = spot_checker
         self.shards = self.optimizer_step.shards
         """This worker's share of a sharded optimizer."""
         self.contributed = False
@@ -99,6 +103,8 @@ class Update:
         Raises:
             CommunicatorBroken: the attempt is aborted.
             AttemptSpoiled: it is to be repeated by all.
+            Diverged: the states were different before it.
+            Doubted: two workers came to different gradients of one virtual node.
             VirtualFlowError: the workers do not run the same code.
         """
         self.contributed = True

@@ -46,7 +46,7 @@ _LONGER = 1.25
 """Connections are looked after when a wait is so many times as long as the longest before, or as at the last look."""
 _LONGEST_LOOK = 10.0
 """Seconds between two looks, and before the first, at the most."""
-_SMALL_GATHER = 1 << 16
+_SMALL_GATHER = 1 << 20
 """Up to so many bytes a block and its checksum are gathered as one: a copy costs less than a second collective."""
 _NEVER_SENT = 0
 """The tag of a message that nobody sends; others count from 1."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from virtualflow.data import LoaderOptions
+from virtualflow.data import LoaderOptions, Sampler
 from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
-from virtualflow.state import CheckpointPolicy
+from virtualflow.state import CheckpointPolicy, join_schedulers
 from virtualflow.step import BatchNorm, SchedulerInterval
 from virtualflow.worker.options import Options
 from virtualflow.worker.run import Run
@@ -20,7 +20,7 @@ from virtualflow.worker.settings import WorkerSettings
 
 def elastic(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     dataset: Any,
     *,
     batch_size: int,
@@ -41,13 +41,15 @@ def elastic(
     batch_norm: BatchNorm = "virtual-node",
     shard_optimizer: bool = False,
     state: Mapping[str, Any] | None = None,
+    sampler: Sampler | None = None,
     **loader: Unpack[LoaderOptions],
 ) -> Run:
     """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
 
     Args:
         model: built and seeded the same in every worker.
-        optimizer: over the model's parameters; one that needs a closure is refused.
+        optimizer: over the model's parameters; one that needs a closure is refused. Or several, as a list, each over
+            parameters of its own: every step steps all of them, in this order.
         dataset: map-style, or iterable with a method ``shard(index, count, epoch, start)``.
         batch_size: samples of a global batch, divisible by the number of virtual nodes.
         epochs: how often to go through the dataset; with ``steps`` too, whichever ends first. At least one is needed.
@@ -58,7 +60,7 @@ def elastic(
         shuffle: a new order every epoch.
         drop_last: leave out a last short batch, which otherwise weighs by its samples.
         scheduler: a learning rate scheduler, stepped once an update (``scheduler_interval="step"``), once an epoch
-            (``"epoch"``), or by your own code after the virtual nodes of a step (``"manual"``).
+            (``"epoch"``), or by your own code after the virtual nodes of a step (``"manual"``). Or a list of several.
         scaler: a ``GradScaler``; your code calls ``scaler.scale(loss).backward()``, the rest is the library's.
         clip_grad_norm: the most that the norm of the reduced gradient may be.
         clip_grad_value: the most that each element of the reduced gradient may be.
@@ -75,6 +77,10 @@ def elastic(
             after a step a worker has the gradients of its share only.
         state: what else is to travel to joiners and into checkpoints, by name: whatever has ``state_dict`` and
             ``load_state_dict``, such as an average of weights. Code after a step changes it, alike on all workers.
+        sampler: which samples an epoch has, and in which order, instead of ``shuffle``: a function of (seed, epoch),
+            the epoch from 0, that returns indices (int64 ``[n]`` or a sequence of int, as many in every epoch), or one
+            of torch's samplers. While it is asked, the global random generators follow from the two. For map-style
+            datasets.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -92,7 +98,7 @@ def elastic(
             seed,
             shuffle,
             drop_last,
-            scheduler,
+            join_schedulers(scheduler),
             scheduler_interval,
             scaler,
             clip_grad_norm,
@@ -103,6 +109,7 @@ def elastic(
             batch_norm,
             shard_optimizer,
             state or {},
+            sampler,
             loader,
         ),
         WorkerSettings(),

@@ -8,7 +8,7 @@ loop: after it, the step is committed, and code that follows runs exactly once a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +20,12 @@ from virtualflow.device import device_of
 from virtualflow.errors import CommunicatorBroken, NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import AttemptSpoiled
-from virtualflow.step import Diverged, Reduced, Repetition, StepHeader, copy_data
+from virtualflow.step import Diverged, Doubted, Reduced, Repetition, StepHeader, copy_data
 from virtualflow.worker.divergence import end_by_divergence
 from virtualflow.worker.finish import complete_leader
 from virtualflow.worker.script import check_averages
 from virtualflow.worker.setup import Context
+from virtualflow.worker.spot_checking import SpotChecking
 from virtualflow.worker.step import Step
 
 BETWEEN = "running the script's code after the inner loop"
@@ -44,6 +45,7 @@ class Loop:
         self._virtual_nodes = context.request.virtual_nodes
         self._metrics: dict[str, float | Tensor] = {}
         self._open_step: Step | None = None
+        self._spot_checking = SpotChecking(context, self._present)
         self._repetition = Repetition(context.request.model)
         self._unproven = context.request.bitwise and context.session.coordinated
         """Whether no virtual node was computed twice yet."""
@@ -138,18 +140,7 @@ class Loop:
                 yield from self._attempt(number)
                 if context.trace is not None and context.trace.repeats(number):
                     raise AttemptSpoiled
-                self._activity.mark("synchronizing", number)
-                offer = m.NO_GENERATION if number == context.total_steps else context.session.offer(evaluating=False)
-                self._state.lease.begin()
-                reduced = context.update.synchronize(
-                    membership.communicator,
-                    self._state.holdings,
-                    training.exchanges + 1,
-                    offer,
-                    more=context.loading.peek(self._state.assigned),
-                    saves=self._saves_after(number),
-                    repairs=self._state.repair is not None,
-                )
+                reduced = yield from self._synchronize(number)
             except CommunicatorBroken as error:
                 context.stopwatch.fail()
                 generation = context.session.generation
@@ -167,6 +158,30 @@ class Loop:
         context.guard.committed()
         self._seed_between_steps()
         self._activity.mark(BETWEEN, number)
+
+    def _synchronize(self, number: int) -> Generator[Any, None, Reduced]:
+        """Reduce with the others what the attempt has come to.
+
+        Raises:
+            VirtualFlowError: as ``Update.synchronize``; a member that was wrong is ``Convicted``.
+        """
+        context = self.context
+        self._activity.mark("synchronizing", number)
+        offer = m.NO_GENERATION if number == context.total_steps else context.session.offer(evaluating=False)
+        self._state.lease.begin()
+        try:
+            return context.update.synchronize(
+                context.membership.communicator,
+                self._state.holdings,
+                context.training.exchanges + 1,
+                offer,
+                more=context.loading.peek(self._state.assigned),
+                saves=self._saves_after(number),
+                repairs=self._state.repair is not None,
+            )
+        except Doubted as error:
+            doubted = error
+        raise (yield from self._spot_checking.settle(number, doubted))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -211,6 +226,7 @@ class Loop:
             pace.disregard()
         if state.repair is not None and context.audit is not None:
             context.audit.kept(context.session.generation, number, update.sync.kept)
+        yield from self._spot_checking.begin(number)
         for nodes in fusion.begin() if state.repair is None else [range(node, node + 1) for node in computes]:
             context.membership.check()
             self._activity.mark("loading samples", number)
@@ -237,6 +253,7 @@ class Loop:
             context.guard.check(last=last)
             if self._repetition.under_way:
                 self._repetition.compare()
+            self._spot_checking.note(batch.virtual_node)
             if last:
                 if self._kernels_on is not None:
                     # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.

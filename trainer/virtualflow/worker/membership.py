@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from virtualflow.errors import CommunicatorBroken, ConfigurationError, Damaged
+from virtualflow.errors import CommunicatorBroken, ConfigurationError, Convicted, Damaged
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.lineage import find_objection
 from virtualflow.state import (
@@ -150,7 +150,8 @@ class Membership:
             session.note("warning", str(error))
         if session.interruption(self._state.plan) is None:
             logger.info("%s: generation %s broke: %s", session.worker, session.generation, error)
-            session.say_broken(session.generation, str(error))
+            convicted = error.incarnation if isinstance(error, Convicted) else None
+            session.say_broken(session.generation, str(error), convicted=convicted)
         else:
             session.keep_broken(session.generation, str(error))
         self._enter(session.await_entry())

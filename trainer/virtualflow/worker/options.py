@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from virtualflow.data import LoaderOptions, micro_batch
+from virtualflow.data import LoaderOptions, Sampler, micro_batch
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import Reproducibility
-from virtualflow.state import CheckpointPolicy
+from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
 from virtualflow.step import BatchNorm, SchedulerInterval, is_separable
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -43,6 +43,7 @@ class Options:
     batch_norm: BatchNorm
     shard_optimizer: bool
     state: Mapping[str, Any]
+    sampler: Sampler | None
     loader: LoaderOptions
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
@@ -91,12 +92,25 @@ def check_reproducibility(reproducibility: str, max_fused: int | None, batch_nor
         raise ConfigurationError(f'batch_norm is {batch_norm!r}; it must be "virtual-node" or "micro-batch"')
 
 
+def check_verify(sample: float, reproducibility: str) -> None:
+    """Check that workers can be checked by one another.
+
+    Raises:
+        ConfigurationError: their bits need not be equal.
+    """
+    if sample and reproducibility == "statistical":
+        raise ConfigurationError(
+            "verify compares gradients bit for bit, and workers of a statistical job come to different bits; leave out "
+            "verify, or ask for bitwise reproducibility"
+        )
+
+
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check that the library can step this optimizer.
 
     Raises:
         ConfigurationError: it needs a closure, holds parameters that are not the model's, or this torch steps them
-            wrongly.
+            wrongly; or two of several hold the same one.
     """
     named: list[tuple[str, Any]] = list(model.named_parameters())
     shapeless = next((name for name, parameter in named if is_lazy(parameter)), None)
@@ -105,6 +119,21 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"parameter {shapeless} has no shape yet, because its module is lazy; run the model on one batch before "
             "vf.elastic, alike in all workers"
         )
+    held: dict[int, str] = {}
+    for part in optimizers_of(optimizer):
+        _check_one(model, part)
+        kind = type(part).__name__
+        for parameter in [parameter for group in part.param_groups for parameter in group["params"]]:
+            if id(parameter) in held:
+                shared = next(name for name, of in named if of is parameter)
+                raise ConfigurationError(
+                    f"parameter {shared} belongs to two optimizers ({held[id(parameter)]} and {kind}), which would "
+                    "both change it in a step; give each parameter to one of them"
+                )
+        held |= {id(parameter): kind for group in part.param_groups for parameter in group["params"]}
+
+
+def _check_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -145,9 +174,10 @@ def check_sharding(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
     Raises:
         ConfigurationError: it cannot.
     """
-    if not is_separable(optimizer):
+    wrong = next((part for part in optimizers_of(optimizer) if not is_separable(part)), None)
+    if wrong is not None:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} cannot be sharded, because it does not treat each element for itself or has "
+            f"{type(wrong).__name__} cannot be sharded, because it does not treat each element for itself or has "
             "been changed or hooked; use one of torch's own, such as AdamW, or leave out shard_optimizer"
         )
     if scaler is not None:
@@ -165,7 +195,8 @@ def check_scheduler(scheduler: Any, interval: str) -> None:
     """
     if interval not in ("step", "epoch", "manual"):
         raise ConfigurationError(f'scheduler_interval is {interval!r}; it must be "step", "epoch" or "manual"')
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and interval != "manual":
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    if interval != "manual" and any(isinstance(part, plateau) for part in schedulers_of(scheduler)):
         raise ConfigurationError(
             'ReduceLROnPlateau.step needs a metric; pass scheduler_interval="manual" and call '
             'scheduler.step(step.metrics["loss"]) after the virtual nodes of a step'

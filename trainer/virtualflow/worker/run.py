@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType, TracebackType
@@ -19,6 +19,7 @@ from torch import nn
 from virtualflow.errors import CommunicatorBroken, Leave, VirtualFlowError, show, show_errors_plainly
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.termination_message import TerminationMessageWriter
+from virtualflow.state import join_optimizers
 from virtualflow.worker.finish import agree_on_end, complete_leader
 from virtualflow.worker.loop import Loop
 from virtualflow.worker.options import Options
@@ -40,7 +41,7 @@ class Run:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         dataset: Any,
         options: Options,
         settings: WorkerSettings,
@@ -49,10 +50,11 @@ class Run:
         self._termination_message = TerminationMessageWriter()
         try:
             environment = WorkerEnvironment.read()
+            one = join_optimizers(optimizer)
         except VirtualFlowError as error:
             self._termination_message.ended(error)
             raise
-        self._request = Request(model, optimizer, dataset, options, environment, settings)
+        self._request = Request(model, one, dataset, options, environment, settings)
         self.virtual_nodes = self._request.virtual_nodes
         self.reproducibility = self._request.reproducibility
         """Whether the result is the same to the bit on any number of workers, or in distribution."""

@@ -169,9 +169,13 @@ class Session:
         assert self.state.plan is not None
         self.link.send(m.Entered(self.state.plan, self.state.step, restored))
 
-    def say_broken(self, generation: m.Generation, detail: str, contested: m.Plan | None = None) -> None:
-        """Tell the coordinator that ``generation`` is over: its communicator is lost, or it does not count."""
-        self.link.send(m.Broken(generation, self.state.step, detail, contested), keep=True)
+    def say_broken(
+        self, generation: m.Generation, detail: str, contested: m.Plan | None = None, convicted: str | None = None
+    ) -> None:
+        """Tell the coordinator that ``generation`` is over: its communicator is lost, it does not count, or a member
+        of it was wrong.
+        """
+        self.link.send(m.Broken(generation, self.state.step, detail, contested, convicted), keep=True)
 
     def keep_broken(self, generation: m.Generation, detail: str) -> None:
         """Let go of ``generation`` because the coordinator said so; another one has to hear of it.

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from virtualflow.data import Source, micro_batch, open_source
+from virtualflow.data import Orders, Source, micro_batch, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction import choose_summation
-from virtualflow.state import Checkpointer, Companions, JobIdentity, MemoryCopies, choose_policy
+from virtualflow.state import Checkpointer, Companions, JobIdentity, MemoryCopies, choose_policy, schedulers_of
 from virtualflow.state import signature as signature_of
-from virtualflow.step import Guard, MicrobatchFusion, OptimizerOptions, Update
+from virtualflow.step import Guard, MicrobatchFusion, OptimizerOptions, SpotChecker, Update
 from virtualflow.transport import CopyClient
 from virtualflow.verify import Opened
 from virtualflow.worker.audit import Audit
@@ -38,6 +38,7 @@ from virtualflow.worker.options import (
     check_scheduler,
     check_sharding,
     check_sizes,
+    check_verify,
 )
 from virtualflow.worker.pace import Pace
 from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace
@@ -146,7 +147,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     options, environment, settings = request.options, request.environment, request.settings
     resources.callback(pin(environment.threads, request.reproducibility).undo)
     # First what forks loader processes, then what opens connections that they should not inherit.
-    source = _open_source(request, resources)
+    orders = open_orders(options.sampler, request.dataset, options.seed)
+    source = _open_source(request, orders, resources)
     update = _open_update(request, resources)
     fusion = _open_fusion(request, source, resources)
     companions = Companions(options.state)
@@ -158,6 +160,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         signature["state"] = companions.names
     situation = describe_situation(request.model, options, environment, request.virtual_nodes, signature)
     profiling = _open_profiling(request, source, situation)
+    if orders is not None:
+        signature["sampler"] = orders.fingerprint
     checkpointer = _open_checkpointer(request, source, signature, session, profiling is None, resources)
     total_steps = options.total_steps(source.steps_per_epoch)
     stopwatch, pace = Stopwatch(), Pace(settings.pace)
@@ -173,6 +177,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
 
     if options.shard_optimizer:  # which checkpoints need not know
         signature = {**signature, "optimizer": f"{signature['optimizer']}, sharded"}
+    if update.spot_checker is not None:  # all choose the same virtual nodes
+        signature = {**signature, "verify": str(update.spot_checker.sample)}
     membership = Membership(session, training, checkpointer, signature, stopwatch, on_entry)
     state = session.state
     state.total_steps, state.changes = total_steps, training.changes
@@ -221,13 +227,14 @@ def _check(request: Request) -> None:
     options = request.options
     check_sizes(options.batch_size, request.virtual_nodes, options.epochs, options.steps)
     check_reproducibility(request.reproducibility, options.max_fused, options.batch_norm)
+    check_verify(request.environment.verify, request.reproducibility)
     check_optimizer(request.model, request.optimizer)
     check_scheduler(options.scheduler, options.scheduler_interval)
     if options.shard_optimizer:
         check_sharding(request.optimizer, options.scaler)
 
 
-def _open_source(request: Request, resources: ExitStack) -> Source:
+def _open_source(request: Request, orders: Orders | None, resources: ExitStack) -> Source:
     options = request.options
     source = open_source(
         request.dataset,
@@ -239,6 +246,7 @@ def _open_source(request: Request, resources: ExitStack) -> Source:
         epochs=options.epochs,
         options=options.loader,
         settings=request.settings.loading,
+        orders=orders,
     )
     resources.callback(source.close)
     return source
@@ -255,6 +263,12 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
         clip_value=options.clip_grad_value,
         sharded=options.shard_optimizer,
     )
+    sample = request.environment.verify
+    spot_checker = (
+        SpotChecker(request.model, seed=options.seed, virtual_nodes=request.virtual_nodes, sample=sample)
+        if sample
+        else None
+    )
     update = Update(
         request.model,
         optimizing,
@@ -263,6 +277,7 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
         reduction=request.settings.reduction,
         transfer=request.settings.transfer,
         watch=request.settings.watch,
+        spot_checker=spot_checker,
     )
     resources.callback(update.close)
     return update
@@ -274,7 +289,7 @@ def _open_guard(request: Request, companions: Companions, resources: ExitStack) 
         request.model,
         request.optimizer,
         travels=companions.knows,
-        scheduled=options.scheduler is not None,
+        schedulers=schedulers_of(options.scheduler),
         sharded=options.shard_optimizer,
         settings=request.settings.guard,
     )

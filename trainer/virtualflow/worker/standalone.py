@@ -111,7 +111,9 @@ class StandaloneSession:
         if restored:
             logger.warning("resumed from the checkpoint of step %d", self.state.step)
 
-    def say_broken(self, generation: m.Generation, detail: str, contested: m.Plan | None = None) -> None:
+    def say_broken(
+        self, generation: m.Generation, detail: str, contested: m.Plan | None = None, convicted: str | None = None
+    ) -> None:
         """There is nobody to tell."""
 
     def keep_broken(self, generation: m.Generation, detail: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from virtualflow.data import MicroBatch
 from virtualflow.protocol import messages as m
-from virtualflow.state import content_hash
+from virtualflow.state import content_hash, optimizers_of
 from virtualflow.verify import BESIDE, Began, Committed, Computed, Opened, Record, encode
 from virtualflow.worker.train_state import Training
 
@@ -169,9 +169,10 @@ def _find_companions(training: Training) -> Iterator[tuple[str, Callable[[], Any
     modules = [each for each in found if isinstance(each, nn.Module)]
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     own = {id(tensor) for tensor in [*training.model.parameters(), *training.model.buffers()]}
+    optimizers = {id(each) for each in (training.optimizer, *optimizers_of(training.optimizer))}
     counts: dict[str, int] = {}
     for each in found:
-        if each is training.model or each is training.optimizer or id(each) in inner:
+        if each is training.model or id(each) in optimizers or id(each) in inner:
             continue
         if isinstance(each, nn.Module):
             tensors = [*each.parameters(), *each.buffers()]
