@@ -190,6 +190,25 @@ def unreachable() -> str:
     return asyncio.run(ask())
 
 
+async def define(api: KubeApi) -> None:
+    """Let an API server know jobs."""
+    with suppress(AlreadyExists):
+        await api.create(DEFINITIONS, None, DEFINITION)
+
+    async def is_established() -> bool:
+        definition = await api.get(DEFINITIONS, None, DEFINITION["metadata"]["name"])
+        conditions = definition.get("status", {}).get("conditions") or []
+        if not any((c["type"], c["status"]) == ("Established", "True") for c in conditions):
+            return False
+        try:
+            await api.list(JOBS)
+        except NotFound:  # established, and not served yet
+            return False
+        return True
+
+    await eventually(is_established)
+
+
 @asynccontextmanager
 async def cluster_of(where: str) -> AsyncIterator[Cluster]:
     """Give a namespace on the fake or the real API server, and take it away again."""
@@ -199,21 +218,7 @@ async def cluster_of(where: str) -> AsyncIterator[Cluster]:
             api = await stack.enter_async_context(client_of(server.url, token="secret"))
         else:
             api = await stack.enter_async_context(await connected())
-        with suppress(AlreadyExists):
-            await api.create(DEFINITIONS, None, DEFINITION)
-
-        async def is_established() -> bool:
-            definition = await api.get(DEFINITIONS, None, DEFINITION["metadata"]["name"])
-            conditions = definition.get("status", {}).get("conditions") or []
-            if not any((c["type"], c["status"]) == ("Established", "True") for c in conditions):
-                return False
-            try:
-                await api.list(JOBS)
-            except NotFound:  # established, and not served yet
-                return False
-            return True
-
-        await eventually(is_established)
+        await define(api)
         namespace = f"contract-{uuid.uuid4().hex[:8]}"
         await api.create(NAMESPACES, None, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
         try:

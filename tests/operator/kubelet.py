@@ -21,6 +21,7 @@ from virtualflow.coordinator.server import Coordinator
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import ENV_CONFIRMED_START
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE
 from virtualflow_operator.k8s.client import Object
@@ -47,7 +48,7 @@ class _ToldCoordinator(Coordinator):
     told: Callable[[object], None]
 
     def call(self, call: http_api.Call) -> str:
-        if isinstance(call, http_api.GoneCall | http_api.DrainCall | http_api.StopCall):
+        if isinstance(call, http_api.GoneCall | http_api.DrainCall | http_api.StopCall | http_api.BeginCall):
             self.told(call)
         return super().call(call)
 
@@ -55,7 +56,8 @@ class _ToldCoordinator(Coordinator):
 class CoordinatorPod:
     """A coordinator that listens, and what it was told."""
 
-    def __init__(self, address: str, token: str, arguments: list[str], told: Callable[[object], None]) -> None:
+    def __init__(self, address: str, token: str, container: Object, told: Callable[[object], None]) -> None:
+        arguments, variables = container["args"], {x["name"]: x.get("value") for x in container["env"]}
         options = dict(zip(arguments[::2], arguments[1::2], strict=True))
         membership = MembershipSettings(
             startup_grace=float(options["--startup-grace"]),
@@ -63,13 +65,17 @@ class CoordinatorPod:
             restart_grace=0.2,
             admission_window=0.2,
         )
-        settings = CoordinatorSettings(membership=membership, goodbye=0.05)
+        settings = CoordinatorSettings(
+            membership=membership, goodbye=0.05, confirmed_start=variables.get(ENV_CONFIRMED_START) == "1"
+        )
         self.coordinator = _ToldCoordinator(token, int(options["--wanted"]), settings, int(options["--minimum"]))
         self.coordinator.told = told
         self._address, self._runner = (
             address,
             web.AppRunner(self.coordinator.application(), access_log=None, shutdown_timeout=0.05),
         )
+        self.again = lambda: CoordinatorPod(address, token, container, told)
+        """The next process in its place."""
 
     async def start(self) -> None:
         await self._runner.setup()
@@ -98,6 +104,8 @@ class Kubelet:
         self.mute: set[str] = set()
         self.unschedulable: Callable[[Object], bool] = lambda _: False
         self.dead_nodes: set[str] = set()
+        self.cut_off: set[str] = set()
+        """Pods that reach no coordinator any more."""
         self.avoided: set[str] = set()
         """Nodes that the scheduler gives no more pods."""
         self._starting: set[str] = set()
@@ -151,6 +159,13 @@ class Kubelet:
         """The coordinator's process ends, and its pod does not."""
         await self.coordinators.pop(uid).stop()
 
+    async def restart_coordinator(self, uid: str) -> None:
+        """Its container ends, and starts again in the same pod."""
+        former = self.coordinators.pop(uid)
+        await former.stop()
+        self.coordinators[uid] = former.again()
+        await self.coordinators[uid].start()
+
     # --- what kubelets do --------------------------------------------------------------------------------------------
 
     def _noted(self, plural: str, item: Object) -> None:
@@ -203,9 +218,9 @@ class Kubelet:
             if job not in self.mute:
                 place = (metadata["namespace"], job)
                 loop = asyncio.get_running_loop()
-                arguments = pod["spec"]["containers"][0]["args"]
+                container = pod["spec"]["containers"][0]
                 coordinator = CoordinatorPod(
-                    address, token, arguments, lambda call: self.told.append((loop.time(), place, call))
+                    address, token, container, lambda call: self.told.append((loop.time(), place, call))
                 )
                 await coordinator.start()
                 self.coordinators[uid] = coordinator
@@ -232,12 +247,15 @@ class Kubelet:
             metadata["uid"],
             address,
             token,
-            lambda: self._route(metadata["namespace"], values["VIRTUALFLOW_COORDINATOR"] or ""),
+            lambda: self._route(key, values["VIRTUALFLOW_COORDINATOR"] or ""),
             lambda code, word: self._ended(key, code, word),
         )
 
-    def _route(self, namespace: str, url: str) -> str | None:
-        """Where the address of a service leads, as kube-proxy has it."""
+    def _route(self, pod: Key, url: str) -> str | None:
+        """Where the address of a service leads, as kube-proxy on that pod's node has it."""
+        namespace, name = pod
+        if name in self.cut_off:
+            return None
         host = url.removeprefix("http://").rpartition(":")[0]
         for service in self.server.all(SERVICES, namespace):
             if service["spec"]["clusterIP"] == host:

@@ -74,6 +74,13 @@ class Checkpoint(Base, frozen=True):
     """Whether a lone worker keeps a copy of the state in the coordinator's memory, too."""
 
 
+class Verify(Base, frozen=True):
+    """How often workers check one another."""
+
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    """In which share of the steps one virtual node is computed by a second worker."""
+
+
 class JobSpec(Base, frozen=True):
     """``spec`` of a job."""
 
@@ -91,6 +98,7 @@ class JobSpec(Base, frozen=True):
     checkpoint: Checkpoint | None = None
     suspend: bool = False
     on_non_finite: OnNonFinite = "Continue"
+    verify: Verify | None = None
     backoff_limit: int = 3
     active_deadline_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None

@@ -75,6 +75,7 @@ class LastChange(Base, frozen=True):
     step: int
     pause_milliseconds: int | None = None
     repeated_steps: int = 0
+    repeated_virtual_nodes: int = 0
     generation: int = 0
     incarnation: int = 0
     """Of the coordinator that made the generation: together they grow for ever."""
@@ -128,6 +129,7 @@ class JobStatus(Base, frozen=True):
     memory_copy_step: int | None = None
     """Of the copy of a lone worker's state in the coordinator's memory."""
     memory_copy_time: str | None = None
+    memory_copy_bytes: int | None = None
     last_change: LastChange | None = None
     changes: int = 0
     repeated_steps: int = 0
@@ -137,6 +139,8 @@ class JobStatus(Base, frozen=True):
     coordinator: str | None = None
     coordinator_image: str | None = None
     """The operator's when the job began to run; its own template may name another one."""
+    start_ticket: int | None = None
+    """The coordinator process that may begin without a word about others: the first of the attempt."""
     scale_down_since: str | None = None
     start_time: str | None = None
     completion_time: str | None = None

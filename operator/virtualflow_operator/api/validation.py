@@ -20,6 +20,7 @@ from virtualflow.protocol.settings import (
     ENV_REPRODUCIBILITY,
     ENV_TERMINATION_LOG,
     ENV_TOKEN,
+    ENV_VERIFY,
     ENV_VIRTUAL_NODES,
     ENV_WORKER,
 )
@@ -37,6 +38,7 @@ OPERATOR_VARIABLES: Final = (
     ENV_TERMINATION_LOG.removesuffix("_LOG"),
     ENV_PROFILE,
     ENV_ON_NON_FINITE,
+    ENV_VERIFY,
 )
 """Environment variables whose names begin like this are the operator's to set; a rule of the schema says the same."""
 
@@ -102,6 +104,10 @@ def find_problems(spec: JobSpec) -> list[str]:
     problems = [
         f"{key} must be at least 1; correct it." for key, value in counts.items() if value is not None and value < 1
     ]
+    if spec.verify is not None and spec.verify.sample > 0 and spec.reproducibility == "Statistical":
+        problems.append(
+            "verify compares bits, which are not equal if reproducibility is Statistical; remove one of them."
+        )
     for index, group in enumerate(spec.worker_groups):
         problems += _template_problems(group.template, f"workerGroups[{index}].template", _WorkerTemplate)
     place = "coordinator.template"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from virtualflow.protocol.http_api import DrainCall, GoneCall
+from virtualflow.protocol.http_api import Call, DrainCall, GoneCall
 from virtualflow_operator.api import (
     ConditionType,
     Job,
@@ -159,7 +160,7 @@ class JobController:
         )
         now = time.time()
         plan = reconcile(scene, now, self._settings)
-        again = await self._tell(key, plan, memory, touched)
+        again = await self._tell(key, plan.calls, plan, memory, touched)
         failure: ApiError | None = None
         try:
             acted = await self._act(key, job, plan, memory)
@@ -169,13 +170,14 @@ class JobController:
         written = await self._write_status(key, job, plan)
         if written:
             self._queue_controller.note_status(job, plan.status)
+        retold = await self._tell(key, plan.written_calls, plan, memory, touched)
         for event in plan.events:
             await self._events.record(job.raw, "Warning" if event.warning else "Normal", event.reason, event.message)
         self._measure(key, job, plan, memory)
         if failure is not None:
             raise failure
-        if again is not None:
-            return again
+        if again is not None or retold is not None:
+            return again if again is not None else retold
         retries = [refusal.retry_at for refusal in memory.refusals.values() if refusal.reason]
         wakes = [wake for wake in (plan.wake_at, *retries) if wake is not None]
         if written:
@@ -198,9 +200,11 @@ class JobController:
         else:
             self._links.drop(key)
 
-    async def _tell(self, key: Key, plan: Plan, memory: _Memory, touched: float | None) -> float | None:
-        """Make the calls to the coordinator; in how many seconds to try again, if it was not to be reached."""
-        for call in plan.calls:
+    async def _tell(
+        self, key: Key, calls: Iterable[Call], plan: Plan, memory: _Memory, touched: float | None
+    ) -> float | None:
+        """Make calls to the coordinator; in how many seconds to try again, if it was not to be reached."""
+        for call in calls:
             outcome = await self._links.send(key, call)
             if isinstance(call, DrainCall | GoneCall):
                 logger.info("%s: %s", call.workers if isinstance(call, DrainCall) else call.worker, call.reason)
@@ -345,7 +349,7 @@ class JobController:
     def _measure(self, key: Key, job: Job, plan: Plan, memory: _Memory) -> None:
         for change in plan.changes:
             seconds = None if change.pause_ms is None else change.pause_ms / 1000
-            self._metrics.change(change.cause, seconds, change.repeated_steps)
+            self._metrics.change(change.cause, seconds, change.repeated_steps, change.repeated_virtual_nodes)
             if change.cause in ("lost", "broken", "restart") and memory.lost_at is not None:
                 self._metrics.recovery.observe(time.monotonic() - memory.lost_at)
                 memory.lost_at = None
@@ -373,4 +377,7 @@ def sample(spec: JobSpec, status: JobStatus, wanted: int) -> JobSample:
         non_finite=int(_holds(status, "NonFinite")),
         checkpoint_failed=int(_holds(status, "CheckpointFailed")) if saves else None,
         last_checkpoint_timestamp_seconds=max(known, default=None) if saves else None,
+        memory_copy_step=status.memory_copy_step,
+        memory_copy_timestamp_seconds=parse_time(status.memory_copy_time),
+        memory_copy_bytes=status.memory_copy_bytes,
     )

@@ -85,6 +85,8 @@ class Plan:
     status: JobStatus
     calls: tuple[Call, ...] = ()
     """To the coordinator; each may safely be repeated."""
+    written_calls: tuple[Call, ...] = ()
+    """The same, once the status is written: it says what they are based on."""
     recoveries: frozenset[str] = frozenset()
     """Incarnations of lost workers that the others have to recover from."""
     actions: tuple[Action, ...] = ()

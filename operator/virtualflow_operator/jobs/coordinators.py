@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from virtualflow.protocol.http_api import ScaleCall
+from virtualflow.protocol.http_api import BeginCall, LivingWorker, ScaleCall
 from virtualflow_operator.api import Pod
 from virtualflow_operator.constants import COORDINATOR
-from virtualflow_operator.jobs import event_messages, manifests
+from virtualflow_operator.jobs import event_messages, manifests, template_hashes
 from virtualflow_operator.jobs.actions import CreatePod, CreateService, PointService
+from virtualflow_operator.jobs.beginnings import may_train
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.scene import Facts
 
@@ -52,7 +53,7 @@ def keep_coordinator(facts: Facts, draft: Draft, *, accepted: bool) -> None:
 
 def _is_lost(pod: Pod, facts: Facts, draft: Draft, accepted: bool) -> bool:
     """Whether a coordinator that should run is of no use any more."""
-    if accepted and pod.template != manifests.coordinator_hash(facts.job):
+    if accepted and pod.template != template_hashes.coordinator_hash(facts.job):
         return True
     link = facts.link if facts.link is not None and facts.link.pod == pod.uid else None
     if link is not None and link.connected:
@@ -70,6 +71,20 @@ def _is_lost(pod: Pod, facts: Facts, draft: Draft, accepted: bool) -> bool:
     answer_by = link.since + facts.settings.coordinator_patience
     draft.wake(answer_by)
     return facts.now >= answer_by
+
+
+def tell_who_may_train(facts: Facts, draft: Draft) -> None:
+    """Give a coordinator that waits for it the word who else may be in a generation."""
+    remote = facts.remote
+    if not facts.connected or remote is None or remote.start_ticket is None:
+        return
+    if draft.status.start_ticket is None:
+        draft.amend(start_ticket=remote.start_ticket)
+    pods = may_train(facts, of_this_attempt=draft.status.start_ticket != remote.start_ticket)
+    for pod in pods:
+        draft.wake(pod.deleting_at)
+    others = tuple(LivingWorker(pod.name, pod.ip) for pod in pods)
+    draft.written_calls.append(BeginCall(remote.start_ticket, others))
 
 
 def tell_scale(facts: Facts, draft: Draft) -> None:

@@ -26,6 +26,8 @@ class Draft:
         self.status: JobStatus = facts.granted.status
         """The job's status as far as it is decided."""
         self.calls: list[Call] = []
+        self.written_calls: list[Call] = []
+        """See :class:`Plan`."""
         self.recoveries: set[str] = set()
         """See :class:`Plan`."""
         self.actions: list[Action] = []
@@ -68,6 +70,7 @@ class Draft:
         return Plan(
             status=msgspec.structs.replace(status, observed_generation=facts.job.generation),
             calls=tuple(self.calls),
+            written_calls=tuple(self.written_calls),
             recoveries=frozenset(self.recoveries),
             actions=tuple(self.actions),
             events=(*self.events, *messages_of_change(old, status, changes)),

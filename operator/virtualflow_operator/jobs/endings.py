@@ -56,30 +56,34 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
         return _give_up(facts, draft, message)
     attempt = draft.status.attempt + 1
     draft.events.append(event_messages.attempt_failed(attempt, message))
-    draft.amend(attempt=attempt, coordinator=None)
+    draft.amend(attempt=attempt, coordinator=None, start_ticket=None)
     draft.wake(facts.now + 0.01)
     return phases.back_off(build_status(facts.without_link(), draft.status), facts.job, facts.now)
 
 
 def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
-    """Put crashed pods into the books; they are deleted once that is written."""
+    """Put crashed pods, and those that hang, into the books; they are deleted once that is written."""
     crashed, refused = facts.pods.of("crashed"), facts.pods.of("refused")
     # One that the coordinator refused or declared lost counts as a crash; one that a kubelet did not let in never does.
     evicted = [worker for worker in refused if worker.pod.exit is not None and worker.pod.exit.code == EXIT_EVICTED]
+    # Nor would one that hangs ever end otherwise, if each that takes its place hangs as well.
+    hung = [worker for worker in facts.pods.of("declared-lost") if worker.hung]
     known = draft.status.failures.counted
-    if not crashed and not refused and not known:
+    if not crashed and not refused and not hung and not known:
         return None
     fresh = [worker for worker in crashed if worker.pod.uid not in known]
     fresh_refused = [worker for worker in refused if worker.pod.uid not in known]
     draft.events += [event_messages.crashed(worker.message) for worker in fresh]
-    draft.events += [event_messages.lost(worker.pod.name, worker.message) for worker in fresh_refused]
+    fresh_hung = [worker for worker in hung if worker.pod.uid not in known]
+    for worker in (*fresh_refused, *fresh_hung):
+        draft.events.append(event_messages.lost(worker.pod.name, worker.message, worker.pod.node))
     for worker in fresh if facts.spec.on_non_finite == "Stop" else ():
         told = worker.pod.exit.last_word if worker.pod.exit is not None else None
         if told is not None and told.non_finite is not None:
             return _stopped(facts, draft, told.non_finite)
-    fresh_evicted = [worker for worker in evicted if worker.pod.uid not in known]
+    fresh_evicted = [worker for worker in evicted if worker.pod.uid not in known] + fresh_hung
     message = next((worker.message for worker in (*fresh, *fresh_evicted)), "")
-    pods, crashes = [worker.pod for worker in (*crashed, *evicted)], facts.settings.crashes
+    pods, crashes = [worker.pod for worker in (*crashed, *evicted, *hung)], facts.settings.crashes
     failures = count_crash(draft.status.failures, pods, draft.step, message, facts.now, crashes)
     why = fresh_refused[0].message if fresh_refused else message
     not_let_in = [worker.pod for worker in refused if worker not in evicted]

@@ -14,9 +14,10 @@ _AMISS: tuple[ConditionType, ...] = ("NonFinite", "CheckpointFailed")
 """Conditions that are bad news as they become true."""
 
 
-def lost(worker: str, why: str) -> EventMessage:
-    """A worker is lost."""
-    return EventMessage(reasons.LOST, f"{worker} is lost: {why}", warning=True)
+def lost(worker: str, why: str, node: str = "") -> EventMessage:
+    """A worker is lost; its node is named where the next one had better not go, too."""
+    where = f" on node {node}" if node else ""
+    return EventMessage(reasons.LOST, f"{worker}{where} is lost: {why}", warning=True)
 
 
 def draining(workers: Iterable[str], why: str) -> EventMessage:
@@ -118,14 +119,10 @@ def _of_change(change: Change) -> EventMessage:
     pause = "" if change.pause_ms is None else f", pause {_duration(change.pause_ms)}"
     moved = f"{change.from_} to {counted(change.to, 'worker')} at step {change.step}{pause}: {change.reason}"
     if change.cause in ("lost", "broken"):
-        return EventMessage(
-            reasons.RECOVERED, f"recovered, {moved}; {_repeated(change.repeated_steps)} repeated", warning=True
-        )
+        return EventMessage(reasons.RECOVERED, f"recovered, {moved}; {_repeated_by(change)}", warning=True)
     if change.cause == "restart":
         again = f"started again from step {max(0, change.step - 1)} with {counted(change.to, 'worker')}"
-        return EventMessage(
-            reasons.RESTARTED, f"{again}: {change.reason}; {_repeated(change.repeated_steps)} repeated", warning=True
-        )
+        return EventMessage(reasons.RESTARTED, f"{again}: {change.reason}; {_repeated_by(change)}", warning=True)
     if change.cause == "rebalance":
         return EventMessage(reasons.REBALANCED, f"virtual nodes moved at step {change.step}{pause}: {change.reason}")
     return EventMessage(reasons.RESIZED, f"resized from {moved}")
@@ -133,6 +130,12 @@ def _of_change(change: Change) -> EventMessage:
 
 def _duration(milliseconds: float) -> str:
     return f"{milliseconds / 1000:.2f} s" if milliseconds >= 1000 else f"{milliseconds:.0f} ms"
+
+
+def _repeated_by(change: Change) -> str:
+    again = change.repeated_virtual_nodes
+    computed = f", {counted(again, 'virtual node')} computed again" if again else ""
+    return f"{_repeated(change.repeated_steps)} repeated{computed}"
 
 
 def _repeated(steps: int) -> str:

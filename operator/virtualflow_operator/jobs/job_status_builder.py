@@ -5,18 +5,20 @@ Pure. Nothing here depends on anything that changes by itself, so that a job in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.messages import Change, CheckpointState
 from virtualflow_operator import reasons
 from virtualflow_operator.api import JobStatus, LastChange, Link, Node, Phase, Pod, Share, format_time, parse_time
+from virtualflow_operator.jobs.beginnings import unheard
 from virtualflow_operator.jobs.conditions import Aspect, with_conditions
 from virtualflow_operator.jobs.node_fit import never_fits
-from virtualflow_operator.jobs.phases import limited
+from virtualflow_operator.jobs.phases import NO_MEMORY_COPY, limited
 from virtualflow_operator.jobs.pod_classification import PodClassification
 from virtualflow_operator.jobs.scene import Facts
 from virtualflow_operator.jobs.training_health import shown_loss, training_health
@@ -56,7 +58,7 @@ def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None
         status,
         facts.job.generation,
         facts.now,
-        _ready(facts.link, begun, ready, min(spec.min_replicas, spec.most)),
+        _ready(facts.link, begun, ready, min(spec.min_replicas, spec.most), unheard(facts)),
         _progressing(facts, status, plan, begun),
         _degraded(facts, status, ready, begun),
         *training_health(status, remote),
@@ -100,8 +102,7 @@ def _with_progress(status: JobStatus, remote: Status) -> JobStatus:
         step_milliseconds=_shown(remote.step_ms) or status.step_milliseconds,
         predicted_step_milliseconds=_shown(remote.predicted_step_ms),
         **_newest_checkpoint(status, remote.checkpoint),
-        memory_copy_step=None if remote.memory_copy is None else remote.memory_copy.step,
-        memory_copy_time=None if remote.memory_copy is None else format_time(remote.memory_copy.at),
+        **_memory_copy(remote.memory_copy),
         last_change=_latest_change(status, remote),
         # All that workers remember; after a start from a checkpoint that may be less than was counted before.
         changes=max(status.changes, remote.changes_total),
@@ -116,6 +117,17 @@ def _newest_checkpoint(status: JobStatus, checkpoint: CheckpointState | None) ->
     if int(checkpoint.written) < (parse_time(status.checkpoint_time) or 0.0):
         return {}
     return {"checkpoint_step": checkpoint.step, "checkpoint_time": format_time(checkpoint.written)}
+
+
+def _memory_copy(copy: MemoryCopyState | None) -> dict[str, Any]:
+    """What is told of the copy in the coordinator's memory; it is gone when nothing is."""
+    if copy is None:
+        return NO_MEMORY_COPY
+    return {
+        "memory_copy_step": copy.step,
+        "memory_copy_time": format_time(copy.at),
+        "memory_copy_bytes": copy.size,
+    }
 
 
 def _shown(milliseconds: float | None) -> str | None:
@@ -159,10 +171,11 @@ def _latest_change(status: JobStatus, remote: Status) -> LastChange | None:
         step=change.step,
         pause_milliseconds=None if change.pause_ms is None else round(change.pause_ms),
         repeated_steps=change.repeated_steps,
+        repeated_virtual_nodes=change.repeated_virtual_nodes,
     )
 
 
-def _ready(link: Link | None, begun: bool, ready: int, minimum: int) -> Aspect:
+def _ready(link: Link | None, begun: bool, ready: int, minimum: int, unheard: Sequence[str]) -> Aspect:
     if link is not None and link.incompatible:
         message = (
             f"The operator cannot talk to the coordinator ({link.refused}); workers that train go on. Suspended and "
@@ -187,6 +200,11 @@ def _ready(link: Link | None, begun: bool, ready: int, minimum: int) -> Aspect:
     if begun and ready >= minimum:
         return ("Ready", "True", reasons.TRAINING, "Workers are training.")
     message = f"Waiting for workers; training begins with {minimum} of them."
+    if unheard and not begun:
+        names = ", ".join(unheard[:8])
+        message = (
+            f"A new coordinator waits for workers that may still train, until they reach it or have ended: {names}."
+        )
     if begun:
         message = f"Fewer workers train than minReplicas ({minimum}); they go on."
     return ("Ready", "False", reasons.WAITING, message)
@@ -240,7 +258,20 @@ def _degraded(facts: Facts, status: JobStatus, ready: int, begun: bool) -> Aspec
     if not why and retry is not None and facts.now < retry:
         why = f"no worker is made before {status.failures.retry_time}, because of those that ended too soon"
     message = f"Fewer workers train than the {desired} that are wanted: {why or 'the others are starting'}."
+    ended = _latest_end(status, facts.now)
+    if ended:
+        message += f" The latest that ended too soon: {ended}."
     return ("Degraded", "True", reasons.FEWER_WORKERS, message)
+
+
+def _latest_end(status: JobStatus, now: float) -> str:
+    """How the latest worker ended that counts as crashed, if that was since there are too few."""
+    degraded, last = status.condition("Degraded"), parse_time(status.failures.last_time)
+    known = degraded is not None and degraded.status == "True"
+    since = parse_time(degraded.last_transition_time) if degraded is not None and known else None
+    if last is None or last < int(now if since is None else since):
+        return ""
+    return status.failures.message.partition("\n")[0]
 
 
 def _why_not(pod: Pod, nodes: Mapping[str, Node] | None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_MEMORY,
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
+    ENV_CONFIRMED_START,
     ENV_COORDINATOR,
     ENV_HANG_SECONDS,
     ENV_HASH_SEED,
@@ -28,6 +28,7 @@ from virtualflow.protocol.settings import (
     ENV_REPRODUCIBILITY,
     ENV_TERMINATION_LOG,
     ENV_TOKEN,
+    ENV_VERIFY,
     ENV_VIRTUAL_NODES,
     ENV_WORKER,
     HASH_SEED,
@@ -59,10 +60,9 @@ from virtualflow_operator.constants import (
     TOKEN_KEY,
     WORKER,
 )
+from virtualflow_operator.jobs.template_hashes import coordinator_hash, hash_of, template_hash
 from virtualflow_operator.settings import OperatorSettings
 
-_CHECKPOINT = ("directory", "everySeconds", "everySteps", "keep", "volume")
-"""Fields of ``spec.checkpoint`` that a worker's pod is made from."""
 _USER = 65532
 """The user that coordinators run as: `nonroot` by convention."""
 
@@ -102,41 +102,6 @@ def secret_name(job: Job, settings: OperatorSettings) -> str:
 def coordinator_name(job: Job) -> str:
     """The name of the Service before the job's coordinator, and the beginning of its pod's."""
     return f"{job.name}-{COORDINATOR}"
-
-
-def template_hash(job: Job, group: WorkerGroup) -> str:
-    """What a worker's pod is made from; a pod with another hash is replaced. A profile is but a first guess.
-
-    An operator that computes another hash for the same job restarts every job of the cluster. So what is hashed is
-    named here, since a newer schema gives each job its new defaults; a field comes in only where it is no default.
-    """
-    checkpoint = job.raw["spec"].get("checkpoint")
-    if checkpoint is not None:
-        checkpoint = {field: checkpoint[field] for field in _CHECKPOINT if field in checkpoint}
-    made_from = {"template": group.template, "checkpoint": checkpoint}
-    if job.spec.on_non_finite != "Continue":
-        made_from["onNonFinite"] = job.spec.on_non_finite
-    if job.spec.checkpoint is not None and job.spec.checkpoint.memory:
-        made_from["checkpointMemory"] = True
-    return _hash(made_from)
-
-
-def coordinator_hash(job: Job) -> str:
-    """What the coordinator's pod is made from; as for workers, nothing of it may change with the operator."""
-    elasticity = job.spec.elasticity
-    made_from: Object = {"template": job.spec.coordinator.template, "heartbeat": elasticity.heartbeat_limit_seconds}
-    if elasticity.hang_seconds is not None:
-        made_from["hang"] = elasticity.hang_seconds
-    return _hash(made_from)
-
-
-def templates_hash(job: Job) -> str:
-    """All templates of the job."""
-    return _hash([coordinator_hash(job), *(template_hash(job, group) for group in job.spec.worker_groups)])
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def worker_pod(job: Job, group: WorkerGroup, ordinal: int, address: str, settings: OperatorSettings) -> Object:
@@ -185,6 +150,8 @@ def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings:
     }
     if group.profile is not None:
         values[ENV_PROFILE] = group.profile
+    if spec.verify is not None:
+        values[ENV_VERIFY] = str(spec.verify.sample)
     if spec.checkpoint is not None:
         directory = (spec.checkpoint.directory or job.uid).strip("/")
         values[ENV_CHECKPOINT_DIR] = f"{CHECKPOINT_MOUNT}/{directory}"
@@ -263,7 +230,7 @@ def _coordinator_container(job: Job, settings: OperatorSettings) -> Object:
             *("--startup-grace", str(elasticity.startup_grace_seconds)),
             *("--heartbeat-limit", str(elasticity.heartbeat_limit_seconds)),
         ],
-        "env": [_token_variable(job, settings), *hang],
+        "env": [_token_variable(job, settings), {"name": ENV_CONFIRMED_START, "value": "1"}, *hang],
         "ports": [{"name": COORDINATOR_PORT_NAME, "containerPort": COORDINATOR_PORT}],
         "readinessProbe": {
             "httpGet": {"path": "/healthz", "port": COORDINATOR_PORT_NAME},
@@ -365,7 +332,7 @@ def network_policy(job: Job, settings: OperatorSettings) -> Object:
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         # Policies add up: one for an operator that has moved comes beside the former.
-        "metadata": _metadata(job, f"{_own_name(job)}-{_hash(operator)[:8]}", WORKER),
+        "metadata": _metadata(job, f"{_own_name(job)}-{hash_of(operator)[:8]}", WORKER),
         "spec": {
             "podSelector": {"matchLabels": {LABEL_JOB: job.name}},
             "policyTypes": ["Ingress"],

@@ -5,6 +5,8 @@ Pure. Each function amends what ``build_status`` made of the job.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from virtualflow.protocol.http_api import Status
@@ -16,6 +18,8 @@ from virtualflow_operator.jobs.training_health import shown_loss, training_healt
 from virtualflow_operator.queues import MAX_MESSAGE
 
 _OF_WHAT_RUNS: tuple[ConditionType, ...] = ("Ready", "Progressing", "Degraded")
+NO_MEMORY_COPY: dict[str, Any] = {"memory_copy_step": None, "memory_copy_time": None, "memory_copy_bytes": None}
+"""Of a status: the coordinator holds no copy of the training's state, or there is no coordinator."""
 
 
 def invalid(status: JobStatus, job: Job, faults: str, now: float) -> JobStatus:
@@ -68,11 +72,11 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         start_time=None,
         coordinator=None,
         coordinator_image=None,
+        start_ticket=None,
         steps_per_second=None,
         step_milliseconds=None,
         predicted_step_milliseconds=None,
-        memory_copy_step=None,
-        memory_copy_time=None,
+        **NO_MEMORY_COPY,
         scale_down_since=None,
     )
     return amend(
@@ -144,8 +148,7 @@ def _over(status: JobStatus, job: Job, now: float, reason: str, message: str, wh
         workers=f"0/{job.spec.desired}",
         steps_per_second=None,
         predicted_step_milliseconds=None,
-        memory_copy_step=None,
-        memory_copy_time=None,
+        **NO_MEMORY_COPY,
     )
     return amend(
         status,

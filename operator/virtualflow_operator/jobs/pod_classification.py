@@ -11,7 +11,7 @@ from virtualflow.protocol.termination_message import EXIT_EVICTED
 from virtualflow_operator.api import Job, Link, Node, Pod, Standing
 from virtualflow_operator.constants import COORDINATOR, WORKER
 from virtualflow_operator.jobs.disruptions import disrupted_by_cluster, find_disruption, never_began
-from virtualflow_operator.jobs.manifests import template_hash
+from virtualflow_operator.jobs.template_hashes import template_hash
 from virtualflow_operator.settings import OperatorSettings
 
 Fate = Literal[
@@ -52,6 +52,8 @@ class ClassifiedPod:
     """Whether it is to be replaced because the job has changed, and not because of its node."""
     incarnation: str = ""
     """Of the process that the coordinator knows; empty: none."""
+    hung: bool = False
+    """Whether it is declared lost because its training thread hangs: it counts as a crash."""
 
     @property
     def ready(self) -> bool:
@@ -103,6 +105,7 @@ class _Finding(NamedTuple):
     fate: Fate
     reason: str = ""
     outdated: bool = False
+    hung: bool = False
 
 
 def classify_pods(
@@ -144,7 +147,8 @@ def classify_pods(
         found = _find_fate(pod, heard, around)
         reason, _, detail = found.reason.partition("\n")
         incarnation = known.incarnation if known is not None else ""
-        workers.append(ClassifiedPod(pod, standing, found.fate, reason, detail, found.outdated, incarnation))
+        fate, outdated = found.fate, found.outdated
+        workers.append(ClassifiedPod(pod, standing, fate, reason, detail, outdated, incarnation, found.hung))
     coordinators = [pod for pod in own if pod.role == COORDINATOR]
     return PodClassification(
         tuple(workers),
@@ -184,7 +188,7 @@ def _find_fate(pod: Pod, standing: Standing, around: _Surroundings) -> _Finding:
     if pod.terminating:
         return _Finding("leaving", disruption.reason if disruption else "")
     if declared_lost is not None:
-        return _Finding("declared-lost", declared_lost.reason)
+        return _Finding("declared-lost", declared_lost.reason, hung=declared_lost.hung)
     if disruption is not None:
         return _Finding("announced" if disruption.kind == "now" else "planned", disruption.reason)
     templates = around.templates

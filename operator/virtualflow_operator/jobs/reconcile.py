@@ -10,7 +10,7 @@ from virtualflow_operator.api import JobStatus, format_time, parse_time
 from virtualflow_operator.constants import MANAGER
 from virtualflow_operator.jobs import endings, manifests, phases
 from virtualflow_operator.jobs.actions import Plan
-from virtualflow_operator.jobs.coordinators import keep_coordinator, tell_scale
+from virtualflow_operator.jobs.coordinators import keep_coordinator, tell_scale, tell_who_may_train
 from virtualflow_operator.jobs.draft import Draft
 from virtualflow_operator.jobs.job_status_builder import build_status
 from virtualflow_operator.jobs.losses import delete_ended, tell_losses
@@ -94,6 +94,7 @@ def _run(facts: Facts, draft: Draft) -> JobStatus:
 
     keep_coordinator(facts, draft, accepted=accepted)
     tell_scale(facts, draft)
+    tell_who_may_train(facts, draft)
     for worker in facts.pods.workers:
         if worker.pod.live and worker.pod.unschedulable_since is not None:
             draft.wake(worker.pod.unschedulable_since + facts.settings.unschedulable_patience)

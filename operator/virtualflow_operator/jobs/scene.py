@@ -16,7 +16,7 @@ from virtualflow_operator.api import (
     Service,
     find_problems,
 )
-from virtualflow_operator.jobs import manifests
+from virtualflow_operator.jobs import template_hashes
 from virtualflow_operator.jobs.pod_classification import PodClassification, classify_pods
 from virtualflow_operator.queues import Grant, Granted, settle_grant
 from virtualflow_operator.settings import OperatorSettings
@@ -91,7 +91,7 @@ class Facts:
     def rejection(self) -> str:
         """Why the API server refuses the present templates; empty: it does not, for all that is known."""
         verdict = self.scene.verdict
-        current = verdict is not None and verdict.template_hash == manifests.templates_hash(self.job)
+        current = verdict is not None and verdict.template_hash == template_hashes.templates_hash(self.job)
         return verdict.error if verdict is not None and current else ""
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from virtualflow.protocol.wording import counted
 from virtualflow_operator.api import Node, format_time, parse_time
 from virtualflow_operator.constants import TERMINATION_TAINTS, WORKER
-from virtualflow_operator.jobs import event_messages, manifests
+from virtualflow_operator.jobs import event_messages, manifests, template_hashes
 from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.losses import drain
@@ -25,7 +25,7 @@ def delete_former_attempts(facts: Facts, draft: Draft) -> None:
 
 def templates_accepted(facts: Facts, draft: Draft) -> bool:
     """Whether the API server takes pods of these templates; without an answer, ask."""
-    wanted, verdict = manifests.templates_hash(facts.job), facts.scene.verdict
+    wanted, verdict = template_hashes.templates_hash(facts.job), facts.scene.verdict
     if draft.status.template_hash == wanted:
         return True
     if verdict is not None and verdict.template_hash == wanted:

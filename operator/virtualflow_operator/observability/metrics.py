@@ -52,6 +52,9 @@ class JobSample:
     checkpoint_failed: int | None = None
     last_checkpoint_timestamp_seconds: float | None = None
     """Of a job that is to have checkpoints and has written none since it was started or resumed: when that was."""
+    memory_copy_step: int | None = None
+    memory_copy_timestamp_seconds: float | None = None
+    memory_copy_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ class Metrics:
 
         self._changes = counter("virtualflow_membership_changes_total", "Changes of the workers of jobs.", "cause")
         self._repeated = counter("virtualflow_repeated_steps_total", "Steps that were repeated after a loss.", "cause")
+        self._recomputed = counter(
+            "virtualflow_repeated_virtual_nodes_total",
+            "Virtual nodes that were computed again after a loss, at most.",
+            "cause",
+        )
         self._pause = histogram(
             "virtualflow_change_pause_seconds", "How long a change held up the training.", PAUSES, "cause"
         )
@@ -136,12 +144,16 @@ class Metrics:
             __version__
         ).set(1)
 
-    def change(self, cause: str, pause_seconds: float | None, repeated: int) -> None:
-        """Count a change of a job's workers: what held up the training for how long, and the steps repeated."""
+    def change(self, cause: str, pause_seconds: float | None, repeated: int, recomputed: int = 0) -> None:
+        """Count a change of a job's workers: how long it held up the training, and the steps repeated for it.
+
+        ``recomputed``: virtual nodes that were computed again.
+        """
         # A newer coordinator may name others; a label is one of few all the same.
         cause = cause if cause in _CAUSES else "other"
         self._changes.labels(cause).inc()
         self._repeated.labels(cause).inc(max(repeated, 0))
+        self._recomputed.labels(cause).inc(max(recomputed, 0))
         if pause_seconds is not None:
             self._pause.labels(cause).observe(pause_seconds)
 
@@ -229,6 +241,9 @@ _SINGLE = {
     "last_checkpoint_timestamp_seconds": (
         "Unix time at which the job's newest checkpoint was complete, or it was started or resumed if that was later."
     ),
+    "memory_copy_step": "The step of the copy of the job's state in its coordinator's memory.",
+    "memory_copy_timestamp_seconds": "Unix time at which that copy had arrived.",
+    "memory_copy_bytes": "The size of that copy.",
     "workers_ready": "The job's workers that train.",
     "workers_wanted": "The workers that the job wants.",
 }

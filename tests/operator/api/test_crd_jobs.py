@@ -30,6 +30,8 @@ VALID = {
     "another controller": {"managedBy": "kueue.x-k8s.io/multikueue"},
     "a place in a queue": {"queue": "shared-gpus", "priority": -5, "weight": 3},
     "a job that stops growing": {"elasticity": {"minEfficiency": 60, "minReplicasOn": "OnDemand"}},
+    "workers that check one another": {"verify": {"sample": 0.01}},
+    "workers that check one another in each step": {"verify": {"sample": 1}},
     "resources of the coordinator": {"coordinator": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},
 }
 
@@ -52,6 +54,8 @@ INVALID = {
     "an efficiency beyond all": ({"elasticity": {"minEfficiency": 101}}, "spec.elasticity.minEfficiency"),
     "a ground of its own": ({"elasticity": {"minReplicasOn": "Spot"}}, "spec.elasticity.minReplicasOn"),
     "suspend in words": ({"suspend": "yes"}, "spec.suspend"),
+    "checks in more than each step": ({"verify": {"sample": 1.5}}, "spec.verify.sample"),
+    "checks of no number": ({"verify": {}}, "spec.verify"),
     "a negative back-off limit": ({"backoffLimit": -1}, "spec.backoffLimit"),
     "a deadline of 0": ({"activeDeadlineSeconds": 0}, "spec.activeDeadlineSeconds"),
     "a negative time to live": ({"ttlSecondsAfterFinished": -1}, "spec.ttlSecondsAfterFinished"),

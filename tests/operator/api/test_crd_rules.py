@@ -31,6 +31,7 @@ CROSSED = "minReplicas must be at most maxReplicas; lower minReplicas or raise m
 TOO_MANY = "replicas must be at most virtualNodes, as a worker carries at least one; lower replicas."
 LEAST_TOO_MANY = "minReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
 MOST_TOO_MANY = "maxReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
+NO_EQUAL_BITS = "verify compares bits, which are not equal if reproducibility is Statistical; remove one of them."
 WEIGHTLESS = "weight must be at least 1, as a share of nothing trains nobody; raise it."
 FEW_IN_GROUPS = "The worker groups must allow minReplicas workers together; raise their maxReplicas."
 NOT_COORDINATOR = "A worker group cannot be called coordinator; choose another name."
@@ -85,6 +86,12 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
         [FEW_IN_GROUPS],
     ),
     "a weight of nothing": ({"weight": 0}, [WEIGHTLESS]),
+    "workers that check one another": ({"verify": {"sample": 0.01}}, []),
+    "workers of a statistical job that check one another": (
+        {"verify": {"sample": 0.01}, "reproducibility": "Statistical"},
+        [NO_EQUAL_BITS],
+    ),
+    "workers of a statistical job that do not": ({"verify": {"sample": 0}, "reproducibility": "Statistical"}, []),
     "a place in a queue": ({"queue": "shared", "weight": 1, "priority": -7}, []),
     "a group switched off": ({"workerGroups": [group(maxReplicas=0)]}, [FEW_IN_GROUPS]),
     "one of the groups has no limit": (
@@ -130,6 +137,7 @@ FIXED = {
     "virtualNodes": "virtualNodes cannot be changed, because the result depends on it; create a new job.",
     "reproducibility": "reproducibility cannot be changed, because the result depends on it; create a new job.",
     "managedBy": "managedBy cannot be changed; create a new job for the other controller.",
+    "verify": "verify cannot be changed, because all workers must check the same; create a new job.",
 }
 CHANGES: dict[str, tuple[Spec, Spec, list[str]]] = {
     "nothing": ({}, {}, []),
@@ -145,6 +153,10 @@ CHANGES: dict[str, tuple[Spec, Spec, list[str]]] = {
     "a controller given": ({}, {"managedBy": "example.com/other"}, ["managedBy"]),
     "a controller taken away": ({"managedBy": "example.com/other"}, {}, ["managedBy"]),
     "another controller": ({"managedBy": "example.com/other"}, {"managedBy": "example.com/third"}, ["managedBy"]),
+    "checks begun": ({}, {"verify": {"sample": 0.5}}, ["verify"]),
+    "checks ended": ({"verify": {"sample": 0.5}}, {}, ["verify"]),
+    "more checks": ({"verify": {"sample": 0.5}}, {"verify": {"sample": 1}}, ["verify"]),
+    "as many checks": ({"verify": {"sample": 1}}, {"verify": {"sample": 1.0}}, []),
     "the same controller": ({"managedBy": "example.com/other"}, {"managedBy": "example.com/other"}, []),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,45 @@ def test_a_lost_coordinator_is_replaced_while_the_training_goes_on(tmp_path: Pat
         assert training.step > step
         assert stage.made[WORKER, "digits", "digits-w-0"] == stage.made[WORKER, "digits", "digits-w-1"] == 1
         assert len(stage.workers("digits")) == 2
+
+    play(tmp_path, story)
+
+
+async def _in_another_pod(stage: Stage) -> None:
+    stage.server.remove(PODS, NAMESPACE, "digits-coordinator-0")
+    await stage.until(lambda: stage.made[COORDINATOR, "digits", "digits-coordinator-0"] == 2)
+
+
+async def _in_the_same_pod(stage: Stage) -> None:
+    (pod,) = stage.pods("digits", COORDINATOR)
+    await stage.kubelet.restart_coordinator(pod["metadata"]["uid"])
+
+
+@pytest.mark.parametrize("replace", [_in_another_pod, _in_the_same_pod])
+def test_a_new_coordinator_begins_nothing_beside_workers_that_it_does_not_hear(
+    tmp_path: Path, replace: Callable[[Stage], Awaitable[None]]
+) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        training = stage.kubelet.training(NAMESPACE, "digits")
+        members = set(training.plan.members) if training.plan is not None else set()
+        stage.kubelet.cut_off |= {"digits-w-0", "digits-w-1"}
+        await replace(stage)
+        stage.change("digits", replicas=3)
+        waits = "digits-w-0, digits-w-1 may train elsewhere"
+        await stage.until(
+            lambda: any(waits in pod.coordinator.state.reason for pod in stage.kubelet.coordinators.values())
+        )
+        await stage.until(lambda: "digits-w-0, digits-w-1." in stage.condition("digits", "Ready")["message"])
+        step = training.step
+        assert training.plan is not None
+        assert set(training.plan.members) == members
+        stage.kubelet.cut_off.clear()
+        await stage.until(lambda: stage.trains("digits", 3))
+        assert training.step >= step
+        assert stage.status("digits").get("repeatedSteps", 0) == 0
 
     play(tmp_path, story)
 

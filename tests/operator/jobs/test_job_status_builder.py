@@ -83,18 +83,23 @@ def test_a_coordinator_without_workers_does_not_take_back_what_is_known(facts: d
     assert (status.step, status.total_steps, status.generation) == (before.step, before.total_steps, before.generation)
 
 
+LOST: dict[str, Any] = {"pause_ms": 1500.0, "from_": 2, "to": 1, "reason": "w lost"}
+
+
 def test_changes_are_counted_once_and_told() -> None:
     stage = training()
-    changes = (change(2), change(3, "lost", repeated_steps=1, pause_ms=1500.0, from_=2, to=1, reason="w lost"))
+    changes = (change(2), change(3, "lost", repeated_steps=1, repeated_virtual_nodes=2, **LOST))
     progress(stage, generation=3, changes=changes, last_change=changes[-1], changes_total=2, repeated_steps=1)
     plan = stage.decide()
     assert (plan.status.changes, plan.status.repeated_steps, plan.changes) == (2, 1, changes)
     last = plan.status.last_change
     assert last is not None
-    assert (last.before, last.to, last.cause, last.pause_milliseconds, last.repeated_steps) == (2, 1, "lost", 1500, 1)
+    assert (last.before, last.to, last.cause, last.pause_milliseconds) == (2, 1, "lost", 1500)
+    assert (last.repeated_steps, last.repeated_virtual_nodes) == (1, 2)
     assert noticed(plan) == [reasons.RESIZED, reasons.RECOVERED]
     assert plan.events[0].message == "resized from 1 to 2 workers at step 20, pause 12 ms: digits-workers-1 joins"
-    assert plan.events[1].message == "recovered, 2 to 1 worker at step 30, pause 1.50 s: w lost; 1 step repeated"
+    recovered = "recovered, 2 to 1 worker at step 30, pause 1.50 s: w lost; 1 step repeated"
+    assert plan.events[1].message == f"{recovered}, 2 virtual nodes computed again"
     stage.write(plan)
     plan = stage.decide()
     assert (plan.changes, plan.events, plan.status.changes, plan.status.repeated_steps) == ((), (), 2, 1)

@@ -28,6 +28,7 @@ from virtualflow.protocol.settings import (
 from virtualflow_operator.api.objects import Job, read_job, read_pod, read_service
 from virtualflow_operator.constants import CHECKPOINT_VOLUME, COORDINATOR_PORT, LABEL_JOB
 from virtualflow_operator.jobs import manifests
+from virtualflow_operator.jobs.template_hashes import coordinator_hash, template_hash, templates_hash
 from virtualflow_operator.settings import LeaseSettings, OperatorSettings
 
 Spec = dict[str, Any]
@@ -131,7 +132,7 @@ def test_every_field_that_the_user_gave_is_in_the_pod(template: Spec, checkpoint
     assert pod["metadata"]["name"] == "digits-workers-3"
     read = read_pod(pod | {"metadata": pod["metadata"] | {"uid": "u"}})
     assert (read.owner, read.group, read.ordinal, read.role) == ("uid-1", "workers", 3, "worker")
-    assert read.template == manifests.template_hash(job, job.spec.worker_groups[0])
+    assert read.template == template_hash(job, job.spec.worker_groups[0])
 
 
 def test_what_is_not_given_has_careful_defaults() -> None:
@@ -146,54 +147,6 @@ def test_labels_of_ours_win_over_those_of_the_template() -> None:
     template = group()["template"] | {"metadata": {"labels": {LABEL_JOB: "other", "team": "a"}}}
     labels = worker_of(job_of(workerGroups=[{"name": "workers", "template": template}]))["metadata"]["labels"]
     assert (labels[LABEL_JOB], labels["team"]) == ("digits", "a")
-
-
-@pytest.mark.parametrize(
-    ("change", "differs"),
-    [
-        pytest.param({"workerGroups": [group(image="trainer:2")]}, True, id="an image"),
-        pytest.param({"checkpoint": {"volume": CLAIM}}, True, id="a checkpoint"),
-        pytest.param({"replicas": 7, "minReplicas": 2}, False, id="the number of workers"),
-        pytest.param({"workerGroups": [group(maxReplicas=4)]}, False, id="the size of the group"),
-        pytest.param({"elasticity": {"scaleDownDelaySeconds": 9}}, False, id="a delay"),
-        pytest.param({"suspend": True, "backoffLimit": 9}, False, id="the rest"),
-    ],
-)
-def test_only_what_a_pod_is_made_from_changes_its_hash(change: Spec, differs: bool) -> None:
-    before, after = job_of(), job_of(**change)
-    old, new = (manifests.template_hash(job, job.spec.worker_groups[0]) for job in (before, after))
-    assert (old != new) == differs
-    assert (manifests.templates_hash(before) != manifests.templates_hash(after)) == differs
-
-
-@pytest.mark.parametrize(
-    ("spec", "template", "coordinator"),
-    [
-        pytest.param({}, "dc6a62f2f42b8b24", "a9d53ef5d5f1e395", id="a plain job"),
-        pytest.param(
-            {
-                "workerGroups": [group(pod={"priorityClassName": "high"}, profile="/p.json", deviceType="T4")],
-                "checkpoint": {"volume": CLAIM, "directory": "d", "everySteps": 9, "everySeconds": 60, "keep": 3},
-                "coordinator": {"template": {"spec": {"priorityClassName": "high"}}},
-                "elasticity": {"heartbeatLimitSeconds": 9, "drainGraceSeconds": 9},
-            },
-            "55e2fc8d69a29964",
-            "7b41ffd5f0a73350",
-            id="one with all that is hashed",
-        ),
-    ],
-)
-def test_hashes_are_those_of_every_version_before(spec: Spec, template: str, coordinator: str) -> None:
-    """An operator that computes others replaces every pod of every job: these are never to be changed."""
-    job = job_of(**spec)
-    found = manifests.template_hash(job, job.spec.worker_groups[0]), manifests.coordinator_hash(job)
-    assert found == (template, coordinator)
-
-
-def test_a_field_that_a_newer_schema_gives_every_job_changes_no_hash() -> None:
-    volume = {"volume": CLAIM, "keep": 3}
-    before, after = job_of(checkpoint=volume), job_of(checkpoint=volume | {"addedLater": 7})
-    assert manifests.templates_hash(before) == manifests.templates_hash(after)
 
 
 def test_a_coordinator_is_told_nothing_that_an_image_of_an_older_operator_refuses() -> None:
@@ -297,8 +250,13 @@ def test_a_job_that_is_to_stop_at_nan_says_so_to_its_workers_old_and_new() -> No
     goes_on, stops = job_of(), job_of(onNonFinite="Stop")
     found = [environment(worker_of(job))["VIRTUALFLOW_ON_NON_FINITE"]["value"] for job in (goes_on, stops)]
     assert found == ["Continue", "Stop"]
-    assert manifests.templates_hash(goes_on) == manifests.templates_hash(job_of(onNonFinite="Continue"))
-    assert manifests.templates_hash(goes_on) != manifests.templates_hash(stops), "workers are replaced one by one"
+    assert templates_hash(goes_on) == templates_hash(job_of(onNonFinite="Continue"))
+    assert templates_hash(goes_on) != templates_hash(stops), "workers are replaced one by one"
+
+
+def test_workers_are_told_how_often_they_check_one_another() -> None:
+    assert "VIRTUALFLOW_VERIFY" not in environment(worker_of(job_of()))
+    assert environment(worker_of(job_of(verify={"sample": 0.01})))["VIRTUALFLOW_VERIFY"]["value"] == "0.01"
 
 
 def test_a_limit_of_hangs_is_told_to_the_coordinator_old_and_new_in_its_environment() -> None:
@@ -308,7 +266,7 @@ def test_a_limit_of_hangs_is_told_to_the_coordinator_old_and_new_in_its_environm
     assert told["args"] == plain["args"]
     assert {"name": "VIRTUALFLOW_HANG_SECONDS", "value": "90"} in told["env"]
     assert "VIRTUALFLOW_HANG_SECONDS" not in [variable["name"] for variable in plain["env"]]
-    assert manifests.coordinator_hash(without) != manifests.coordinator_hash(limited)
+    assert coordinator_hash(without) != coordinator_hash(limited)
 
 
 def test_the_users_own_variables_come_after_ours() -> None:
@@ -334,8 +292,8 @@ def test_a_copy_in_memory_is_for_workers_old_and_new_of_jobs_that_want_one() -> 
     )
     assert "VIRTUALFLOW_CHECKPOINT_MEMORY" not in environment(worker_of(off))
     assert environment(worker_of(on))["VIRTUALFLOW_CHECKPOINT_MEMORY"]["value"] == "1"
-    assert manifests.templates_hash(without) == manifests.templates_hash(off), "a newer schema gives it to every job"
-    assert manifests.templates_hash(on) != manifests.templates_hash(off), "workers are replaced one by one"
+    assert templates_hash(without) == templates_hash(off), "a newer schema gives it to every job"
+    assert templates_hash(on) != templates_hash(off), "workers are replaced one by one"
 
 
 def test_workers_of_a_group_with_a_profile_are_told_of_it() -> None:
@@ -346,7 +304,7 @@ def test_workers_of_a_group_with_a_profile_are_told_of_it() -> None:
     assert ENV_PROFILE not in environment(worker_of(plain))
     assert environment(worker_of(profiled))[ENV_PROFILE]["value"] == "/profiles/a100.json"
     # It is but a first guess: those that run are not replaced for its sake.
-    hashes = {manifests.template_hash(job, job.spec.worker_groups[0]) for job in (plain, profiled)}
+    hashes = {template_hash(job, job.spec.worker_groups[0]) for job in (plain, profiled)}
     assert len(hashes) == 1
 
 
@@ -386,7 +344,7 @@ def test_what_the_user_wants_different_is_laid_over_the_coordinators_pod() -> No
     assert (pod["spec"]["priorityClassName"], pod["metadata"]["labels"]["team"]) == ("high", "a")
     assert pod["spec"]["tolerations"] == [{"operator": "Exists"}]
     assert job.spec.coordinator.template == over, "the user's template is not touched"
-    assert manifests.coordinator_hash(job) != manifests.coordinator_hash(job_of())
+    assert coordinator_hash(job) != coordinator_hash(job_of())
 
 
 def test_what_runs_in_a_coordinators_pod_is_not_the_users_to_choose() -> None:
@@ -403,10 +361,6 @@ def test_what_runs_in_a_coordinators_pod_is_not_the_users_to_choose() -> None:
     template = {"spec": {"containers": [mine, helper], "initContainers": [helper | {"restartPolicy": "Always"}]}}
     spec = manifests.coordinator_pod(job_of(coordinator={"template": template}), 0, SETTINGS)["spec"]
     assert spec == manifests.coordinator_pod(job_of(), 0, SETTINGS)["spec"]
-
-
-def test_a_coordinator_is_not_replaced_because_workers_come_and_go() -> None:
-    assert manifests.coordinator_hash(job_of(replicas=3)) == manifests.coordinator_hash(job_of(minReplicas=2))
 
 
 def test_the_service_leads_to_one_coordinator() -> None:

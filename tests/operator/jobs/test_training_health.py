@@ -128,9 +128,17 @@ def test_the_copy_in_the_coordinators_memory_is_told_as_long_as_there_is_one() -
     stage = tells(
         training(checkpoint={**CLAIM, "memory": True}), memory_copy=MemoryCopyState(30, NOW - 2, 9_000)
     ).settle()
-    assert (stage.job.status.memory_copy_step, stage.job.status.memory_copy_time) == (30, format_time(NOW - 2))
+    status = stage.job.status
+    assert (status.memory_copy_step, status.memory_copy_time) == (30, format_time(NOW - 2))
+    assert status.memory_copy_bytes == 9_000
+    told = sample(stage.job.spec, status, 2)
+    assert (told.memory_copy_step, told.memory_copy_timestamp_seconds) == (30, NOW - 2)
+    assert told.memory_copy_bytes == 9_000
     stage.link = link(remote("training"))  # a new coordinator
-    assert stage.decide().status.memory_copy_step is None
+    status = stage.decide().status
+    assert (status.memory_copy_step, status.memory_copy_time, status.memory_copy_bytes) == (None, None, None)
+    told = sample(stage.job.spec, status, 2)
+    assert (told.memory_copy_step, told.memory_copy_timestamp_seconds, told.memory_copy_bytes) == (None, None, None)
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_condition_until_one_is_complete() -> None:

@@ -17,6 +17,7 @@ NAMES = {
     "virtualflow_workers_ready",
     "virtualflow_membership_changes_total",
     "virtualflow_repeated_steps_total",
+    "virtualflow_repeated_virtual_nodes_total",
     "virtualflow_change_pause_seconds",
     "virtualflow_recovery_seconds",
     "virtualflow_loss_told_seconds",
@@ -44,6 +45,9 @@ NAMES = {
     "virtualflow_job_non_finite",
     "virtualflow_job_checkpoint_failed",
     "virtualflow_job_last_checkpoint_timestamp_seconds",
+    "virtualflow_job_memory_copy_step",
+    "virtualflow_job_memory_copy_timestamp_seconds",
+    "virtualflow_job_memory_copy_bytes",
     "virtualflow_job_workers_ready",
     "virtualflow_job_workers_wanted",
 }
@@ -54,6 +58,7 @@ RUNNING = JobSample(
 
 DIVERGED = JobSample("Running", loss=math.nan, non_finite=1)
 UNSAVED = JobSample("Running", checkpoint_failed=1, last_checkpoint_timestamp_seconds=1e9)
+COPIED = JobSample("Running", memory_copy_step=60, memory_copy_timestamp_seconds=1e9, memory_copy_bytes=4096)
 
 BUSY = QueueSample(ready=True, capacity=7.5, allocated=6, running=3, waiting=2)
 
@@ -82,6 +87,7 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
             1,
         ),
         (lambda m: m.change("lost", 0.2, 1), "virtualflow_repeated_steps_total,cause=lost", 1),
+        (lambda m: m.change("lost", 0.2, 1, 3), "virtualflow_repeated_virtual_nodes_total,cause=lost", 3),
         (lambda m: m.change("lost", 0.2, 1), "virtualflow_change_pause_seconds_sum,cause=lost", 0.2),
         (lambda m: m.change("lost", 0.2, 1), "virtualflow_change_pause_seconds_bucket,cause=lost,le=0.25", 1),
         (lambda m: m.recovery.observe(3), "virtualflow_recovery_seconds_sum", 3),
@@ -136,6 +142,14 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
             lambda m: m.jobs.update({("a", "b"): UNSAVED}),
             "virtualflow_job_last_checkpoint_timestamp_seconds,job_name=b,job_namespace=a",
             1e9,
+        ),
+        *(
+            (lambda m: m.jobs.update({("a", "b"): COPIED}), f"virtualflow_job_{name},job_name=b,job_namespace=a", value)
+            for name, value in (
+                ("memory_copy_step", 60),
+                ("memory_copy_timestamp_seconds", 1e9),
+                ("memory_copy_bytes", 4096),
+            )
         ),
         (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_workers_ready,job_name=b,job_namespace=a", 2),
         (
