@@ -119,7 +119,8 @@ COPY --from=project /project /opt/virtualflow
 COPY examples examples
 # Freed gradients are kept for the next virtual node (the GNU C library), as under `virtualflow run`.
 ENV MALLOC_TRIM_THRESHOLD_=268435456 \
-    MALLOC_MMAP_THRESHOLD_=33554432
+    MALLOC_MMAP_THRESHOLD_=33554432 \
+    MALLOC_ARENA_MAX=1
 CMD ["python"]
 ARG VERSION=0.1.0
 ARG REVISION=unknown
