@@ -2,10 +2,12 @@
 
 PYTHON ?= python3
 RUNS ?= 20
-# Of the tests; each of them starts some of its own. 0: none but this one, for --pdb.
-PROCESSES ?= 2
+# Of the tests, which wait as much as they compute; each of them starts some of its own. 0: none but this one, for --pdb.
+PROCESSES ?= 3
 # For the images: a mirror's --build-arg, or --network=host under a proxy.
 BUILD_ARGS ?=
+# The tests start hundreds of interpreters: each would compile every module anew where this is set.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

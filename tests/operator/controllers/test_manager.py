@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kubelet import NODES as NODE_NAMES
 from stage import KEY, NAMESPACE, Stage, play
+from tiers import nightly
 from trainers import DIGEST
 
 from virtualflow.protocol import http_api
@@ -307,7 +308,7 @@ async def _in_the_same_pod(stage: Stage) -> None:
     await stage.kubelet.restart_coordinator(pod["metadata"]["uid"])
 
 
-@pytest.mark.parametrize("replace", [_in_another_pod, _in_the_same_pod])
+@pytest.mark.parametrize("replace", [_in_another_pod, nightly(_in_the_same_pod)])
 def test_a_new_coordinator_begins_nothing_beside_workers_that_it_does_not_hear(
     tmp_path: Path, replace: Callable[[Stage], Awaitable[None]]
 ) -> None:

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiers import nightly
 
-LATER, MEANWHILE = 100_000, 3_000
-"""Connections that strangers try when the mesh stands, and before the last member has come."""
+MEANWHILE = 3_000
+"""Connections that strangers try before the last member has come."""
 MEMBERS = """
 import os, re, resource, sys, threading
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -116,13 +117,14 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_hundred_thousand_connections_find_no_port_once_the_mesh_stands() -> None:
+@pytest.mark.parametrize("connections", [10_000, nightly(100_000)])
+def test_connections_find_no_port_once_the_mesh_stands(connections: int) -> None:
     with members() as process:
         ports = [line(process, "port")]
         go_on(process)
         ports.append(line(process, "port"))
         before, let_in = line(process, "stands"), []
-        for number in range(LATER):
+        for number in range(connections):
             with contextlib.suppress(ConnectionRefusedError):
                 let_in.append(socket.create_connection(("127.0.0.1", ports[number % 2]), timeout=60.0))
                 let_in[-1].sendall(os.urandom(8))
