@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from kubelet import NODES as NODE_NAMES
 from stage import KEY, NAMESPACE, Stage, play
-from tiers import nightly
 from trainers import DIGEST
 
+from tiers import nightly
 from virtualflow.protocol import http_api
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, WORKER
 from virtualflow_operator.jobs.manifests import derive_token

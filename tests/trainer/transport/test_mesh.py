@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tiers import nightly
 
 MEANWHILE = 3_000
