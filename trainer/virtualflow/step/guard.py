@@ -8,8 +8,8 @@ a joiner gets no state for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -54,7 +54,8 @@ class Guard:
         self._optimizer, self._travels = optimizer, travels
         self._schedulers, self._sharded, self._settings = schedulers, sharded, settings
         self._groups = self._describe_groups()
-        self._place: Place = "library"
+        self.place: Place = "library"
+        """Whose code runs."""
         self._attempts = 0
         self._versions: list[int] = []
         self._sums: list[Tensor] | None = None
@@ -64,14 +65,9 @@ class Guard:
         """Leave torch as it was."""
         self._hook.remove()
 
-    @contextmanager
-    def within(self, place: Place) -> Iterator[None]:
+    def within(self, place: Place) -> _Within:
         """What runs meanwhile is the library's, or the script's."""
-        before, self._place = self._place, place
-        try:
-            yield
-        finally:
-            self._place = before
+        return _Within(self, place)
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +176,7 @@ class Guard:
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called by torch before any optimizer of this process steps."""
         name = type(optimizer).__name__
-        if self._place == "library" or (self._place == "between steps" and self._travels(optimizer)):
+        if self.place == "library" or (self.place == "between steps" and self._travels(optimizer)):
             return
         if any(optimizer is part for part in optimizers_of(self._optimizer)):
             raise ConfigurationError(
@@ -191,6 +187,23 @@ class Guard:
             f"the script has stepped an optimizer ({name}) that the library does not know, so a worker that joins "
             "would not get its state; pass it to vf.elastic, in a list with the other one, and remove the call"
         )
+
+
+class _Within:
+    """As long as something runs that is the library's, or the script's: once or more for each virtual node."""
+
+    __slots__ = ("_before", "_guard", "_place")
+
+    def __init__(self, guard: Guard, place: Place) -> None:
+        self._guard, self._place = guard, place
+
+    def __enter__(self) -> None:
+        self._before, self._guard.place = self._guard.place, self._place
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._guard.place = self._before
 
 
 def _watch_steps(told: Callable[[torch.optim.Optimizer], None]) -> Any:
