@@ -174,6 +174,27 @@ def test_a_change_in_a_late_step_is_found_within_the_steps_between_two_looks(thr
     assert found == (14 if through_data else 10)
 
 
+def test_a_change_that_is_put_back_before_the_last_virtual_node_is_found_in_the_next_attempt() -> None:
+    model = nn.Linear(3, 1)
+    guard = guard_of(model, torch.optim.SGD(model.parameters(), 0.1), first=1, every=100)
+    before = model.weight.detach().clone()
+    guard.begin()
+    guard.check(last=True)
+
+    def compute_three() -> None:
+        guard.begin()
+        guard.check()
+        model.weight.detach().add_(1.0)
+        guard.check()
+        model.weight.detach().copy_(before)
+        guard.check(last=True)
+
+    compute_three()
+    with pytest.raises(ConfigurationError, match="between the micro-batches"):
+        compute_three()
+    guard.close()
+
+
 def test_watching_optimizers_leaves_them_separable_and_ends_with_the_run() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

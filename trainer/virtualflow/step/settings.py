@@ -39,8 +39,8 @@ class FusionSettings:
 class GuardSettings:
     """How often the contents of parameters are compared, to find code that changes them inside of a step.
 
-    What torch counts (``tensor._version``) is looked at after every virtual node. Code can get round that, by
-    ``parameter.data``.
+    What torch counts (``tensor._version``) is looked at behind the last virtual node of every attempt, and behind each
+    one where contents are compared. Code can get round that, by ``parameter.data``.
     """
 
     first: int = 3
