@@ -121,7 +121,7 @@ class MicroBatches(Dataset[tuple[Task | None, Any]]):
         They must take little memory, and each tensor must begin where one of its own would: kernels may compute other
         bits from other alignments.
         """
-        widths = [tensor[0].nbytes for tensor in self._dataset.tensors]
+        widths = [tensor.nbytes // len(tensor) for tensor in self._dataset.tensors]
         return (
             rows * sum(widths) <= self._settings.gathered
             and all(size * width % self._settings.alignment == 0 for width in widths)
