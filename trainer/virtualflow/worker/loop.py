@@ -43,6 +43,7 @@ class Loop:
         self._activity = context.session.activity
         self._seed = context.request.options.seed
         self._virtual_nodes = context.request.virtual_nodes
+        self._micro_batch = context.request.micro_batch
         self._metrics: dict[str, float | Tensor] = {}
         self._open_step: Step | None = None
         self._spot_checking = SpotChecking(context, self._present)
@@ -232,7 +233,7 @@ class Loop:
             self._activity.mark("loading samples", number)
             batch = context.loading.fetch(nodes)
             self._activity.mark("computing", number)
-            if batch.size < context.request.micro_batch * len(nodes):
+            if batch.size < self._micro_batch * len(nodes):
                 pace.disregard()
             if context.audit is not None:
                 for node, samples in batch.apart():
