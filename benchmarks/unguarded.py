@@ -20,7 +20,7 @@ class _Bare(Letter):
         self.works[0].wait(timeout)  # type: ignore[arg-type]
 
 
-def _post(self: Communicator, group: c10d.ProcessGroup, message: Message) -> Letter:
+def _post(self: Communicator, group: c10d.ProcessGroup, message: Message, _: Tensor | None = None) -> Letter:
     key = message.peer, message.incoming
     self._tags[key] = tag = self._tags.get(key, 0) + 1
     start = group.recv if message.incoming else group.send

@@ -21,6 +21,8 @@ from virtualflow.reduction.pipeline import Exchanger
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.reduction.summation import CanonicalSummation
+from virtualflow.transport import gloo
+from virtualflow.transport.checksum import checksum
 from virtualflow.transport.gloo import Communicator
 from virtualflow.transport.interface import Message
 from virtualflow.transport.settings import CommunicatorSettings
@@ -111,6 +113,31 @@ def test_messages_of_any_type_arrive_in_the_order_of_sending(dtype: torch.dtype)
             for turn in range(2):
                 wanted = values[peer][turn] if peer != rank else torch.zeros(4, dtype=dtype)
                 assert torch.equal(found[rank][2 * peer + turn], wanted)
+        members[rank].close()
+
+
+def test_what_goes_to_several_members_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    members, own = mesh(4), [torch.full((5,), float(rank)) for rank in range(4)]
+    hashed: list[float] = []
+
+    def count(stretch: Tensor) -> Tensor:
+        hashed.append(float(stretch[0]))
+        return checksum(stretch)
+
+    monkeypatch.setattr(gloo, "checksum", count)
+
+    def exchange(member: Communicator) -> list[Tensor]:
+        peers = [peer for peer in range(4) if peer != member.rank]
+        arrived = [torch.empty(5) for _ in peers]
+        incoming = [Message(peer, to, incoming=True) for peer, to in zip(peers, arrived, strict=True)]
+        member.start_messages(incoming + [Message(peer, own[member.rank], incoming=False) for peer in peers]).wait()
+        return arrived
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(exchange, members))
+    assert sorted(hashed) == [0.0, 1.0, 2.0, 3.0]
+    for rank, arrived in enumerate(found):
+        assert [float(one[4]) for one in arrived] == [float(peer) for peer in range(4) if peer != rank]
         members[rank].close()
 
 

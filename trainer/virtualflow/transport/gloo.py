@@ -182,7 +182,20 @@ class Communicator:
 
     def start_messages(self, messages: Sequence[Message]) -> Pending:
         """See `Collectives.start_messages`: the first that is waited for should be an incoming one."""
-        return self._start(lambda group: Letters([self._post(group, one) for one in messages], self._timeout))
+
+        def post(group: c10d.ProcessGroup) -> Pending:
+            letters: list[Letter] = []
+            checks: dict[int, Tensor] = {}
+            for message in messages:
+                if message.incoming:
+                    letters.append(self._post(group, message))
+                    continue
+                known = id(message.stretch)  # what goes to several members is hashed once
+                letters.append(self._post(group, message, checks.get(known)))
+                checks[known] = letters[-1].check
+            return Letters(letters, self._timeout)
+
+        return self._start(post)
 
     def settle(self, outcome: Future[T]) -> T:
         """Wait in slices for what another thread makes of this communicator, looking at the coordinator's news.
@@ -297,11 +310,13 @@ class Communicator:
                 # that thread touches nothing any more.
                 thread.join(self._settings.wait_slice)
 
-    def _post(self, group: c10d.ProcessGroup, message: Message) -> Letter:
+    def _post(self, group: c10d.ProcessGroup, message: Message, check: Tensor | None = None) -> Letter:
+        """Start a message; ``check`` is the checksum of one that is sent, if it is known."""
         key = message.peer, message.incoming
         tag = self._tags.get(key, _NEVER_SENT) + 1
         self._tags[key] = tag + 1
-        check = torch.empty(CHECKSUM, dtype=torch.uint8) if message.incoming else checksum(message.stretch)
+        if check is None:
+            check = torch.empty(CHECKSUM, dtype=torch.uint8) if message.incoming else checksum(message.stretch)
         start = group.recv if message.incoming else group.send
         works = start([message.stretch], message.peer, tag), start([check], message.peer, tag + 1)
         return Letter(message, check, works, self.plan.members[message.peer].worker)
