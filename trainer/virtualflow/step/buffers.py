@@ -65,19 +65,17 @@ class _Routine:
     baselines: list[Tensor]
 
     def applies(self) -> bool:
-        """Whether nothing else has happened."""
+        """Whether nothing else has happened, and autograd takes no notice of what is done to them."""
         for buffer in self.buffers:
-            if buffer.module._buffers[buffer.attribute] is not buffer.tensor:
+            if buffer.module._buffers[buffer.attribute] is not buffer.tensor or buffer.tensor.requires_grad:
                 return False
         return not any(buffer.differs() for buffer in self.others)
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the averaged and the copied buffers, and the baseline put back."""
-        with torch.no_grad():
-            # A call for all of them: one for each costs more than the copy.
-            values = [value.contiguous() for value in torch._foreach_clone(self.tensors)] if self.tensors else []
-            if values:
-                torch._foreach_copy_(self.tensors, self.baselines)
+        values = [tensor.clone().contiguous() for tensor in self.tensors]
+        if values:
+            torch._foreach_copy_(self.tensors, self.baselines)
         schema, middle = self.schema, len(self.schema.averaged)
         return (
             dict(zip(schema.averaged, values[:middle], strict=True)),

@@ -67,8 +67,7 @@ class Contributions:
             given: which of them it had. Some of these may have set out already, and are ``None``.
             weight: the factor of its sums.
         """
-        counts = self._summed and record.samples
-        sums: Tensors = self._take_buffers(record.averaged) if counts else [None] * len(self._summed)
+        sums: Tensors = self._take_buffers(record.averaged) if record.samples else [None] * len(self._summed)
         for place, there in enumerate(given):
             self._given[place] |= there
         self._records[node] = record
@@ -76,12 +75,14 @@ class Contributions:
 
     def _take_buffers(self, averaged: dict[str, Tensor]) -> Tensors:
         """Move the values that are added up with the gradients out of what a virtual node has changed."""
-        values = [averaged.pop(name) if name in averaged else self._buffers.baseline(name) for name in self._summed]
-        if len(self._changed) < len(self._summed):
-            found = zip(self._summed, values, strict=True)
-            self._changed.update(name for name, value in found if self._buffers.changed(name, value))
-        kinds = [summed_as(value.dtype) for value in values]
-        return [v if v.dtype is kind else v.to(kind) for v, kind in zip(values, kinds, strict=True)]
+        values: Tensors = []
+        for name in self._summed:
+            value = averaged.pop(name) if name in averaged else self._buffers.baseline(name)
+            if name not in self._changed and self._buffers.changed(name, value):
+                self._changed.add(name)
+            dtype = summed_as(value.dtype)
+            values.append(value if value.dtype is dtype else value.to(dtype))
+        return values
 
     def note_sent(self, early: Early | None, steady: bool) -> None:
         """Some gradients have set out already, and stayed ``steady`` or not: those that were sent are others then."""
