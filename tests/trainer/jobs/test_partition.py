@@ -6,6 +6,8 @@ coordinator that it does not reach any more.
 
 from __future__ import annotations
 
+import ctypes
+import http.client
 import json
 import os
 import random
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,13 +45,7 @@ with vf.elastic(model, optimizer, data, batch_size=16, steps=STEPS, virtual_node
         if run.leader:
             print("led", *run.fence, step.number, flush=True)
 """
-ASK = """
-import sys, urllib.request as r
-q = r.Request(sys.argv[1], data=sys.argv[2].encode() if sys.argv[2] else None)
-q.add_header("Authorization", "Bearer secret")
-q.add_header("Content-Type", "application/json")
-print(r.urlopen(q, timeout=5).read().decode())
-"""
+CLONE_NEWNET = 0x40000000
 
 
 def can_part_networks() -> bool:
@@ -63,6 +60,28 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
+def enter(namespace: str) -> None:
+    """Move this thread, and no other one, into a network namespace."""
+    with Path("/run/netns", namespace).open() as handle:
+        if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+
+
+def call(path: str, body: str) -> dict[str, Any]:
+    """What the coordinator answers that this thread reaches; empty while none does."""
+    connection = http.client.HTTPConnection(SERVICE, PORT, timeout=5)
+    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+    try:
+        connection.request("POST" if body else "GET", f"/v1/{path}", body or None, headers)
+        answer = connection.getresponse()
+        text = answer.read()
+    except (OSError, http.client.HTTPException):
+        return {}
+    finally:
+        connection.close()
+    return json.loads(text) if answer.status == 200 else {}
+
+
 @dataclass
 class Islands:
     """Two hosts that can be parted; ``SERVICE`` leads to the coordinator of the first, or to each one's own."""
@@ -70,6 +89,8 @@ class Islands:
     tmp_path: Path
     names: tuple[str, str] = (f"vf-a-{os.getpid()}", f"vf-b-{os.getpid()}")
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    insiders: list[ThreadPoolExecutor] = field(default_factory=list)
+    """For each island a thread that lives in it."""
 
     def make(self) -> None:
         links = ("vfa", "vfb")
@@ -81,6 +102,7 @@ class Islands:
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", link, "up")
         ip("-n", self.names[0], "addr", "add", f"{SERVICE}/32", "dev", "lo")
+        self.insiders += [ThreadPoolExecutor(1, initializer=enter, initargs=(name,)) for name in self.names]
 
     def part(self) -> None:
         ip("-n", self.names[1], "link", "set", "vfb", "down")
@@ -126,13 +148,7 @@ class Islands:
 
     def ask(self, island: int, path: str, body: str = "") -> dict[str, Any]:
         """What the coordinator that this island reaches answers; empty while none does."""
-        url = f"http://{SERVICE}:{PORT}/v1/{path}"
-        done = subprocess.run(
-            ["ip", "netns", "exec", self.names[island], sys.executable, "-c", ASK, url, body],
-            capture_output=True,
-            check=False,
-        )
-        return json.loads(done.stdout) if done.returncode == 0 else {}
+        return self.insiders[island].submit(call, path, body).result()
 
     def say_who_may_train(self, island: int, *others: str) -> None:
         """The word of whoever runs the workers, to the coordinator of an island."""
@@ -140,6 +156,8 @@ class Islands:
         self.ask(island, "begin", json.dumps({"ticket": ticket, "others": [{"worker": name} for name in others]}))
 
     def close(self) -> None:
+        for insider in self.insiders:
+            insider.shutdown()
         for process in self.processes:
             process.kill()
             process.wait()
@@ -193,8 +211,8 @@ def test_two_halves_with_a_coordinator_each_never_both_go_on(islands: Islands, t
     kept = chance.randrange(2)
     gone = 1 - kept
     lost = next(one for one in islands.ask(kept, "status")["lost"] if one["worker"] == f"worker-{gone}")
-    call = json.dumps({"worker": lost["worker"], "incarnation": lost["incarnation"], "reason": "cut off"})
-    islands.ask(kept, "gone", call)
+    word = json.dumps({"worker": lost["worker"], "incarnation": lost["incarnation"], "reason": "cut off"})
+    islands.ask(kept, "gone", word)
     until("the training is complete", lambda: islands.ask(kept, "status").get("phase") == "done", 120)
     left_out = islands.ask(gone, "status")
     assert (left_out["step"], left_out["phase"]) == (steps[gone], "training")
