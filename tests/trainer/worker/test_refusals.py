@@ -246,6 +246,21 @@ TOGETHER: list[tuple[Callable[[], None], type[Exception], str]] = [
 ]
 
 
+def a_second_that_cannot_be_set_up() -> None:
+    model = linear()
+    train(model, sgd(model), steps=None if second() else 4)
+
+
+def test_one_that_fails_before_its_self_test_is_heard(start_job: Callable[..., ElasticJob]) -> None:
+    job = start_job(a_second_that_cannot_be_set_up, workers=1, hold=2)
+    job.reach(2)
+    job.start_worker()
+    job.wait_for(lambda status: status.phase == "failed", "the word of the second")
+    ended = {name: outcome.kind for name, outcome in job.finish().items()}
+    assert ended == {"worker-0": "JobFailed", "worker-1": "ConfigurationError"}
+    assert "how long to train is open" in (job.status().error or "")
+
+
 def named(case: Any) -> str | None:
     return case.__name__.replace("_", " ") if isinstance(case, Callable) and not isinstance(case, type) else ""
 

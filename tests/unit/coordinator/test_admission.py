@@ -53,6 +53,34 @@ def test_without_a_self_test_the_names_of_the_devices_decide() -> None:
     assert world.admit(hello("c", P100, "")) is not None
 
 
+def test_who_could_not_run_the_self_test_is_not_said_to_have_other_bits() -> None:
+    world = World(wanted=2)
+    assert world.admit(hello("a", V100, "11")) is None
+    refusal = world.admit(hello("b", V100, "")) or ""
+    assert "not both could run the self-test" in refusal
+    assert "gave other bits" not in refusal
+
+
+@pytest.mark.parametrize("device", [V100, P100])
+def test_who_has_failed_before_its_self_test_is_heard(device: str) -> None:
+    world = World(wanted=2)
+    assert world.admit(hello("a", V100, "11")) is None
+    assert world.admit(msgspec.structs.replace(hello("b", device, ""), failing=True)) is None
+    # Nor is anybody compared with it.
+    assert world.admit(hello("c", V100, "11")) is None
+    world.hear("b.0", m.Failed(0, "no such file: data.bin", ""))
+    world.decide()
+    assert world.state.phase == "failed"
+    assert world.status().error == "no such file: data.bin"
+
+
+def test_who_has_failed_in_another_kind_of_process_is_refused_still() -> None:
+    world = World(wanted=2)
+    assert world.admit(hello("a", V100, "11")) is None
+    other = msgspec.structs.replace(hello("b", V100, ""), failing=True, fingerprint="another torch")
+    assert "another torch" in (world.admit(other) or "")
+
+
 def test_all_workers_of_a_job_are_of_one_kind() -> None:
     world = World(wanted=2)
     assert world.admit(hello("a", V100, "", "statistical")) is None

@@ -16,7 +16,7 @@ from virtualflow.protocol import messages as m
         pytest.param({"protocol": 99}, "protocol 99", id="another protocol"),
         pytest.param({"virtual_nodes": 8}, "8 virtual nodes", id="another number of virtual nodes"),
         pytest.param({"fingerprint": "other"}, "results would differ", id="another torch"),
-        pytest.param({"device": "a P100", "self_test": "other"}, "bits of the training would differ", id="other bits"),
+        pytest.param({"device": "a P100", "self_test": "some"}, "not both could run the self-test", id="unlike tests"),
         pytest.param({"device": "a P100"}, "runs on [a P100] and the job on []", id="a device that tells no bits"),
         pytest.param({"self_test": "other"}, "both run on []", id="other bits on the same type of machine"),
         pytest.param({"reproducibility": "statistical"}, "statistical and the job bitwise", id="another kind"),

@@ -48,7 +48,9 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
             confirm_end(state, namesake)
     state.virtual_nodes, state.reproducibility = hello.virtual_nodes, hello.reproducibility
     worker = _described(state, hello, known, now)
-    state.roster.add(worker, Contact(hello.pid, hello.address, hello.fingerprint, hello.device, hello.self_test))
+    # Nobody is compared with a machine whose self-test did not come to pass.
+    fingerprint = "" if hello.failing else hello.fingerprint
+    state.roster.add(worker, Contact(hello.pid, hello.address, fingerprint, hello.device, hello.self_test))
     state.trained = state.trained or hello.plan is not None
     for change in hello.changes:
         state.history.merge_change(change, fresh=False)
@@ -215,9 +217,10 @@ def _other_reproducibility(job: JobState, hello: m.Hello) -> str | None:
 
 def _foreign_machine(job: JobState, hello: m.Hello) -> str | None:
     """A sentence when a worker's machine does not fit those that are there, or would not give the same bits."""
+    tested = hello.reproducibility == "bitwise" and not hello.failing
     for incarnation, contact in job.roster.contacts.items():
         # What is cheap first: a thousand workers are each compared with a thousand.
-        other_bits = hello.reproducibility == "bitwise" and not computes_the_same(hello, contact)
+        other_bits = tested and not computes_the_same(hello, contact)
         if contact.fingerprint == "" or (contact.fingerprint == hello.fingerprint and not other_bits):
             continue
         if incarnation == hello.incarnation or job.roster.is_lost(incarnation):
@@ -232,10 +235,13 @@ def _foreign_machine(job: JobState, hello: m.Hello) -> str | None:
         where = f"{hello.worker} runs on [{hello.device[:MAX_REASON]}] and the job on [{there}]"
         if hello.device == contact.device:
             where = f"{hello.worker} and the job both run on [{there}]"
-        return (
-            f"{where}, and a self-test gave other bits: the bits of the training would differ; use one machine "
-            "type, or ask for statistical reproducibility"
-        )
+        found = "a self-test gave other bits: the bits of the training would differ"
+        if not (hello.self_test and contact.self_test):
+            found = (
+                "not both could run the self-test, so nobody knows that their bits are equal; the log of the worker "
+                "that could not says why"
+            )
+        return f"{where}, and {found}; use one machine type, or ask for statistical reproducibility"
     return None
 
 

@@ -190,7 +190,7 @@ class Hello(Base, frozen=True, tag="hello"):
     device: Sentence = ""
     """The type of its device, for people to read."""
     self_test: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """The digest of what its device computes (``self_test``); empty where bits need not be equal."""
+    """The digest of what its device computes (``bit_probe``); empty where bits need not be equal, or it has none."""
     oldest_protocol: Count | None = None
     """The oldest that it speaks; ``None``: only ``protocol``."""
     version: Version = ""
@@ -200,6 +200,8 @@ class Hello(Base, frozen=True, tag="hello"):
     floor: Generation = NO_GENERATION
     """The newest generation that it knows of, by the checkpoint directory or from a plan: a first one is numbered above
     it."""
+    failing: bool = False
+    """It has failed before it could take part, and before its self-test: it comes only to say why."""
 
 
 class Doing(Base, frozen=True, tag=False):

@@ -27,6 +27,8 @@ class MemberState:
     running: bool = False
     """Whether the job ran already when this worker was connected."""
     ready: bool = False
+    failing: bool = False
+    """Whether this worker has failed before it was connected, and connects to say so."""
     has_state: bool = False
     done: bool = False
     step: int = 0

@@ -80,6 +80,7 @@ class Session:
     def connect(self) -> bool:
         """Whether there is a connection on which to report something, made now if need be."""
         if not self.link.started:
+            self.state.failing = True
             try:
                 self.link.start(self._report_limit)
             except ConfigurationError:
@@ -403,6 +404,7 @@ class Session:
             self_test=state.self_test,
             heard=m.NO_GENERATION if newest is None else newest.generation,
             floor=state.floor if newest is None else max(state.floor, newest.generation),
+            failing=state.failing,
         )
 
     def _on_over(self) -> None:
