@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from driven import Driven, first_job
 
+from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 
 WHY = "it came to other gradients of virtual node 5 in step 10 than a and c"
@@ -48,3 +49,31 @@ def test_a_conviction_that_cannot_be_changes_nothing(generation: m.Generation | 
     job.hear("ia", m.Broken(generation or first.generation, 9, WHY, convicted=convicted))
     job.decide()
     assert job.status().lost == ()
+
+
+def test_a_conviction_and_a_death_at_once_leave_the_third() -> None:
+    job, first = first_job()
+    job.call(http_api.GoneCall("c", "ic", "killed"))
+    job.decide()
+    recovery = job.state.proposed
+    assert recovery is not None
+    assert [member.worker for member in recovery.members] == ["a", "b"]
+    job.hear("ia", m.Broken(first.generation, 9, WHY, convicted="ib"))
+    job.decide()
+    assert [lost.worker for lost in job.status().lost] == ["c", "b"]
+    job.call(http_api.GoneCall("b", "ib", "ended"))  # two of three: the word of whoever runs them is needed
+    job.decide()
+    assert job.state.proposed is not None
+    assert [member.worker for member in job.state.proposed.members] == ["a"]
+
+
+def test_a_conviction_holds_when_the_convicted_has_gone_on_already() -> None:
+    job, first = first_job()
+    job.call(http_api.GoneCall("c", "ic", "killed"))
+    job.decide()
+    recovery = job.state.proposed
+    assert recovery is not None
+    job.hear("ib", m.Entered(recovery, 9, False))
+    job.hear("ia", m.Broken(first.generation, 9, WHY, convicted="ib"))
+    job.decide()
+    assert f"b lost: {WHY}" in events(job)

@@ -210,11 +210,13 @@ def _contest(state: JobState, plan: m.Plan) -> None:
 
 
 def _convict(state: JobState, worker: Worker, generation: m.Generation, convicted: str, detail: str) -> None:
-    """A member came to wrong gradients, as all of its generation have seen: nobody counts on it any more."""
-    running = state.running
-    if running is None or generation != running.generation:
-        return
-    if running.includes(worker.incarnation) and running.includes(convicted):
+    """A member came to wrong gradients, as all of its generation have seen: nobody counts on it any more.
+
+    That stays true if others have gone on from that generation since, because they had lost somebody else.
+    """
+    plan = state.plan_of(generation)
+    members = plan is not None and plan.includes(worker.incarnation) and plan.includes(convicted)
+    if members and convicted in state.roster.workers:
         declare_lost(state, convicted, detail)
 
 

@@ -11,7 +11,7 @@ from virtualflow.step.partial_step import is_separable
 from virtualflow.step.repetition import Repetition, copy_data
 from virtualflow.step.sharded_optimizer import Holding, Shards
 from virtualflow.step.spot_checker import Doubted, SpotChecker
-from virtualflow.step.spot_checks import choose_judges, judge
+from virtualflow.step.spot_checks import choose_judges, describe_open_doubt, judge
 from virtualflow.step.state_watch import Diverged, Divergence
 from virtualflow.step.update import Update
 
@@ -35,6 +35,7 @@ __all__ = [
     "Update",
     "choose_judges",
     "copy_data",
+    "describe_open_doubt",
     "is_separable",
     "judge",
     "read_headers",

@@ -125,3 +125,12 @@ def judge(check: SpotCheck, first: Mapping[int, int], again: Mapping[int, int], 
         "nothing of that step was applied: look at their devices and memory, and for code that does not come to the "
         "same bits twice, before the job is started again from its newest checkpoint",
     )
+
+
+def describe_open_doubt(check: SpotCheck, names: Sequence[str]) -> str:
+    """What is to be told if a member is lost before it is settled who was wrong; ``names`` as for :func:`judge`."""
+    one, other = (names[rank] for rank in check.pair)
+    return (
+        f"{one} and {other} came to different gradients of virtual node {check.virtual_node} in step {check.step}, and "
+        f"a worker was lost before it was known who was wrong: {one}'s are computed again"
+    )

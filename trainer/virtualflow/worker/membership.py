@@ -148,9 +148,10 @@ class Membership:
         self._training.update.abandon(keep=not isinstance(error, Damaged))
         if isinstance(error, Damaged):
             session.note("warning", str(error))
-        if session.interruption(self._state.plan) is None:
+        convicted = error.incarnation if isinstance(error, Convicted) else None
+        # A conviction holds whatever has become of the generation since.
+        if convicted is not None or session.interruption(self._state.plan) is None:
             logger.info("%s: generation %s broke: %s", session.worker, session.generation, error)
-            convicted = error.incarnation if isinstance(error, Convicted) else None
             session.say_broken(session.generation, str(error), convicted=convicted)
         else:
             session.keep_broken(session.generation, str(error))

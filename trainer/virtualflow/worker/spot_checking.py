@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from virtualflow.data import MicroBatch
-from virtualflow.errors import Convicted, VirtualFlowError
-from virtualflow.step import Doubted, choose_judges, judge
+from virtualflow.errors import CommunicatorBroken, Convicted, VirtualFlowError
+from virtualflow.step import Doubted, choose_judges, describe_open_doubt, judge
 from virtualflow.worker.setup import Context
 
 Present = Callable[[MicroBatch, int], Iterator[Any]]
@@ -59,7 +59,8 @@ class SpotChecking:
             What the attempt is to end with: ``Convicted``, or the end of the job if nobody can tell.
 
         Raises:
-            CommunicatorBroken: a member was lost meanwhile.
+            CommunicatorBroken: a member was lost meanwhile. Nobody is convicted: the next attempt checks anew what is
+                then contributed, if another worker is left to compute it.
         """
         check, checker, communicator = doubted.check, self._checker, self._context.membership.communicator
         assert checker is not None
@@ -70,11 +71,15 @@ class SpotChecking:
             yield from self._compute(check.virtual_node, number)
         self._context.session.activity.mark("synchronizing", number)
         mine = torch.tensor([checker.value], dtype=torch.int64).view(torch.uint8)
-        values = communicator.all_gather(mine).contiguous().view(-1).view(torch.int64).tolist()
         members = communicator.plan.members
-        verdict = judge(
-            check, doubted.first, {rank: values[rank] for rank in judges}, [member.worker for member in members]
-        )
+        names = [member.worker for member in members]
+        try:
+            values = communicator.all_gather(mine).contiguous().view(-1).view(torch.int64).tolist()
+        except CommunicatorBroken:
+            if self._state.rank in check.pair:
+                self._context.session.note("warning", describe_open_doubt(check, names))
+            raise
+        verdict = judge(check, doubted.first, {rank: values[rank] for rank in judges}, names)
         if verdict.odd is None:
             return VirtualFlowError(verdict.reason)
         return Convicted(members[verdict.odd].incarnation, verdict.reason)
