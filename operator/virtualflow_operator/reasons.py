@@ -52,6 +52,7 @@ RECOVERED = "Recovered"
 RESTARTED = "Restarted"
 DRAINING = "Draining"
 LOST = "WorkerLost"
+CONVICTED = "WorkerConvicted"
 COORDINATOR_LOST = "CoordinatorLost"
 CRASHED = "WorkerCrashed"
 

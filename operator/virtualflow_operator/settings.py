@@ -102,6 +102,8 @@ class CrashSettings:
     """The longest such wait."""
     reset: float = 600.0
     """Crashes that are further apart than this begin again with the first wait."""
+    doubted_nodes: int = 8
+    """Of the nodes on which a worker was found to be wrong, a job keeps off so many: the latest."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 
@@ -37,6 +37,15 @@ class Convicted(CommunicatorBroken):
         super().__init__(reason)
         self.incarnation = incarnation
         """Its process."""
+
+
+class StatesDiffer(VirtualFlowError):
+    """The workers have come to hold different states: nothing of the attempt was applied, and the job ends."""
+
+    def __init__(self, reason: str, odd: Sequence[str]) -> None:
+        super().__init__(reason)
+        self.odd = tuple(odd)
+        """The processes that differ from what more than half of all have; empty: there is no such majority."""
 
 
 class NonFiniteMetric(VirtualFlowError):

@@ -96,6 +96,8 @@ class Failures(Base, frozen=True):
     message: str = ""
     counted: tuple[str, ...] = ()
     """Uids of the crashed pods, still present, that are counted already."""
+    nodes: tuple[str, ...] = ()
+    """Where the latest workers ran that were found to be wrong; new ones keep off these nodes."""
 
 
 class JobStatus(Base, frozen=True):

@@ -1,8 +1,8 @@
 """Crashes in the user's code: each is counted once, waited after, and in the end too many. Pure.
 
 A crash without a step since the last one counts against ``backoffLimit``; crashes close to each other make the wait
-grow. A worker that the coordinator refused or declared lost (exit code 75), or that hangs, counts as one; disruptions
-never come here.
+grow. A worker that the coordinator refused or declared lost (exit code 75), or that hangs or was found to be wrong,
+counts as one; disruptions never come here.
 Workers that were made before the last counted crash belong to the same round: eight workers that all miss a module are
 one failure, not eight.
 """
@@ -108,6 +108,7 @@ def _count(
         retry_time=format_time(retry),
         message=message,
         counted=uids,
+        nodes=failures.nodes,
     )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.messages import NonFinite
 from virtualflow.protocol.termination_message import EXIT_EVICTED
@@ -12,6 +16,7 @@ from virtualflow_operator.jobs.actions import DeleteJob
 from virtualflow_operator.jobs.backoff import count_crash, count_failed_attempt, count_refusal
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.job_status_builder import build_status
+from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.scene import Facts
 
 
@@ -40,12 +45,21 @@ def out_of_time(facts: Facts, draft: Draft) -> JobStatus | None:
     return phases.failed(build_status(facts, draft.status), facts.job, reasons.DEADLINE, message, facts.now)
 
 
+def note_doubted_nodes(facts: Facts, draft: Draft) -> None:
+    """Write down where workers ran that were found to be wrong: their successors keep off these nodes."""
+    failures = draft.status.failures
+    found = (worker.pod.node for worker in facts.pods.workers if worker.convicted and worker.pod.node)
+    nodes = tuple(dict.fromkeys((*failures.nodes, *found)))[-facts.settings.crashes.doubted_nodes :]
+    if nodes != failures.nodes:
+        draft.amend(failures=msgspec.structs.replace(failures, nodes=nodes))
+
+
 def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
     """The coordinator says that the job has failed: all start again, or that was the last attempt."""
     remote = facts.remote
     if remote is None or remote.phase != "failed":
         return None
-    message = _explain_failure(remote)
+    message = _explain_failure(remote, [worker for worker in facts.pods.workers if worker.convicted])
     if remote.non_finite is not None and facts.spec.on_non_finite == "Stop":
         return _stopped(facts, draft, remote.non_finite)
     crashed = [worker.pod for worker in facts.pods.of("crashed")]
@@ -62,28 +76,32 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
 
 
 def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
-    """Put crashed pods, and those that hang, into the books; they are deleted once that is written."""
+    """Put crashed pods, and those that hang or are wrong, into the books; they are deleted once that is written."""
     crashed, refused = facts.pods.of("crashed"), facts.pods.of("refused")
     # One that the coordinator refused or declared lost counts as a crash; one that a kubelet did not let in never does.
     evicted = [worker for worker in refused if worker.pod.exit is not None and worker.pod.exit.code == EXIT_EVICTED]
-    # Nor would one that hangs ever end otherwise, if each that takes its place hangs as well.
-    hung = [worker for worker in facts.pods.of("declared-lost") if worker.hung]
+    # Nor would one that hangs or is wrong ever end otherwise, if each that takes its place is so as well.
+    given_up = [worker for worker in facts.pods.workers if worker.counts]
     known = draft.status.failures.counted
-    if not crashed and not refused and not hung and not known:
+    if not crashed and not refused and not given_up and not known:
         return None
     fresh = [worker for worker in crashed if worker.pod.uid not in known]
     fresh_refused = [worker for worker in refused if worker.pod.uid not in known]
     draft.events += [event_messages.crashed(worker.message) for worker in fresh]
-    fresh_hung = [worker for worker in hung if worker.pod.uid not in known]
-    for worker in (*fresh_refused, *fresh_hung):
-        draft.events.append(event_messages.lost(worker.pod.name, worker.message, worker.pod.node))
+    fresh_given_up = [worker for worker in given_up if worker.pod.uid not in known]
+    for worker in (*fresh_refused, *fresh_given_up):
+        draft.events.append(
+            event_messages.convicted(worker.message)
+            if worker.convicted
+            else event_messages.lost(worker.pod.name, worker.message, worker.pod.node)
+        )
     for worker in fresh if facts.spec.on_non_finite == "Stop" else ():
         told = worker.pod.exit.last_word if worker.pod.exit is not None else None
         if told is not None and told.non_finite is not None:
             return _stopped(facts, draft, told.non_finite)
-    fresh_evicted = [worker for worker in evicted if worker.pod.uid not in known] + fresh_hung
+    fresh_evicted = [worker for worker in evicted if worker.pod.uid not in known] + fresh_given_up
     message = next((worker.message for worker in (*fresh, *fresh_evicted)), "")
-    pods, crashes = [worker.pod for worker in (*crashed, *evicted, *hung)], facts.settings.crashes
+    pods, crashes = [worker.pod for worker in (*crashed, *evicted, *given_up)], facts.settings.crashes
     failures = count_crash(draft.status.failures, pods, draft.step, message, facts.now, crashes)
     why = fresh_refused[0].message if fresh_refused else message
     not_let_in = [worker.pod for worker in refused if worker not in evicted]
@@ -108,9 +126,11 @@ def _stopped(facts: Facts, draft: Draft, found: NonFinite) -> JobStatus:
     return phases.failed(build_status(facts, draft.status), facts.job, reasons.METRIC_NOT_FINITE, text, facts.now)
 
 
-def _explain_failure(remote: Status) -> str:
-    """The error, and the traceback's last lines."""
+def _explain_failure(remote: Status, convicted: Sequence[ClassifiedPod]) -> str:
+    """The error, where the workers ran that were found to be wrong, and the traceback's last lines."""
     message = remote.error or "the workers do not say why"
+    for worker in convicted:
+        message += f"; {worker.pod.name} ran on node {worker.pod.node}, and the job keeps off that node where it can"
     lines = (remote.traceback or "").rstrip().splitlines()[-12:]
     return "\n".join([message, *lines]) if lines else message
 

@@ -20,6 +20,11 @@ def lost(worker: str, why: str, node: str = "") -> EventMessage:
     return EventMessage(reasons.LOST, f"{worker}{where} is lost: {why}", warning=True)
 
 
+def convicted(why: str) -> EventMessage:
+    """A worker was found to be wrong; ``why`` names it and its node."""
+    return EventMessage(reasons.CONVICTED, f"{why}; the job keeps off that node where it can", warning=True)
+
+
 def draining(workers: Iterable[str], why: str) -> EventMessage:
     """Workers are relieved."""
     return EventMessage(reasons.DRAINING, f"draining {_listed(workers)}: {why}")

@@ -92,7 +92,7 @@ def delete_ended(facts: Facts, draft: Draft) -> None:
     for worker in facts.pods.of("announced"):
         draft.delete(worker.pod, worker.reason, "drain")
     for worker in facts.pods.of("lost", "declared-lost"):
-        counted = not worker.hung or worker.pod.uid in draft.status.failures.counted
+        counted = not worker.counts or worker.pod.uid in draft.status.failures.counted
         if counted and not worker.pod.terminating:
             draft.delete(worker.pod, worker.reason, "lost", FAILED_GRACE)
     for worker in facts.pods.of("left", "disrupted", "crashed", "refused"):

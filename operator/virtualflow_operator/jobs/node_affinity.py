@@ -11,6 +11,7 @@ from typing import Any
 
 from virtualflow_operator.api import Demand, JobSpec, Node, Object, QueueSpec, SelectorOperator
 from virtualflow_operator.constants import LABEL_CAPACITY, ON_DEMAND, SPOT
+from virtualflow_operator.jobs.node_fit import could_take
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 
 _OPPOSITE: dict[SelectorOperator, SelectorOperator] = {
@@ -99,14 +100,45 @@ def keep_off(pod: Object, nodes: Mapping[str, Node]) -> None:
     ]
     if not names:
         return
+    _exclude(spec, names)
+
+
+def keep_off_doubted(pod: Object, doubted: Sequence[str], nodes: Mapping[str, Node] | None) -> None:
+    """Keep a new worker off nodes on which a worker was found to be wrong.
+
+    It is a demand where another node could take the worker one day, full or not: to wait is better than to be wrong.
+    Where none could, or none is known, it is a preference, so that a cluster of one node goes on.
+
+    Args:
+        pod: its manifest, which is changed.
+        doubted: their names.
+        nodes: by name; ``None``: the operator may not look at nodes.
+    """
+    if not doubted:
+        return
+    spec = pod["spec"]
+    if any(name not in doubted and could_take(spec, node) for name, node in (nodes or {}).items()):
+        _exclude(spec, doubted)
+        return
+    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(
+        {"weight": _PREFERENCE, "preference": {"matchFields": _other_than(doubted)}}
+    )
+
+
+def _exclude(spec: Object, names: Iterable[str]) -> None:
+    """Demand a node of another name."""
     affinity = spec.setdefault("affinity", {})
     required = affinity.setdefault("nodeAffinity", {}).setdefault(
         "requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": []}
     )
     terms = required.setdefault("nodeSelectorTerms", [])
     for term in terms or [{}]:  # the terms are alternatives: each must say it
-        term.setdefault("matchFields", []).append(
-            {"key": "metadata.name", "operator": "NotIn", "values": sorted(names)}
-        )
+        term.setdefault("matchFields", []).extend(_other_than(names))
         if not terms:
             terms.append(term)
+
+
+def _other_than(names: Iterable[str]) -> list[dict[str, Any]]:
+    # The API server takes one value in each.
+    return [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in sorted(names)]

@@ -53,7 +53,9 @@ class ClassifiedPod:
     incarnation: str = ""
     """Of the process that the coordinator knows; empty: none."""
     hung: bool = False
-    """Whether it is declared lost because its training thread hangs: it counts as a crash."""
+    """Whether it is declared lost because its training thread hangs."""
+    convicted: bool = False
+    """Whether it came to wrong gradients or a wrong state, as other workers have found: its node is in doubt."""
 
     @property
     def ready(self) -> bool:
@@ -62,8 +64,14 @@ class ClassifiedPod:
 
     @property
     def message(self) -> str:
-        """Why, in full."""
-        return f"{self.reason}\n{self.detail}" if self.detail else self.reason
+        """Why, in full, and where if that is what matters."""
+        said = f"{self.reason}\n{self.detail}" if self.detail else self.reason
+        return f"{self.pod.name} on node {self.pod.node}: {said}" if self.convicted else said
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts as a crash that the coordinator goes on without it: it hangs, or was found to be wrong."""
+        return self.fate == "declared-lost" and (self.hung or self.convicted)
 
     @property
     def saw_the_end(self) -> bool:
@@ -148,7 +156,8 @@ def classify_pods(
         reason, _, detail = found.reason.partition("\n")
         incarnation = known.incarnation if known is not None else ""
         fate, outdated = found.fate, found.outdated
-        workers.append(ClassifiedPod(pod, standing, fate, reason, detail, outdated, incarnation, found.hung))
+        convicted = _is_convicted(status, pod)
+        workers.append(ClassifiedPod(pod, standing, fate, reason, detail, outdated, incarnation, found.hung, convicted))
     coordinators = [pod for pod in own if pod.role == COORDINATOR]
     return PodClassification(
         tuple(workers),
@@ -175,6 +184,12 @@ def _declared_lost(status: Status | None, pod: Pod) -> LostWorker | None:
     if status is None or not pod.ip:
         return None
     return next((lost for lost in status.lost if lost.worker == pod.name and lost.address == pod.ip), None)
+
+
+def _is_convicted(status: Status | None, pod: Pod) -> bool:
+    """By the coordinator's word, or by its own: the coordinator may be gone."""
+    lost, word = _declared_lost(status, pod), pod.exit.last_word if pod.exit is not None else None
+    return (lost is not None and lost.convicted) or (word is not None and word.convicted)
 
 
 def _find_fate(pod: Pod, standing: Standing, around: _Surroundings) -> _Finding:

@@ -40,6 +40,9 @@ def _decide(facts: Facts, draft: Draft) -> JobStatus:
     tell_losses(facts, draft)
     delete_ended(facts, draft)
 
+    # A worker that was wrong is most likely so because of its machine.
+    endings.note_doubted_nodes(facts, draft)
+
     # The training is complete, the job failed too often or took too long, or all start again after a wait.
     ended = (
         endings.completed(facts, draft)

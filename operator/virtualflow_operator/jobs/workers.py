@@ -11,7 +11,7 @@ from virtualflow_operator.jobs import event_messages, manifests, template_hashes
 from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.losses import drain
-from virtualflow_operator.jobs.node_affinity import choose_grounds, confine, keep_off, tells_apart
+from virtualflow_operator.jobs.node_affinity import choose_grounds, confine, keep_off, keep_off_doubted, tells_apart
 from virtualflow_operator.jobs.scene import Facts
 from virtualflow_operator.jobs.worker_plan import WorkerPlan, plan_workers
 
@@ -87,6 +87,7 @@ def _make(facts: Facts, draft: Draft, plan: WorkerPlan, address: str) -> list[st
         if queue is not None:
             confine(manifest, queue, ground)
         keep_off(manifest, leaving)
+        keep_off_doubted(manifest, draft.status.failures.nodes, facts.scene.nodes)
         draft.actions.append(CreatePod(WORKER, manifest))
         made.append(manifest["metadata"]["name"])
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,8 @@ from scenes import training
 
 from virtualflow_operator.api.objects import Node
 from virtualflow_operator.api.quantities import parse_quantity
-from virtualflow_operator.jobs.node_fit import never_fits
+from virtualflow_operator.jobs.node_affinity import keep_off
+from virtualflow_operator.jobs.node_fit import could_take, never_fits
 
 POD = training(1).pods[1]
 
@@ -92,3 +94,75 @@ def test_a_node_that_is_no_more_is_not_counted() -> None:
 @pytest.mark.parametrize("nodes", [None, {}], ids=["nodes that may not be looked at", "no nodes"])
 def test_without_nodes_nothing_is_said(nodes: dict[str, Node] | None) -> None:
     assert never_fits(dataclasses.replace(POD, requests=({"cpu": "1000"},)), nodes) == ""
+
+
+NODE = Node("node-9", allocatable={"cpu": "4", "nvidia.com/gpu": "1"}, labels={"pool": "gpu", "zone": "a"})
+
+
+def demanding(*terms: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "affinity": {
+            "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [*terms]}}
+        }
+    }
+
+
+def expression(key: str, operator: str, *values: str) -> dict[str, Any]:
+    return {"matchExpressions": [{"key": key, "operator": operator, "values": [*values]}]}
+
+
+def name(operator: str, value: str) -> dict[str, Any]:
+    return {"matchFields": [{"key": "metadata.name", "operator": operator, "values": [value]}]}
+
+
+def requesting(resource: str, amount: str) -> dict[str, Any]:
+    return {"containers": [{"resources": {"requests": {resource: amount}}}]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "could"),
+    [
+        pytest.param({}, True, id="asks for nothing"),
+        pytest.param({"nodeSelector": {"pool": "gpu"}}, True, id="its pool"),
+        pytest.param({"nodeSelector": {"pool": "cpu"}}, False, id="another pool"),
+        pytest.param(requesting("nvidia.com/gpu", "1"), True, id="as much as it has"),
+        pytest.param(requesting("nvidia.com/gpu", "2"), False, id="more than it has"),
+        pytest.param(requesting("tpu", "1"), False, id="what it does not have"),
+        pytest.param(demanding(expression("zone", "In", "a", "b")), True, id="its zone"),
+        pytest.param(demanding(expression("zone", "NotIn", "a")), False, id="not its zone"),
+        pytest.param(demanding(expression("zone", "In", "b"), expression("pool", "Exists")), True, id="either"),
+        pytest.param(demanding(expression("cores", "Gt", "2")), False, id="cannot be told"),
+        pytest.param(demanding(name("NotIn", "node-9")), False, id="not this one"),
+        pytest.param(demanding(name("NotIn", "node-8")), True, id="not another one"),
+        pytest.param(demanding(name("In", "node-8")), False, id="another one"),
+    ],
+)
+def test_whether_a_node_could_take_a_pod_one_day(spec: dict[str, Any], could: bool) -> None:
+    assert could_take(spec, NODE) is could
+
+
+@pytest.mark.parametrize(
+    ("facts", "tolerations", "could"),
+    [
+        ({"gone": True}, [], False),
+        ({"ready": False}, [], False),
+        ({"cordoned": True}, [], False),
+        ({"taints": ("gpu",)}, [], False),
+        ({"taints": ("gpu",)}, [{"key": "gpu", "operator": "Exists"}], True),
+        ({"taints": ("gpu",)}, [{"operator": "Exists"}], True),
+    ],
+)
+def test_a_node_that_takes_no_pods_is_none(facts: dict[str, Any], tolerations: list[Any], could: bool) -> None:
+    assert could_take({"tolerations": tolerations}, dataclasses.replace(NODE, **facts)) is could
+
+
+def test_nodes_to_keep_off_are_demanded_in_the_form_that_the_api_server_takes() -> None:
+    """One name in each requirement, in each of the terms, which are alternatives."""
+    pod = {
+        "spec": {"tolerations": [{"operator": "Exists"}]}
+        | demanding(expression("a", "Exists"), expression("b", "Exists"))
+    }
+    keep_off(pod, {name: Node(name, cordoned=True) for name in ("node-2", "node-1")})
+    affinity = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    for term in affinity["nodeSelectorTerms"]:
+        assert [field["values"] for field in term["matchFields"]] == [["node-1"], ["node-2"]]

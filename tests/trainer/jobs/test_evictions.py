@@ -104,7 +104,7 @@ def test_a_wrong_worker_of_three_is_evicted_and_the_step_repeated(
     assert told in evicted.text
     assert [outcome.value for outcome in outcomes.values()] == [undisturbed] * 2, outcomes
     status = job.status()
-    assert [lost.worker for lost in status.lost] == ["worker-1"]
+    assert [(lost.worker, lost.convicted) for lost in status.lost] == [("worker-1", True)]
     assert any(event.kind == "lost" and f"worker-1 lost: {told}" in event.text for event in status.events)
     assert status.last_change is not None
     assert (status.last_change.cause, status.last_change.repeated_steps) == ("lost", 1)

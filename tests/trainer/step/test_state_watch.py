@@ -165,9 +165,11 @@ def training(directory: str, victim: str = "", at: int = 0) -> Trained:
 def test_a_job_that_comes_apart_ends_and_goes_on_from_the_last_state_that_was_equal(
     start_job: Callable[..., ElasticJob], tmp_path: Path
 ) -> None:
-    outcomes = start_job(training, str(tmp_path), "worker-1", 10, workers=3).finish()
+    job = start_job(training, str(tmp_path), "worker-1", 10, workers=3)
+    outcomes = job.finish()
+    assert [(lost.worker, lost.convicted) for lost in job.status().lost] == [("worker-1", True)]
     texts = {outcome.text for outcome in outcomes.values()}
-    assert {outcome.kind for outcome in outcomes.values()} <= {"VirtualFlowError", "JobFailed"}, outcomes
+    assert {outcome.kind for outcome in outcomes.values()} <= {"StatesDiffer", "JobFailed"}, outcomes
     for text in texts:
         assert "worker-1 against 2 of 3" in text, texts
         assert "linear.weight" in text, texts

@@ -36,7 +36,7 @@ def test_the_convicted_is_lost_for_that_reason_and_the_others_recover(teller: st
         job.hear(incarnation, m.Broken(first.generation, 9, WHY, convicted="ia" if incarnation == "ib" else "ib"))
     job.decide()
     assert job.state.proposed == recovery
-    assert [lost.worker for lost in job.status().lost] == ["b"]
+    assert [(lost.worker, lost.convicted) for lost in job.status().lost] == [("b", True)]
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,13 @@ def test_a_conviction_holds_when_the_convicted_has_gone_on_already() -> None:
     job.hear("ia", m.Broken(first.generation, 9, WHY, convicted="ib"))
     job.decide()
     assert f"b lost: {WHY}" in events(job)
+
+
+def test_who_holds_another_state_than_most_is_told_of_when_the_job_ends() -> None:
+    job, _ = first_job()
+    job.hear("ic", m.Failed(0, "the workers' states differ", "", odd=("ib", "nobody")))
+    job.hear("ib", m.Failed(0, "the workers' states differ", "", odd=("ib",)))
+    job.decide()
+    status = job.status()
+    assert (status.phase, status.error) == ("failed", "the workers' states differ")
+    assert [(lost.worker, lost.convicted) for lost in status.lost] == [("b", True)]

@@ -199,3 +199,10 @@ def test_a_forked_process_does_not_speak_for_the_worker(log: Path) -> None:
     assert not log.exists()
     writer.ended(Drained("x"))
     assert read(log).kind == "left"
+
+
+def test_one_that_was_found_to_be_wrong_says_so_in_a_field_of_its_own(log: Path) -> None:
+    TerminationMessageWriter().ended(Evicted("declared lost: other gradients"), 5, convicted=True)
+    word = read(log)
+    assert word is not None
+    assert (word.kind, word.convicted) == ("refused", True)

@@ -122,17 +122,18 @@ def mark_draining(state: JobState, worker: Worker, deadline: float, reason: str)
     return True
 
 
-def declare_lost(state: JobState, incarnation: str, why: str, *, hung: bool = False) -> None:
+def declare_lost(state: JobState, incarnation: str, why: str, *, hung: bool = False, convicted: bool = False) -> None:
     """No generation counts on that worker any more, and it must not come back; ``why`` is the end of a sentence.
 
-    ``hung``: its training thread hangs.
+    ``hung``: its training thread hangs. ``convicted``: it came to wrong gradients.
     """
     worker = state.roster.workers[incarnation]
     if not worker.present:
         return
     state.roster.update(incarnation, gone=why[:MAX_REASON])
     if not worker.done:
-        state.roster.note_lost(worker.name, incarnation, state.roster.contacts[incarnation].address, why, hung=hung)
+        address = state.roster.contacts[incarnation].address
+        state.roster.note_lost(worker.name, incarnation, address, why, hung=hung, convicted=convicted)
         state.tell("lost", f"{worker.name} lost: {why}")
     state.send(incarnation, m.Refuse(f"declared lost: {why}"[:MAX_TEXT]))
     state.note_news()

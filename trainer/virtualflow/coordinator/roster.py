@@ -136,11 +136,13 @@ class Roster:
         for known in (self.workers, self.contacts, self.lost, self._over):
             known.pop(incarnation, None)
 
-    def note_lost(self, name: str, incarnation: str, address: str, why: str, *, hung: bool = False) -> None:
+    def note_lost(
+        self, name: str, incarnation: str, address: str, why: str, *, hung: bool = False, convicted: bool = False
+    ) -> None:
         """That process was declared lost; the first reason stays."""
         if incarnation not in self.lost:
             self.lost[incarnation] = http_api.LostWorker(
-                name, incarnation, address, why[:MAX_REASON], incarnation in self._ended, hung
+                name, incarnation, address, why[:MAX_REASON], incarnation in self._ended, hung, convicted
             )
             while len(self.lost) > MAX_LOST:
                 self.lost.popitem(last=False)

@@ -80,6 +80,7 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
             _left(state, worker, generation, step, now)
         case m.Failed(step, error, traceback, found):
             state.note_non_finite(found)
+            _note_odd(state, worker, message.odd)
             if state.phase not in ENDED:
                 where = f" in step {step}" if step else ""
                 state.fail(error, traceback, event=f"{worker.name} failed{where}: {error}")
@@ -217,7 +218,21 @@ def _convict(state: JobState, worker: Worker, generation: m.Generation, convicte
     plan = state.plan_of(generation)
     members = plan is not None and plan.includes(worker.incarnation) and plan.includes(convicted)
     if members and convicted in state.roster.workers:
-        declare_lost(state, convicted, detail)
+        declare_lost(state, convicted, detail, convicted=True)
+
+
+def _note_odd(state: JobState, worker: Worker, odd: tuple[str, ...]) -> None:
+    """These members hold another state than most, as all have seen: whoever runs them is told whose machines to doubt.
+
+    Nobody is declared lost for that: the job is over.
+    """
+    running, known = state.running, state.roster
+    if running is None or not running.includes(worker.incarnation):
+        return
+    for incarnation in odd:
+        if running.includes(incarnation) and incarnation in known.workers:
+            name, address = known.workers[incarnation].name, known.contacts[incarnation].address
+            known.note_lost(name, incarnation, address, "its state is not that of most others", convicted=True)
 
 
 def _left(state: JobState, worker: Worker, generation: m.Generation, step: int, now: float) -> None:

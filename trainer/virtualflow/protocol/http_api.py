@@ -154,6 +154,8 @@ class LostWorker(Base, frozen=True, tag=False):
     """Its end is confirmed; until it is, others may have to wait (``GoneCall`` confirms it)."""
     hung: bool = False
     """Its training thread made no progress in a process that lives: its own doing, most likely, not the machine's."""
+    convicted: bool = False
+    """It came to wrong gradients, or to a wrong state, as others have found: its machine is in doubt."""
 
 
 class Refusal(Base, frozen=True, tag=False):

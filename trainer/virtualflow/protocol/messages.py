@@ -342,6 +342,8 @@ class Failed(Base, frozen=True, tag="failed"):
     traceback: Traceback
     non_finite: NonFinite | None = None
     """The metric because of which it stopped."""
+    odd: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
+    """The processes of members whose state was another one than that of most: nobody else may trust their machines."""
 
 
 class Done(Base, frozen=True, tag="done"):

@@ -60,6 +60,8 @@ class TerminationMessage(m.Base, frozen=True, tag="last-word", omit_defaults=Tru
     """The first metric of the training that was not finite."""
     checkpoint: int | None = None
     """The step of the newest checkpoint that it has completed."""
+    convicted: bool = False
+    """It came to wrong gradients, or to a wrong state, as all have seen: its machine is in doubt."""
 
 
 class TerminationMessageWriter:
@@ -102,6 +104,7 @@ class TerminationMessageWriter:
         non_finite: m.NonFinite | None = None,
         checkpoint: int | None = None,
         stacks: str | None = None,
+        convicted: bool = False,
     ) -> None:
         """An exception ends the process, or at least its training.
 
@@ -113,6 +116,7 @@ class TerminationMessageWriter:
             non_finite: the first metric of the training that was not finite.
             checkpoint: the step of the newest checkpoint that it has completed.
             stacks: where the threads of a process are that does not end by itself.
+            convicted: whether this worker was found to be wrong.
         """
         message = TerminationMessage(
             "failed",
@@ -122,6 +126,7 @@ class TerminationMessageWriter:
             non_finite=non_finite,
             checkpoint=checkpoint,
             traceback=stacks,
+            convicted=convicted,
         )
         if isinstance(error, Leave):
             kind = "left" if isinstance(error, Drained) else "refused" if isinstance(error, Evicted) else "ended"

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from virtualflow.errors import VirtualFlowError
+from virtualflow.errors import StatesDiffer
+from virtualflow.protocol import messages as m
 from virtualflow.state import Checkpointer
 from virtualflow.step import Divergence
 
 
-def end_by_divergence(found: Divergence, names: Sequence[str], checkpointer: Checkpointer) -> VirtualFlowError:
+def end_by_divergence(found: Divergence, members: Sequence[m.Member], checkpointer: Checkpointer) -> StatesDiffer:
     """Set aside the checkpoints that may be wrong; the error that is to end the job, the same on all workers.
 
     Args:
         found: what differs.
-        names: the workers', in the order of their ranks.
+        members: the workers, in the order of their ranks.
         checkpointer: that of this worker.
     """
-    return VirtualFlowError(f"{describe_divergence(found, names)}; {_way_back(checkpointer, found.agreed)}")
+    said = describe_divergence(found, [member.worker for member in members])
+    odd = [members[rank].incarnation for rank in found.odd]
+    return StatesDiffer(f"{said}; {_way_back(checkpointer, found.agreed)}", odd)
 
 
 def describe_divergence(found: Divergence, names: Sequence[str]) -> str:

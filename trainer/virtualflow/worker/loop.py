@@ -148,8 +148,8 @@ class Loop:
                 if membership.recover(error):
                     self._note_commit(generation, number)
             except Diverged as error:
-                names = [member.worker for member in membership.communicator.plan.members]
-                raise end_by_divergence(error.found, names, context.checkpointer) from None
+                members = membership.communicator.plan.members
+                raise end_by_divergence(error.found, members, context.checkpointer) from None
             except AttemptSpoiled:
                 context.update.abandon()
                 context.on_entry()

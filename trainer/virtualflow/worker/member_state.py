@@ -29,6 +29,8 @@ class MemberState:
     ready: bool = False
     failing: bool = False
     """Whether this worker has failed before it was connected, and connects to say so."""
+    convicted: bool = False
+    """Whether all have seen that this worker came to wrong gradients."""
     has_state: bool = False
     done: bool = False
     step: int = 0

@@ -149,6 +149,7 @@ class Membership:
         if isinstance(error, Damaged):
             session.note("warning", str(error))
         convicted = error.incarnation if isinstance(error, Convicted) else None
+        self._state.convicted = self._state.convicted or convicted == session.incarnation
         # A conviction holds whatever has become of the generation since.
         if convicted is not None or session.interruption(self._state.plan) is None:
             logger.info("%s: generation %s broke: %s", session.worker, session.generation, error)

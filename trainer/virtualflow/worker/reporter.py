@@ -6,7 +6,7 @@ import time
 import traceback
 from typing import Literal
 
-from virtualflow.errors import NonFiniteMetric, VirtualFlowError
+from virtualflow.errors import NonFiniteMetric, StatesDiffer, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import as_metrics
 from virtualflow.state import digests
@@ -108,7 +108,7 @@ def report_failure(session: AnySession, error: Exception, training: Training | N
         return
     if isinstance(error, VirtualFlowError):
         found = training.non_finite if training is not None and isinstance(error, NonFiniteMetric) else None
-        session.report_failed(str(error), "", found)
+        session.report_failed(str(error), "", found, error.odd if isinstance(error, StatesDiffer) else ())
     else:
         line = traceback.format_exception_only(error)[-1].strip()
         session.report_failed(line, "".join(traceback.format_exception(error)))

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from virtualflow.errors import CommunicatorBroken, Leave, VirtualFlowError, show, show_errors_plainly
+from virtualflow.errors import CommunicatorBroken, Leave, StatesDiffer, VirtualFlowError, show, show_errors_plainly
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.termination_message import TerminationMessageWriter
 from virtualflow.state import join_optimizers
@@ -134,7 +134,8 @@ class Run:
         os._exit(leave.exit_code)
 
     def _say_last(self, context: Context, error: BaseException, stacks: str | None = None) -> None:
-        training = context.training
+        training, session = context.training, context.session
+        odd = error.odd if isinstance(error, StatesDiffer) else ()
         self._termination_message.ended(
             error,
             training.completed_steps,
@@ -143,6 +144,7 @@ class Run:
             training.non_finite,
             context.checkpointer.newest,
             stacks,
+            session.state.convicted or session.incarnation in odd,
         )
 
     def _report_result(self, context: Context) -> None:

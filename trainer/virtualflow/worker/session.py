@@ -345,10 +345,12 @@ class Session:
             take_part()
         logger.warning("nobody has taken the result of %s within %g s", self.worker, self._settings.goodbye)
 
-    def report_failed(self, error: str, trace: str, non_finite: m.NonFinite | None = None) -> None:
+    def report_failed(
+        self, error: str, trace: str, non_finite: m.NonFinite | None = None, odd: tuple[str, ...] = ()
+    ) -> None:
         """Report an error of the user's code, and see that it has left this process."""
         step = self.state.step + 1 if trace else 0
-        self.link.send(m.Failed(step, error[:MAX_TEXT], trace[-MAX_TRACEBACK:], non_finite), keep=True)
+        self.link.send(m.Failed(step, error[:MAX_TEXT], trace[-MAX_TRACEBACK:], non_finite, odd), keep=True)
         self.link.flush(self._settings.connect_timeout)
 
     def remember(self, change: m.Change) -> None:

@@ -140,7 +140,9 @@ class StandaloneSession:
     def report_done(self, done: m.Done, take_part: Callable[[], object]) -> None:
         """There is nobody to tell."""
 
-    def report_failed(self, error: str, trace: str, non_finite: m.NonFinite | None = None) -> None:
+    def report_failed(
+        self, error: str, trace: str, non_finite: m.NonFinite | None = None, odd: tuple[str, ...] = ()
+    ) -> None:
         """There is nobody to tell."""
 
     def close(self) -> None:
