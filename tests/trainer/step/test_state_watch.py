@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,9 @@ from torch import Tensor, nn
 import virtualflow as vf
 from tiers import nightly
 from virtualflow.protocol.settings import ENV_WORKER
+from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.state.settings import TransferSettings
+from virtualflow.step import Shards
 from virtualflow.step.settings import StateWatchSettings
 from virtualflow.step.state_watch import Diverged, Divergence, StateWatch, find_divergence
 from virtualflow.worker.divergence import describe_divergence
@@ -39,7 +43,7 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Worker:
 
 
 def watch(worker: Worker, part: int = 64) -> StateWatch:
-    return StateWatch(*worker, sharded=False, settings=StateWatchSettings(SWEEP, part))
+    return StateWatch(*worker, shares=None, settings=StateWatchSettings(SWEEP, part))
 
 
 def watched(worker: Worker) -> dict[str, Tensor]:
@@ -138,10 +142,123 @@ def test_the_sentence_says_who_against_whom() -> None:
     assert "is that of step 4: " in nobody
 
 
+# --- shares of a sharded optimizer ------------------------------------------------------------------------------------
+
+
+def sharing(name: str, size: int, part: int, made: Callable[[str], Worker] = make) -> list[tuple[Worker, StateWatch]]:
+    """Workers that each keep the states of their share only."""
+    found = []
+    for rank in range(size):
+        model, optimizer = made(name)
+        shards = Shards(
+            [*model.parameters()],
+            optimizer,
+            clip_norm=None,
+            clip_value=None,
+            reduction=ReductionSettings(),
+            transfer=TransferSettings(),
+        )
+        shards.enter(rank, size)
+        shards.keep(shards.mine)
+        watching = StateWatch(model, optimizer, shares=shards, settings=StateWatchSettings(SWEEP, part))
+        found.append(((model, optimizer), watching))
+    return found
+
+
+def sweep_shares(watches: list[StateWatch], first: int) -> Divergence | None:
+    """What all workers find in a sweep, the same each."""
+    for step in range(first, first + SWEEP):
+        for one in watches:
+            one.begin(step)
+        values, table = [one.value for one in watches], Table(len(watches))
+
+        def compare(rank: int, table: Table = table, values: list[int] = values) -> Divergence | None:
+            try:
+                watches[rank].compare(Seat(table, rank), values)
+            except Diverged as error:
+                return error.found
+            return None
+
+        with ThreadPoolExecutor(len(watches)) as threads:
+            (found,) = set(threads.map(compare, range(len(watches))))
+        if found is not None:
+            return found
+    return None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("part", [64, 1 << 30])
+def test_shares_that_are_equal_are_not_told_apart(size: int, part: int) -> None:
+    watches = [watching for _, watching in sharing("adamw", size, part)]
+    assert sweep_shares(watches, 3) is None
+    assert len({one.value for one in watches}) == 1 if size == 1 else True
+
+
+@pytest.mark.parametrize("flips", [12, nightly(1_000)])
+def test_a_bit_that_flips_in_a_share_is_found_with_its_tensor_and_both_keepers(flips: int) -> None:
+    draw = random.Random(flips)
+    made = {(name, size): sharing(name, size, 64) for name in ("adamw", "sgd-momentum") for size in (2, 3, 4)}
+    for flip in range(flips):
+        name, size = draw.choice(list(made))
+        workers, victim = made[name, size], draw.randrange(size)
+        model, optimizer = workers[victim][0]
+        names = {parameter: label for label, parameter in model.named_parameters()}
+        states = [
+            (f"{names[parameter]} ({key})", value)
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+        label, value = draw.choice(states)
+        raw = value.view(-1).view(torch.uint8)
+        place, bit = draw.randrange(len(raw)), 1 << draw.randrange(8)
+        raw[place] ^= bit
+        found = sweep_shares([watching for _, watching in workers], draw.randrange(10_000))
+        raw[place] ^= bit
+        assert found is not None, (flip, label)
+        assert (found.tensor, found.odd, len(found.keepers)) == (label, (), 2), flip
+        assert victim in found.keepers
+
+
+def twins(name: str) -> Worker:
+    """A trained model of two parameters of one size: of two workers, each keeps one of them first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def test_the_same_fault_in_equal_states_of_all_parameters_does_not_cancel_out() -> None:
+    workers = sharing("adamw", 2, 1 << 30, twins)
+    for state in workers[1][0][1].state.values():
+        state["step"] += 1
+    found = sweep_shares([watching for _, watching in workers], 0)
+    assert found is not None
+    assert (found.tensor, found.odd, found.keepers) == ("0.weight (step)", (), (0, 1))
+
+
+def test_a_parameter_that_differs_is_found_beside_shares() -> None:
+    workers = sharing("adamw", 3, 64)
+    model, _ = workers[2][0]
+    name, parameter = next(iter(model.named_parameters()))
+    parameter.data.view(-1)[0] += 1
+    found = sweep_shares([watching for _, watching in workers], 0)
+    assert found is not None
+    assert (found.tensor, found.odd, found.keepers) == (name, (2,), ())
+
+
+def test_both_keepers_are_named() -> None:
+    text = describe_divergence(Divergence(9, 4, "w (exp_avg)", (), (1, 2)), ["worker-0", "worker-1", "worker-2"])
+    assert "first in w (exp_avg): worker-1 and worker-2, which both keep it, and nobody can tell who is wrong;" in text
+
+
 # --- a job ------------------------------------------------------------------------------------------------------------
 
 
-def training(directory: str, victim: str = "", at: int = 0) -> Trained:
+def training(directory: str, victim: str = "", at: int = 0, sharded: bool = False) -> Trained:
     inject(watch={"sweep": 4, "part": 16})
     torch.manual_seed(0)
     model = Counting()
@@ -152,12 +269,22 @@ def training(directory: str, victim: str = "", at: int = 0) -> Trained:
         nonlocal steps
         steps += 1
         if steps == at and os.environ[ENV_WORKER] == victim:
-            optimizer.state[model.linear.weight]["exp_avg"].view(torch.int32)[2, 1] ^= 1 << 20
+            # Of a sharded optimizer, that of another parameter may be here.
+            state = optimizer.state.get(model.linear.weight) or next(iter(optimizer.state.values()))
+            flat = state["exp_avg"].view(-1).view(torch.int32)
+            flat[min(9, len(flat) - 1)] ^= 1 << 20
 
     policy = vf.CheckpointPolicy(directory, every_steps=1, keep=2) if directory else None
     with vf.elastic(
-        model, optimizer, regression(), batch_size=12, steps=16, virtual_nodes=4, checkpoint=policy
-    ) as run:  # fmt: skip
+        model,
+        optimizer,
+        regression(),
+        batch_size=12,
+        steps=16,
+        virtual_nodes=4,
+        checkpoint=policy,
+        shard_optimizer=sharded,
+    ) as run:
         metrics, _ = train_steps(run, model, optimizer, flip)
     return trained(run, model, optimizer, metrics)
 
@@ -178,3 +305,16 @@ def test_a_job_that_comes_apart_ends_and_goes_on_from_the_last_state_that_was_eq
     assert max(kept) <= "step-00000009"
     assert any(path.name.startswith("diverged-step-") for path in tmp_path.iterdir())
     assert start_job(training, str(tmp_path), workers=2).results() == [alone(training, "")] * 2
+
+
+def test_a_job_whose_keepers_come_apart_ends_and_names_both(
+    start_job: Callable[..., ElasticJob], tmp_path: Path
+) -> None:
+    job = start_job(training, str(tmp_path), "worker-1", 10, True, workers=3)
+    outcomes = job.finish()
+    assert {outcome.kind for outcome in outcomes.values()} <= {"StatesDiffer", "JobFailed"}, outcomes
+    for outcome in outcomes.values():
+        assert re.search(r"\(exp_avg\): worker-\d and worker-\d, which both keep it", outcome.text), outcomes
+        assert "worker-1" in outcome.text, outcomes
+    assert job.status().lost == ()
+    assert start_job(training, str(tmp_path), "", 0, True, workers=2).results() == [alone(training, "")] * 2

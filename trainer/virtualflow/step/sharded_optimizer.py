@@ -21,6 +21,7 @@ from virtualflow.reduction import Move, Owners, Tensors, as_raw, owned_by, plan_
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import Moving, codec
 from virtualflow.state.settings import TransferSettings
+from virtualflow.step.state_watch import Kept, bytes_of_state
 from virtualflow.transport import Collectives, Message, Pending
 
 
@@ -220,6 +221,16 @@ class Shards:
     def gradients(self) -> Tensors | None:
         """The reduced gradient of the share, from its arrival until the step is committed."""
         return self._gradients
+
+    # --- states at rest -----------------------------------------------------------------------------------------------
+
+    def kept(self, place: int, begin: int, end: int) -> Iterator[Kept]:
+        """See :class:`KeptStates`: whoever owns a parameter keeps all of its state."""
+        if place not in self.mine:
+            return
+        parameter = self._parameters[place]
+        for key, raw in bytes_of_state(parameter, self._optimizer.state.get(parameter, {}), begin, end):
+            yield Kept(key, self.owners[place], self._rank, raw)
 
     # --- states on their way ------------------------------------------------------------------------------------------
 

@@ -5,16 +5,21 @@ state is cut into parts, as many as a sweep has steps at most, and each is hashe
 every byte of what is watched is compared once in a sweep, and no step takes notably longer. Large tensors are condensed
 where they are, on any device: the sums of rows of 4 KiB, as integers, so that one bit that flipped always changes them;
 the host hashes the sums.
+
+Of a sharded optimizer no two workers hold all the same, but each state has its keepers. The first of them adds its hash
+to the number that it tells, and the others take theirs away, so that the sum of all workers' numbers shows whether all
+keepers of each state agree: then what is left is the hash of what all have, once for each worker.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -41,6 +46,31 @@ class Divergence:
     """The first one that differs."""
     odd: tuple[int, ...]
     """Ranks of those who differ from what more than half of all have; empty: no value has a majority."""
+    keepers: tuple[int, ...] = ()
+    """Ranks of those who keep that tensor; empty: all do."""
+
+
+class Kept(NamedTuple):
+    """A part of a state that not all workers keep, but this one."""
+
+    key: str
+    """Which state of the parameter."""
+    keepers: tuple[int, ...]
+    """The ranks of all that keep it."""
+    rank: int
+    """This worker's."""
+    raw: Tensor
+    """Its bytes, uint8 ``[n]``."""
+
+
+class KeptStates(Protocol):
+    """The optimizer's states where each worker keeps its share only."""
+
+    def kept(self, place: int, begin: int, end: int) -> Iterator[Kept]:
+        """What is kept here of the states of the bytes ``[begin, end)`` of a parameter, in the order of its keepers'.
+
+        Keepers of the same state give the same parts of it, cut in the same way.
+        """
 
 
 class Diverged(VirtualFlowError):
@@ -56,13 +86,18 @@ class StateWatch:
 
     Args:
         model: its parameters and persistent buffers.
-        optimizer: its state of the parameters, unless it is sharded: then each worker has another part of it.
-        sharded: whether it is.
+        optimizer: its state of the parameters.
+        shares: instead of that, where it is sharded; ``None``: it is not.
         settings: in how many parts.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, settings: StateWatchSettings
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        shares: KeptStates | None,
+        settings: StateWatchSettings,
     ) -> None:
         self._parameters = list(model.named_parameters())
         self._buffers = [
@@ -71,7 +106,7 @@ class StateWatch:
             for attribute, tensor in module._buffers.items()
             if tensor is not None and attribute not in module._non_persistent_buffers_set
         ]
-        self._optimizer = None if sharded else optimizer
+        self._optimizer, self._shares = optimizer, shares
         tensors = [parameter for _, parameter in self._parameters]
         tensors += [module._buffers[attribute] for _, module, attribute in self._buffers]
         self._sweep = settings.sweep
@@ -83,25 +118,39 @@ class StateWatch:
         self._step = 0
         self._condensed: list[tuple[str, Tensor]] = []
         self._hashes: list[tuple[str, int]] = []
+        self._condensed_shares: list[tuple[str, Kept]] = []
+        self._kept: list[_KeptHash] = []
+        self._balance = 0
+        """What this worker's hashes of its shares add to its number."""
 
     def begin(self, step: int | None) -> None:
         """Take up this step's part of the present state; ``None``: there is nobody to compare with."""
-        self._hashes = []
+        self._hashes, self._kept, self._balance = [], [], 0
         self._step = step or 0
         self._condensed = [] if step is None else [(name, condense(raw)) for name, raw in self._part(step)]
+        self._condensed_shares = [] if step is None else [*self._part_of_shares(step)]
 
     @property
     def value(self) -> int:
-        """The hash of this step's part, as int64; 0 for none."""
+        """The hash of this step's part, and the balance of that of the shares, as int64; 0 for none."""
         if self._condensed:
             self._hashes = [(name, hash_of(condensed)) for name, condensed in self._condensed]
             self._condensed = []
-        if not self._hashes:
-            return 0
-        return hash_of(b"".join(struct.pack("<q", value) for _, value in self._hashes))
+        for name, kept in self._condensed_shares:
+            # With its name: else one fault in equal states of two parameters, such as their step, would cancel out.
+            found = hash_of(name.encode() + struct.pack("<q", hash_of(kept.raw)))
+            self._kept.append(_KeptHash(name, kept.keepers, found))
+            self._balance += found * (len(kept.keepers) - 1 if kept.rank == kept.keepers[0] else -1)
+        self._condensed_shares = []
+        return _wrapped(self._common + self._balance)
+
+    @property
+    def _common(self) -> int:
+        """The hash of what all have."""
+        return hash_of(b"".join(struct.pack("<q", value) for _, value in self._hashes)) if self._hashes else 0
 
     def compare(self, collectives: Collectives, values: Sequence[int]) -> None:
-        """See that all workers' hashes of this step's part are equal.
+        """See that all workers' hashes of this step's part are equal, and those of the shares balance.
 
         Args:
             collectives: of the running generation.
@@ -111,13 +160,18 @@ class StateWatch:
             Diverged: they are not.
             CommunicatorBroken: a member was lost while they looked for the first tensor that differs.
         """
-        if len(set(values)) <= 1:
+        if self._shares is None and len(set(values)) <= 1:
             return
-        mine = struct.pack(f"<{len(self._hashes)}q", *(value for _, value in self._hashes))
-        told = gather_bytes(collectives, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        rows = [struct.unpack(f"<{len(raw) // 8}q", raw.numpy().tobytes()) for raw in told]
+        if self._shares is not None and _wrapped(sum(values) - len(values) * self._common) == 0:
+            return
+        mine = _Account(tuple(value for _, value in self._hashes), tuple(self._kept))
+        told = gather_bytes(collectives, torch.frombuffer(bytearray(msgspec.json.encode(mine)), dtype=torch.uint8))
+        accounts = [msgspec.json.decode(raw.numpy().tobytes(), type=_Account) for raw in told]
+        rows = [account.common for account in accounts]
         agreed = max(0, self._step - self._sweep - 1)
-        raise Diverged(find_divergence(self._step, agreed, [name for name, _ in self._hashes], rows))
+        if len(set(rows)) > 1:
+            raise Diverged(find_divergence(self._step, agreed, [name for name, _ in self._hashes], rows))
+        raise Diverged(find_keepers(self._step, agreed, [account.kept for account in accounts]))
 
     def _part(self, step: int) -> Iterator[tuple[str, Tensor]]:
         """The bytes of this step's part, uint8 ``[n]`` each, with names."""
@@ -132,17 +186,53 @@ class StateWatch:
             if not is_plain(parameter):
                 continue
             yield name, bytes_of(parameter)[piece.begin : piece.end]
-            state: Any = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
-            for key in sorted(state) if type(state) is dict else ():
-                value = state[key]
-                if not isinstance(value, Tensor) or not is_plain(value):
-                    continue
-                # What is kept for each element goes with the elements; anything else with the first of them.
-                factor = value.itemsize / parameter.itemsize if value.numel() == parameter.numel() else 0
-                if factor:
-                    yield f"{name} ({key})", bytes_of(value)[int(piece.begin * factor) : int(piece.end * factor)]
-                elif piece.begin == 0:
-                    yield f"{name} ({key})", bytes_of(value)
+            if self._shares is None:
+                state = self._optimizer.state.get(parameter, {})
+                for key, raw in bytes_of_state(parameter, state, piece.begin, piece.end):
+                    yield f"{name} ({key})", raw
+
+    def _part_of_shares(self, step: int) -> Iterator[tuple[str, Kept]]:
+        """This step's part of what is kept here of a sharded optimizer's state, condensed."""
+        if self._shares is None:
+            return
+        for piece in self._parts.get(step % self._sweep, ()):
+            if piece.index < len(self._parameters):
+                name, _ = self._parameters[piece.index]
+                for kept in self._shares.kept(piece.index, piece.begin, piece.end):
+                    yield f"{name} ({kept.key})", kept._replace(raw=condense(kept.raw))
+
+
+class _KeptHash(msgspec.Struct, frozen=True, array_like=True):
+    """The hash of a part of a state that some keep."""
+
+    name: str
+    keepers: tuple[int, ...]
+    value: int
+
+
+class _Account(msgspec.Struct, frozen=True, array_like=True):
+    """All hashes of a worker, for when they differ."""
+
+    common: tuple[int, ...]
+    kept: tuple[_KeptHash, ...]
+
+
+def bytes_of_state(
+    parameter: Tensor, state: Mapping[str, Any] | Any, begin: int, end: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The bytes of an optimizer's state that belong to the bytes ``[begin, end)`` of a parameter, by key.
+
+    What is kept for each element goes with the elements; anything else with the first of them.
+    """
+    for key in sorted(state) if type(state) is dict else ():
+        value = state[key]
+        if not isinstance(value, Tensor) or not is_plain(value):
+            continue
+        factor = value.itemsize / parameter.itemsize if value.numel() == parameter.numel() else 0
+        if factor:
+            yield key, bytes_of(value)[int(begin * factor) : int(end * factor)]
+        elif begin == 0:
+            yield key, bytes_of(value)
 
 
 def find_divergence(step: int, agreed: int, names: Sequence[str], rows: Sequence[Sequence[int]]) -> Divergence:
@@ -161,6 +251,32 @@ def find_divergence(step: int, agreed: int, names: Sequence[str], rows: Sequence
         if len({row[place] if place < len(row) else None for row in rows}) > 1:
             return Divergence(step, agreed, name, odd)
     return Divergence(step, agreed, "the set of tensors that the optimizer keeps", odd)
+
+
+def find_keepers(step: int, agreed: int, told: Sequence[Sequence[_KeptHash]]) -> Divergence:
+    """Name the first tensor of which those who keep it have different ones; of two, nobody knows who is right.
+
+    Args:
+        step: see :class:`Divergence`.
+        agreed: see there.
+        told: what each worker keeps of this step's part, in the order of the ranks.
+    """
+    found: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
+    for rank, hashes in enumerate(told):
+        for kept in hashes:
+            found.setdefault((kept.name, kept.keepers), {}).setdefault(rank, []).append(kept.value)
+    for (name, keepers), values in found.items():
+        rows = [tuple(values.get(rank, ())) for rank in keepers]
+        if len(set(rows)) > 1:
+            usual, count = Counter(rows).most_common(1)[0]
+            odd = [rank for rank, row in zip(keepers, rows, strict=True) if row != usual]
+            return Divergence(step, agreed, name, tuple(odd) if 2 * count > len(rows) else (), keepers)
+    return Divergence(step, agreed, "what the workers keep of the optimizer's state", ())
+
+
+def _wrapped(number: int) -> int:
+    """As int64, which is what goes into a header."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -53,7 +53,7 @@ class Update:
         """Takes what each virtual node has left in the model."""
         self.optimizer_step = OptimizerStep(model, options, reduction, transfer)
         self.watch = self.sync.watch = StateWatch(
-            model, options.optimizer, sharded=options.sharded, settings=watch or StateWatchSettings()
+            model, options.optimizer, shares=self.optimizer_step.shards, settings=watch or StateWatchSettings()
         )
         """Compares the workers' states."""
         self.spot_checker = self.sync.spot_checker = spot_checker
