@@ -227,8 +227,12 @@ ALONE: list[tuple[Callable[[], None], type[Exception], str]] = [
 
 TOGETHER: list[tuple[Callable[[], None], type[Exception], str]] = [
     (an_unseeded_model, ConfigurationError, "parameters differ between workers at the start; seed before building it"),
-    (another_architecture, ConfigurationError, r"different models: parameter weight is \[1, 3\] here and \[2, 3\]"),
-    (another_optimizer, ConfigurationError, "different models: the optimizer is SGD here and AdamW there|AdamW here"),
+    (another_architecture, ConfigurationError, r"do not run the same: parameter weight is \[1, 3\] here and \[2, 3\]"),
+    (
+        another_optimizer,
+        ConfigurationError,
+        "do not run the same: the optimizer is SGD here and AdamW there|AdamW here",
+    ),
     (another_freezing, VirtualFlowError, "trainable parameters differ between workers in this step; freeze and"),
     (an_evaluation_by_one, VirtualFlowError, "every worker must call vf.evaluate at the same step"),
     (

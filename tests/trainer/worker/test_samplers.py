@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from elastic_jobs import ElasticJob, Trained, alone, trained
 from habit_scripts import data, loop, mlp, sgd, start
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import TensorDataset, WeightedRandomSampler
 
 import virtualflow as vf
 from virtualflow.data import open_orders
@@ -85,5 +86,62 @@ def test_workers_with_different_samplers_are_refused(start_job: Callable[..., El
 
 
 def test_an_epoch_of_another_length_ends_the_training_with_a_sentence() -> None:
-    with pytest.raises(ConfigurationError, match="gives 45 samples in epoch 1 and 44 in epoch 0; give as many in each"):
+    with pytest.raises(
+        ConfigurationError, match="gives 45 samples in epoch 1 and 44 in epoch 0; give as many in each, or"
+    ):
         train(lambda seed, epoch: [n % 44 for n in range(44 + epoch)])
+
+
+class Growing(TensorDataset):
+    """Has more samples from the second epoch on."""
+
+    def __len__(self) -> int:
+        return super().__len__() - (4 if self.epoch == 0 else 0)
+
+    epoch = 0
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"num_workers": 1}], ids=["shuffled", "in order", "ahead"])
+def test_a_dataset_that_grows_ends_the_training_with_a_sentence(options: dict[str, Any]) -> None:
+    dataset, model = Growing(*data().tensors), mlp()
+    with (
+        pytest.raises(ConfigurationError, match="has 44 samples in epoch 1 and had 40 at the start; let its length"),
+        vf.elastic(model, sgd(model), dataset, batch_size=20, epochs=3, virtual_nodes=4, **options) as run,
+    ):
+        loop(run, model, after=lambda step: setattr(dataset, "epoch", 1))
+
+
+def with_fewer_samples_in_one() -> Trained:
+    model = mlp()
+    optimizer = sgd(model)
+    dataset = data()
+    if os.environ.get(ENV_WORKER) == "worker-1":
+        dataset = TensorDataset(*(tensor[:36] for tensor in dataset.tensors))
+    with vf.elastic(model, optimizer, dataset, batch_size=12, steps=8, virtual_nodes=4) as run:
+        loop(run, model)
+    return trained(run, model, optimizer)
+
+
+def with_a_seed_of_its_own() -> Trained:
+    return train(None, seed=4 if os.environ.get(ENV_WORKER) == "worker-1" else 3)
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (
+            with_fewer_samples_in_one,
+            "the number of samples in the dataset is (36|44) here and (44|36) there; start all",
+        ),
+        (with_a_seed_of_its_own, "the seed is [34] here and [34] there; start all"),
+    ],
+)
+def test_workers_that_would_use_other_samples_are_refused(
+    script: Callable[[], Trained], told: str, start_job: Callable[..., ElasticJob]
+) -> None:
+    job = start_job(script, workers=1, hold=2)
+    job.reach(2)
+    job.join()
+    outcomes = job.finish().values()
+    assert [outcome.kind for outcome in outcomes if outcome.kind not in ("ConfigurationError", "JobFailed")] == []
+    assert re.search(told, job.status().error or ""), job.status().error

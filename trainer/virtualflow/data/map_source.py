@@ -114,6 +114,9 @@ class MapSource:
         check_options(options)
         micro_batch(plan.batch_size, virtual_nodes)
         self._plan = plan
+        self._dataset, self._dataset_size = dataset, len(dataset)
+        self._epoch = 0
+        """The one under way, as far as is known."""
         self._virtual_nodes = virtual_nodes
         self._epochs = epochs
         self._settings = settings
@@ -170,6 +173,8 @@ class MapSource:
         """See `Source.fetch`."""
         if self._closed:
             raise RuntimeError("the source of samples is closed")
+        if epoch != self._epoch:
+            self._begin_epoch(epoch)
         key = Key(epoch, epoch_step, virtual_node, count)
         gathered = self._gathered.pop(key, None)
         if gathered is not None:
@@ -188,6 +193,15 @@ class MapSource:
         if isinstance(outcome, ExceptionWrapper):
             outcome.reraise()  # type: ignore[no-untyped-call]
         return MicroBatch(virtual_node, outcome, task.indices, sizes)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """See that the dataset is as long as before: else some samples would be left out, or there would be none."""
+        samples, self._epoch = len(self._dataset), epoch
+        if samples != self._dataset_size:
+            raise ConfigurationError(
+                f"the dataset has {samples} samples in epoch {epoch} and had {self._dataset_size} at the start; let "
+                "its length stay the same, or pass an iterable dataset with shard(), whose epochs may be of any length"
+            )
 
     def close(self) -> None:
         """See `Source.close`."""

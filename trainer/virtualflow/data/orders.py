@@ -75,7 +75,7 @@ class Orders:
         if len(order) != self.length:
             raise ConfigurationError(
                 f"the sampler gives {len(order)} samples in epoch {epoch} and {self.length} in epoch 0; give as many "
-                "in each"
+                "in each, or pass an iterable dataset with shard(), whose epochs may be of any length"
             )
         return order
 

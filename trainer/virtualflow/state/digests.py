@@ -125,6 +125,10 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
         if ours and theirs:
             return "the sampler gives another order here than there"
         return "there is a sampler here and none there" if ours else "there is no sampler here and one there"
+    ours, theirs = here.get("samples", {}), there.get("samples", {})
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {ours.get(name, 'not told')} here and {theirs.get(name, 'not told')} there"
     our_groups, their_groups = here.get("groups", []), there.get("groups", [])
     if len(our_groups) != len(their_groups):
         return f"the optimizer has {len(our_groups)} parameter groups here and {len(their_groups)} there"

@@ -312,5 +312,5 @@ class Membership:
             found = digests.difference(signatures[0], other)
             if found is not None:
                 raise ConfigurationError(
-                    f"the workers run different models: {found}; start all of them with the same script and arguments"
+                    f"the workers do not run the same: {found}; start all of them with the same script and arguments"
                 )

@@ -201,3 +201,19 @@ def check_scheduler(scheduler: Any, interval: str) -> None:
             'ReduceLROnPlateau.step needs a metric; pass scheduler_interval="manual" and call '
             'scheduler.step(step.metrics["loss"]) after the virtual nodes of a step'
         )
+
+
+def describe_samples(options: Options, samples: int | None) -> dict[str, str]:
+    """What all members must have alike, so that each sample counts once: by what it is called.
+
+    Args:
+        options: what a user asked for.
+        samples: of the dataset; ``None`` for a stream.
+    """
+    return {
+        "the seed": str(options.seed),
+        "the batch size": str(options.batch_size),
+        "the number of samples in the dataset": "open" if samples is None else str(samples),
+        "shuffle": str(options.shuffle),
+        "drop_last": str(options.drop_last),
+    }

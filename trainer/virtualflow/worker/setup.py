@@ -39,6 +39,7 @@ from virtualflow.worker.options import (
     check_sharding,
     check_sizes,
     check_verify,
+    describe_samples,
 )
 from virtualflow.worker.pace import Pace
 from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace
@@ -159,10 +160,12 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     if companions:
         signature["state"] = companions.names
     situation = describe_situation(request.model, options, environment, request.virtual_nodes, signature)
-    profiling = _open_profiling(request, source, situation)
+    samples = None if source.steps_per_epoch is None else len(request.dataset)  # of a stream nobody knows
+    profiling = _open_profiling(request, source, samples, situation)
     if orders is not None:
         signature["sampler"] = orders.fingerprint
-    checkpointer = _open_checkpointer(request, source, signature, session, profiling is None, resources)
+    identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, signature)
+    checkpointer = _open_checkpointer(request, identity, session, profiling is None, resources)
     total_steps = options.total_steps(source.steps_per_epoch)
     stopwatch, pace = Stopwatch(), Pace(settings.pace)
     loading = Loading(source, fusion, training, options)
@@ -179,6 +182,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         signature = {**signature, "optimizer": f"{signature['optimizer']}, sharded"}
     if update.spot_checker is not None:  # all choose the same virtual nodes
         signature = {**signature, "verify": str(update.spot_checker.sample)}
+    signature = {**signature, "samples": describe_samples(options, samples)}
     membership = Membership(session, training, checkpointer, signature, stopwatch, on_entry)
     state = session.state
     state.total_steps, state.changes = total_steps, training.changes
@@ -315,12 +319,9 @@ def _open_fusion(request: Request, source: Source, resources: ExitStack) -> Micr
 
 
 def _open_checkpointer(
-    request: Request, source: Source, signature: dict[str, Any], session: AnySession, trains: bool, resources: ExitStack
+    request: Request, identity: JobIdentity, session: AnySession, trains: bool, resources: ExitStack
 ) -> Checkpointer:
-    options = request.options
-    samples = _samples(request, source)
-    identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, signature)
-    policy = choose_policy(options.checkpoint, request.environment) if trains else None
+    policy = choose_policy(request.options.checkpoint, request.environment) if trains else None
 
     def report(state: m.CheckpointState) -> None:
         session.send(m.Checkpointed(state), keep=True)
@@ -351,7 +352,7 @@ def _open_copies(request: Request, identity: JobIdentity, session: AnySession) -
     return MemoryCopies(place, limit, session.incarnation, identity, tell, settings.memory_copy)
 
 
-def _open_profiling(request: Request, source: Source, situation: Situation) -> Profiling | None:
+def _open_profiling(request: Request, source: Source, samples: int | None, situation: Situation) -> Profiling | None:
     if request.environment.profile_out is None:
         return None
     source.close()
@@ -362,14 +363,9 @@ def _open_profiling(request: Request, source: Source, situation: Situation) -> P
         request.environment,
         virtual_nodes=request.virtual_nodes,
         situation=situation,
-        samples=_samples(request, source),
+        samples=samples,
         settings=request.settings,
     )
-
-
-def _samples(request: Request, source: Source) -> int | None:
-    """Of the dataset; ``None`` for a stream."""
-    return None if source.steps_per_epoch is None else len(request.dataset)
 
 
 def _open_audit(request: Request, session: AnySession, resources: ExitStack) -> Audit | None:
