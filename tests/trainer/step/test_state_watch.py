@@ -292,7 +292,9 @@ def training(directory: str, victim: str = "", at: int = 0, sharded: bool = Fals
 def test_a_job_that_comes_apart_ends_and_goes_on_from_the_last_state_that_was_equal(
     start_job: Callable[..., ElasticJob], tmp_path: Path
 ) -> None:
-    job = start_job(training, str(tmp_path), "worker-1", 10, workers=3)
+    job = start_job(training, str(tmp_path), "worker-1", 10, workers=3, hold=10)
+    job.reach(10)
+    job.wait_for(lambda status: bool(status.checkpoint) and status.checkpoint.step == 10, "a checkpoint to be doubted")
     outcomes = job.finish()
     assert [(lost.worker, lost.convicted) for lost in job.status().lost] == [("worker-1", True)]
     texts = {outcome.text for outcome in outcomes.values()}
