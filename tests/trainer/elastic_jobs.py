@@ -39,6 +39,7 @@ from virtualflow.protocol import http_api
 from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.reducer import Reducer
+from virtualflow.reduction.settings import Exchange
 from virtualflow.state import codec, digests, join_optimizers
 
 TOKEN = "a-token-for-tests"
@@ -104,7 +105,8 @@ def _unpack(raw: bytes) -> dict[str, Any]:
 
 def _begin_early(one_by_one: bool) -> None:
     """Let exchanges of the small models here begin during the backward pass, as those of large ones do."""
-    inject(reduction={"small_exchange": 0, "bucket": 256, "one_by_one": 0 if one_by_one else 1 << 30})
+    exchange = Exchange("reduce-scatter", overlap=True)
+    inject(reduction={"exchange": exchange, "bucket": 256, "one_by_one": 0 if one_by_one else 1 << 30})
     begin = Reducer.begin
 
     def counting(*arguments: Any, **options: Any) -> Early | None:

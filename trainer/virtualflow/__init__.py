@@ -14,6 +14,7 @@ from virtualflow._version import __version__
 from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError
 
 if TYPE_CHECKING:
+    from virtualflow.reduction.settings import Exchange
     from virtualflow.state import CheckpointPolicy
     from virtualflow.worker.entry import elastic
     from virtualflow.worker.evaluation import evaluate
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointPolicy",
     "ConfigurationError",
     "Drained",
+    "Exchange",
     "Run",
     "Step",
     "VirtualFlowError",
@@ -34,6 +36,7 @@ __all__ = [
 
 _LAZY = {
     "CheckpointPolicy": "virtualflow.state.checkpoint_writer",
+    "Exchange": "virtualflow.reduction.settings",
     "Run": "virtualflow.worker.run",
     "Step": "virtualflow.worker.step",
     "elastic": "virtualflow.worker.entry",

@@ -18,7 +18,7 @@ from thread_collectives import Seat, Table
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.reduction.accumulation import Tensors
 from virtualflow.reduction.reducer import Reducer
-from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.summation import choose_summation
 
 NODES, SCALE = 6, 1 / 3
@@ -61,24 +61,25 @@ def attempt(
 
 @pytest.mark.parametrize("how", ["before", "after"])
 @pytest.mark.parametrize(
-    ("small", "early"),
+    ("way", "early"),
     [
         pytest.param(GATHER, False, id="gathered whole"),
+        pytest.param(GATHER, True, id="gathered whole, early"),
         pytest.param(SLICES, False, id="by slices"),
         pytest.param(SLICES, True, id="early"),
     ],
 )
 def test_whichever_collective_breaks_no_sum_is_wrong_and_the_next_attempt_is_right(
-    small: int, early: bool, how: How
+    way: Exchange, early: bool, how: How
 ) -> None:
     problem = build(3, NODES, PLACES)
     wanted = bits(problem.expected(SCALE))
-    settings = ReductionSettings(alignment=ALIGNMENT, small_exchange=small, bucket=128)
+    settings = ReductionSettings(alignment=ALIGNMENT, exchange=way, bucket=128)
     reducers = [Reducer(choose_summation(NODES, "bitwise"), settings) for _ in RANGES]
     try:
         found, operations = attempt(reducers, problem, RANGES, early)
         assert [bits(tensors) for tensors in found if tensors is not None] == [wanted] * len(RANGES)
-        assert all(count > 1 for count in operations) or small == GATHER
+        assert all(count > 1 for count in operations) or way is GATHER
         for victim, count in enumerate(operations):
             for number in range(1, count + 1):
                 found, _ = attempt(reducers, problem, RANGES, early, (victim, number, how))

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
+from virtualflow.reduction.settings import Exchange
 
 WIDTH = 192
 GRADIENT = 4 * WIDTH * WIDTH
@@ -38,7 +39,7 @@ def living() -> int:
 
 def train(virtual_nodes: int) -> list[list[int]]:
     """For each step: what lives beside the model before each micro-batch, and after the last."""
-    inject(reduction={"small_exchange": 0})
+    inject(reduction={"exchange": Exchange("reduce-scatter", overlap=True)})
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

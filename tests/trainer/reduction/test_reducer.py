@@ -21,14 +21,14 @@ from torch import Tensor
 from tiers import examples
 from virtualflow.reduction.accumulation import Accumulator, Tensors
 from virtualflow.reduction.reducer import Reducer
-from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.summation import CanonicalSummation
 from virtualflow.reduction.tree import subtrees
 from virtualflow.transport.interface import ALONE, Collectives
 
 ALIGNMENT = 64
-GATHER, SLICES = 1 << 30, 0
-"""Values of ``small`` that make every exchange one gather, or slices that are sent to their places and back."""
+GATHER, SLICES = Exchange("gather", overlap=True), Exchange("reduce-scatter", overlap=True)
+"""Every exchange is one gather, or slices are sent to their places and back."""
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (65,)]
 
@@ -91,7 +91,7 @@ def build(seed: int, virtual_nodes: int, places: Sequence[tuple[tuple[int, ...],
 
 def reduce_on(
     problems: Sequence[tuple[Problem, Sequence[Sequence[int]]]],
-    small: int,
+    way: Exchange,
     scale: float,
     bucket: int = 128,
     early: Callable[[Problem], list[int]] | None = None,
@@ -108,7 +108,7 @@ def reduce_on(
     def work(rank: int) -> list[Tensors]:
         reducer = Reducer(
             CanonicalSummation(problems[0][0].virtual_nodes),
-            ReductionSettings(alignment=ALIGNMENT, small_exchange=small, bucket=bucket),
+            ReductionSettings(alignment=ALIGNMENT, exchange=way, bucket=bucket),
         )
         seat = Seat(table, rank) if size > 1 else ALONE
         found = []
@@ -166,11 +166,12 @@ def reduce_one(
         headers = begun.pipeline.exchange_headers(torch.tensor([seat.rank], dtype=torch.uint8))
         assert headers.tolist() == [[rank] for rank in range(seat.size)]
         found = {place: tensor for bucket in begun.results() for place, tensor in bucket.items()}
-        last = [None if place in begun.places else value for place, value in enumerate(last)]
+        under_way = begun.places
+        last = [None if place in under_way else value for place, value in enumerate(last)]
     else:
-        found = {}
+        found, under_way = {}, frozenset()
     accumulator.add(assigned[-1], last)
-    late = [there and place not in found for place, there in enumerate(problem.present)]
+    late = [there and place not in under_way for place, there in enumerate(problem.present)]
     reduced = reducer.reduce(seat, ranges, accumulator.parts, templates=problem.templates, present=late, scale=scale)
     return [found.get(place, tensor) if problem.present[place] else None for place, tensor in enumerate(reduced)]
 
@@ -203,31 +204,31 @@ def jobs(draw: st.DrawFn) -> tuple[list[tuple[Problem, list[range]]], float]:
     return [(build(seed + step, virtual_nodes, places), ranges) for step in range(2)], scale
 
 
-@pytest.mark.parametrize("small", [GATHER, SLICES], ids=["gathered whole", "by slices"])
+@pytest.mark.parametrize("way", [GATHER, SLICES], ids=["gathered whole", "by slices"])
 @settings(max_examples=examples(80), deadline=None)
 @given(job=jobs())
 def test_every_worker_gets_the_bits_of_the_canonical_tree(
-    small: int, job: tuple[list[tuple[Problem, list[range]]], float]
+    way: Exchange, job: tuple[list[tuple[Problem, list[range]]], float]
 ) -> None:
     problems, scale = job
     expected = [bits(problem.expected(scale)) for problem, _ in problems]
-    found, table = reduce_on(problems, small, scale)
+    found, table = reduce_on(problems, way, scale)
     assert [[bits(tensors) for tensors in results] for results in found] == [expected] * len(found)
-    if small == GATHER:
+    if way is GATHER:
         assert "messages" not in table.kinds
 
 
-@pytest.mark.parametrize("small", [GATHER, SLICES], ids=["gathered whole", "by slices"])
+@pytest.mark.parametrize("way", [GATHER, SLICES], ids=["gathered whole", "by slices"])
 @settings(max_examples=examples(80), deadline=None)
 @given(job=jobs(), data=st.data())
 def test_virtual_nodes_may_lie_anywhere_and_a_worker_may_have_none(
-    small: int, job: tuple[list[tuple[Problem, list[range]]], float], data: st.DataObject
+    way: Exchange, job: tuple[list[tuple[Problem, list[range]]], float], data: st.DataObject
 ) -> None:
     problems, scale = job
     nodes, workers = problems[0][0].virtual_nodes, data.draw(st.integers(1, 4))
     owners = data.draw(st.lists(st.integers(0, workers - 1), min_size=nodes, max_size=nodes))
     holdings = [[node for node in range(nodes) if owners[node] == rank] for rank in range(workers)]
-    found, _ = reduce_on([(problem, holdings) for problem, _ in problems], small, scale)
+    found, _ = reduce_on([(problem, holdings) for problem, _ in problems], way, scale)
     expected = [bits(problem.expected(scale)) for problem, _ in problems]
     assert [[bits(tensors) for tensors in results] for results in found] == [expected] * workers
 
@@ -246,25 +247,27 @@ def test_the_order_in_which_virtual_nodes_come_does_not_matter(virtual_nodes: in
         assert torch.equal(total, canonical_sum(list(values), left, right))
 
 
-@settings(max_examples=examples(120), deadline=None)
+@pytest.mark.parametrize("way", [GATHER, SLICES], ids=["gathered whole", "by slices"])
+@settings(max_examples=examples(80), deadline=None)
 @given(job=jobs(), data=st.data())
 def test_what_sets_out_before_the_last_virtual_node_is_through_has_the_same_bits(
-    job: tuple[list[tuple[Problem, list[range]]], float], data: st.DataObject
+    way: Exchange, job: tuple[list[tuple[Problem, list[range]]], float], data: st.DataObject
 ) -> None:
     problems, scale = job
     count = len(problems[0][0].templates)
     chosen = data.draw(st.lists(st.integers(0, count - 1), unique=True, max_size=count))
     bucket, one_by_one = data.draw(st.sampled_from([1, 64, 1 << 20])), data.draw(st.booleans())
     expected = [bits(problem.expected(scale)) for problem, _ in problems]
-    found, _ = reduce_on(problems, SLICES, scale, bucket, lambda problem: chosen, one_by_one)
+    found, _ = reduce_on(problems, way, scale, bucket, lambda problem: chosen, one_by_one)
     assert [[bits(tensors) for tensors in results] for results in found] == [expected] * len(found)
 
 
 def test_large_tensors_travel_in_slices_and_small_ones_whole() -> None:
-    problem = build(1, 4, [((65,), torch.float32)])
     ranges = [range(2), range(2, 4)]
-    # Two workers with one subtree of 65 * 4 bytes each.
-    kinds = [reduce_on([(problem, ranges)], small, 1.0)[1].kinds for small in (520, 519)]
+    kinds = [
+        reduce_on([(build(1, 4, [((count,), torch.float32)]), ranges)], Exchange(), 1.0, 1 << 30)[1].kinds
+        for count in (1_000, 1_000_000)
+    ]
     assert kinds == [{"all_gather"}, {"messages"}]
 
 
@@ -284,8 +287,8 @@ def test_a_zero_has_the_sign_that_the_rule_gives_it(nodes: list[list[float] | No
     problem = Problem(len(nodes), [torch.zeros(1)], contributed)
     half = len(nodes) // 2
     ranges = [range(len(nodes))] if workers == 1 else [range(half), range(half, len(nodes))]
-    for small in (GATHER, SLICES):
-        found, _ = reduce_on([(problem, ranges)], small, 1.0)
+    for way in (GATHER, SLICES):
+        found, _ = reduce_on([(problem, ranges)], way, 1.0)
         for ((tensor,),) in found:
             assert tensor is not None
             assert math.copysign(1.0, float(tensor)) == sign

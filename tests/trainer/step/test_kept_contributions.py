@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import choose_summation
-from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, Update
 from virtualflow.transport.interface import ALONE, Collectives
@@ -32,10 +32,12 @@ RANGES = [range(1), range(1, 4), range(4, 6)]
 FEWER = [range(3), range(3, 6)]
 How = Literal["before", "after"]
 MODEL = Counting()
+EARLY = Exchange("reduce-scatter", overlap=True)
 SETTINGS = {
     "gathered whole": ReductionSettings(),
-    "behind the headers": ReductionSettings(small_exchange=0, bucket=64, one_by_one=1 << 30),
-    "one by one": ReductionSettings(small_exchange=0, bucket=64, one_by_one=0),
+    "gathered whole, early": ReductionSettings(exchange=Exchange("gather", overlap=True), bucket=64),
+    "behind the headers": ReductionSettings(exchange=EARLY, bucket=64, one_by_one=1 << 30),
+    "one by one": ReductionSettings(exchange=EARLY, bucket=64, one_by_one=0),
 }
 
 

@@ -21,7 +21,7 @@ from thread_collectives import Seat, Table
 from tiers import examples, nightly
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import choose_summation
-from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import Doubted, OptimizerOptions, Reduced, SpotChecker, Update
 from virtualflow.step.spot_checks import SpotCheck, choose_check, choose_judges, choose_virtual_node, judge
@@ -119,10 +119,11 @@ def test_who_was_wrong_follows_from_what_is_computed_once_more(
 NODES, STEPS, SIZE = 6, 8, 2
 RANGES = [range(1), range(1, 4), range(4, 6)]
 MODEL = Counting()
+EARLY = Exchange("reduce-scatter", overlap=True)
 MODES = {
     "gathered whole": ReductionSettings(),
-    "behind the headers": ReductionSettings(small_exchange=0, bucket=64, one_by_one=1 << 30),
-    "one by one": ReductionSettings(small_exchange=0, bucket=64, one_by_one=0),
+    "behind the headers": ReductionSettings(exchange=EARLY, bucket=64, one_by_one=1 << 30),
+    "one by one": ReductionSettings(exchange=EARLY, bucket=64, one_by_one=0),
 }
 
 

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import choose_summation
-from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import OptimizerOptions, Update
 from virtualflow.transport.gloo import Communicator
 
 NODES, SAMPLES = 4, 2
+EARLY = Exchange("reduce-scatter", overlap=True)
 RANGES = [range(3), range(3, 4)]
 MODEL = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 1))
 
@@ -74,10 +75,10 @@ def run(settings: ReductionSettings) -> tuple[list[Tensor], int]:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(ReductionSettings(small_exchange=0, bucket=1 << 20, one_by_one=1 << 30), id="one bucket"),
-        pytest.param(ReductionSettings(small_exchange=0, bucket=256, one_by_one=1 << 30), id="many buckets"),
-        pytest.param(ReductionSettings(small_exchange=0, bucket=256, one_by_one=0), id="one by one"),
-        pytest.param(ReductionSettings(small_exchange=0, bucket=256, alignment=64), id="another alignment"),
+        pytest.param(ReductionSettings(exchange=EARLY, bucket=1 << 20, one_by_one=1 << 30), id="one bucket"),
+        pytest.param(ReductionSettings(exchange=EARLY, bucket=256, one_by_one=1 << 30), id="many buckets"),
+        pytest.param(ReductionSettings(exchange=EARLY, bucket=256, one_by_one=0), id="one by one"),
+        pytest.param(ReductionSettings(exchange=EARLY, bucket=256, alignment=64), id="another alignment"),
     ],
 )
 def test_an_injected_setting_is_honoured_and_gives_the_same_bits(settings: ReductionSettings) -> None:

@@ -23,7 +23,7 @@ from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.reduction.accumulation import Accumulator
 from virtualflow.reduction.reducer import Reducer
-from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.summation import CanonicalSummation
 from virtualflow.state.settings import TransferSettings
 from virtualflow.state.transfer import move_state, pack_state
@@ -80,7 +80,7 @@ def test_a_bit_that_flips_in_what_is_sent_is_found_by_who_receives_it(what: str,
 
 @pytest.mark.parametrize("flips", [6, nightly(1_000)])
 def test_no_sum_is_made_of_a_damaged_gradient(flips: int) -> None:
-    settings = ReductionSettings(small_exchange=0, bucket=1 << 10)
+    settings = ReductionSettings(exchange=Exchange("reduce-scatter"), bucket=1 << 10)
     contributed = [[torch.randn(300, 3), torch.randn(500)] for _ in range(2)]
     templates = [torch.zeros(300, 3), torch.zeros(500)]
     clean = [contributed[0][place] + contributed[1][place] for place in range(2)]

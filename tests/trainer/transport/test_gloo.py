@@ -17,9 +17,9 @@ from torch import Tensor
 
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
-from virtualflow.reduction.pipeline import Exchanger
+from virtualflow.reduction.exchanger import Exchanger
 from virtualflow.reduction.reducer import Reducer
-from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.summation import CanonicalSummation
 from virtualflow.transport import gloo
 from virtualflow.transport.checksum import checksum
@@ -218,7 +218,10 @@ def test_a_reduction_that_is_called_off_is_followed_by_one_in_the_next_generatio
     """As when a peer is stopped, and wakes up when the others have gone on."""
     news: list[str] = []
     asleep, awake = mesh(2, {1: lambda: news[0] if news else None})
-    reducers = [Reducer(CanonicalSummation(2), ReductionSettings(small_exchange=0, bucket=1 << 10)) for _ in range(2)]
+    reducers = [
+        Reducer(CanonicalSummation(2), ReductionSettings(exchange=Exchange("reduce-scatter"), bucket=1 << 10))
+        for _ in range(2)
+    ]
     # The empty one makes a bucket of its own.
     ranges, templates = [range(1), range(1, 2)], [torch.zeros(30), torch.zeros(1000), torch.zeros(0)]
 

@@ -3,25 +3,33 @@ backward pass where that is safe. Bits depend on this package alone, so it knows
 """
 
 from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors
+from virtualflow.reduction.bucket_exchange import as_raw
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap
 from virtualflow.reduction.ownership import Move, Owners, lost, owned_by, plan_hand_over, plan_moves, plan_owners
-from virtualflow.reduction.pipeline import as_raw
-from virtualflow.reduction.reducer import Reducer
+from virtualflow.reduction.program import UpdateRule
+from virtualflow.reduction.reducer import Reducer, Scheduled
+from virtualflow.reduction.schedule import Choose, choose_programs
+from virtualflow.reduction.settings import Exchange
 from virtualflow.reduction.summation import Summation, choose_summation
 
 __all__ = [
     "Accumulator",
     "AttemptSpoiled",
+    "Choose",
     "Early",
+    "Exchange",
     "Move",
     "Overlap",
     "Owners",
     "Parts",
     "Reducer",
+    "Scheduled",
     "Summation",
     "Tensors",
+    "UpdateRule",
     "as_raw",
+    "choose_programs",
     "choose_summation",
     "lost",
     "owned_by",

@@ -7,7 +7,7 @@ all workers decide alike since they have read the same headers. If a step then s
 and all repeat the attempt with a reduction behind the headers. A model that does other things than before (freezes a
 layer, skips a branch) surprises nobody: what was expected and does not come is zero, what comes unexpected is reduced
 behind the headers. Where gradients are many and small, nothing is watched: all set out together behind the backward
-pass, before the headers.
+pass, before the headers. Whether any of it is worth it, the schedule of their exchange says (``schedule``).
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ class Overlap:
         self._parameters = parameters
         self._reducer = reducer
         size = sum(p.numel() * p.itemsize for p in parameters)
-        self._worthwhile = size > settings.small_exchange // 2
-        """Whether gradients are so large that they should not wait for the headers."""
         self._one_by_one = size >= settings.one_by_one * len(parameters)
         """Whether they are so large, each, that it pays to take it as soon as it is there: the first bucket sets out
         before the last is full, and the last addition writes the message. Else all are taken together behind the
@@ -93,7 +91,8 @@ class Overlap:
             scale: the factor of the sum over all; ``None``: not known before the headers.
         """
         self._watching, self._deferred = collectives.size > 1, scale is None
-        if self._watching and self._worthwhile and self._one_by_one and not self._hooks:
+        takes_each = self._watching and self._one_by_one and not self._hooks
+        if takes_each and self._reducer.overlaps(collectives, holdings, self._parameters):
             self._hook()
         if self._expected:
             self._early = self._reducer.begin(
@@ -104,7 +103,7 @@ class Overlap:
                 weight=weight,
                 templates=self._parameters,
                 places=self._expected,
-                scale=scale or 1.0,
+                scale=scale,
             )
 
     @property
@@ -207,7 +206,7 @@ class Overlap:
         """
         if not steady:
             self._quiet_until = number + _QUIET
-        ready = steady and self._worthwhile and number >= self._quiet_until
+        ready = steady and number >= self._quiet_until
         # A backward pass finishes them roughly in the reverse order of their registration.
         self._expected = tuple(sorted(reduced, reverse=True)) if ready else ()
 

@@ -1,10 +1,10 @@
 """Canonical reduction: sums over virtual nodes whose bits do not depend on who is assigned which of them.
 
 Every sum has the shape of one balanced binary tree over the virtual nodes (``tree``). A worker adds up what it is
-assigned as it goes and holds only the maximal subtrees of its range (:class:`Accumulator`). Between workers, everyone
-gets its slice of all subtrees, adds it up in tree order, and sends the sum to all (``pipeline``): the traffic of a ring
-all-reduce when ranges are subtrees, and no dependence on the number of workers, because element by element the same
-additions happen in the same order.
+assigned as it goes and holds only the maximal subtrees of its range (:class:`Accumulator`). Between workers, each
+bucket of tensors takes the way that the schedule has for it (``schedule``): in slices, the traffic of a ring all-reduce
+when ranges are subtrees, or whole. On every way the same additions happen in the same order, element by element, so
+sums depend neither on the way nor on the number of workers.
 
 A tensor that a virtual node does not contribute counts as +0.0 everywhere, also where it could be left out: x + 0.0 is
 not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there would give different bits.
@@ -12,21 +12,39 @@ not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there wou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors, add_tensors, multiply
-from virtualflow.reduction.buckets import plan_buckets
+from virtualflow.reduction.bucket_exchange import Keys, ReductionPlan
+from virtualflow.reduction.buckets import Bucket, plan_buckets
+from virtualflow.reduction.cost import Network, Shape
 from virtualflow.reduction.early import Early
+from virtualflow.reduction.exchanger import Exchanger
+from virtualflow.reduction.message_buffers import Buffers
+from virtualflow.reduction.network import measure_network
 from virtualflow.reduction.ownership import Owners
-from virtualflow.reduction.pipeline import Buffers, Exchanger, Keys, Pipeline, ReductionPlan, as_raw, flatten, unflatten
-from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.pipeline import Pipeline
+from virtualflow.reduction.program import Facts, Route, UpdateRule, compile_route
+from virtualflow.reduction.schedule import Choice, Choose, Terms, choose_programs
+from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.summation import Summation
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import Collectives
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A bucket, and how it travels."""
+
+    bucket: Bucket
+    shape: Shape
+    choice: Choice
+    route: Route
+    """The way that carries the choice out."""
 
 
 class Reducer:
@@ -35,14 +53,31 @@ class Reducer:
     Args:
         summation: the order of summation.
         settings: how tensors travel.
+        rule: what happens to the sums of the first places.
+        choose: chooses the way of each bucket.
     """
 
-    def __init__(self, summation: Summation, settings: ReductionSettings) -> None:
+    def __init__(
+        self,
+        summation: Summation,
+        settings: ReductionSettings,
+        rule: UpdateRule | None = None,
+        choose: Choose = choose_programs,
+    ) -> None:
         self._summation = summation
         self._settings = settings
+        self._rule = rule or UpdateRule()
+        self._choose = choose
+        self._terms = Terms(settings.exchange, settings.network)
         self._buffers = Buffers()
         self._owners: Owners | None = None
         self._exchanger: Exchanger | None = None
+        self._holdings: tuple[Sequence[Sequence[int]], Keys] = (), []
+        self._schedules: dict[tuple[object, ...], list[Scheduled]] = {}
+        """What was chosen in this generation."""
+        self._begun: list[Scheduled] = []
+        self.schedule: list[Scheduled] = []
+        """How the buckets of the last complete reduction have travelled."""
 
     def close(self) -> None:
         """End the thread that exchanges."""
@@ -56,6 +91,39 @@ class Reducer:
     def share(self, owners: Owners | None) -> None:
         """Bring the sums of the first places to their ``owners`` only; those of further places to all."""
         self._owners = owners
+        self._schedules.clear()
+
+    @property
+    def wish(self) -> Exchange:
+        """How this worker wants tensors to travel."""
+        return self._settings.exchange
+
+    @property
+    def terms(self) -> Terms:
+        """What schedules follow from."""
+        return self._terms
+
+    def agree(
+        self, collectives: Collectives, wish: Exchange, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor]
+    ) -> None:
+        """A generation begins: settle what all schedules of it follow from, with all its members alike.
+
+        Args:
+            collectives: the communicator.
+            wish: what the first member wants.
+            holdings: the virtual nodes of each of its members.
+            templates: one tensor per place that is always reduced.
+
+        Raises:
+            CommunicatorBroken: a member is lost.
+        """
+        self.forget()  # the thread may hang in the former communicator
+        self._terms = Terms(wish, self._settings.network)
+        rows = sum(len(nodes) for nodes in self._keys(holdings))
+        size = rows * sum(template.numel() * template.itemsize for template in templates)
+        if collectives.size > 1 and size >= self._settings.probe.worthwhile:
+            network: Network = measure_network(collectives, self._thread(), self._settings.probe)
+            self._terms = Terms(wish, network, measured=True)
 
     def _needed_by(self, templates: Sequence[Tensor], size: int) -> list[Sequence[int]] | None:
         if self._owners is None:
@@ -69,6 +137,8 @@ class Reducer:
     def forget(self) -> None:
         """Another communicator comes: free the buffers, and leave a thread behind that may hang in the former one."""
         self._buffers.clear()
+        self._schedules.clear()
+        self._begun = []
         self._leave_thread(0.0)
 
     def reduce(
@@ -96,7 +166,7 @@ class Reducer:
             One contiguous tensor per present place, views of buffers that the next call overwrites.
         """
         result: Tensors = [None] * len(templates)
-        places = [place for place, there in enumerate(present) if there]
+        places = tuple(place for place, there in enumerate(present) if there)
         if collectives.size == 1:
             total = self._summation.add_up(dict(parts), add_tensors)
             # What is present was contributed by this worker: there is no other.
@@ -105,23 +175,20 @@ class Reducer:
             for place, tensor in zip(places, found, strict=True):
                 result[place] = tensor
             return result
-        keys = self._keys(holdings)
-        small = self._small_places(keys, templates, places)
-        plan = self._plan(collectives, keys, templates, scale)
-        for group in small:
-            for place, tensor in self._gather(plan, parts, group):
-                if plan.needed_by is None or collectives.rank in plan.needed_by[place]:
-                    result[place] = tensor
-        large = [place for place in places if not any(place in group for group in small)]
-        if large:
-            plan = self._in_buckets(plan, large[::-1])
+        scheduled = self._scheduled(holdings, templates, places[::-1], Facts(collectives.size)) if places else []
+        self.schedule, self._begun = [*self._begun, *scheduled], []
+        if scheduled:
+            plan = self._plan(collectives, holdings, templates, scheduled, scale)
             pipeline = Pipeline(plan, self._buffers, "late")
             for index, bucket in enumerate(plan.buckets):
                 for row, (_, tensors) in enumerate(parts):
                     pipeline.write_row(index, row, [tensors[place] for place in bucket.places])
                 pipeline.submit(index)
             pipeline.close(None)
-            self._exchange(pipeline.run)
+            if pipeline.only_gathers:
+                pipeline.carry_out()
+            else:
+                self._thread().submit(pipeline.run)
             for index in range(len(plan.buckets)):
                 for place, tensor in pipeline.result(index).items():
                     result[place] = tensor
@@ -137,7 +204,7 @@ class Reducer:
         weight: float,
         templates: Sequence[Tensor],
         places: Sequence[int],
-        scale: float,
+        scale: float | None,
     ) -> Early | None:
         """Begin to reduce before the last virtual node's tensors are there; ``None`` if that is not worth it.
 
@@ -151,65 +218,90 @@ class Reducer:
             weight: the factor of its tensors.
             templates: one tensor per place.
             places: which of them are reduced, in the order in which they are expected; the same on all workers.
-            scale: the factor of the sum.
+            scale: the factor of the sum; ``None``: not known yet, so sums come without it.
         """
-        if collectives.size == 1:
+        self._begun = self._overlapped(collectives, holdings, templates, places, scale is not None)
+        if not self._begun:
             return None
-        keys = self._keys(holdings)
-        small = {place for group in self._small_places(keys, templates, places) for place in group}
-        large = [place for place in places if place not in small]
-        if not large:
-            return None
-        plan = self._in_buckets(self._plan(collectives, keys, templates, scale), large)
+        plan = self._plan(collectives, holdings, templates, self._begun, 1.0 if scale is None else scale)
         pipeline = Pipeline(plan, self._buffers, "early")
         early = Early(pipeline, plan.buckets, accumulator.parts, merges=accumulator.merges(last), weight=weight)
-        self._exchange(pipeline.run)
+        self._thread().submit(pipeline.run)
         return early
 
-    def _exchange(self, task: Callable[[], None]) -> None:
+    def overlaps(
+        self, collectives: Collectives, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor]
+    ) -> bool:
+        """Whether any exchange of these tensors may begin beside the backward pass."""
+        return bool(self._overlapped(collectives, holdings, templates, range(len(templates))[::-1], True))
+
+    def _overlapped(
+        self,
+        collectives: Collectives,
+        holdings: Sequence[Sequence[int]],
+        templates: Sequence[Tensor],
+        places: Sequence[int],
+        scale_known: bool,
+    ) -> list[Scheduled]:
+        if collectives.size == 1 or not places:
+            return []
+        facts = Facts(collectives.size, scale_known=scale_known, final=True)
+        scheduled = self._scheduled(holdings, templates, places, facts)
+        return [one for one in scheduled if one.route.overlapped]
+
+    def _thread(self) -> Exchanger:
         if self._exchanger is None:
             self._exchanger = Exchanger()
-        self._exchanger.submit(task)
+        return self._exchanger
 
-    def _plan(self, collectives: Collectives, keys: Keys, templates: Sequence[Tensor], scale: float) -> ReductionPlan:
-        def total(arrived: dict[Key, Tensor], out: Tensor | None = None) -> Tensor:
+    # --- what travels how ---------------------------------------------------------------------------------------------
+
+    def _scheduled(
+        self, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor], places: Sequence[int], facts: Facts
+    ) -> list[Scheduled]:
+        """The schedule of these places, chosen once a generation: tensors of a place stay as large as they are."""
+        rows = tuple(len(nodes) for nodes in self._keys(holdings))
+        key = (len(templates), tuple(places), rows, facts)
+        found = self._schedules.get(key)
+        if found is None:
+            settings, exchange = self._settings, self._terms.exchange
+            facts = replace(facts, rule=replace(self._rule, sharded=self._owners is not None))
+            limit = exchange.bucket_bytes or settings.bucket
+            buckets = plan_buckets(templates, places, facts.workers, alignment=settings.alignment, limit=limit)
+            shapes = [Shape(bucket.total * bucket.dtype.itemsize, rows) for bucket in buckets]
+            choices = self._choose(shapes, facts, self._terms, settings)
+            found = self._schedules[key] = [
+                Scheduled(bucket, shape, choice, compile_route(choice.program))
+                for bucket, shape, choice in zip(buckets, shapes, choices, strict=True)
+            ]
+        return found
+
+    def _plan(
+        self,
+        collectives: Collectives,
+        holdings: Sequence[Sequence[int]],
+        templates: Sequence[Tensor],
+        scheduled: Sequence[Scheduled],
+        scale: float,
+    ) -> ReductionPlan:
+        def total(arrived: dict[Key, Tensor], out: Tensor | None = None, *, scaled: bool = True) -> Tensor:
             whole = self._summation.add_up(arrived, Tensor.add_)
-            if scale != 1.0:
+            if scaled and scale != 1.0:
                 return torch.mul(whole, scale, out=whole if out is None else out)
             return whole if out is None else out.copy_(whole)
 
-        return ReductionPlan(collectives, keys, total, templates, (), self._needed_by(templates, collectives.size))
-
-    def _in_buckets(self, plan: ReductionPlan, places: Sequence[int]) -> ReductionPlan:
-        settings = self._settings
-        size = plan.collectives.size
-        buckets = plan_buckets(plan.templates, places, size, alignment=settings.alignment, limit=settings.bucket)
-        return replace(plan, buckets=buckets)
+        return ReductionPlan(
+            collectives,
+            self._keys(holdings),
+            total,
+            templates,
+            [one.bucket for one in scheduled],
+            [one.route for one in scheduled],
+            scale,
+            self._needed_by(templates, collectives.size),
+        )
 
     def _keys(self, holdings: Sequence[Sequence[int]]) -> Keys:
-        return [self._summation.parts_of(holding) for holding in holdings]
-
-    def _small_places(self, keys: Keys, templates: Sequence[Tensor], places: Sequence[int]) -> list[list[int]]:
-        """Places of the types of which there is so little that latency counts and not bandwidth."""
-        groups: dict[torch.dtype, list[int]] = {}
-        for place in places:
-            groups.setdefault(templates[place].dtype, []).append(place)
-        rows = len(keys) * max(len(nodes) for nodes in keys)
-        return [
-            group
-            for dtype, group in groups.items()
-            if rows * sum(templates[place].numel() for place in group) * dtype.itemsize <= self._settings.small_exchange
-        ]
-
-    def _gather(self, plan: ReductionPlan, parts: Parts, places: list[int]) -> list[tuple[int, Tensor]]:
-        """Everyone gets all subtrees, whole, and does the same additions."""
-        collectives, keys, templates = plan.collectives, plan.keys, plan.templates
-        most, total = max(len(nodes) for nodes in keys), sum(templates[place].numel() for place in places)
-        dtype = templates[places[0]].dtype
-        flat = self._buffers.get(("small", most), (most, total), dtype)
-        for row, (_, tensors) in zip(flat, parts, strict=False):
-            flatten(row, [tensors[place] for place in places], [templates[place] for place in places])
-        gathered = self._buffers.get(("gathered", most), (collectives.size, most, total), dtype)
-        collectives.start_all_gather(as_raw(gathered), as_raw(flat)).wait()
-        arrived = {node: gathered[rank, at] for rank, nodes in enumerate(keys) for at, node in enumerate(nodes)}
-        return list(zip(places, unflatten(plan.total(arrived), [templates[place] for place in places]), strict=True))
+        if self._holdings[0] != holdings:
+            self._holdings = holdings, [self._summation.parts_of(holding) for holding in holdings]
+        return self._holdings[1]

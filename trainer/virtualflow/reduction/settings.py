@@ -5,13 +5,72 @@ Durations are seconds and sizes are bytes unless a name says otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from virtualflow.reduction.cost import Network
+
+Algorithm = Literal["auto", "gather", "reduce-scatter"]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+"""What an expert may ask for."""
+_OVERLAPS: tuple[bool | None, ...] = (None, True, False)
+MAX_BUCKET = 1 << 40
+"""The largest bucket that can be asked for."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How gradients travel between workers, for those who know better than what is measured.
+
+    None of it changes a bit of the result, and it may be another one in every run. Where workers of one job ask for
+    different things, the first one's wish holds for all.
+    """
+
+    algorithm: Algorithm = "auto"
+    """``"reduce-scatter"``: each worker adds up a slice and returns it; ``"gather"``: all get everything and add it up
+    themselves, in one trip; ``"auto"``: for each bucket whichever is predicted to be faster."""
+    bucket_bytes: int | None = None
+    """Gradients travel in messages of at most so many bytes; ``None``: as ``ReductionSettings.bucket`` says."""
+    overlap: bool | None = None
+    """Whether the exchange begins beside the backward pass wherever that is legal; ``None``: where it is large enough
+    to be worth it."""
+
+    def to_number(self) -> int:
+        """As a whole number, for the others."""
+        chosen = ALGORITHMS.index(self.algorithm) * len(_OVERLAPS) + _OVERLAPS.index(self.overlap)
+        return chosen + (self.bucket_bytes or 0) * len(ALGORITHMS) * len(_OVERLAPS)
+
+    @classmethod
+    def from_number(cls, number: int) -> Exchange:
+        """The inverse of :meth:`to_number`."""
+        number, overlap = divmod(number, len(_OVERLAPS))
+        size, algorithm = divmod(number, len(ALGORITHMS))
+        return cls(ALGORITHMS[algorithm], size or None, _OVERLAPS[overlap])
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """How latency and bandwidth are measured when a generation begins."""
+
+    rounds: int = 3
+    """Each message is timed so often, and the shortest time counts: others only add to it."""
+    small: int = 64
+    """Bytes that show the latency."""
+    large: int = 1 << 20
+    """Bytes that show the bandwidth: a millisecond at 10 Gbit/s, well above what latency varies by."""
+    added: int = 1 << 22
+    """Bytes that are added: more than what stays in a core's cache, as gradients do not."""
+    worthwhile: int = 1 << 14
+    """Where all sums of all workers have fewer bytes than that, nothing is measured: latency alone decides, and the
+    fewest trips have least of it."""
 
 
 @dataclass(frozen=True)
 class ReductionSettings:
     """How gradients travel. None of it changes a bit of the result."""
 
+    exchange: Exchange = field(default_factory=Exchange)
+    """What an expert wants instead of what is measured."""
     alignment: int = 16
     """Every segment of a message starts at a multiple of this many bytes."""
     bucket: int = 8 << 20
@@ -19,7 +78,14 @@ class ReductionSettings:
     one_by_one: int = 1 << 16
     """Gradients of at least so many bytes on average are taken one by one while the backward pass still runs. A call
     for each smaller one costs more than it saves."""
-    small_exchange: int = 1 << 20
-    """Gradients that make at most so many bytes at each worker are gathered whole: there and not back again."""
+    overlap_from: float = 4e-4
+    """An exchange that is predicted to take less begins behind the step headers: to begin it early costs as much."""
+    most_gathered: int = 8 << 20
+    """No bucket is gathered whole by choice whose sums of all workers take more: slices need a worker's part of it."""
+    network: Network = field(
+        default_factory=lambda: Network(gather=1e-4, message=6e-5, byte=5e-10, add_byte=2e-10, handoff=3e-5)
+    )
+    """What is assumed where nothing was measured: about a loopback."""
+    probe: ProbeSettings = field(default_factory=ProbeSettings)
     close_wait: float = 0.05
     """How long the end of a run waits for the thread that exchanges; it may hang in an abandoned communicator."""

@@ -20,7 +20,7 @@ from virtualflow.protocol.lineage import Claim
 from virtualflow.protocol.messages import Generation
 from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark
 
-_STANDING = struct.Struct("<9q")
+_STANDING = struct.Struct("<10q")
 _ORIGIN = struct.Struct("<4q")
 
 SPOILED = -1
@@ -39,14 +39,17 @@ class Standing:
     """Hash of names, shapes and types of the model and the optimizer."""
     claim: Claim
     """What it knows of the generations before."""
+    exchange: int = 0
+    """The number of the exchange that it wants (``Exchange.to_number``)."""
 
     def to_bytes(self) -> Tensor:
-        """As uint8 ``[72]``."""
+        """As uint8 ``[80]``."""
         claim = self.claim
         numbers = (
             *(self.has_state, self.exchanges, self.step, self.signature, claim.supported),
             *(claim.counted.incarnation, claim.counted.counter),
             *(claim.unsupported.incarnation, claim.unsupported.counter),
+            self.exchange,
         )
         return torch.frombuffer(bytearray(_STANDING.pack(*numbers)), dtype=torch.uint8)
 
@@ -55,8 +58,8 @@ class Standing:
         """The inverse of :meth:`to_bytes`."""
         numbers = _STANDING.unpack(block.numpy().tobytes())
         has_state, exchanges, step, signature, supported = numbers[:5]
-        claim = Claim(Generation(*numbers[5:7]), bool(supported), Generation(*numbers[7:]))
-        return cls(bool(has_state), exchanges, step, signature, claim)
+        claim = Claim(Generation(*numbers[5:7]), bool(supported), Generation(*numbers[7:9]))
+        return cls(bool(has_state), exchanges, step, signature, claim, numbers[9])
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,17 @@ class GradientSync:
         summation: the order in which virtual nodes are added up.
         micro_batch: samples of a virtual node.
         settings: how gradients travel.
+        reducer: reduces them between workers.
     """
 
-    def __init__(self, model: nn.Module, summation: Summation, micro_batch: int, settings: ReductionSettings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        summation: Summation,
+        micro_batch: int,
+        settings: ReductionSettings,
+        reducer: Reducer,
+    ) -> None:
         self.schema = Schema()
         """Names that the present attempt exchanges."""
         self.settled = Schema()
@@ -84,7 +92,7 @@ class GradientSync:
         """The virtual nodes that the present attempt computes, one after the other."""
         self._taken = 0
         """How many of them have been."""
-        self._reducer = Reducer(summation, settings)
+        self._reducer = reducer
         self._overlap = Overlap(self._parameters, self._reducer, settings)
         self._steady = True
         self._trained: tuple[bool, ...] = ()

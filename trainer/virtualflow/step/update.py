@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Summation
+from virtualflow.reduction import Choose, Exchange, Reducer, Summation, UpdateRule, choose_programs
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import Schema
 from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
+from virtualflow.step.partial_step import is_separable
 from virtualflow.step.settings import StateWatchSettings
 from virtualflow.step.spot_checker import SpotChecker
 from virtualflow.step.state_watch import StateWatch
@@ -35,6 +36,7 @@ class Update:
         transfer: how states of a sharded optimizer travel.
         watch: how often states are compared.
         spot_checker: lets another worker compute a virtual node now and then; ``None``: nobody does.
+        choose: chooses how each bucket of gradients travels.
     """
 
     def __init__(
@@ -48,8 +50,18 @@ class Update:
         transfer: TransferSettings,
         watch: StateWatchSettings | None = None,
         spot_checker: SpotChecker | None = None,
+        choose: Choose = choose_programs,
     ) -> None:
-        self.sync = GradientSync(model, summation, micro_batch, reduction)
+        rule = UpdateRule(
+            elementwise=options.sharded or is_separable(options.optimizer),
+            sharded=options.sharded,
+            scaler=options.scaler is not None,
+            clip_norm=options.clip_norm is not None,
+            clip_value=options.clip_value is not None,
+        )
+        self.reducer = Reducer(summation, reduction, rule, choose)
+        """Knows how gradients travel."""
+        self.sync = GradientSync(model, summation, micro_batch, reduction, self.reducer)
         """Takes what each virtual node has left in the model."""
         self.optimizer_step = OptimizerStep(model, options, reduction, transfer)
         self.watch = self.sync.watch = StateWatch(
@@ -64,6 +76,7 @@ class Update:
         self.pending: Reduced | None = None
         """A complete synchronization whose step may count already, though it has not been applied here (sharded)."""
         self._pending_schema = Schema()
+        self._parameters = list(model.parameters())
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
@@ -163,6 +176,19 @@ class Update:
             self.shards.settle()
 
     # --- a life -------------------------------------------------------------------------------------------------------
+
+    def agree(self, communicator: Collectives, wish: Exchange, holdings: Sequence[Sequence[int]]) -> None:
+        """A generation is about to begin: settle with its members what schedules of it follow from.
+
+        Args:
+            communicator: among them.
+            wish: of the first of them.
+            holdings: the virtual nodes of each.
+
+        Raises:
+            CommunicatorBroken: one of them is lost.
+        """
+        self.reducer.agree(communicator, wish, holdings, self._parameters)
 
     def enter(self) -> None:
         """A generation begins."""

@@ -5,11 +5,12 @@ it, and the connection to the coordinator. It knows nothing of what is sent.
 from virtualflow.transport.activity import Activity
 from virtualflow.transport.copy_client import CopyClient, CopyRefused
 from virtualflow.transport.gloo import Communicator
-from virtualflow.transport.interface import ALONE, Collectives, Message, Pending, as_bytes, gather_bytes
+from virtualflow.transport.interface import ALONE, DONE, Collectives, Message, Pending, as_bytes, gather_bytes
 from virtualflow.transport.link import Link
 
 __all__ = [
     "ALONE",
+    "DONE",
     "Activity",
     "Collectives",
     "Communicator",

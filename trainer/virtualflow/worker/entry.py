@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
 
 from virtualflow.data import LoaderOptions, Sampler
 from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
+from virtualflow.reduction.settings import Exchange
 from virtualflow.state import CheckpointPolicy, join_schedulers
 from virtualflow.step import BatchNorm, SchedulerInterval
 from virtualflow.worker.options import Options
@@ -40,6 +41,7 @@ def elastic(
     max_fused: int | None = None,
     batch_norm: BatchNorm = "virtual-node",
     shard_optimizer: bool = False,
+    exchange: Exchange | Literal["auto"] = "auto",
     state: Mapping[str, Any] | None = None,
     sampler: Sampler | None = None,
     **loader: Unpack[LoaderOptions],
@@ -75,6 +77,8 @@ def elastic(
         shard_optimizer: each worker keeps only its share of the optimizer's state, and that of one other worker in case
             it is lost. For optimizers that treat each element for itself (SGD, Adam and their kin);
             after a step a worker has the gradients of its share only.
+        exchange: how gradients travel between workers, which changes no bit: ``"auto"`` chooses by what messages take
+            between them, measured on the running job; a ``vf.Exchange`` says otherwise.
         state: what else is to travel to joiners and into checkpoints, by name: whatever has ``state_dict`` and
             ``load_state_dict``, such as an average of weights. Code after a step changes it, alike on all workers.
         sampler: which samples an epoch has, and in which order, instead of ``shuffle``: a function of (seed, epoch),
@@ -108,6 +112,7 @@ def elastic(
             max_fused,
             batch_norm,
             shard_optimizer,
+            exchange,
             state or {},
             sampler,
             loader,

@@ -16,6 +16,7 @@ from torch import Tensor
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, Convicted, Damaged
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.lineage import find_objection
+from virtualflow.reduction import Exchange
 from virtualflow.state import (
     SPOILED,
     Checkpointer,
@@ -200,6 +201,7 @@ class Membership:
             step=training.completed_steps,
             signature=signature_hash(self._signature),
             claim=self._state.lineage.claim(plan),
+            exchange=training.update.reducer.wish.to_number(),
         )
         standings = [Standing.from_bytes(block) for block in communicator.all_gather(standing.to_bytes())]
         contested = find_objection([other.claim for other in standings])
@@ -211,6 +213,8 @@ class Membership:
         self._checkpointer.enter(plan.generation)
         if len({other.signature for other in standings}) > 1:
             self._explain_difference(communicator)
+        wish = Exchange.from_number(standings[0].exchange)
+        training.update.agree(communicator, wish, [member.virtual_nodes for member in plan.members])
         if self._resharding is not None:
             standings = self._resharding.complete_step(communicator, standings, len(self._state.ranges))
         known = someone_has_state(standings)

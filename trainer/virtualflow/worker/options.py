@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from virtualflow.data import LoaderOptions, Sampler, micro_batch
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import Reproducibility
+from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
 from virtualflow.step import BatchNorm, SchedulerInterval, is_separable
 
@@ -42,6 +43,7 @@ class Options:
     max_fused: int | None
     batch_norm: BatchNorm
     shard_optimizer: bool
+    exchange: Exchange | Literal["auto"]
     state: Mapping[str, Any]
     sampler: Sampler | None
     loader: LoaderOptions
@@ -54,6 +56,10 @@ class Options:
             return None
         by_epochs = self.epochs * steps_per_epoch
         return by_epochs if self.steps is None else min(by_epochs, self.steps)
+
+    def reduction(self, settings: ReductionSettings) -> ReductionSettings:
+        """How gradients travel, where ``settings`` say it by default."""
+        return settings if self.exchange == "auto" else replace(settings, exchange=self.exchange)
 
     def is_over(self, completed_steps: int, epoch: int) -> bool:
         """Whether a training that stands there is through."""
@@ -90,6 +96,34 @@ def check_reproducibility(reproducibility: str, max_fused: int | None, batch_nor
         raise ConfigurationError(f"max_fused is {max_fused}; use 1 to run virtual nodes one by one, None for no limit")
     if batch_norm not in get_args(BatchNorm):
         raise ConfigurationError(f'batch_norm is {batch_norm!r}; it must be "virtual-node" or "micro-batch"')
+
+
+def check_exchange(exchange: Exchange | str) -> None:
+    """Check how gradients are to travel.
+
+    Raises:
+        ConfigurationError: that is no way.
+    """
+    if not isinstance(exchange, Exchange):
+        if exchange != "auto":
+            raise ConfigurationError(f'exchange is {exchange!r}; it must be "auto" or a vf.Exchange(...)')
+        return
+    if exchange.algorithm not in ALGORITHMS:
+        known = ", ".join(f'"{name}"' for name in ALGORITHMS[:-1])
+        raise ConfigurationError(
+            f'vf.Exchange(algorithm={exchange.algorithm!r}): it must be {known} or "{ALGORITHMS[-1]}"'
+        )
+    size: Any = exchange.bucket_bytes
+    if size is not None and (type(size) is not int or not 1 <= size <= MAX_BUCKET):
+        raise ConfigurationError(
+            f"vf.Exchange(bucket_bytes={size!r}): it must be a whole number of bytes between 1 and {MAX_BUCKET}, or "
+            "None for the default"
+        )
+    overlap: Any = exchange.overlap
+    if overlap is not None and type(overlap) is not bool:
+        raise ConfigurationError(
+            f"vf.Exchange(overlap={overlap!r}): it must be True, False, or None for where it is worth it"
+        )
 
 
 def check_verify(sample: float, reproducibility: str) -> None:

@@ -33,6 +33,7 @@ from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.membership import Membership
 from virtualflow.worker.options import (
     Options,
+    check_exchange,
     check_optimizer,
     check_reproducibility,
     check_scheduler,
@@ -232,6 +233,7 @@ def _check(request: Request) -> None:
     check_sizes(options.batch_size, request.virtual_nodes, options.epochs, options.steps)
     check_reproducibility(request.reproducibility, options.max_fused, options.batch_norm)
     check_verify(request.environment.verify, request.reproducibility)
+    check_exchange(options.exchange)
     check_optimizer(request.model, request.optimizer)
     check_scheduler(options.scheduler, options.scheduler_interval)
     if options.shard_optimizer:
@@ -278,7 +280,7 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
         optimizing,
         choose_summation(request.virtual_nodes, request.reproducibility),
         micro_batch=request.micro_batch,
-        reduction=request.settings.reduction,
+        reduction=options.reduction(request.settings.reduction),
         transfer=request.settings.transfer,
         watch=request.settings.watch,
         spot_checker=spot_checker,

@@ -1,0 +1,280 @@
+"""The two ways of a bucket between workers, each as what sets out, what comes of it, and what returns.
+
+By slices, every worker sends each other one its piece of the own rows and gets theirs for the own piece; summed in the
+shape of the tree, that goes back to all (or to the owners). As a whole, every worker gets all rows of all and adds
+everything up itself. The own rows are only read, so that they are whole if the exchange is aborted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from virtualflow.reduction.accumulation import Tensors
+from virtualflow.reduction.buckets import Bucket, plan_delivery
+from virtualflow.reduction.message_buffers import Buffers
+from virtualflow.reduction.program import Route, Split
+from virtualflow.reduction.tree import Key
+from virtualflow.transport import DONE, Collectives, Message, Pending
+
+Keys = list[list[Key]]
+"""For each rank, the tree nodes that it contributes the sums of."""
+
+
+class Sum(Protocol):
+    """Sums what all members contribute."""
+
+    def __call__(self, arrived: dict[Key, Tensor], out: Tensor | None = None, *, scaled: bool = True) -> Tensor:
+        """The sum, in ``out`` if that is given, times the factor of the step if it is ``scaled``.
+
+        The arguments may be reused.
+        """
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """What is reduced among whom, and how."""
+
+    collectives: Collectives
+    keys: Keys
+    """Of which stretches each member contributes the sums."""
+    total: Sum
+    templates: Sequence[Tensor]
+    """One tensor per place, with its shape and device."""
+    buckets: Sequence[Bucket]
+    """In the order in which they set out."""
+    routes: Sequence[Route]
+    """Which way each of them takes."""
+    scale: float
+    """The factor of the sum."""
+    needed_by: Sequence[Sequence[int]] | None
+    """For each place the ranks that need its sum; without it all do."""
+
+
+class BucketExchange(Protocol):
+    """The exchange of one bucket, as its worker sees it."""
+
+    flat: Tensor
+    """The own rows, where they set out from."""
+
+    def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
+        """Where the ``at``-th tensor of the bucket is to be written: (its first element, stretch of ``flat``)."""
+
+    def set_out(self) -> Pending:
+        """Send the own rows, and receive what is to be added up here."""
+
+    def add_and_return(self) -> Pending:
+        """All is here: add it up, and send it on to whoever needs it."""
+
+    def sums(self) -> list[tuple[int, Tensor]]:
+        """All is back: the sums that this worker needs, by place, views of a buffer."""
+
+
+def open_exchange(plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> BucketExchange:
+    """The exchange of a bucket of the plan, by its route.
+
+    Args:
+        plan: see there.
+        index: of the bucket.
+        buffers: where messages are kept.
+        name: of the reduction among them.
+    """
+    if plan.routes[index].way is Split.WHOLE:
+        return WholeExchange(plan, index, buffers, name)
+    if plan.routes[index].to_owners and plan.needed_by is not None:
+        return DeliveredExchange(plan, index, buffers, name, plan.needed_by)
+    return SlicedExchange(plan, index, buffers, name)
+
+
+class _Exchange:
+    """What all ways share."""
+
+    def __init__(self, plan: ReductionPlan, index: int) -> None:
+        self._plan, self._bucket = plan, plan.buckets[index]
+        self._collectives = plan.collectives
+        self._route = plan.routes[index]
+        self._peers = [peer for peer in range(plan.collectives.size) if peer != plan.collectives.rank]
+        self._rows = len(plan.keys[plan.collectives.rank])
+
+    def _numel(self, at: int) -> int:
+        return self._plan.templates[self._bucket.places[at]].numel()
+
+    def _is_needed(self, place: int) -> bool:
+        needed_by = self._plan.needed_by
+        return needed_by is None or self._collectives.rank in needed_by[place]
+
+    def _unflatten(self, row: Tensor, places: Sequence[int]) -> list[tuple[int, Tensor]]:
+        return list(zip(places, unflatten(row, [self._plan.templates[place] for place in places]), strict=True))
+
+    def _sums_of_all(self, row: Tensor) -> list[tuple[int, Tensor]]:
+        return [
+            (place, tensor) for place, tensor in self._unflatten(row, self._bucket.places) if self._is_needed(place)
+        ]
+
+
+class WholeExchange(_Exchange):
+    """All rows of all workers, to all."""
+
+    def __init__(self, plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> None:
+        super().__init__(plan, index)
+        most, bucket = max(len(nodes) for nodes in plan.keys), self._bucket
+        # Blocks are equal: who has fewer rows than others sends some that nobody reads.
+        self.flat = buffers.get((name, "rows", index), (most, bucket.total), bucket.dtype)
+        self._gathered = buffers.get(
+            (name, "gathered", index), (plan.collectives.size, most, bucket.total), bucket.dtype
+        )
+        self._total: Tensor | None = None
+
+    def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
+        """All of it in one stretch."""
+        begin = self._bucket.offsets[at]
+        return [(0, self.flat[row, begin : begin + self._numel(at)])]
+
+    def set_out(self) -> Pending:
+        """To all others."""
+        return self._collectives.start_all_gather(as_raw(self._gathered), as_raw(self.flat))
+
+    def add_and_return(self) -> Pending:
+        """Nothing returns: all have added it up."""
+        arrived = {
+            node: self._gathered[rank, at]
+            for rank, nodes in enumerate(self._plan.keys)
+            for at, node in enumerate(nodes)
+        }
+        self._total = self._plan.total(arrived)
+        return DONE
+
+    def sums(self) -> list[tuple[int, Tensor]]:
+        """In the buffer of what was gathered."""
+        assert self._total is not None
+        return self._sums_of_all(self._total)
+
+
+class SlicedExchange(_Exchange):
+    """A slice of all rows to each worker, and the sums of the slices back to all."""
+
+    def __init__(self, plan: ReductionPlan, index: int, buffers: Buffers, name: str) -> None:
+        super().__init__(plan, index)
+        size, bucket = plan.collectives.size, self._bucket
+        self._counts = [len(nodes) for nodes in plan.keys]
+        self.flat = buffers.get((name, "flat", index), (self._rows * size * bucket.piece,), bucket.dtype)
+        self._incoming = buffers.get(
+            (name, "incoming", index), (max(sum(self._counts), size), bucket.piece), bucket.dtype
+        )
+        """All members' rows of the own piece; then the sums come to the front of them, piece by piece."""
+
+    def segments(self, at: int, row: int) -> list[tuple[int, Tensor]]:
+        """In the pieces for the members."""
+        found = self._bucket.segments(at, self._numel(at), self._rows, row)
+        return [(first, self.flat[where : where + count]) for first, count, where in found]
+
+    def set_out(self) -> Pending:
+        """To each worker its piece of the own rows."""
+        pieces, incoming = self._pieces(), self._incoming_rows()
+        return self._exchange(
+            {peer: incoming[peer] for peer in self._peers}, {peer: pieces[peer] for peer in self._peers}
+        )
+
+    def add_and_return(self) -> Pending:
+        """The sums of the own piece, to all."""
+        rank, sums = self._collectives.rank, self._incoming
+        self._add(sums[rank])
+        return self._exchange({peer: sums[peer] for peer in self._peers}, dict.fromkeys(self._peers, sums[rank]))
+
+    def sums(self) -> list[tuple[int, Tensor]]:
+        """Piece by piece where the rows were."""
+        return self._sums_of_all(self._incoming.view(-1))
+
+    def _add(self, out: Tensor | None) -> Tensor:
+        """The sums of the own piece, in ``out`` if that is given."""
+        rank, rows = self._collectives.rank, self._incoming_rows()
+        rows[rank].copy_(self._pieces()[rank])
+        arrived = {
+            node: row
+            for nodes, of_member in zip(self._plan.keys, rows, strict=True)
+            for node, row in zip(nodes, of_member, strict=True)
+        }
+        route = self._route
+        if route.in_message:
+            return self._plan.total(arrived, out, scaled=route.scales_slices)
+        total = self._plan.total(arrived, scaled=route.scales_slices)
+        return total if out is None else out.copy_(total)
+
+    def _exchange(self, incoming: Mapping[int, Tensor], outgoing: Mapping[int, Tensor]) -> Pending:
+        """Receive from some members and send to some; what is to come is waited for first."""
+        return self._collectives.start_messages(
+            [
+                *(Message(peer, stretch, incoming=True) for peer, stretch in incoming.items() if stretch.numel()),
+                *(Message(peer, stretch, incoming=False) for peer, stretch in outgoing.items() if stretch.numel()),
+            ]
+        )
+
+    def _pieces(self) -> Tensor:
+        """The bucket's message, ``[size, rows, piece]``: what each member gets of this worker's rows."""
+        return self.flat.view(self._collectives.size, self._rows, self._bucket.piece)
+
+    def _incoming_rows(self) -> list[Tensor]:
+        """All members' rows of the own piece, ``[rows, piece]`` each."""
+        return list(torch.split(self._incoming[: sum(self._counts)], self._counts))
+
+
+class DeliveredExchange(SlicedExchange):
+    """A slice of all rows to each worker, and the sums of tensors to those who need them."""
+
+    def __init__(
+        self, plan: ReductionPlan, index: int, buffers: Buffers, name: str, needed_by: Sequence[Sequence[int]]
+    ) -> None:
+        super().__init__(plan, index, buffers, name)
+        collectives = plan.collectives
+        self._delivery = plan_delivery(self._bucket, plan.templates, needed_by, collectives.size, collectives.rank)
+        self._delivered = buffers.get((name, "delivered", index), (sum(self._delivery.inward),), self._bucket.dtype)
+        """The tensors that this worker needs, one behind the other."""
+
+    def add_and_return(self) -> Pending:
+        """The sums of the own piece, each to its owners."""
+        reduced, rank = self._add(None), self._collectives.rank
+        targets = torch.split(self._delivered, list(self._delivery.inward))
+        packed = [[reduced[begin:end] for begin, end in stretches] for stretches in self._delivery.outward]
+        if packed[rank]:
+            torch.cat(packed[rank], out=targets[rank])
+        return self._exchange(
+            {peer: targets[peer] for peer in self._peers if len(targets[peer])},
+            {peer: torch.cat(packed[peer]) for peer in self._peers if packed[peer]},
+        )
+
+    def sums(self) -> list[tuple[int, Tensor]]:
+        """What was delivered."""
+        return self._unflatten(self._delivered, [place for place in self._bucket.places if self._is_needed(place)])
+
+
+def flatten(row: Tensor, tensors: Tensors, templates: Sequence[Tensor]) -> None:
+    """Copy tensors, of any device, one after the other into ``row``; a missing one is zero."""
+    pieces = [or_zeros(t, template).reshape(-1) for t, template in zip(tensors, templates, strict=True)]
+    if all(piece.device == row.device for piece in pieces):
+        torch.cat(pieces, out=row)
+    else:
+        row.copy_(torch.cat(pieces))
+
+
+def unflatten(row: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that lie one after the other at the front of ``row``, on their devices."""
+    sizes = [template.numel() for template in templates]
+    pieces = torch.split(row[: sum(sizes)], sizes)
+    return [
+        piece.view(template.shape) if template.device == row.device else piece.view(template.shape).to(template.device)
+        for piece, template in zip(pieces, templates, strict=True)
+    ]
+
+
+def or_zeros(tensor: Tensor | None, template: Tensor) -> Tensor:
+    """The tensor, or zeros in its place."""
+    return torch.zeros_like(template, memory_format=torch.contiguous_format) if tensor is None else tensor
+
+
+def as_raw(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8 ``[n]``: gloo knows few types, and bytes are enough for it."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,105 @@
+"""How long a program takes: a prediction from what was measured on the running job.
+
+Latency and bandwidth (the Hockney model: a + b * bytes) of the two kinds of collectives that an exchange is made of, as
+this job's own messages have them, checksums and threads included; and the speed at which a worker adds. Pure.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from virtualflow.reduction.program import Layout, Operation, Program, Stage
+
+_NUMBERS = struct.Struct("<5d")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What it takes to exchange and to add; seconds, and seconds a byte."""
+
+    gather: float
+    """An all-gather of nothing."""
+    message: float
+    """Messages of nothing between all pairs."""
+    byte: float
+    """Each byte that a worker receives: the wire and the checksums are the same for both."""
+    add_byte: float
+    """Each byte that a worker adds."""
+    handoff: float
+    """From the thread that trains to the one that exchanges, and back."""
+
+    def to_bytes(self) -> bytes:
+        """40 bytes."""
+        return _NUMBERS.pack(*astuple(self))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Network:
+        """The inverse of :meth:`to_bytes`."""
+        return cls(*_NUMBERS.unpack(raw))
+
+
+NETWORK_SIZE = _NUMBERS.size
+"""Bytes of a :class:`Network`."""
+
+
+def combine(measured: Sequence[Network]) -> Network:
+    """What counts where each worker has measured.
+
+    Of an exchange the shortest time: the others have waited for somebody who came later. Of what a worker does alone
+    the longest: a step waits for the slowest.
+    """
+    return Network(
+        gather=min(one.gather for one in measured),
+        message=min(one.message for one in measured),
+        byte=min(one.byte for one in measured),
+        add_byte=max(one.add_byte for one in measured),
+        handoff=max(one.handoff for one in measured),
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a bucket has to carry."""
+
+    size: int
+    """Bytes of one sum of the whole bucket."""
+    rows: tuple[int, ...]
+    """How many sums each worker contributes."""
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return len(self.rows)
+
+
+def predict(program: Program, shape: Shape, network: Network) -> float:
+    """Seconds until the sums are where the update needs them; what follows is the same in all programs."""
+    return sum(_seconds(stage, shape, network) for stage in program.stages)
+
+
+def _seconds(stage: Stage, shape: Shape, network: Network) -> float:
+    workers, size = shape.workers, shape.size
+    slice_ = size / workers
+    here = slice_ if stage.layout is Layout.SLICED else size
+    match stage.operation:
+        case Operation.GATHER_SUMS:
+            # Blocks are equal: all send as many rows as whoever has most.
+            return network.gather + network.byte * max(shape.rows) * size * (workers - 1)
+        case Operation.SEND_SLICES:
+            every = sum(shape.rows)
+            busiest = max(max(rows * (size - slice_), (every - rows) * slice_) for rows in shape.rows)
+            return network.handoff + network.message + network.byte * busiest
+        case Operation.ADD:
+            return network.add_byte * here * (sum(shape.rows) - 1)
+        case Operation.SCALE:
+            copied = stage.layout is Layout.SLICED and not stage.fused
+            return network.add_byte * here * (2 if copied else 1)
+        case Operation.GATHER:
+            return network.message + network.byte * (size - slice_)
+        case Operation.DELIVER:
+            # Every tensor has two owners, so a worker gets two slices' worth, most of it from others.
+            return network.message + network.byte * min(2, workers) * slice_ + network.add_byte * slice_
+        case _:
+            return 0.0
