@@ -29,6 +29,9 @@ Subcommand = Callable[[argparse.Namespace, LauncherSettings], int]
 EXTERNAL = {"simulate": "play a trace of jobs against scheduling policies"}
 """Subcommands of other parts of the project, with their line of help."""
 
+EXPLAIN_WORKERS = 2
+"""The fewest between which anything travels."""
+
 _DAY = 86_400
 _LONGEST = 366 * _DAY
 _AT_LEAST_1: dict[str, Any] = {
@@ -59,6 +62,7 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
     _add_check(add("check", "run a script in several ways, and compare the bits of a few steps"), settings)
     _add_bisect(add("bisect", "find the first step, virtual node and tensor in which two runs differ"))
     _add_profile(add("profile", "measure a script on this device, for jobs to come"))
+    _add_explain(add("explain", "run two steps of a script, and say how its gradients travel and why"))
     status = add("status", "show what a running job is doing")
     status.add_argument("job", nargs="?", metavar="NAME", help="of the job; not needed when only one is running")
     status.add_argument("--json", action="store_true", help="all of it, as JSON")
@@ -294,6 +298,33 @@ def _add_profile(parser: Parser) -> None:
     parser.epilog = (
         "Peak memory is what tensors take beyond model and optimizer: the micro-batch, activations and gradients. Keep "
         "the device otherwise idle, and give the same VIRTUALFLOW_THREADS as the job will have."
+    )
+
+
+def _add_explain(parser: Parser) -> None:
+    parser.usage = "virtualflow explain [OPTIONS] SCRIPT [ARGS ...]"
+    parser.description = (
+        "Run two steps of a training script and print, for each bucket of gradients, the way that it takes between "
+        "workers, the predicted times of the alternatives, and why further rewrites of its exchange are refused."
+    )
+    parser.add_argument(
+        "--workers",
+        default=EXPLAIN_WORKERS,
+        metavar="N",
+        help=f"worker processes (default {EXPLAIN_WORKERS})",
+        **_range(int, 1, MAX_WORKERS, "a job needs at least one worker, and {1} at most"),
+    )
+    parser.add_argument(
+        "--virtual-nodes",
+        metavar="V",
+        help=f"overrides the script's (default {VIRTUAL_NODES})",
+        **_range(int, 1, MAX_VIRTUAL_NODES, "a job has between {} and {}"),
+    )
+    parser.add_argument("--json", action="store_true", help="all of it, as JSON")
+    _add_script(parser, required=True)
+    parser.epilog = (
+        "The script runs as it stands, so what it writes itself it writes; its checkpoints go elsewhere and are "
+        "deleted. The schedule changes no bit of the result."
     )
 
 

@@ -74,6 +74,8 @@ class WorkerEnvironment:
     """Where to note what is computed, as hashes."""
     trace_repeat: int | None = None
     """A step to attempt twice, while that is noted."""
+    explain_out: Path | None = None
+    """Where to write down how gradients travel."""
 
     @classmethod
     def read(cls) -> WorkerEnvironment:
@@ -114,6 +116,7 @@ class WorkerEnvironment:
             profile_sizes=_sizes(),
             trace_dir=_path(names.ENV_TRACE_DIR),
             trace_repeat=_whole(names.ENV_TRACE_REPEAT),
+            explain_out=_path(names.ENV_EXPLAIN_OUT),
         )
 
 

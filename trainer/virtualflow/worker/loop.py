@@ -22,6 +22,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import AttemptSpoiled
 from virtualflow.step import Diverged, Doubted, Reduced, Repetition, StepHeader, copy_data
 from virtualflow.worker.divergence import end_by_divergence
+from virtualflow.worker.explaining import write_explanation
 from virtualflow.worker.finish import complete_leader
 from virtualflow.worker.script import check_averages
 from virtualflow.worker.setup import Context
@@ -307,6 +308,9 @@ class Loop:
         self._state.step = number
         self._activity.first, self._activity.slowest = False, context.stopwatch.slowest
         self._note_commit(session.generation, number)
+        explained = context.request.environment.explain_out
+        if explained is not None and self._state.leader:
+            write_explanation(explained, context.request.model, context.update, number)
         if change is not None:
             session.remember(change)
         context.membership.note_offers(header.offer for header in reduced.headers)

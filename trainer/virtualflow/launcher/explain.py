@@ -1,0 +1,135 @@
+"""``virtualflow explain``: run two steps of a script, and say how its gradients travel and why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+from virtualflow.errors import VirtualFlowError
+from virtualflow.launcher.options import check_script, check_trainer
+from virtualflow.launcher.supervisor import describe_exit, die_with
+from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, read_report
+from virtualflow.protocol.settings import ENV_EXPLAIN_OUT
+from virtualflow.protocol.wording import counted
+
+STEPS = 2
+"""Nothing begins early in the first one: only then is it known that gradients stay as they are."""
+_NEVER = "31536000"
+"""Seconds between two checkpoints: the script's own are neither read nor written."""
+_FEW = 3
+"""Names that stand for a bucket."""
+
+
+def explain(arguments: Namespace) -> int:
+    """Run two steps and print how gradients travelled; the exit code.
+
+    Raises:
+        ConfigurationError: the script cannot be run; nothing has been started.
+        VirtualFlowError: it failed, or trained nothing.
+    """
+    check_script(Path(arguments.script))
+    check_trainer()
+    with tempfile.TemporaryDirectory(prefix="virtualflow-", ignore_cleanup_errors=True) as directory:
+        written, said = Path(directory) / "exchange.json", Path(directory) / "said"
+        code = _run(_command(arguments, Path(directory)), os.environ | {ENV_EXPLAIN_OUT: str(written)}, said)
+        if code != 0:
+            print(said.read_text("utf-8", "replace").rstrip(), file=sys.stderr)
+            raise VirtualFlowError(f"{arguments.script} ended with {describe_exit(code)}; its output is above")
+        if not written.exists():
+            raise VirtualFlowError(
+                f"{arguments.script} made no step, so there is nothing to explain; it must iterate over vf.elastic(...)"
+            )
+        if arguments.json:
+            print(written.read_text())
+        else:
+            print(describe(read_report(written)))
+    return 0
+
+
+def _command(given: Namespace, directory: Path) -> list[str]:
+    command = [sys.executable, "-m", "virtualflow", "run", "--plain", "--workers", str(given.workers)]
+    command += ["--stop-after", str(STEPS), "--rebalance-gain", "1"]
+    command += ["--checkpoint-dir", str(directory / "checkpoints"), "--checkpoint-seconds", _NEVER]
+    if given.virtual_nodes is not None:
+        command += ["--virtual-nodes", str(given.virtual_nodes)]
+    return [*command, given.script, *given.args]
+
+
+def _run(command: list[str], environment: dict[str, str], said: Path) -> int:
+    """Run it to its end, with its output in a file; the return code as ``subprocess`` gives it."""
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - there is one thread
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+def describe(report: ExchangeReport) -> str:
+    """All of it, in lines for people."""
+    workers = len(report.rows)
+    if workers == 1:
+        return "one worker: nothing travels; ask for more by --workers"
+    sums = ", ".join(map(str, report.rows))
+    lines = [
+        f"step {report.step}: {counted(workers, 'worker')} that contribute {sums} sums, "
+        f"{counted(len(report.buckets), 'bucket')}",
+        _describe_network(report),
+    ]
+    for number, bucket in enumerate(report.buckets, 1):
+        lines += ["", *_describe_bucket(number, bucket)]
+    return "\n".join(lines)
+
+
+def _describe_network(report: ExchangeReport) -> str:
+    network = report.network
+    source = "measured when the generation began" if report.measured else "assumed, since so little is not measured"
+    return (
+        f"network, {source}: a gather takes {_milliseconds(network['gather'])}, messages "
+        f"{_milliseconds(network['message'])}, both bring {_speed(network['byte'])}; additions "
+        f"{_speed(network['add_byte'])}, another thread {_milliseconds(network['handoff'])}"
+    )
+
+
+def _describe_bucket(number: int, bucket: BucketReport) -> list[str]:
+    names = ", ".join(bucket.tensors[:_FEW])
+    if len(bucket.tensors) > _FEW:
+        names += f" and {len(bucket.tensors) - _FEW} more"
+    when = "beside the backward pass" if bucket.overlapped else "behind the step headers"
+    lines = [
+        f"bucket {number}: {_bytes(bucket.bytes)} of {bucket.dtype} ({names})",
+        f"  {bucket.way}, {when}; {bucket.reason}",
+        f"  stages: {bucket.program}",
+    ]
+    if bucket.predicted:
+        weighed = ", ".join(f"{way} {_milliseconds(seconds)}" for way, seconds in bucket.predicted.items())
+        lines.append(f"  predicted: {weighed}")
+    return [*lines, *(f"  no further {rewrite}: {why}" for rewrite, why in bucket.refused.items())]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _speed(seconds_a_byte: float) -> str:
+    return f"{1e-9 / seconds_a_byte:.2g} GB/s" if seconds_a_byte else "no time a byte"
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} bytes"
