@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks import changes, external, integrity, joiner, overlap, plots, soak, steps
+from benchmarks import changes, exchange, external, integrity, joiner, overlap, plots, soak, steps
 
 Result = dict[str, Any]
 Row = Mapping[str, Any]
@@ -57,6 +57,12 @@ class Figure:
     on_demand: bool = False
     """It takes hours, and is measured only when it is named."""
 
+
+EXCHANGE_TEXT = """\
+A step whose gradients have a given size and cost next to nothing, so that little but their exchange is timed. What is
+chosen by default takes turns with each schedule that can be asked for: by slices or gathered whole, behind the step
+headers or beside the backward pass. The ratio of the default to the best of them is taken in each round; the table has
+its median. 1 is as good as exhaustion."""
 
 INTEGRITY_TEXT = """\
 The time of a `bitwise` step with two workers, which hash all that they send and receive and compare their states part
@@ -142,6 +148,19 @@ FIGURES: dict[str, Figure] = {
         OVERLAP_TEXT,
         {"link": plain_text("link"), "model": plain_text("model"), **throughput_columns()},
         plots.throughput,
+    ),
+    "exchange": Figure(
+        "The chosen exchange, beside the best",
+        exchange.measure,
+        EXCHANGE_TEXT,
+        {
+            "workers": plain_text("workers"),
+            "gradients": lambda row: f"{row['kib']:,} KiB",
+            "chosen": milliseconds("auto_ms"),
+            "best": lambda row: f"{number(row['best_ms'], ' ms')} ({row['best']})",
+            "worst": milliseconds("worst_ms"),
+            "chosen / best": lambda row: f"**{row['ratio']:.3f}**",
+        },
     ),
     "integrity": Figure(
         "What hashing costs",
