@@ -5,12 +5,9 @@ The workers are threads over collectives in memory (``thread_collectives``).
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import pytest
@@ -20,10 +17,9 @@ from hypothesis import strategies as st
 from test_broken_collectives import FEWER, NODES, PLACES, RANGES, SCALE, all_there, attempt
 from test_reducer import ALIGNMENT, DTYPES, Problem, bits, build, divisions, reduce_one
 from thread_collectives import Seat, Table
-from torch import Tensor, nn
 
 from tiers import examples
-from virtualflow.protocol.messages import NO_GENERATION
+from virtualflow.errors import CommunicatorBroken
 from virtualflow.reduction.accumulation import Tensors
 from virtualflow.reduction.cost import Shape, predict
 from virtualflow.reduction.ownership import plan_owners
@@ -32,8 +28,6 @@ from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.schedule import Choice, Choose, Terms
 from virtualflow.reduction.settings import Exchange, ProbeSettings, ReductionSettings
 from virtualflow.reduction.summation import CanonicalSummation
-from virtualflow.state.settings import TransferSettings
-from virtualflow.step import OptimizerOptions, Update
 from virtualflow.transport.interface import ALONE, Collectives
 
 SETTINGS = ReductionSettings(alignment=ALIGNMENT, bucket=128)
@@ -169,142 +163,71 @@ def test_whichever_stage_breaks_no_sum_is_wrong_and_another_schedule_takes_over(
         reducer.close()
 
 
-@pytest.mark.parametrize(
-    ("count", "measured"), [pytest.param(10_000, True, id="enough"), pytest.param(10, False, id="too little to weigh")]
-)
-def test_members_of_a_generation_agree_on_what_they_have_measured(count: int, measured: bool) -> None:
-    ranges = [range(2), range(2, 5), range(5, 6)]
-    problem, table = build(1, 6, [((count,), torch.float32)]), Table(3)
-    wish = Exchange(bucket_bytes=1 << 12)
-
-    def work(rank: int) -> Terms:
-        settings = ReductionSettings(
-            exchange=Exchange("gather"), probe=ProbeSettings(rounds=2, large=1 << 12, added=1 << 12)
-        )
-        reducer = Reducer(CanonicalSummation(6), settings)
-        reducer.agree(Seat(table, rank), wish, ranges, problem.templates)
-        reducer.close()
-        return reducer.terms
-
-    with ThreadPoolExecutor(3) as pool:
-        terms = list(pool.map(work, range(3)))
-    assert terms == terms[:1] * 3
-    assert terms[0].exchange == wish, "the first member's wish holds for all"
-    assert terms[0].measured is measured
-    assert (terms[0].network != ReductionSettings().network) is measured
+WISH, ENOUGH = Exchange(bucket_bytes=1 << 12), 10_000
 
 
-# --- whole steps ------------------------------------------------------------------------------------------------------
+def agree(
+    reducers: Sequence[Reducer],
+    ranges: Sequence[range],
+    count: int = ENOUGH,
+    failing: tuple[int, int, How] | None = None,
+) -> tuple[list[Terms | None], list[int]]:
+    """What members with so many parameters agree on, ``None``: nothing; and how many operations each began."""
+    problem, table = build(1, NODES, [((count,), torch.float32)]), Table(len(ranges))
+    seats = [Seat(table, rank) for rank in range(len(ranges))]
+    if failing is not None:
+        rank, seats[rank].fails_at, seats[rank].how = failing
 
-STEPS, SAMPLES = 3, 2
-
-
-class Mixed(nn.Module):
-    """Small parameters of several types and a buffer, some of which do not get a gradient in every step."""
-
-    def __init__(self, widths: Sequence[int]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.Linear(a, b, dtype=torch.float64 if a % 2 else None) for a, b in pairwise(widths)]
-        )
-        self.skipped = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        self.norm = nn.BatchNorm1d(widths[-1])
-
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        loss = self.norm(x.float()).square().mean()
-        return loss + self.skipped.sum().float() if step == 2 else loss
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), 0.01),
-}
-
-
-@dataclass(frozen=True)
-class Training:
-    """A small training."""
-
-    virtual_nodes: int
-    widths: tuple[int, ...]
-    optimizer: str
-    clip_norm: float | None
-    clip_value: float | None
-    known: bool
-    """Whether it is known before the headers how many samples a step has."""
-
-
-def train(training: Training, ranges: Sequence[range], choose: Choose, sharded: bool) -> list[list[object]]:
-    """The bits of each worker's parameters and buffers after some steps, by another schedule in each."""
-    table = Table(len(ranges))
-    torch.manual_seed(7)
-    fresh = Mixed(training.widths)
-
-    def work(rank: int) -> list[object]:
-        model, seat = copy.deepcopy(fresh), Seat(table, rank) if len(ranges) > 1 else ALONE
-        options = OptimizerOptions(
-            OPTIMIZERS[training.optimizer](model),
-            clip_norm=training.clip_norm,
-            clip_value=training.clip_value,
-            sharded=sharded,
-        )
-        summation, transfer = CanonicalSummation(training.virtual_nodes), TransferSettings()
-        update = Update(
-            model, options, summation, micro_batch=SAMPLES, reduction=SETTINGS, transfer=transfer, choose=choose
-        )
-        if update.shards is not None:
-            update.shards.enter(rank, len(ranges))
-        update.enter()
+    def work(rank: int) -> Terms | None:
         try:
-            for step in range(1, STEPS + 1):
-                update.agree(seat, Exchange(bucket_bytes=60 + step), ranges)
-                take_step(update, model, seat, ranges, training, step)
-        except BaseException:
+            reducers[rank].agree(seats[rank], WISH, ranges, problem.templates)
+        except CommunicatorBroken:
             table.abort()
-            raise
+            return None
         finally:
-            update.close()
-        return [value.reshape(-1).view(torch.uint8).tolist() for value in model.state_dict().values()]
+            reducers[rank].close()
+        return reducers[rank].terms
 
     with ThreadPoolExecutor(len(ranges)) as pool:
-        return list(pool.map(work, range(len(ranges))))
+        return list(pool.map(work, range(len(ranges)))), [seat.operations for seat in seats]
 
 
-def take_step(
-    update: Update, model: nn.Module, seat: Collectives, ranges: Sequence[range], training: Training, step: int
-) -> None:
-    """Compute the own virtual nodes of a step, exchange, and apply."""
-    mine = ranges[seat.rank]
-    update.begin(mine, max(map(len, ranges)))
-    for node in mine:
-        if node == mine[-1]:
-            samples = training.virtual_nodes * SAMPLES if training.known else None
-            update.sync.expect_last(seat, ranges, SAMPLES, samples)
-        draw = torch.Generator().manual_seed(100 * step + node)
-        model(torch.randn(SAMPLES, training.widths[0], generator=draw), step).backward()
-        update.sync.take(SAMPLES, {})
-    update.apply(update.synchronize(seat, ranges, step, NO_GENERATION, more=True), epoch_ends=False)
+def fresh(count: int) -> list[Reducer]:
+    """Reducers that have measured nothing yet."""
+    probe = ProbeSettings(rounds=2, large=1 << 12, added=1 << 12)
+    settings = ReductionSettings(exchange=Exchange("gather"), probe=probe)
+    return [Reducer(CanonicalSummation(NODES), settings) for _ in range(count)]
 
 
-@settings(max_examples=examples(25), deadline=None)
-@given(
-    st.builds(
-        Training,
-        st.integers(2, 9),
-        st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple),
-        st.sampled_from(sorted(OPTIMIZERS)),
-        st.sampled_from([None, 0.01]),
-        st.sampled_from([None, 0.001]),
-        st.booleans(),
-    ),
-    st.booleans(),
-    st.integers(0, 1 << 16),
-    st.data(),
+@pytest.mark.parametrize(
+    ("count", "measured"), [pytest.param(ENOUGH, True, id="enough"), pytest.param(10, False, id="too little to weigh")]
 )
-def test_every_schedule_trains_to_one_digest(training: Training, sharded: bool, seed: int, data: st.DataObject) -> None:
-    ranges = data.draw(divisions(training.virtual_nodes).filter(lambda ranges: len(ranges) <= 5))
-    (reference,) = train(training, [range(training.virtual_nodes)], drawn(seed), sharded=False)
-    for found in train(training, ranges, drawn(seed), sharded=sharded):
-        assert found == reference
+def test_members_of_a_generation_agree_on_what_they_have_measured(count: int, measured: bool) -> None:
+    terms, _ = agree(fresh(3), RANGES, count)
+    assert terms == terms[:1] * 3
+    assert terms[0] is not None
+    assert terms[0].exchange == WISH, "the first member's wish holds for all"
+    assert terms[0].measured is measured
+    assert (terms[0].network != SETTINGS.network) is measured
+
+
+def test_what_was_measured_holds_until_somebody_joins() -> None:
+    reducers = fresh(3)
+    before, most = agree(reducers, RANGES)
+    after, fewest = agree(reducers[1:], FEWER)
+    assert after == before[1:]
+    assert max(fewest) == 1 < min(most)
+    joined, operations = agree([*reducers[1:], *fresh(1)], RANGES)
+    assert joined == joined[:1] * 3
+    assert operations == most
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_wherever_agreeing_breaks_whoever_enters_has_agreed_with_those_who_do(how: How) -> None:
+    _, operations = agree(fresh(3), RANGES)
+    for victim, count in enumerate(operations):
+        assert count > 1
+        for number in range(1, count + 1):
+            terms, _ = agree(fresh(3), RANGES, failing=(victim, number, how))
+            assert terms[victim] is None
+            assert len({told for told in terms if told is not None}) <= 1
