@@ -96,7 +96,7 @@ def describe(report: ExchangeReport) -> str:
 
 def _describe_network(report: ExchangeReport) -> str:
     network = report.network
-    source = "measured when the generation began" if report.measured else "assumed, since so little is not measured"
+    source = "measured when the last worker joined" if report.measured else "assumed, since so little is not measured"
     return (
         f"network, {source}: a gather takes {_milliseconds(network['gather'])}, messages "
         f"{_milliseconds(network['message'])}, both bring {_speed(network['byte'])}; additions "

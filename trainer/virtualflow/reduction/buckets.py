@@ -8,6 +8,7 @@ message to a worker holds that worker's piece of every row.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -112,6 +113,16 @@ def plan_delivery(
                 inward[source] += stop - at
                 at = stop
     return Delivery(tuple(map(tuple, outward)), tuple(inward))
+
+
+def most_delivered(bucket: Bucket, templates: Sequence[Tensor], needed_by: Sequence[Sequence[int]] | None) -> int:
+    """Bytes of the bucket's sums that come to the member who needs most of them; ``None``: all need all."""
+    if needed_by is None:
+        return bucket.total * bucket.dtype.itemsize
+    needed: Counter[int] = Counter()
+    for place in bucket.places:
+        needed.update(dict.fromkeys(needed_by[place], templates[place].numel()))
+    return max(needed.values(), default=0) * bucket.dtype.itemsize
 
 
 def _bucket(dtype: torch.dtype, run: list[int], templates: Sequence[Tensor], size: int, unit: int) -> Bucket:

@@ -6,6 +6,7 @@ this job's own messages have them, checksums and threads included; and the speed
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -67,6 +68,8 @@ class Shape:
     """Bytes of one sum of the whole bucket."""
     rows: tuple[int, ...]
     """How many sums each worker contributes."""
+    delivered: int = 0
+    """Bytes of the sums that come to whoever needs most, where they come to their owners only."""
 
     @property
     def workers(self) -> int:
@@ -76,7 +79,7 @@ class Shape:
 
 def predict(program: Program, shape: Shape, network: Network) -> float:
     """Seconds until the sums are where the update needs them; what follows is the same in all programs."""
-    return sum(_seconds(stage, shape, network) for stage in program.stages)
+    return math.fsum(_seconds(stage, shape, network) for stage in program.stages)  # alike in every version of Python
 
 
 def _seconds(stage: Stage, shape: Shape, network: Network) -> float:
@@ -99,7 +102,7 @@ def _seconds(stage: Stage, shape: Shape, network: Network) -> float:
         case Operation.GATHER:
             return network.message + network.byte * (size - slice_)
         case Operation.DELIVER:
-            # Every tensor has two owners, so a worker gets two slices' worth, most of it from others.
-            return network.message + network.byte * min(2, workers) * slice_ + network.add_byte * slice_
+            # A tensor has two owners or more; what is sent is cut out of the slice.
+            return network.message + network.byte * shape.delivered + network.add_byte * slice_
         case _:
             return 0.0

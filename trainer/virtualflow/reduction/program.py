@@ -207,6 +207,8 @@ def reorder(program: Program, facts: Facts) -> Program:
 def _why_it_stays(operation: Operation, rule: UpdateRule) -> str:
     if operation is Operation.UNSCALE:
         return "a gradient scaler looks at the whole gradient before anything is stepped"
+    if operation is Operation.CLIP_VALUE:
+        return "values are clipped in front of the update, by whoever steps them: every worker, all of them"
     if operation is Operation.NORM:
         return "a norm needs the sums of all buckets, so what follows waits for the last of them"
     if not rule.elementwise:

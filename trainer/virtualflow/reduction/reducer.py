@@ -20,15 +20,15 @@ from torch import Tensor
 
 from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors, add_tensors, multiply
 from virtualflow.reduction.bucket_exchange import Keys, ReductionPlan
-from virtualflow.reduction.buckets import Bucket, plan_buckets
-from virtualflow.reduction.cost import Network, Shape
+from virtualflow.reduction.buckets import Bucket, most_delivered, plan_buckets
+from virtualflow.reduction.cost import Shape
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.exchanger import Exchanger
 from virtualflow.reduction.message_buffers import Buffers
-from virtualflow.reduction.network import measure_network
+from virtualflow.reduction.network import agree_on_network
 from virtualflow.reduction.ownership import Owners
 from virtualflow.reduction.pipeline import Pipeline
-from virtualflow.reduction.program import Facts, Route, UpdateRule, compile_route
+from virtualflow.reduction.program import Facts, UpdateRule
 from virtualflow.reduction.schedule import Choice, Choose, Terms, choose_programs
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.summation import Summation
@@ -43,8 +43,6 @@ class Scheduled:
     bucket: Bucket
     shape: Shape
     choice: Choice
-    route: Route
-    """The way that carries the choice out."""
 
 
 class Reducer:
@@ -118,11 +116,12 @@ class Reducer:
             CommunicatorBroken: a member is lost.
         """
         self.forget()  # the thread may hang in the former communicator
+        known = self._terms.network if self._terms.measured else None
         self._terms = Terms(wish, self._settings.network)
         rows = sum(len(nodes) for nodes in self._keys(holdings))
         size = rows * sum(template.numel() * template.itemsize for template in templates)
         if collectives.size > 1 and size >= self._settings.probe.worthwhile:
-            network: Network = measure_network(collectives, self._thread(), self._settings.probe)
+            network = agree_on_network(collectives, self._thread(), self._settings.probe, known)
             self._terms = Terms(wish, network, measured=True)
 
     def _needed_by(self, templates: Sequence[Tensor], size: int) -> list[Sequence[int]] | None:
@@ -247,7 +246,7 @@ class Reducer:
             return []
         facts = Facts(collectives.size, scale_known=scale_known, final=True)
         scheduled = self._scheduled(holdings, templates, places, facts)
-        return [one for one in scheduled if one.route.overlapped]
+        return [one for one in scheduled if one.choice.route.overlapped]
 
     def _thread(self) -> Exchanger:
         if self._exchanger is None:
@@ -259,20 +258,24 @@ class Reducer:
     def _scheduled(
         self, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor], places: Sequence[int], facts: Facts
     ) -> list[Scheduled]:
-        """The schedule of these places, chosen once a generation: tensors of a place stay as large as they are."""
+        """The schedule of these places, chosen once a generation for tensors of these sizes."""
         rows = tuple(len(nodes) for nodes in self._keys(holdings))
-        key = (len(templates), tuple(places), rows, facts)
+        sizes = tuple((templates[place].numel(), templates[place].dtype) for place in places)
+        key = (tuple(places), sizes, rows, facts)
         found = self._schedules.get(key)
         if found is None:
             settings, exchange = self._settings, self._terms.exchange
             facts = replace(facts, rule=replace(self._rule, sharded=self._owners is not None))
             limit = exchange.bucket_bytes or settings.bucket
             buckets = plan_buckets(templates, places, facts.workers, alignment=settings.alignment, limit=limit)
-            shapes = [Shape(bucket.total * bucket.dtype.itemsize, rows) for bucket in buckets]
+            needed_by = self._needed_by(templates, facts.workers)
+            shapes = [
+                Shape(bucket.total * bucket.dtype.itemsize, rows, most_delivered(bucket, templates, needed_by))
+                for bucket in buckets
+            ]
             choices = self._choose(shapes, facts, self._terms, settings)
             found = self._schedules[key] = [
-                Scheduled(bucket, shape, choice, compile_route(choice.program))
-                for bucket, shape, choice in zip(buckets, shapes, choices, strict=True)
+                Scheduled(bucket, shape, choice) for bucket, shape, choice in zip(buckets, shapes, choices, strict=True)
             ]
         return found
 
@@ -296,7 +299,7 @@ class Reducer:
             total,
             templates,
             [one.bucket for one in scheduled],
-            [one.route for one in scheduled],
+            [one.choice.route for one in scheduled],
             scale,
             self._needed_by(templates, collectives.size),
         )

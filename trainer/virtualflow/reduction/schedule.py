@@ -6,8 +6,10 @@ on when it began, the first worker's wish, what the step headers have said. So a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from virtualflow.reduction.cost import Network, Shape, predict
 from virtualflow.reduction.program import (
@@ -50,9 +52,9 @@ class Choice:
     refused: tuple[tuple[str, str], ...] = ()
     """For each rewrite that was not applied: why."""
 
-    @property
+    @cached_property
     def route(self) -> Route:
-        """The way that the bucket takes."""
+        """The way that carries the program out."""
         return compile_route(self.program)
 
 
@@ -80,7 +82,7 @@ def choose_programs(shapes: Sequence[Shape], facts: Facts, terms: Terms, setting
         settings: from which predicted time on it is worth to begin early.
     """
     choices = [_choose_way(shape, facts, terms, settings) for shape in shapes]
-    total = sum(choice.seconds for choice in choices)
+    total = math.fsum(choice.seconds for choice in choices)
     why_not = _why_not_early(total, terms.exchange, settings)
     return [_begin_early(choice, facts, why_not) for choice in choices]
 

@@ -50,7 +50,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """How latency and bandwidth are measured when a generation begins."""
+    """How latency and bandwidth are measured when a worker joins."""
 
     rounds: int = 3
     """Each message is timed so often, and the shortest time counts: others only add to it."""
