@@ -262,6 +262,15 @@ def test_what_sets_out_before_the_last_virtual_node_is_through_has_the_same_bits
     assert [[bits(tensors) for tensors in results] for results in found] == [expected] * len(found)
 
 
+@pytest.mark.parametrize("way", [GATHER, SLICES], ids=["gathered whole", "by slices"])
+def test_a_tensor_may_become_another_one_from_step_to_step(way: Exchange) -> None:
+    ranges, layouts = [range(2), range(2, 4)], [((7,), torch.float32), ((65,), torch.float32), ((65,), torch.float64)]
+    problems = [build(1, 4, [layout, ((3,), torch.float32)]) for layout in layouts]
+    found, _ = reduce_on([(problem, ranges) for problem in problems], way, 1.0)
+    for results in found:
+        assert [bits(tensors) for tensors in results] == [bits(problem.expected(1.0)) for problem in problems]
+
+
 def test_large_tensors_travel_in_slices_and_small_ones_whole() -> None:
     ranges = [range(2), range(2, 4)]
     kinds = [
