@@ -2,9 +2,9 @@
 backward pass where that is safe. Bits depend on this package alone, so it knows nothing of membership or models.
 """
 
-from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors
+from virtualflow.reduction.accumulation import Accumulator, Addition, Parts, Tensors
 from virtualflow.reduction.early import Early
-from virtualflow.reduction.overlap import AttemptSpoiled, Overlap
+from virtualflow.reduction.overlap import AttemptSpoiled, Overlap, Settled
 from virtualflow.reduction.ownership import Move, Owners, lost, owned_by, plan_hand_over, plan_moves, plan_owners
 from virtualflow.reduction.pipeline import as_raw
 from virtualflow.reduction.reducer import Reducer
@@ -12,6 +12,7 @@ from virtualflow.reduction.summation import Summation, choose_summation
 
 __all__ = [
     "Accumulator",
+    "Addition",
     "AttemptSpoiled",
     "Early",
     "Move",
@@ -19,6 +20,7 @@ __all__ = [
     "Owners",
     "Parts",
     "Reducer",
+    "Settled",
     "Summation",
     "Tensors",
     "as_raw",

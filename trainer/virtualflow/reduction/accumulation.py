@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -30,7 +30,15 @@ class Accumulator:
         self._summation = summation
         self.parts: Parts = []
 
-    def add(self, virtual_node: int, tensors: Tensors, *, weight: float = 1.0, count: int = 1) -> None:
+    def add(
+        self,
+        virtual_node: int,
+        tensors: Tensors,
+        *,
+        weight: float = 1.0,
+        count: int = 1,
+        added: Mapping[int, Tensor] | None = None,
+    ) -> None:
         """Add what one virtual node contributes; the tensors belong to the accumulator from now on.
 
         Each virtual node comes once, and always with the same number of tensors; usually in increasing order without
@@ -41,6 +49,7 @@ class Accumulator:
             tensors: see above.
             weight: their factor.
             count: how many were computed as one, and are added as one.
+            added: the sums of places at which an :class:`Addition` has added it up already.
         """
         multiply(tensors, weight)
         key = (virtual_node, virtual_node + count)
@@ -54,17 +63,82 @@ class Accumulator:
                 right, behind = self.parts.pop(at)
                 key, tensors = (key[0], right[1]), add_tensors(tensors, behind)
             else:
-                self.parts.insert(at, (key, tensors))
-                return
+                break
+        for place, total in (added or {}).items():
+            tensors[place] = total
+        self.parts.insert(at, (key, tensors))
 
-    def merges(self, virtual_node: int) -> int:
-        """With how many of the last sums a virtual node makes one that comes behind them all."""
-        key, count = (virtual_node, virtual_node + 1), 0
+    def merges(self, virtual_node: int, count: int = 1) -> int:
+        """With how many of the last sums a virtual node makes one; 0 if it does not come behind them all.
+
+        Args:
+            virtual_node: which one, or the first of several.
+            count: how many are computed as one.
+        """
+        key, merged = (virtual_node, virtual_node + count), 0
+        if self.parts and self.parts[-1][0][1] > virtual_node:
+            return 0
         for left, _ in reversed(self.parts):
             if not self._summation.joins(left, key):
                 break
-            key, count = (left[0], key[1]), count + 1
-        return count
+            key, merged = (left[0], key[1]), merged + 1
+        return merged
+
+
+class Addition:
+    """The additions that one more virtual node brings about, made place by place as its tensors come.
+
+    All additions of a place follow one another while its tensor is still in a cache. They are those of
+    :meth:`Accumulator.add`, to the bit. Sums are taken out of ``parts`` as they are used up.
+
+    Args:
+        parts: the sums of the virtual nodes before it.
+        merges: with how many of the last of them it makes one.
+        weight: the factor of its tensors.
+    """
+
+    replaces = True
+    """See :class:`~virtualflow.reduction.handover.Receiver`."""
+
+    def __init__(self, parts: Parts, *, merges: int, weight: float) -> None:
+        self.above = [tensors for _, tensors in parts[: len(parts) - merges]]
+        """The sums that stay as they are."""
+        self.merged = [tensors for _, tensors in parts[len(parts) - merges :]]
+        """Those that it makes one with, from left to right."""
+        self.weight = weight
+        self.sums: dict[int, Tensor] = {}
+        """What came of the places that were given."""
+
+    def takes(self, place: int) -> bool:
+        """Every one."""
+        return True
+
+    def give(self, place: int, tensor: Tensor, *, own: bool) -> Tensor:
+        """Add up a place; the sum.
+
+        Args:
+            place: each once.
+            tensor: the virtual node's.
+            own: whether it may be used up; else it stays as it is.
+        """
+        total = add_one(*self.prepare(place, tensor, own=own))
+        assert total is not None
+        self.sums[place] = total
+        return total
+
+    def prepare(self, place: int, tensor: Tensor | None, *, own: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Make all additions of a place but the last; what that one is to add, if :attr:`merged` is not empty."""
+        if tensor is not None and self.weight != 1.0:
+            tensor = tensor if own else tensor.clone()
+            multiply([tensor], self.weight)
+        for tensors in reversed(self.merged[1:]):
+            tensor = add_one(_take_one(tensors, place), tensor)
+        return (_take_one(self.merged[0], place) if self.merged else None), tensor
+
+
+def _take_one(tensors: Tensors, place: int) -> Tensor | None:
+    taken, tensors[place] = tensors[place], None
+    return taken
 
 
 def _first(part: tuple[Key, Tensors]) -> int:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors, add_tensors, multiply
+from virtualflow.reduction.accumulation import Accumulator, Addition, Parts, Tensors, add_tensors, multiply
 from virtualflow.reduction.buckets import plan_buckets
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.ownership import Owners
@@ -134,6 +134,7 @@ class Reducer:
         accumulator: Accumulator,
         *,
         last: int,
+        count: int = 1,
         weight: float,
         templates: Sequence[Tensor],
         places: Sequence[int],
@@ -147,7 +148,8 @@ class Reducer:
             collectives: the communicator.
             holdings: the virtual nodes of each of its members, ascending, in the order of their ranks.
             accumulator: the sums of this worker's virtual nodes but for the last.
-            last: that one.
+            last: that one, or the first of several.
+            count: how many are computed as one.
             weight: the factor of its tensors.
             templates: one tensor per place.
             places: which of them are reduced, in the order in which they are expected; the same on all workers.
@@ -162,7 +164,8 @@ class Reducer:
             return None
         plan = self._in_buckets(self._plan(collectives, keys, templates, scale), large)
         pipeline = Pipeline(plan, self._buffers, "early")
-        early = Early(pipeline, plan.buckets, accumulator.parts, merges=accumulator.merges(last), weight=weight)
+        addition = Addition(accumulator.parts, merges=accumulator.merges(last, count), weight=weight)
+        early = Early(pipeline, plan.buckets, addition)
         self._exchange(pipeline.run)
         return early
 

@@ -17,8 +17,8 @@ class ReductionSettings:
     bucket: int = 8 << 20
     """Gradients travel in messages of at most so many bytes."""
     one_by_one: int = 1 << 16
-    """Gradients of at least so many bytes on average are taken one by one while the backward pass still runs. A call
-    for each smaller one costs more than it saves."""
+    """Gradients of at least so many bytes on average are added up and sent one by one while the backward pass still
+    runs. A call for each smaller one costs more than it saves."""
     small_exchange: int = 1 << 20
     """Gradients that make at most so many bytes at each worker are gathered whole: there and not back again."""
     close_wait: float = 0.05
