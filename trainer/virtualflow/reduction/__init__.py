@@ -4,6 +4,7 @@ backward pass where that is safe. Bits depend on this package alone, so it knows
 
 from virtualflow.reduction.accumulation import Accumulator, Addition, Parts, Tensors
 from virtualflow.reduction.early import Early
+from virtualflow.reduction.offload import HostMemory, Offload, choose_offloaded, plan_offload
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap, Settled
 from virtualflow.reduction.ownership import Move, Owners, lost, owned_by, plan_hand_over, plan_moves, plan_owners
 from virtualflow.reduction.pipeline import as_raw
@@ -15,7 +16,9 @@ __all__ = [
     "Addition",
     "AttemptSpoiled",
     "Early",
+    "HostMemory",
     "Move",
+    "Offload",
     "Overlap",
     "Owners",
     "Parts",
@@ -24,10 +27,12 @@ __all__ = [
     "Summation",
     "Tensors",
     "as_raw",
+    "choose_offloaded",
     "choose_summation",
     "lost",
     "owned_by",
     "plan_hand_over",
     "plan_moves",
+    "plan_offload",
     "plan_owners",
 ]

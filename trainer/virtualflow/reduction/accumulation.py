@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from virtualflow.reduction.offload import Fetch, Offload, choose_offloaded
 from virtualflow.reduction.summation import Summation
 from virtualflow.reduction.tree import Key
 
@@ -24,10 +25,17 @@ class Accumulator:
 
     At most ``2 log2(virtual_nodes)`` sums of a ``bitwise`` job are alive at a time; for a range that is a subtree, as
     many as the subtree is deep while it grows and one at its end.
+
+    Args:
+        summation: the order of summation.
+        offload: where sums wait that are too many for the device; ``None``: all where they are.
     """
 
-    def __init__(self, summation: Summation) -> None:
+    def __init__(self, summation: Summation, offload: Offload | None = None) -> None:
         self._summation = summation
+        self._offload = offload
+        self._offloaded: dict[Key, frozenset[int]] = {}
+        """Sums that wait in host memory, each with the places that were moved there."""
         self.parts: Parts = []
 
     def add(
@@ -58,31 +66,59 @@ class Accumulator:
             if at > 0 and self._summation.joins(self.parts[at - 1][0], key):
                 at -= 1
                 left, before = self.parts.pop(at)
-                key, tensors = (left[0], key[1]), add_tensors(before, tensors)
+                key, tensors = (left[0], key[1]), self._join(before, tensors, waited=before, of=left)
             elif at < len(self.parts) and self._summation.joins(key, self.parts[at][0]):
                 right, behind = self.parts.pop(at)
-                key, tensors = (key[0], right[1]), add_tensors(tensors, behind)
+                key, tensors = (key[0], right[1]), self._join(tensors, behind, waited=behind, of=right)
             else:
                 break
         for place, total in (added or {}).items():
             tensors[place] = total
         self.parts.insert(at, (key, tensors))
+        self._make_room()
 
-    def merges(self, virtual_node: int, count: int = 1) -> int:
-        """With how many of the last sums a virtual node makes one; 0 if it does not come behind them all.
+    def _join(self, left: Tensors, right: Tensors, *, waited: Tensors, of: Key) -> Tensors:
+        if of not in self._offloaded:
+            return add_tensors(left, right)
+        assert self._offload is not None
+        fetch, taken = Fetch(self._offload, [(waited, self._offloaded.pop(of))]), (left, right)
+        for place in reversed(range(len(left))):  # as they are fetched
+            a, b = (fetch.take(tensors, place) for tensors in taken)
+            left[place] = None if a is None and b is None else add_one(a, b)
+        return left
+
+    def _make_room(self) -> None:
+        if self._offload is None:
+            return
+        memory, chosen = self._offload.memory, choose_offloaded([key for key, _ in self.parts], self._offload.room)
+        for key, tensors in self.parts:
+            if key in chosen and key not in self._offloaded:
+                stored = [None if tensor is None else memory.store(tensor) for tensor in tensors]
+                self._offloaded[key] = frozenset(n for n, tensor in enumerate(stored) if tensor is not tensors[n])
+                tensors[:] = stored
+
+    def await_offloaded(self) -> None:
+        """Wait until all that was moved to host memory can be read there."""
+        if self._offloaded and self._offload is not None:
+            self._offload.memory.finish()
+
+    def prepare(self, virtual_node: int, count: int = 1, *, weight: float) -> Addition:
+        """The additions of a virtual node, to be made as its tensors come; none if it is not behind all others.
 
         Args:
             virtual_node: which one, or the first of several.
             count: how many are computed as one.
+            weight: the factor of their tensors.
         """
-        key, merged = (virtual_node, virtual_node + count), 0
-        if self.parts and self.parts[-1][0][1] > virtual_node:
-            return 0
-        for left, _ in reversed(self.parts):
-            if not self._summation.joins(left, key):
-                break
-            key, merged = (left[0], key[1]), merged + 1
-        return merged
+        key, at = (virtual_node, virtual_node + count), len(self.parts)
+        behind = not self.parts or self.parts[-1][0][1] <= virtual_node
+        while behind and at > 0 and self._summation.joins(self.parts[at - 1][0], key):
+            at -= 1
+            key = (self.parts[at][0][0], key[1])
+        offloaded, merged = self._offloaded, reversed(self.parts[at:])
+        moved = [(tensors, offloaded[of]) for of, tensors in merged if of in offloaded]
+        fetch = Fetch(self._offload, moved) if self._offload is not None and moved else None
+        return Addition(self.parts, merges=len(self.parts) - at, weight=weight, fetch=fetch)
 
 
 class Addition:
@@ -95,17 +131,19 @@ class Addition:
         parts: the sums of the virtual nodes before it.
         merges: with how many of the last of them it makes one.
         weight: the factor of its tensors.
+        fetch: brings back those of them that wait in host memory.
     """
 
     replaces = True
     """See :class:`~virtualflow.reduction.handover.Receiver`."""
 
-    def __init__(self, parts: Parts, *, merges: int, weight: float) -> None:
+    def __init__(self, parts: Parts, *, merges: int, weight: float, fetch: Fetch | None = None) -> None:
         self.above = [tensors for _, tensors in parts[: len(parts) - merges]]
         """The sums that stay as they are."""
         self.merged = [tensors for _, tensors in parts[len(parts) - merges :]]
         """Those that it makes one with, from left to right."""
         self.weight = weight
+        self._fetch = fetch
         self.sums: dict[int, Tensor] = {}
         """What came of the places that were given."""
 
@@ -132,13 +170,15 @@ class Addition:
             tensor = tensor if own else tensor.clone()
             multiply([tensor], self.weight)
         for tensors in reversed(self.merged[1:]):
-            tensor = add_one(_take_one(tensors, place), tensor)
-        return (_take_one(self.merged[0], place) if self.merged else None), tensor
+            tensor = add_one(self.take(tensors, place), tensor)
+        return (self.take(self.merged[0], place) if self.merged else None), tensor
 
-
-def _take_one(tensors: Tensors, place: int) -> Tensor | None:
-    taken, tensors[place] = tensors[place], None
-    return taken
+    def take(self, tensors: Tensors, place: int) -> Tensor | None:
+        """Take the tensor at a place out of one of the sums."""
+        if self._fetch is not None:
+            return self._fetch.take(tensors, place)
+        taken, tensors[place] = tensors[place], None
+        return taken
 
 
 def _first(part: tuple[Key, Tensors]) -> int:

@@ -102,7 +102,7 @@ class Early:
         for row, tensors in enumerate(addition.above):
             self.pipeline.write_row(index, row, _take(tensors, places))
         for tensors in reversed(addition.merged):
-            last = add_tensors(_take(tensors, places), last)
+            last = add_tensors([addition.take(tensors, place) for place in places], last)
         self.pipeline.write_row(index, len(addition.above), last)
         self._missing[index] = 0
         self._submit_full()

@@ -134,12 +134,13 @@ class Overlap:
             told: whether others are told if they stay as they are.
         """
         self._running = True
-        merges = accumulator.merges(virtual_node, count) if self._hot else 0
-        if merges:
-            self._addition = Addition(accumulator.parts, merges=merges, weight=weight)
+        if self._hot:
+            addition = accumulator.prepare(virtual_node, count, weight=weight)
+            self._addition = addition if addition.merged else None
+        adds = self._addition is not None
         # Gradients that become a sum as they are need nobody's attention, once their script is known.
-        if self._one_by_one and (merges or told or not self._hot):
-            self._handover.begin(self._addition, plain=plain or (self._hot and not merges))
+        if self._one_by_one and (adds or told or not self._hot):
+            self._handover.begin(self._addition, plain=plain or (self._hot and not adds))
             self._watched = True
 
     def watch_last(

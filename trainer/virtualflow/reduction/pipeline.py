@@ -187,8 +187,9 @@ class Pipeline:
             flatten(self._flat[index][: bucket.total], tensors, templates)
             return
         if not self.on_host[index]:
-            joined = torch.cat([_or_zeros(t, like).reshape(-1) for t, like in zip(tensors, templates, strict=True)])
-            tensors = list(torch.split(joined.cpu(), [like.numel() for like in templates]))
+            joined = torch.empty(bucket.total, dtype=bucket.dtype)
+            flatten(joined, tensors, templates)
+            tensors = list(torch.split(joined, [like.numel() for like in templates]))
         for at, tensor in enumerate(tensors):
             self.write(index, at, row, tensor)
 
@@ -336,10 +337,14 @@ class Pipeline:
 def flatten(row: Tensor, tensors: Tensors, templates: Sequence[Tensor]) -> None:
     """Copy tensors, of any device, one after the other into ``row``; a missing one is zero."""
     pieces = [_or_zeros(t, template).reshape(-1) for t, template in zip(tensors, templates, strict=True)]
-    if all(piece.device == row.device for piece in pieces):
+    devices = {piece.device for piece in pieces}
+    if devices == {row.device}:
         torch.cat(pieces, out=row)
-    else:
+    elif len(devices) == 1:
         row.copy_(torch.cat(pieces))
+    else:  # some have waited in host memory
+        for stretch, piece in zip(torch.split(row, [piece.numel() for piece in pieces]), pieces, strict=True):
+            stretch.copy_(piece)
 
 
 def unflatten(row: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from virtualflow.reduction.accumulation import Accumulator, Addition, Parts, Tensors, add_tensors, multiply
+from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors, add_tensors, multiply
 from virtualflow.reduction.buckets import plan_buckets
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.ownership import Owners
@@ -164,8 +164,8 @@ class Reducer:
             return None
         plan = self._in_buckets(self._plan(collectives, keys, templates, scale), large)
         pipeline = Pipeline(plan, self._buffers, "early")
-        addition = Addition(accumulator.parts, merges=accumulator.merges(last, count), weight=weight)
-        early = Early(pipeline, plan.buckets, addition)
+        accumulator.await_offloaded()  # what is not added to any more is written to messages
+        early = Early(pipeline, plan.buckets, accumulator.prepare(last, count, weight=weight))
         self._exchange(pipeline.run)
         return early
 

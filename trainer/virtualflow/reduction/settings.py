@@ -19,6 +19,11 @@ class ReductionSettings:
     one_by_one: int = 1 << 16
     """Gradients of at least so many bytes on average are added up and sent one by one while the backward pass still
     runs. A call for each smaller one costs more than it saves."""
+    sums_on_device: int = 2
+    """Sums of a worker that wait on an accelerator for their other half, at most; each takes as much memory as the
+    gradients. The others wait in host memory."""
+    fetch_ahead: int = 64 << 20
+    """Bytes of such sums that are brought back before they are needed."""
     small_exchange: int = 1 << 20
     """Gradients that make at most so many bytes at each worker are gathered whole: there and not back again."""
     close_wait: float = 0.05

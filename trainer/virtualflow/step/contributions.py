@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.reduction import Accumulator, Early, Parts, Settled, Summation, Tensors
+from virtualflow.reduction import Accumulator, Early, Offload, Parts, Settled, Summation, Tensors
 from virtualflow.step.buffers import BufferTracker, summed_as
 from virtualflow.step.header import NodeRecord, Schema
 
@@ -24,12 +24,18 @@ class Contributions:
         buffers: the model's.
         parameters: how many the model has.
         summed: averaged buffers that are added up with the gradients: those known when the attempt began.
+        offload: where sums wait that are too many for the device.
     """
 
     def __init__(
-        self, summation: Summation, buffers: BufferTracker, parameters: int, summed: tuple[str, ...] = ()
+        self,
+        summation: Summation,
+        buffers: BufferTracker,
+        parameters: int,
+        summed: tuple[str, ...] = (),
+        offload: Offload | None = None,
     ) -> None:
-        self.accumulator = Accumulator(summation)
+        self.accumulator = Accumulator(summation, offload)
         """Sums of gradients, each with those of the buffers ``summed`` behind it."""
         self._sent: Early | None = None
         """What has set out before its last addition, and is in messages now."""
@@ -147,6 +153,7 @@ class Contributions:
             schema: it may have names that were not known when the attempt began.
             unit: samples of a contribution whose weight is 1.
         """
+        self.accumulator.await_offloaded()
         new = [name for name in schema.averaged if name not in self._summed]
         if not new:
             return self.accumulator.parts

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Overlap, Owners, Reducer, Settled, Summation, Tensors
+from virtualflow.reduction import Overlap, Owners, Reducer, Settled, Summation, Tensors, plan_offload
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.buffers import BufferTracker, summed_as
 from virtualflow.step.contributions import Contributions, take_gradients
@@ -79,16 +80,16 @@ class GradientSync:
         self._settings = settings
         self._micro_batch = self._unit = micro_batch
         """The unit: samples of a contribution whose weight is 1; the same on all workers."""
-        self._contributions = Contributions(summation, self._buffers, len(self._parameters))
+        self.offload = plan_offload(device_of(model), settings)
+        """Where sums wait that are too many for the device."""
         self._order: Sequence[int] = ()
         """The virtual nodes that the present attempt computes, one after the other."""
         self._taken = 0
         """How many of them have been."""
         self._reducer = Reducer(summation, settings)
         self._overlap = Overlap(self._parameters, self._reducer, settings)
-        self._late = False
-        self._settled = Settled()
-        """What has come already of the gradients of the virtual node that has run."""
+        self._late, self._settled = False, Settled()
+        self.forget_contributions()
         self._trained: tuple[bool, ...] = ()
         """Which of all parameters are trained in the present attempt."""
         self._layout: tuple[object, int] = (None, 0)
@@ -108,7 +109,7 @@ class GradientSync:
         if not resumes:
             self.forget_contributions()
         self._order, self._taken = computes, 0
-        self._late, self._settled = False, Settled()
+        self._late, self._settled = False, Settled()  # what has come already of the last virtual node's gradients
         self._unit = self._summation.unit(self._micro_batch, most)
         self._buffers.begin()
         self._clear_gradients()
@@ -169,7 +170,7 @@ class GradientSync:
         return check is not None and check.virtual_node == node
 
     def begin_late(self) -> None:
-        """In place of :meth:`expect_last`: this worker's gradients are needed until all are there, so nobody begins."""
+        """In place of :meth:`expect_last`: gradients are needed until all are there, so nobody begins."""
         self._late = True
 
     def computed(self) -> None:
@@ -231,7 +232,8 @@ class GradientSync:
 
     def forget_contributions(self) -> None:
         """They have been reduced, or are not needed."""
-        self._contributions = Contributions(self._summation, self._buffers, len(self._parameters), self.schema.averaged)
+        known = len(self._parameters), self.schema.averaged
+        self._contributions = Contributions(self._summation, self._buffers, *known, self.offload)
 
     # --- the synchronization ------------------------------------------------------------------------------------------
 
