@@ -163,7 +163,10 @@ def reduce_one(
         for count, place in enumerate(given):
             value = last[place]
             assert value is not None
-            begun.give(place, value.clone() if count % 3 == 2 else value, own=count % 3 == 2)
+            if count % 2 == 0:
+                begun.give(place, value.clone(), own=True).zero_()  # as a second backward pass would change it
+            else:
+                begun.give(place, value, own=False)
         assert bits(last) == bits(untouched), "they are still the user's"
         begun.give_rest({place: last[place] for place in order if place not in given})
         headers = begun.pipeline.exchange_headers(torch.tensor([seat.rank], dtype=torch.uint8))

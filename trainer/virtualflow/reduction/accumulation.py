@@ -134,9 +134,6 @@ class Addition:
         fetch: brings back those of them that wait in host memory.
     """
 
-    replaces = True
-    """See :class:`~virtualflow.reduction.handover.Receiver`."""
-
     def __init__(self, parts: Parts, *, merges: int, weight: float, fetch: Fetch | None = None) -> None:
         self.above = [tensors for _, tensors in parts[: len(parts) - merges]]
         """The sums that stay as they are."""
@@ -152,22 +149,26 @@ class Addition:
         return True
 
     def give(self, place: int, tensor: Tensor, *, own: bool) -> Tensor:
-        """Add up a place; the sum.
+        """Add up a place.
 
         Args:
             place: each once.
-            tensor: the virtual node's.
-            own: whether it may be used up; else it stays as it is.
+            tensor: the virtual node's; it stays as it is.
+            own: whether it need not be kept.
+
+        Returns:
+            See :class:`~virtualflow.reduction.handover.Receiver`: the sum.
         """
-        total = add_one(*self.prepare(place, tensor, own=own))
+        total = add_one(*self.prepare(place, tensor))
         assert total is not None
         self.sums[place] = total
-        return total
+        return total if own else tensor
 
-    def prepare(self, place: int, tensor: Tensor | None, *, own: bool) -> tuple[Tensor | None, Tensor | None]:
+    def prepare(self, place: int, tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Make all additions of a place but the last; what that one is to add, if :attr:`merged` is not empty."""
         if tensor is not None and self.weight != 1.0:
-            tensor = tensor if own else tensor.clone()
+            # A copy: gradients may share memory with others that the backward pass has not handed over yet.
+            tensor = tensor.clone()
             multiply([tensor], self.weight)
         for tensors in reversed(self.merged[1:]):
             tensor = add_one(self.take(tensors, place), tensor)

@@ -28,8 +28,6 @@ class Early:
     def __init__(self, pipeline: Pipeline, buckets: Sequence[Bucket], addition: Addition) -> None:
         self.pipeline = pipeline
         """Exchanges the headers, too, when everything was given, and breaks off what is under way."""
-        self.replaces = pipeline.rows == 1
-        """See :class:`~virtualflow.reduction.handover.Receiver`: else a tensor is scattered over the message."""
         self._addition = addition
         self._buckets = buckets
         self._where = {
@@ -49,28 +47,29 @@ class Early:
         return place in self._where
 
     def give(self, place: int, tensor: Tensor, *, own: bool) -> Tensor:
-        """Add up and write a place; where it has come to, if that is one tensor, else what was given.
+        """Add up and write a place.
 
         Args:
             place: each once.
             tensor: the last virtual node's; it may change after this.
-            own: whether it may be used up; else it stays as it is.
+            own: whether it need not be kept.
+
+        Returns:
+            See :class:`~virtualflow.reduction.handover.Receiver`. Never memory of the message: a script that changes
+            its gradients by surprise must not change what is just being sent under its checksum.
         """
         kept = self._give(place, tensor, own=own)
-        index, at = self._where[place]
-        if own and self.pipeline.on_host[index] and self.replaces:
-            ((_, stretch),) = self.pipeline.segments(index, at, 0)
-            kept = stretch.view(tensor.shape)
         self._submit_full()
-        return tensor if kept is None else kept
+        return kept if own and kept is not None else tensor
 
     def _give(self, place: int, tensor: Tensor | None, *, own: bool) -> Tensor | None:
+        """Add up and write a place; memory of its shape that nobody else is going to read, if there is some."""
         index, at = self._where[place]
         addition = self._addition
         for row, tensors in enumerate(addition.above):
             self._place(index, at, row, tensors[place])
             tensors[place] = None
-        left, right = addition.prepare(place, tensor, own=own)
+        left, right = addition.prepare(place, tensor)
         self._missing[index] -= 1
         if left is None or right is None or not self.pipeline.on_host[index]:
             total = add_one(left, right) if addition.merged else right
@@ -79,11 +78,11 @@ class Early:
             self._place(index, at, len(addition.above), total)
             return total
         # The last addition writes the message, so that nothing is copied.
-        left, right = left.reshape(-1), right.reshape(-1)
+        lefts, rights = left.reshape(-1), right.reshape(-1)
         for begin, stretch in self.pipeline.segments(index, at, len(addition.above)):
             end = begin + stretch.numel()
-            torch.add(left[begin:end], right[begin:end], out=stretch)
-        return None
+            torch.add(lefts[begin:end], rights[begin:end], out=stretch)
+        return left
 
     def give_rest(self, tensors: Mapping[int, Tensor | None]) -> None:
         """The last virtual node's contributions to all places that were not given yet; they are used up."""

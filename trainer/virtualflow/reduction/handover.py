@@ -8,6 +8,7 @@ watched first, with stand-ins for gradients that are still there, so that it rea
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +23,16 @@ from torch.utils.hooks import RemovableHandle
 class Receiver(Protocol):
     """Who adds up gradients as they come."""
 
-    replaces: bool
-    """Whether what :meth:`give` returns is of the gradient's shape, in memory of its own."""
-
     def takes(self, place: int) -> bool:
         """Whether it wants that place."""
 
     def give(self, place: int, tensor: Tensor, *, own: bool) -> Tensor:
-        """Add up a gradient, which may be used up if it is its ``own``; where it has come to."""
+        """Add up a gradient, which need not be kept if it is its ``own``.
+
+        Returns:
+            What ``.grad`` may hold from now on: the gradient as it was, or, of an ``own`` one, memory of its shape that
+            nobody else reads, unless it has stayed as it was left.
+        """
 
 
 class StandIn(Tensor):
@@ -144,14 +147,13 @@ class Handover:
             return
         if gradient.requires_grad:
             self.looked = True  # create_graph: the script is to differentiate it
-        hidden = not (self._plain or self.looked)
-        receiver = self._receiver
-        if receiver is None or not receiver.takes(place):
-            self._note(place, parameter, gradient, hidden=hidden, gone=False)
-            return
-        own = hidden and receiver.replaces
-        kept = receiver.give(place, gradient.detach(), own=own)
-        self._note(place, parameter, kept if own else gradient, hidden=own, gone=own)
+        hidden = not (self._plain or self.looked) and type(gradient) is Tensor  # other classes have an own protocol
+        given = gradient.detach()
+        kept = given
+        if self._receiver is not None and self._receiver.takes(place):
+            kept = self._receiver.give(place, given, own=hidden)
+        gone = kept is not given
+        self._note(place, parameter, kept if gone else gradient, hidden=hidden, gone=gone)
 
     def _note(self, place: int, parameter: Tensor, real: Tensor, *, hidden: bool, gone: bool) -> None:
         left = real
@@ -168,16 +170,21 @@ class Handover:
 
     def end(self) -> Found:
         """The virtual node has run, and ``.grad`` holds what is still there: what has come of its gradients."""
-        self._watching = False
-        for place, seen in self._seen.items():
-            parameter = self._parameters[place]
-            if parameter.grad is not seen.left or seen.real._version != seen.version:
-                self._steady = False
-            if type(parameter.grad) is StandIn:
-                parameter.grad = None if seen.gone else parameter.grad.kept
-        self._receiver = None
-        found = Found(
-            frozenset(self._seen), frozenset(place for place, seen in self._seen.items() if seen.gone), self._steady
-        )
-        self._seen.clear()
-        return found
+        self._watching, self._receiver = False, None
+        seen, gone = frozenset(self._seen), frozenset(place for place, left in self._seen.items() if left.gone)
+        stand_ins = [(weakref.ref(left.left), left.gone) for left in self._seen.values() if type(left.left) is StandIn]
+        while self._seen:
+            self._take_leave(*self._seen.popitem())
+        for stand_in, was_gone in stand_ins:
+            if stand_in() is not None:  # the script holds it, and may look whenever it likes
+                self.looked = True
+                self._steady = self._steady and not was_gone
+        steady, self._steady = self._steady, True
+        return Found(seen, gone, steady)
+
+    def _take_leave(self, place: int, seen: _Seen) -> None:
+        parameter = self._parameters[place]
+        if parameter.grad is not seen.left or seen.real._version != seen.version:
+            self._steady = False
+        if type(parameter.grad) is StandIn:
+            parameter.grad = None if seen.gone else parameter.grad.kept

@@ -80,8 +80,10 @@ class Overlap:
         """Whether this worker's gradients have been seen to stay as autograd left them."""
         self._surprised = False
         self._hot = False
-        self._watched = self._steady = False
+        self._watched = self._all_steady = False
         """Of the present attempt, up to the last virtual node that has run."""
+        self._steady = True
+        """Of that virtual node: whether its gradients stayed as they were left, if they were watched."""
         self._early: Early | None = None
         self._addition: Addition | None = None
         self._deferred = False
@@ -100,7 +102,7 @@ class Overlap:
         if self._one_by_one:
             self._handover.hook(trained)
         self._hot = self._learned and not resumes
-        self._watched, self._steady = False, True
+        self._watched, self._steady, self._all_steady = False, True, True
 
     def abandon(self) -> None:
         """The attempt is aborted, or the next one begins."""
@@ -190,8 +192,8 @@ class Overlap:
 
     @property
     def torn(self) -> bool:
-        """Whether some places of a sum are ahead of others."""
-        return self._running and self._addition is not None and bool(self._addition.sums)
+        """Whether some places of a sum may be ahead of others."""
+        return self._running and (self._early is not None or (self._addition is not None and bool(self._addition.sums)))
 
     def settle(self) -> Settled:
         """The virtual node has run: what has come of its gradients.
@@ -201,10 +203,9 @@ class Overlap:
         """
         addition, early, self._addition, self._running = self._addition, self._early, None, False
         found = self._handover.end()
-        if not found.steady:
-            self._steady = False
-            if addition is not None or early is not None:
-                self._surprised, self._hot, self._learned = True, False, False
+        self._steady, self._all_steady = found.steady, self._all_steady and found.steady
+        if not found.steady and (addition is not None or early is not None):
+            self._surprised, self._hot, self._learned = True, False, False
         if addition is not None:
             if not found.steady:
                 raise AttemptSpoiled
@@ -223,7 +224,7 @@ class Overlap:
 
     @property
     def steady(self) -> bool:
-        """Whether all gradients of the attempt that were watched stayed as autograd left them."""
+        """Whether the last gradients stayed as autograd left them: before others, it may be right to send them."""
         return self._steady
 
     # --- the reduction ------------------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ class Overlap:
         if self._surprised:
             self._surprised, self._cold_until = False, number + _QUIET
         if self._watched:
-            self._learned = self._steady and number >= self._cold_until
+            self._learned = self._all_steady and number >= self._cold_until
 
     def enter(self) -> None:
         """A generation begins: not all of its members know what the last one has shown."""

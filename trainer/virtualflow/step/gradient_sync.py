@@ -88,7 +88,7 @@ class GradientSync:
         """How many of them have been."""
         self._reducer = Reducer(summation, settings)
         self._overlap = Overlap(self._parameters, self._reducer, settings)
-        self._late, self._settled = False, Settled()
+        self._late, self._outcome = False, Settled()
         self.forget_contributions()
         self._trained: tuple[bool, ...] = ()
         """Which of all parameters are trained in the present attempt."""
@@ -109,7 +109,7 @@ class GradientSync:
         if not resumes:
             self.forget_contributions()
         self._order, self._taken = computes, 0
-        self._late, self._settled = False, Settled()  # what has come already of the last virtual node's gradients
+        self._late, self._outcome = False, Settled()  # what has come already of the last virtual node's gradients
         self._unit = self._summation.unit(self._micro_batch, most)
         self._buffers.begin()
         self._clear_gradients()
@@ -128,13 +128,8 @@ class GradientSync:
             virtual_nodes: how many it stands for.
         """
         node = self._order[self._taken]
-        self._overlap.watch(
-            self._contributions.accumulator,
-            node,
-            count=virtual_nodes,
-            weight=samples / self._unit,
-            plain=self._is_checked(node),
-        )
+        plain, weight = self._is_checked(node), samples / self._unit
+        self._overlap.watch(self._contributions.accumulator, node, count=virtual_nodes, weight=weight, plain=plain)
 
     def expect_last(
         self,
@@ -180,7 +175,7 @@ class GradientSync:
             AttemptSpoiled: the script has looked at gradients that were gone, or changed them.
         """
         if self._overlap.running:
-            self._settled = self._overlap.settle()
+            self._outcome = self._overlap.settle()
 
     def take(self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1) -> None:
         """Take over what the next virtual node has left in the model: gradients and changed buffers.
@@ -191,7 +186,7 @@ class GradientSync:
             virtual_nodes: how many its micro-batch stands for.
         """
         self.computed()
-        settled, self._settled = self._settled, Settled()
+        settled, self._outcome = self._outcome, Settled()
         averaged, copied = self._buffers.collect(self.schema) if samples else ({}, {})
         gradients, given = take_gradients(self._named, self._trained, settled)
         record = NodeRecord(samples, metrics, averaged, copied, virtual_nodes)
@@ -222,7 +217,7 @@ class GradientSync:
         Args:
             keep: what has been taken over, if the next attempt may begin with it.
         """
-        keep = keep and not (self._overlap.torn or self._settled.added)
+        keep = keep and not (self._overlap.torn or self._outcome.added or self._outcome.sent)
         self._overlap.abandon()
         self.discard()
         # Others may not have got as far: a header's size must not depend on how far an attempt came before it broke.
