@@ -10,13 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from thread_collectives import Seat, Table
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from tiers import examples
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Addition, AttemptSpoiled, choose_summation
 from virtualflow.reduction.settings import ReductionSettings
@@ -39,7 +44,9 @@ RANGES = {
 
 
 class Model(nn.Module):
-    """A weight that is used twice, one that some virtual nodes do not use, and averaged buffers."""
+    """A weight that is used twice, one that some virtual nodes do not use, two whose gradients share their memory, and
+    averaged buffers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,9 +57,11 @@ class Model(nn.Module):
         with torch.no_grad():
             self.out.weight.copy_(torch.randn(2, 4, generator=draw))
         self.norm = nn.BatchNorm1d(4)
+        self.shift, self.other_shift = (nn.Parameter(torch.randn(2, 2, generator=draw)) for _ in range(2))
 
     def forward(self, x: Tensor, node: int) -> Tensor:
         hidden = torch.tanh(self.norm(x @ self.weight) @ self.weight)
+        hidden = hidden + (self.shift.view(-1) + self.other_shift.view(-1))
         return self.out(hidden + self.sometimes if node % 3 else hidden)
 
 
@@ -80,6 +89,31 @@ def plain(body: Body) -> None:
 def zeroed_before(body: Body) -> None:
     body.model.zero_grad()
     body.loss().backward()
+
+
+def zeroed_before_in_place(body: Body) -> None:
+    body.model.zero_grad(set_to_none=False)
+    body.loss().backward()
+
+
+def zeroed_behind_late(body: Body) -> None:
+    """Some virtual nodes are to count for nothing."""
+    body.loss().backward()
+    if body.step >= 4 and body.node % 3 == 1:
+        body.model.zero_grad(set_to_none=body.node == 4)
+
+
+def at_lower_precision(body: Body) -> None:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # the threads of this test would share its cache
+        loss = body.loss()
+    loss.backward()
+
+
+def checkpointed(body: Body) -> None:
+    """Activations are computed again, in a backward pass within the backward pass."""
+    model, x = body.model, body.x.requires_grad_()
+    hidden = checkpoint(lambda x: torch.tanh(x @ model.weight), x, use_reentrant=True)
+    (model.out(hidden) @ model.out(x @ model.weight).T).mean().backward()
 
 
 def norms_every_time(body: Body) -> None:
@@ -117,17 +151,23 @@ def clipped_in_one_node_late(body: Body) -> None:
         nn.utils.clip_grad_value_(body.model.parameters(), 0.001)
 
 
-def replaced_late(body: Body) -> None:
+def replaced(body: Body) -> None:
     body.loss().backward()
-    if body.step == 4:
-        for p in body.model.parameters():
-            p.grad = None if p.grad is None else p.grad * 0.5
+    for p in body.model.parameters():
+        p.grad = None if p.grad is None else p.grad * 0.5
+
+
+def replaced_late(body: Body) -> None:
+    replaced(body) if body.step == 4 else plain(body)
+
+
+def forgotten(body: Body) -> None:
+    body.loss().backward()
+    body.model.weight.grad = None
 
 
 def forgotten_late(body: Body) -> None:
-    body.loss().backward()
-    if body.step == 4:
-        body.model.weight.grad = None
+    forgotten(body) if body.step == 4 else plain(body)
 
 
 def twice(body: Body) -> None:
@@ -143,12 +183,15 @@ def twice_late(body: Body) -> None:
         loss.backward()
 
 
-def thrown_away_late(body: Body) -> None:
+def thrown_away(body: Body) -> None:
     """As sharpness-aware training does: of two backward passes, the second one's gradients count."""
     body.loss().backward()
-    if body.step >= 4:
-        body.model.zero_grad()
-        body.loss().sin().backward()
+    body.model.zero_grad()
+    body.loss().sin().backward()
+
+
+def thrown_away_late(body: Body) -> None:
+    thrown_away(body) if body.step >= 4 else plain(body)
 
 
 def in_two_halves(body: Body) -> None:
@@ -196,6 +239,11 @@ def own_hook_that_changes_late(body: Body) -> None:
         handle.remove()
 
 
+def own_hook_from_before(body: Body) -> None:
+    """It comes before the library's, so it sees gradients as they are."""
+    body.loss().backward()
+
+
 def frozen_by_turns(body: Body) -> None:
     body.loss().backward()
 
@@ -203,6 +251,10 @@ def frozen_by_turns(body: Body) -> None:
 SCRIPTS: dict[Callable[[Body], None], tuple[bool, bool]] = {
     plain: (True, False),
     zeroed_before: (True, False),
+    zeroed_before_in_place: (True, False),
+    zeroed_behind_late: (True, True),
+    at_lower_precision: (True, False),
+    checkpointed: (False, False),
     norms_every_time: (True, False),
     norms_now_and_then: (True, True),
     norm_by_torch_late: (True, True),
@@ -220,6 +272,7 @@ SCRIPTS: dict[Callable[[Body], None], tuple[bool, bool]] = {
     graph_without_use: (True, False),
     own_hook: (True, False),
     own_hook_that_changes_late: (True, True),
+    own_hook_from_before: (True, False),
     frozen_by_turns: (True, False),
 }
 """Whether anything is added up hot, and whether an attempt is repeated (alone)."""
@@ -236,9 +289,13 @@ class Worker:
     seen: list[Any] = field(default_factory=list)
     """What its script has seen in attempts that count."""
     repeated: int = 0
+    now: list[Any] = field(default_factory=list)
+    """What it has seen in the present one."""
 
     def __post_init__(self) -> None:
         self.model = Model()
+        if self.script is own_hook_from_before:
+            self.model.weight.register_post_accumulate_grad_hook(self._look)
         checker = SpotChecker(self.model, seed=1, virtual_nodes=NODES, sample=1.0) if self.verify else None
         self.checker = checker
         self.update = Update(
@@ -252,10 +309,15 @@ class Worker:
         )
         self.update.enter()
 
+    def _look(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.now.append(float(parameter.grad.sum()))
+
     def step(self, seat: Collectives, holdings: Sequence[Sequence[int]], step: int) -> list[Any]:
         """Attempt a step until it counts; the bits of the state after it."""
         while True:
             seen: list[Any] = []
+            self.now = seen
             try:
                 reduced = self._attempt(seat, holdings, step, seen)
             except AttemptSpoiled:
@@ -365,8 +427,8 @@ def test_alone_all_additions_of_the_tree_are_hot_from_the_second_step_on(hot: li
     train([Worker(HOT["gathered whole"], plain)], RANGES["alone"], steps=1)
     assert not hot
     train([Worker(HOT["gathered whole"], plain)], RANGES["alone"], steps=3)
-    # Of eight virtual nodes every second one is added to what is before it; five parameters, one not used by node 3.
-    assert len(hot) == 2 * (4 * 5 - 1)
+    # Of eight virtual nodes every second one is added to what is before it; seven parameters, one not used by node 3.
+    assert len(hot) == 2 * (4 * 7 - 1)
 
 
 def test_a_script_that_has_looked_once_gets_to_see_all_gradients_for_ever_after(hot: list[int]) -> None:
@@ -378,8 +440,8 @@ def test_a_script_that_has_looked_once_gets_to_see_all_gradients_for_ever_after(
 
 def test_virtual_nodes_that_run_as_one_are_added_up_hot(hot: list[int]) -> None:
     states = []
-    for settings in (COLD, HOT["gathered whole"]):
-        workers = [Worker(settings, plain, "statistical") for _ in RANGES["halves"]]
+    for how in (COLD, HOT["gathered whole"]):
+        workers = [Worker(how, plain, "statistical") for _ in RANGES["halves"]]
         states.append(train(workers, RANGES["halves"]))
     assert hot
     assert states[0] == states[1]
@@ -388,8 +450,8 @@ def test_virtual_nodes_that_run_as_one_are_added_up_hot(hot: list[int]) -> None:
 @pytest.mark.parametrize("ranges", ["halves", "unaligned"])
 def test_a_virtual_node_that_is_checked_is_hashed_as_autograd_left_it(ranges: str, hot: list[int]) -> None:
     hashes: list[list[int]] = []
-    for settings in (COLD, HOT["gathered whole"], HOT["in buckets"]):
-        workers = [Worker(settings, plain, verify=True) for _ in RANGES[ranges]]
+    for how in (COLD, HOT["gathered whole"], HOT["in buckets"]):
+        workers = [Worker(how, plain, verify=True) for _ in RANGES[ranges]]
         for worker in workers:
             assert worker.checker is not None
             worker.checker.differs = lambda values: None  # type: ignore[method-assign, assignment]
@@ -407,6 +469,84 @@ def test_a_virtual_node_that_is_checked_is_hashed_as_autograd_left_it(ranges: st
     assert hot
     assert len(hashes[0]) == STEPS
     assert hashes[1:] == [hashes[0]] * 2
+
+
+def test_a_script_that_holds_a_gradient_to_look_at_it_later_is_found_out() -> None:
+    held: dict[tuple[int, int], Tensor] = {}
+
+    def held_back_late(body: Body) -> None:
+        before = held.pop((body.step, body.node - 1), None)
+        if before is not None:
+            body.seen.append((body.step, body.node, before.tolist()))
+        body.loss().backward()
+        if body.step >= 4 and body.node % 2:
+            assert body.model.weight.grad is not None
+            held[body.step, body.node] = body.model.weight.grad
+
+    _, seen = reference(held_back_late)
+    held.clear()
+    worker = Worker(HOT["gathered whole"], held_back_late)
+    train([worker], RANGES["alone"])
+    assert worker.seen == seen
+    assert len(seen) == (STEPS - 3) * 3
+    assert worker.repeated == 1
+
+
+def test_a_gradient_that_is_given_to_another_parameter_counts_for_both() -> None:
+    def shared_late(body: Body) -> None:
+        body.loss().backward()
+        if body.step >= 4 and body.node % 3 == 0:
+            body.model.sometimes.grad = body.model.norm.bias.grad  # it has none of its own there
+
+    states, _ = reference(shared_late)
+    for how in HOT.values():
+        workers = [Worker(how, shared_late) for _ in range(2)]
+        assert train(workers, RANGES["halves"]) == [states] * 2
+        assert workers[0].repeated, "its virtual node 3 is added up hot"
+
+
+def test_a_compiled_model_is_added_up_hot_too(hot: list[int]) -> None:
+    """It is compiled once more in the middle, for shorter micro-batches."""
+    torch._dynamo.reset()
+    gone: list[int] = []
+
+    def compiled(body: Body) -> None:
+        forward = vars(body.model).setdefault("compiled", [torch.compile(body.model, backend="aot_eager")])[0]
+        forward(body.x, 1).square().mean().backward()
+        gone.append(hot.count(0))
+
+    states = []
+    for how in (COLD, HOT["gathered whole"]):
+        worker = Worker(how, compiled)
+        states.append(train([worker], RANGES["alone"]))
+        assert worker.repeated == 0
+    assert states[0] == states[1]
+    assert hot.count(0) == (STEPS - 1) * NODES // 2
+
+
+ANYTHING = [plain, norms_every_time, clipped, replaced, forgotten, twice, thrown_away, graph_without_use, in_two_halves]
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    what=st.dictionaries(
+        st.tuples(st.integers(1, STEPS), st.integers(0, NODES - 1)), st.sampled_from(ANYTHING), max_size=12
+    ),
+    cuts=st.sets(st.integers(1, NODES - 1), max_size=2),
+    how=st.sampled_from(list(HOT.values())),
+)
+def test_whatever_scripts_do_when_they_like_the_bits_and_what_they_see_stay(
+    what: dict[tuple[int, int], Callable[[Body], None]], cuts: set[int], how: ReductionSettings
+) -> None:
+    def script(body: Body) -> None:
+        what.get((body.step, body.node), plain)(body)
+
+    cold = Worker(COLD, script)
+    (states,) = train([cold], RANGES["alone"])
+    ranges = [range(a, b) for a, b in pairwise([0, *sorted(cuts), NODES])]
+    workers = [Worker(how, script) for _ in ranges]
+    assert train(workers, ranges) == [states] * len(workers)
+    assert sorted(found for worker in workers for found in worker.seen) == sorted(cold.seen)
 
 
 def test_hooks_are_gone_when_the_run_is_over() -> None:

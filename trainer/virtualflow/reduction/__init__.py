@@ -2,7 +2,7 @@
 backward pass where that is safe. Bits depend on this package alone, so it knows nothing of membership or models.
 """
 
-from virtualflow.reduction.accumulation import Accumulator, Addition, Parts, Tensors
+from virtualflow.reduction.accumulation import Accumulator, Addition, Parts, Tensors, separate
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.offload import HostMemory, Offload, choose_offloaded, plan_offload
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap, Settled
@@ -35,4 +35,5 @@ __all__ = [
     "plan_moves",
     "plan_offload",
     "plan_owners",
+    "separate",
 ]

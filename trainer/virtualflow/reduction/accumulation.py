@@ -200,6 +200,21 @@ def multiply(tensors: Iterable[Tensor | None], factor: float) -> None:
         tensor.mul_(factor)
 
 
+def separate(tensors: Iterable[Tensor | None]) -> Tensors:
+    """Tensors of which no two begin at the same place in memory, so that each may change alone; copies where needed.
+
+    autograd lets ``.grad`` of two parameters share memory where both came as views of one gradient, as for
+    ``b.view(-1) + c.view(-1)``.
+    """
+    separated: Tensors = []
+    begins: set[int] = set()
+    for tensor in tensors:
+        begin = 0 if tensor is None else tensor.data_ptr()
+        separated.append(tensor.clone() if tensor is not None and begin in begins else tensor)
+        begins.add(begin)
+    return separated
+
+
 def add_tensors(left: Tensors, right: Tensors) -> Tensors:
     """``left + right`` element by element, in place in ``left`` where both are there."""
     lefts = [a for a in left if a is not None]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from virtualflow.reduction.accumulation import Addition, Tensors, add_one, add_tensors, multiply
+from virtualflow.reduction.accumulation import Addition, Tensors, add_one, add_tensors, multiply, separate
 from virtualflow.reduction.buckets import Bucket
 from virtualflow.reduction.pipeline import Pipeline
 
@@ -88,7 +88,7 @@ class Early:
         """The last virtual node's contributions to all places that were not given yet; they are used up."""
         for index, bucket in enumerate(self._buckets):
             if self._missing[index] == len(bucket.places):
-                self._give_bucket(index, [tensors[place] for place in bucket.places])
+                self._give_bucket(index, separate(tensors[place] for place in bucket.places))
             else:
                 for place in tensors.keys() & bucket.places:
                     self._give(place, tensors[place], own=True)

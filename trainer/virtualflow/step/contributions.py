@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.reduction import Accumulator, Early, Offload, Parts, Settled, Summation, Tensors
+from virtualflow.reduction import Accumulator, Early, Offload, Parts, Settled, Summation, Tensors, separate
 from virtualflow.step.buffers import BufferTracker, summed_as
 from virtualflow.step.header import NodeRecord, Schema
 
@@ -204,4 +204,4 @@ def take_gradients(
                 "(nn.Embedding(..., sparse=False))"
             )
         gradients[place] = gradient.detach() if gradient.requires_grad else gradient  # after create_graph=True
-    return gradients, given
+    return separate(gradients), given
