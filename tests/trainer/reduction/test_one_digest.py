@@ -172,6 +172,8 @@ class Member:
             if node == computes[-1]:
                 samples = training.virtual_nodes * SAMPLES if training.known else None
                 update.sync.expect_last(seat, holdings, SAMPLES, samples)
+            else:
+                update.sync.expect(SAMPLES)
             draw = torch.Generator().manual_seed(100 * step + node)
             loss = self.model(torch.randn(SAMPLES, WIDTH, generator=draw), step)
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()

@@ -159,10 +159,16 @@ def reduce_one(
     if begun is not None:
         order = sorted(begun.places, key=lambda place: (place * 7 + seat.rank) % 5)  # not the same everywhere
         single = len(order) if one_by_one else len(order) // 3
-        for place in order[:single]:
-            begun.give(place, last[place])
+        given = [place for place in order[:single] if last[place] is not None]
+        for count, place in enumerate(given):
+            value = last[place]
+            assert value is not None
+            if count % 2 == 0:
+                begun.give(place, value.clone(), own=True).zero_()  # as a second backward pass would change it
+            else:
+                begun.give(place, value, own=False)
         assert bits(last) == bits(untouched), "they are still the user's"
-        begun.give_rest({place: last[place] for place in order[single:]})
+        begun.give_rest({place: last[place] for place in order if place not in given})
         headers = begun.pipeline.exchange_headers(torch.tensor([seat.rank], dtype=torch.uint8))
         assert headers.tolist() == [[rank] for rank in range(seat.size)]
         found = {place: tensor for bucket in begun.results() for place, tensor in bucket.items()}

@@ -83,6 +83,8 @@ class Worker:
             samples = SAMPLES + (node == 0)
             if node == computes[-1]:
                 update.sync.expect_last(seat, holdings, samples, NODES * SAMPLES + 1)
+            else:
+                update.sync.expect(samples)
             loss = self.model(torch.randn(samples, 4, generator=draw)).square().mean()
             loss.backward()
             if self.clips:

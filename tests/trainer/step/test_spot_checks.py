@@ -160,7 +160,10 @@ class Worker:
         for node in RANGES[rank]:
             if node == RANGES[rank][-1]:
                 update.sync.expect_last(seat, RANGES, SIZE, NODES * SIZE)
+            else:
+                update.sync.expect(SIZE)
             loss = self._compute(step, node, flipped)
+            update.sync.computed()
             if checker is not None and check is not None and check.virtual_node == node:
                 checker.note()
             update.sync.take(SIZE, {"loss": loss})

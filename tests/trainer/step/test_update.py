@@ -53,6 +53,8 @@ def weights_after_steps(communicator: Communicator, settings: ReductionSettings)
             draw = torch.Generator().manual_seed(10 * step + node)
             if node == assigned[-1]:
                 update.sync.expect_last(communicator, RANGES, count, NODES * count)
+            else:
+                update.sync.expect(count)
             x = torch.randn(count, 20, generator=draw)
             model(x).square().mean().backward()
             update.sync.take(count, {})

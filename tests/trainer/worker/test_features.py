@@ -109,6 +109,19 @@ def gradients_that_are_replaced_in_some_steps() -> Case:
 
 
 @case
+def norms_of_gradients_that_are_logged_in_some_steps() -> Case:
+    """The first time they may be gone already: that attempt is repeated, and what it has logged is forgotten."""
+
+    def log(step: Any, model: nn.Module) -> None:
+        if step.number in (4, 7):
+            step.log(norm=sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None))
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    return Case(model, optimizer, squares, inside=log, after=lambda step, model: step.metrics.get("norm"))
+
+
+@case
 def gradients_set_by_hand_without_backward() -> Case:
     def by_hand(step: Any, model: nn.Module) -> None:
         model.by_hand.grad = torch.full((3,), 0.01 * step.number)  # type: ignore[union-attr]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from virtualflow.reduction.offload import Fetch, Offload, choose_offloaded
 from virtualflow.reduction.summation import Summation
 from virtualflow.reduction.tree import Key
 
@@ -24,13 +25,28 @@ class Accumulator:
 
     At most ``2 log2(virtual_nodes)`` sums of a ``bitwise`` job are alive at a time; for a range that is a subtree, as
     many as the subtree is deep while it grows and one at its end.
+
+    Args:
+        summation: the order of summation.
+        offload: where sums wait that are too many for the device; ``None``: all where they are.
     """
 
-    def __init__(self, summation: Summation) -> None:
+    def __init__(self, summation: Summation, offload: Offload | None = None) -> None:
         self._summation = summation
+        self._offload = offload
+        self._offloaded: dict[Key, frozenset[int]] = {}
+        """Sums that wait in host memory, each with the places that were moved there."""
         self.parts: Parts = []
 
-    def add(self, virtual_node: int, tensors: Tensors, *, weight: float = 1.0, count: int = 1) -> None:
+    def add(
+        self,
+        virtual_node: int,
+        tensors: Tensors,
+        *,
+        weight: float = 1.0,
+        count: int = 1,
+        added: Mapping[int, Tensor] | None = None,
+    ) -> None:
         """Add what one virtual node contributes; the tensors belong to the accumulator from now on.
 
         Each virtual node comes once, and always with the same number of tensors; usually in increasing order without
@@ -41,6 +57,7 @@ class Accumulator:
             tensors: see above.
             weight: their factor.
             count: how many were computed as one, and are added as one.
+            added: the sums of places at which an :class:`Addition` has added it up already.
         """
         multiply(tensors, weight)
         key = (virtual_node, virtual_node + count)
@@ -49,22 +66,120 @@ class Accumulator:
             if at > 0 and self._summation.joins(self.parts[at - 1][0], key):
                 at -= 1
                 left, before = self.parts.pop(at)
-                key, tensors = (left[0], key[1]), add_tensors(before, tensors)
+                key, tensors = (left[0], key[1]), self._join(before, tensors, waited=before, of=left)
             elif at < len(self.parts) and self._summation.joins(key, self.parts[at][0]):
                 right, behind = self.parts.pop(at)
-                key, tensors = (key[0], right[1]), add_tensors(tensors, behind)
+                key, tensors = (key[0], right[1]), self._join(tensors, behind, waited=behind, of=right)
             else:
-                self.parts.insert(at, (key, tensors))
-                return
-
-    def merges(self, virtual_node: int) -> int:
-        """With how many of the last sums a virtual node makes one that comes behind them all."""
-        key, count = (virtual_node, virtual_node + 1), 0
-        for left, _ in reversed(self.parts):
-            if not self._summation.joins(left, key):
                 break
-            key, count = (left[0], key[1]), count + 1
-        return count
+        for place, total in (added or {}).items():
+            tensors[place] = total
+        self.parts.insert(at, (key, tensors))
+        self._make_room()
+
+    def _join(self, left: Tensors, right: Tensors, *, waited: Tensors, of: Key) -> Tensors:
+        if of not in self._offloaded:
+            return add_tensors(left, right)
+        assert self._offload is not None
+        fetch, taken = Fetch(self._offload, [(waited, self._offloaded.pop(of))]), (left, right)
+        for place in reversed(range(len(left))):  # as they are fetched
+            a, b = (fetch.take(tensors, place) for tensors in taken)
+            left[place] = None if a is None and b is None else add_one(a, b)
+        return left
+
+    def _make_room(self) -> None:
+        if self._offload is None:
+            return
+        memory, chosen = self._offload.memory, choose_offloaded([key for key, _ in self.parts], self._offload.room)
+        for key, tensors in self.parts:
+            if key in chosen and key not in self._offloaded:
+                stored = [None if tensor is None else memory.store(tensor) for tensor in tensors]
+                self._offloaded[key] = frozenset(n for n, tensor in enumerate(stored) if tensor is not tensors[n])
+                tensors[:] = stored
+
+    def await_offloaded(self) -> None:
+        """Wait until all that was moved to host memory can be read there."""
+        if self._offloaded and self._offload is not None:
+            self._offload.memory.finish()
+
+    def prepare(self, virtual_node: int, count: int = 1, *, weight: float) -> Addition:
+        """The additions of a virtual node, to be made as its tensors come; none if it is not behind all others.
+
+        Args:
+            virtual_node: which one, or the first of several.
+            count: how many are computed as one.
+            weight: the factor of their tensors.
+        """
+        key, at = (virtual_node, virtual_node + count), len(self.parts)
+        behind = not self.parts or self.parts[-1][0][1] <= virtual_node
+        while behind and at > 0 and self._summation.joins(self.parts[at - 1][0], key):
+            at -= 1
+            key = (self.parts[at][0][0], key[1])
+        offloaded, merged = self._offloaded, reversed(self.parts[at:])
+        moved = [(tensors, offloaded[of]) for of, tensors in merged if of in offloaded]
+        fetch = Fetch(self._offload, moved) if self._offload is not None and moved else None
+        return Addition(self.parts, merges=len(self.parts) - at, weight=weight, fetch=fetch)
+
+
+class Addition:
+    """The additions that one more virtual node brings about, made place by place as its tensors come.
+
+    All additions of a place follow one another while its tensor is still in a cache. They are those of
+    :meth:`Accumulator.add`, to the bit. Sums are taken out of ``parts`` as they are used up.
+
+    Args:
+        parts: the sums of the virtual nodes before it.
+        merges: with how many of the last of them it makes one.
+        weight: the factor of its tensors.
+        fetch: brings back those of them that wait in host memory.
+    """
+
+    def __init__(self, parts: Parts, *, merges: int, weight: float, fetch: Fetch | None = None) -> None:
+        self.above = [tensors for _, tensors in parts[: len(parts) - merges]]
+        """The sums that stay as they are."""
+        self.merged = [tensors for _, tensors in parts[len(parts) - merges :]]
+        """Those that it makes one with, from left to right."""
+        self.weight = weight
+        self._fetch = fetch
+        self.sums: dict[int, Tensor] = {}
+        """What came of the places that were given."""
+
+    def takes(self, place: int) -> bool:
+        """Every one."""
+        return True
+
+    def give(self, place: int, tensor: Tensor, *, own: bool) -> Tensor:
+        """Add up a place.
+
+        Args:
+            place: each once.
+            tensor: the virtual node's; it stays as it is.
+            own: whether it need not be kept.
+
+        Returns:
+            See :class:`~virtualflow.reduction.handover.Receiver`: the sum.
+        """
+        total = add_one(*self.prepare(place, tensor))
+        assert total is not None
+        self.sums[place] = total
+        return total if own else tensor
+
+    def prepare(self, place: int, tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Make all additions of a place but the last; what that one is to add, if :attr:`merged` is not empty."""
+        if tensor is not None and self.weight != 1.0:
+            # A copy: gradients may share memory with others that the backward pass has not handed over yet.
+            tensor = tensor.clone()
+            multiply([tensor], self.weight)
+        for tensors in reversed(self.merged[1:]):
+            tensor = add_one(self.take(tensors, place), tensor)
+        return (self.take(self.merged[0], place) if self.merged else None), tensor
+
+    def take(self, tensors: Tensors, place: int) -> Tensor | None:
+        """Take the tensor at a place out of one of the sums."""
+        if self._fetch is not None:
+            return self._fetch.take(tensors, place)
+        taken, tensors[place] = tensors[place], None
+        return taken
 
 
 def _first(part: tuple[Key, Tensors]) -> int:
@@ -83,6 +198,21 @@ def multiply(tensors: Iterable[Tensor | None], factor: float) -> None:
         return
     for tensor in there:
         tensor.mul_(factor)
+
+
+def separate(tensors: Iterable[Tensor | None]) -> Tensors:
+    """Tensors of which no two begin at the same place in memory, so that each may change alone; copies where needed.
+
+    autograd lets ``.grad`` of two parameters share memory where both came as views of one gradient, as for
+    ``b.view(-1) + c.view(-1)``.
+    """
+    separated: Tensors = []
+    begins: set[int] = set()
+    for tensor in tensors:
+        begin = 0 if tensor is None else tensor.data_ptr()
+        separated.append(tensor.clone() if tensor is not None and begin in begins else tensor)
+        begins.add(begin)
+    return separated
 
 
 def add_tensors(left: Tensors, right: Tensors) -> Tensors:

@@ -253,11 +253,15 @@ class DeliveredExchange(SlicedExchange):
 
 def flatten(row: Tensor, tensors: Tensors, templates: Sequence[Tensor]) -> None:
     """Copy tensors, of any device, one after the other into ``row``; a missing one is zero."""
-    pieces = [or_zeros(t, template).reshape(-1) for t, template in zip(tensors, templates, strict=True)]
-    if all(piece.device == row.device for piece in pieces):
+    pieces = [_or_zeros(t, template).reshape(-1) for t, template in zip(tensors, templates, strict=True)]
+    devices = {piece.device for piece in pieces}
+    if devices == {row.device}:
         torch.cat(pieces, out=row)
-    else:
+    elif len(devices) == 1:
         row.copy_(torch.cat(pieces))
+    else:  # some have waited in host memory
+        for stretch, piece in zip(torch.split(row, [piece.numel() for piece in pieces]), pieces, strict=True):
+            stretch.copy_(piece)
 
 
 def unflatten(row: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
@@ -270,8 +274,7 @@ def unflatten(row: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def or_zeros(tensor: Tensor | None, template: Tensor) -> Tensor:
-    """The tensor, or zeros in its place."""
+def _or_zeros(tensor: Tensor | None, template: Tensor) -> Tensor:
     return torch.zeros_like(template, memory_format=torch.contiguous_format) if tensor is None else tensor
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from virtualflow.reduction.accumulation import Parts, Tensors, add_one, add_tensors, multiply
+from virtualflow.reduction.accumulation import Addition, Tensors, add_one, add_tensors, multiply, separate
 from virtualflow.reduction.buckets import Bucket
 from virtualflow.reduction.pipeline import Pipeline
 
@@ -22,20 +22,14 @@ class Early:
     Args:
         pipeline: of these buckets.
         buckets: what is reduced.
-        parts: the sums of the worker's range but for its last virtual node; used up as tensors come.
-        merges: with how many of the last of them that virtual node makes one.
-        weight: the factor of its tensors.
+        addition: of the last virtual node to the sums of the worker's range before it.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, buckets: Sequence[Bucket], parts: Parts, *, merges: int, weight: float
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, buckets: Sequence[Bucket], addition: Addition) -> None:
         self.pipeline = pipeline
         """Exchanges the headers, too, when everything was given, and breaks off what is under way."""
-        self._weight = weight
+        self._addition = addition
         self._buckets = buckets
-        self._above = [tensors for _, tensors in parts[: len(parts) - merges]]
-        self._merged = [tensors for _, tensors in parts[len(parts) - merges :]]
         self._where = {
             place: (index, at) for index, bucket in enumerate(buckets) for at, place in enumerate(bucket.places)
         }
@@ -48,52 +42,67 @@ class Early:
         """What it reduces."""
         return frozenset(self._where)
 
-    def give(self, place: int, tensor: Tensor | None) -> None:
-        """The last virtual node's contribution to a place, once for each; it does not change, and may after this."""
-        if tensor is not None and self._weight != 1.0:
-            tensor = tensor.clone()
-            multiply([tensor], self._weight)
-        self._give(place, tensor)
+    def takes(self, place: int) -> bool:
+        """Whether it reduces a place."""
+        return place in self._where
 
-    def _give(self, place: int, tensor: Tensor | None) -> None:
+    def give(self, place: int, tensor: Tensor, *, own: bool) -> Tensor:
+        """Add up and write a place.
+
+        Args:
+            place: each once.
+            tensor: the last virtual node's; it may change after this.
+            own: whether it need not be kept.
+
+        Returns:
+            See :class:`~virtualflow.reduction.handover.Receiver`. Never memory of the message: a script that changes
+            its gradients by surprise must not change what is just being sent under its checksum.
+        """
+        kept = self._give(place, tensor, own=own)
+        self._submit_full()
+        return kept if own and kept is not None else tensor
+
+    def _give(self, place: int, tensor: Tensor | None, *, own: bool) -> Tensor | None:
+        """Add up and write a place; memory of its shape that nobody else is going to read, if there is some."""
         index, at = self._where[place]
-        for row, tensors in enumerate(self._above):
+        addition = self._addition
+        for row, tensors in enumerate(addition.above):
             self._place(index, at, row, tensors[place])
             tensors[place] = None
-        for tensors in reversed(self._merged[1:]):
-            tensor, tensors[place] = add_one(tensors[place], tensor), None
-        first = self._merged[0][place] if self._merged else None
-        if first is None or tensor is None or not self.pipeline.on_host[index]:
-            merged = add_one(first, tensor) if self._merged else tensor
-            self._place(index, at, len(self._above), merged)
-        else:  # The last addition writes the message, so that nothing is copied.
-            left, right = first.reshape(-1), tensor.reshape(-1)
-            for begin, stretch in self.pipeline.segments(index, at, len(self._above)):
-                end = begin + stretch.numel()
-                torch.add(left[begin:end], right[begin:end], out=stretch)
-        if self._merged:
-            self._merged[0][place] = None
+        left, right = addition.prepare(place, tensor)
         self._missing[index] -= 1
-        self._submit_full()
+        if left is None or right is None or not self.pipeline.on_host[index]:
+            total = add_one(left, right) if addition.merged else right
+            if total is tensor and total is not None and not own and not self.pipeline.on_host[index]:
+                total = total.clone()  # it is written with its bucket
+            self._place(index, at, len(addition.above), total)
+            return total
+        # The last addition writes the message, so that nothing is copied.
+        lefts, rights = left.reshape(-1), right.reshape(-1)
+        for begin, stretch in self.pipeline.segments(index, at, len(addition.above)):
+            end = begin + stretch.numel()
+            torch.add(lefts[begin:end], rights[begin:end], out=stretch)
+        return left
 
     def give_rest(self, tensors: Mapping[int, Tensor | None]) -> None:
         """The last virtual node's contributions to all places that were not given yet; they are used up."""
-        multiply(tensors.values(), self._weight)
         for index, bucket in enumerate(self._buckets):
             if self._missing[index] == len(bucket.places):
-                self._give_bucket(index, [tensors[place] for place in bucket.places])
+                self._give_bucket(index, separate(tensors[place] for place in bucket.places))
             else:
                 for place in tensors.keys() & bucket.places:
-                    self._give(place, tensors[place])
+                    self._give(place, tensors[place], own=True)
+        self._submit_full()
 
     def _give_bucket(self, index: int, last: Tensors) -> None:
         """As :meth:`give` for every place of a bucket: a few calls for all of them."""
-        places = self._buckets[index].places
-        for row, tensors in enumerate(self._above):
+        places, addition = self._buckets[index].places, self._addition
+        multiply(last, addition.weight)
+        for row, tensors in enumerate(addition.above):
             self.pipeline.write_row(index, row, _take(tensors, places))
-        for tensors in reversed(self._merged):
-            last = add_tensors(_take(tensors, places), last)
-        self.pipeline.write_row(index, len(self._above), last)
+        for tensors in reversed(addition.merged):
+            last = add_tensors([addition.take(tensors, place) for place in places], last)
+        self.pipeline.write_row(index, len(addition.above), last)
         self._missing[index] = 0
         self._submit_full()
 
@@ -103,7 +112,7 @@ class Early:
             return
         # One copy to the host for the bucket, not one for each tensor.
         staged = self._staged.setdefault((index, row), [None] * len(self._buckets[index].places))
-        staged[at] = tensor if tensor is None or row < len(self._above) or self._merged else tensor.clone()
+        staged[at] = tensor
 
     def _submit_full(self) -> None:
         while self._next < len(self._buckets) and self._missing[self._next] == 0:

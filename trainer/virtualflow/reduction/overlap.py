@@ -1,39 +1,59 @@
-"""Whether a step's reduction may begin while its last backward pass still runs, and whether that was right.
+"""What is done with gradients while a backward pass still runs, and whether that was right.
+
+Two things can be. Within a worker, a virtual node's gradients are added to the sums before them as they come (``hot``):
+no agreement is needed for that. Between workers, the reduction can begin with the last virtual node of each.
 
 A gradient is final when autograd has accumulated it, unless the user's code changes it afterwards (clips it, calls
-``backward`` once more). So the first step of a generation only watches: each worker tells in its step header whether
-its gradients stayed as autograd left them. If all did, the next step's reduction begins with the first gradients, which
-all workers decide alike since they have read the same headers. If a step then surprises somebody, its header says so,
-and all repeat the attempt with a reduction behind the headers. A model that does other things than before (freezes a
-layer, skips a branch) surprises nobody: what was expected and does not come is zero, what comes unexpected is reduced
-behind the headers. Where gradients are many and small, nothing is watched: all set out together behind the backward
-pass, before the headers. Whether any of it is worth it, the schedule of their exchange says (``schedule``).
+``backward`` once more). So the first step only watches (``handover``). If the gradients of a worker stayed as autograd
+left them, its next attempts are hot. If a script then surprises it, it repeats its attempt: nothing has set out yet.
+Each worker tells in its step header whether its gradients stayed as they were. If all did, the next step's reduction
+begins with the first gradients of the last virtual nodes, which all workers decide alike since they have read the same
+headers. If a step then surprises somebody, its header says so, and all repeat the attempt with a reduction behind the
+headers. A model that does other things than before (freezes a layer, skips a branch) surprises nobody: what was
+expected and does not come is zero, what comes unexpected is added and reduced afterwards. Where gradients are many and
+small, nothing is watched: all set out together behind the backward pass, before the headers. Whether it is worth it to
+begin a reduction early, the schedule of its exchange says (``schedule``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from virtualflow.reduction.accumulation import Accumulator, multiply
+from virtualflow.reduction.accumulation import Accumulator, Addition, multiply
 from virtualflow.reduction.early import Early
+from virtualflow.reduction.handover import Handover
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.transport import Collectives
 
 _QUIET = 64
-"""Synchronizations after a surprise in which nothing begins early."""
+"""Synchronizations after a surprise in which nothing is done early."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What has come of a virtual node's gradients by the end of its backward pass; the others are in ``.grad``."""
+
+    sent: frozenset[int] = frozenset()
+    """Places that have set out, also those at which it has none."""
+    added: Mapping[int, Tensor] = field(default_factory=dict)
+    """Sums that they have been added to as they came, by place."""
+    gone: frozenset[int] = frozenset()
+    """Places at which ``.grad`` does not hold them any more."""
 
 
 class AttemptSpoiled(Exception):
-    """A gradient changed after it had set out: all workers repeat the attempt, and wait for its end this time."""
+    """A gradient was looked at or changed after it had been added up or had set out: the attempt is repeated without.
+
+    By all workers if it comes out of a synchronization, else by this one alone.
+    """
 
 
 class Overlap:
-    """The early beginning of reductions, in one worker.
+    """What one worker does with gradients before a backward pass has ended.
 
     Args:
         parameters: all of the model's; they are known by their place among them.
@@ -46,25 +66,49 @@ class Overlap:
         self._reducer = reducer
         size = sum(p.numel() * p.itemsize for p in parameters)
         self._one_by_one = size >= settings.one_by_one * len(parameters)
-        """Whether they are so large, each, that it pays to take it as soon as it is there: the first bucket sets out
-        before the last is full, and the last addition writes the message. Else all are taken together behind the
-        backward pass."""
-        self._hooks: list[RemovableHandle] = []
+        """Whether they are so large, each, that it pays to take it as soon as it is there: additions find it in a
+        cache, the first bucket sets out before the last is full, and the last addition writes the message. Else all
+        are taken together behind the backward pass."""
+        self._handover = Handover(parameters)
         self._expected: tuple[int, ...] = ()
         """What the last step of this generation reduced, if it showed that the next one may begin early."""
         self._quiet_until = 0
+        self._cold_until = 0
+        """The same for what this worker does by itself."""
+        self._learned = False
+        """Whether this worker's gradients have been seen to stay as autograd left them."""
+        self._surprised = False
+        self._hot = False
+        self._watched = self._all_steady = False
+        """Of the present attempt, up to the last virtual node that has run."""
+        self._steady = True
+        """Of that virtual node: whether its gradients stayed as they were left, if they were watched."""
         self._early: Early | None = None
+        self._addition: Addition | None = None
         self._deferred = False
-        self._watching = False
-        self._seen: dict[int, tuple[Tensor, int]] = {}
-        """Each gradient as autograd left it, with its version."""
+        self._running = False
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
+    def begin(self, trained: Sequence[bool], *, resumes: bool) -> None:
+        """An attempt begins.
+
+        Args:
+            trained: which parameters are.
+            resumes: whether with sums of another one, which could not be made once more.
+        """
+        self.abandon()
+        if self._one_by_one:
+            self._handover.hook(trained)
+        self._hot = self._learned and not resumes
+        self._watched, self._steady, self._all_steady = False, True, True
+
     def abandon(self) -> None:
         """The attempt is aborted, or the next one begins."""
-        self._watching = False
-        self._seen.clear()
+        if self._running:
+            self._running = False
+            self._handover.end()
+        self._addition = None
         if self._early is not None:
             self._early.pipeline.abandon()
             self._early = None
@@ -72,74 +116,117 @@ class Overlap:
 
     def watch(
         self,
+        accumulator: Accumulator,
+        virtual_node: int,
+        *,
+        count: int = 1,
+        weight: float,
+        plain: bool = False,
+        told: bool = False,
+    ) -> None:
+        """A virtual node is about to run: add up its gradients as they come, if it is known that this is right.
+
+        Args:
+            accumulator: the sums of this worker's virtual nodes before it.
+            virtual_node: which one, or the first of several.
+            count: how many are computed as one.
+            weight: the factor of its gradients.
+            plain: whether they are to be seen in ``.grad``.
+            told: whether others are told if they stay as they are.
+        """
+        self._running = True
+        if self._hot:
+            addition = accumulator.prepare(virtual_node, count, weight=weight)
+            self._addition = addition if addition.merged else None
+        adds = self._addition is not None
+        # Gradients that become a sum as they are need nobody's attention, once their script is known.
+        if self._one_by_one and (adds or told or not self._hot):
+            self._handover.begin(self._addition, plain=plain or (self._hot and not adds))
+            self._watched = True
+
+    def watch_last(
+        self,
         collectives: Collectives,
         holdings: Sequence[Sequence[int]],
         accumulator: Accumulator,
         *,
         last: int,
+        count: int = 1,
         weight: float,
         scale: float | None,
+        plain: bool = False,
     ) -> None:
-        """The last virtual node of this worker's range is about to run.
+        """The same for the last virtual node of this worker's range, with which the reduction may begin.
 
         Args:
             collectives: the communicator.
             holdings: the virtual nodes of each of its members.
             accumulator: the sums of this worker's virtual nodes but for the last.
-            last: that one.
+            last: that one, or the first of several.
+            count: how many are computed as one.
             weight: the factor of its gradients.
             scale: the factor of the sum over all; ``None``: not known before the headers.
+            plain: whether they are to be seen in ``.grad``.
         """
-        self._watching, self._deferred = collectives.size > 1, scale is None
-        takes_each = self._watching and self._one_by_one and not self._hooks
-        if takes_each and self._reducer.overlaps(collectives, holdings, self._parameters):
-            self._hook()
         if self._expected:
             self._early = self._reducer.begin(
                 collectives,
                 holdings,
                 accumulator,
                 last=last,
+                count=count,
                 weight=weight,
                 templates=self._parameters,
                 places=self._expected,
                 scale=scale,
             )
+        if self._early is None:
+            # Others need to know of gradients that could set out early in a step to come.
+            told = self._one_by_one and self._reducer.overlaps(collectives, holdings, self._parameters)
+            self.watch(accumulator, last, count=count, weight=weight, plain=plain, told=told)
+            return
+        self._running, self._deferred = True, scale is None
+        if self._one_by_one:
+            # Until it is known that the script looks at none, it gets to see all.
+            self._handover.begin(self._early, plain=plain or not self._hot)
+            self._watched = True
 
     @property
-    def watching(self) -> bool:
-        """Whether the last virtual node runs."""
-        return self._watching
+    def torn(self) -> bool:
+        """Whether some places of a sum may be ahead of others."""
+        return self._running and (self._early is not None or (self._addition is not None and bool(self._addition.sums)))
 
-    def _hook(self) -> None:
-        for place, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-                self._hooks.append(register(partial(self._on_gradient, place)))
+    def settle(self) -> Settled:
+        """The virtual node has run: what has come of its gradients.
 
-    def _on_gradient(self, place: int, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if not self._watching or gradient is None or gradient.is_sparse or place in self._seen:
-            return
-        self._seen[place] = (gradient, gradient._version)
-        if self._early is not None and place in self._early.places:
-            self._early.give(place, gradient.detach())
-
-    def settle(self) -> tuple[frozenset[int], bool]:
-        """The last virtual node has run: which gradients have set out, and whether all stayed as autograd left them."""
-        self._watching = False
-        steady = all(
-            self._parameters[place].grad is gradient and gradient._version == version
-            for place, (gradient, version) in self._seen.items()
-        )
-        given = set(self._seen)
-        self._seen.clear()
-        if self._early is None:
-            return frozenset(), steady
-        rest = {place: self._parameters[place].grad for place in self._early.places - given}
+        Raises:
+            AttemptSpoiled: this worker is to repeat its attempt.
+        """
+        addition, early, self._addition, self._running = self._addition, self._early, None, False
+        found = self._handover.end()
+        self._steady, self._all_steady = found.steady, self._all_steady and found.steady
+        if not found.steady and (addition is not None or early is not None):
+            self._surprised, self._hot, self._learned = True, False, False
+        if addition is not None:
+            if not found.steady:
+                raise AttemptSpoiled
+            return Settled(frozenset(), addition.sums, found.gone)
+        if early is None:
+            return Settled()
+        rest = {place: self._parameters[place].grad for place in early.places - found.seen}
         # What has not set out yet is the user's no more, and is used up.
-        self._early.give_rest({place: None if left is None else left.detach() for place, left in rest.items()})
-        return self._early.places, steady
+        early.give_rest({place: None if left is None else left.detach() for place, left in rest.items()})
+        return Settled(early.places, {}, found.gone)
+
+    @property
+    def running(self) -> bool:
+        """Whether a virtual node runs of which it knows."""
+        return self._running
+
+    @property
+    def steady(self) -> bool:
+        """Whether the last gradients stayed as autograd left them: before others, it may be right to send them."""
+        return self._steady
 
     # --- the reduction ------------------------------------------------------------------------------------------------
 
@@ -197,7 +284,7 @@ class Overlap:
             self._early = None
 
     def learn(self, number: int, reduced: Iterable[int], steady: bool) -> None:
-        """All workers know the same of a synchronization: how the next one begins.
+        """A synchronization has shown how the next one may begin; all workers come to the same for what all do.
 
         Args:
             number: of this one.
@@ -209,20 +296,18 @@ class Overlap:
         ready = steady and number >= self._quiet_until
         # A backward pass finishes them roughly in the reverse order of their registration.
         self._expected = tuple(sorted(reduced, reverse=True)) if ready else ()
+        if self._surprised:
+            self._surprised, self._cold_until = False, number + _QUIET
+        if self._watched:
+            self._learned = self._all_steady and number >= self._cold_until
 
     def enter(self) -> None:
         """A generation begins: not all of its members know what the last one has shown."""
         self.abandon()
         self._expected, self._quiet_until = (), 0
-        self._unhook()  # a worker that is alone has no use for them
 
     def close(self) -> None:
         """Leave the model as it was."""
         self.abandon()
         self._reducer.close()
-        self._unhook()
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._handover.unhook()

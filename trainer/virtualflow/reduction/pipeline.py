@@ -19,7 +19,7 @@ from torch import Tensor
 
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.reduction.accumulation import Tensors, multiply
-from virtualflow.reduction.bucket_exchange import ReductionPlan, flatten, open_exchange, or_zeros, unflatten
+from virtualflow.reduction.bucket_exchange import ReductionPlan, flatten, open_exchange, unflatten
 from virtualflow.reduction.message_buffers import Buffers
 from virtualflow.reduction.program import Split
 from virtualflow.transport import Pending
@@ -75,8 +75,9 @@ class Pipeline:
             flatten(self._exchanges[index].flat.view(-1)[: bucket.total], tensors, templates)
             return
         if not self.on_host[index]:
-            joined = torch.cat([or_zeros(t, like).reshape(-1) for t, like in zip(tensors, templates, strict=True)])
-            tensors = list(torch.split(joined.cpu(), [like.numel() for like in templates]))
+            joined = torch.empty(bucket.total, dtype=bucket.dtype)
+            flatten(joined, tensors, templates)
+            tensors = list(torch.split(joined, [like.numel() for like in templates]))
         for at, tensor in enumerate(tensors):
             self.write(index, at, row, tensor)
 

@@ -200,6 +200,7 @@ class Reducer:
         accumulator: Accumulator,
         *,
         last: int,
+        count: int = 1,
         weight: float,
         templates: Sequence[Tensor],
         places: Sequence[int],
@@ -213,7 +214,8 @@ class Reducer:
             collectives: the communicator.
             holdings: the virtual nodes of each of its members, ascending, in the order of their ranks.
             accumulator: the sums of this worker's virtual nodes but for the last.
-            last: that one.
+            last: that one, or the first of several.
+            count: how many are computed as one.
             weight: the factor of its tensors.
             templates: one tensor per place.
             places: which of them are reduced, in the order in which they are expected; the same on all workers.
@@ -224,7 +226,8 @@ class Reducer:
             return None
         plan = self._plan(collectives, holdings, templates, self._begun, 1.0 if scale is None else scale)
         pipeline = Pipeline(plan, self._buffers, "early")
-        early = Early(pipeline, plan.buckets, accumulator.parts, merges=accumulator.merges(last), weight=weight)
+        accumulator.await_offloaded()  # what is not added to any more is written to messages
+        early = Early(pipeline, plan.buckets, accumulator.prepare(last, count, weight=weight))
         self._thread().submit(pipeline.run)
         return early
 

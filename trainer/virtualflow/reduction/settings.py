@@ -76,8 +76,13 @@ class ReductionSettings:
     bucket: int = 8 << 20
     """Gradients travel in messages of at most so many bytes."""
     one_by_one: int = 1 << 16
-    """Gradients of at least so many bytes on average are taken one by one while the backward pass still runs. A call
-    for each smaller one costs more than it saves."""
+    """Gradients of at least so many bytes on average are added up and sent one by one while the backward pass still
+    runs. A call for each smaller one costs more than it saves."""
+    sums_on_device: int = 2
+    """Sums of a worker that wait on an accelerator for their other half, at most; each takes as much memory as the
+    gradients. The others wait in host memory."""
+    fetch_ahead: int = 64 << 20
+    """Bytes of such sums that are brought back before they are needed."""
     overlap_from: float = 4e-4
     """An exchange that is predicted to take less begins behind the step headers: to begin it early costs as much."""
     most_gathered: int = 8 << 20

@@ -6,11 +6,12 @@ as good as before: the next attempt at the same step begins with it, and only wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from virtualflow.reduction import Accumulator, Early, Parts, Summation, Tensors
+from virtualflow.errors import ConfigurationError
+from virtualflow.reduction import Accumulator, Early, Offload, Parts, Settled, Summation, Tensors, separate
 from virtualflow.step.buffers import BufferTracker, summed_as
 from virtualflow.step.header import NodeRecord, Schema
 
@@ -23,12 +24,18 @@ class Contributions:
         buffers: the model's.
         parameters: how many the model has.
         summed: averaged buffers that are added up with the gradients: those known when the attempt began.
+        offload: where sums wait that are too many for the device.
     """
 
     def __init__(
-        self, summation: Summation, buffers: BufferTracker, parameters: int, summed: tuple[str, ...] = ()
+        self,
+        summation: Summation,
+        buffers: BufferTracker,
+        parameters: int,
+        summed: tuple[str, ...] = (),
+        offload: Offload | None = None,
     ) -> None:
-        self.accumulator = Accumulator(summation)
+        self.accumulator = Accumulator(summation, offload)
         """Sums of gradients, each with those of the buffers ``summed`` behind it."""
         self._sent: Early | None = None
         """What has set out before its last addition, and is in messages now."""
@@ -57,21 +64,30 @@ class Contributions:
         """Of the virtual nodes in their order."""
         return [self._records[node] for node in sorted(self._records)]
 
-    def add(self, node: int, record: NodeRecord, gradients: Tensors, given: Sequence[bool], weight: float) -> None:
+    def add(
+        self,
+        node: int,
+        record: NodeRecord,
+        gradients: Tensors,
+        given: Sequence[bool],
+        weight: float,
+        added: Mapping[int, Tensor],
+    ) -> None:
         """Add those of a virtual node, or of several that were computed as one.
 
         Args:
             node: which one, or the first of them.
             record: beside its gradients.
             gradients: one place for each parameter; they are used up.
-            given: which of them it had. Some of these may have set out already, and are ``None``.
+            given: which of them it had. Some of these may have set out or be added up already, and are ``None``.
             weight: the factor of its sums.
+            added: the sums of those that are added up.
         """
         sums: Tensors = self._take_buffers(record.averaged) if record.samples else [None] * len(self._summed)
         for place, there in enumerate(given):
             self._given[place] |= there
         self._records[node] = record
-        self.accumulator.add(node, [*gradients, *sums], weight=weight, count=record.virtual_nodes)
+        self.accumulator.add(node, [*gradients, *sums], weight=weight, count=record.virtual_nodes, added=added)
 
     def _take_buffers(self, averaged: dict[str, Tensor]) -> Tensors:
         """Move the values that are added up with the gradients out of what a virtual node has changed."""
@@ -137,6 +153,7 @@ class Contributions:
             schema: it may have names that were not known when the attempt began.
             unit: samples of a contribution whose weight is 1.
         """
+        self.accumulator.await_offloaded()
         new = [name for name in schema.averaged if name not in self._summed]
         if not new:
             return self.accumulator.parts
@@ -156,3 +173,35 @@ class Contributions:
             by_name = {**known, **dict(zip(new, added, strict=True))}
             parts.append((nodes, [*tensors[: self._count], *(by_name[name] for name in schema.averaged)]))
         return parts
+
+
+def take_gradients(
+    named: Sequence[tuple[str, nn.Parameter]], trained: Sequence[bool], settled: Settled
+) -> tuple[Tensors, list[bool]]:
+    """Take a virtual node's gradients out of the model, so that autograd makes new tensors for the next one.
+
+    Args:
+        named: all parameters.
+        trained: which of them are.
+        settled: what has come of some gradients already.
+
+    Returns:
+        What is still to be added up, and at which places the virtual node had a gradient.
+
+    Raises:
+        ConfigurationError: a gradient is sparse.
+    """
+    gradients: Tensors = [None] * len(named)
+    given = [False] * len(named)
+    for place, ((name, parameter), wanted) in enumerate(zip(named, trained, strict=True)):
+        gradient, parameter.grad = parameter.grad, None
+        given[place] = place in settled.gone or (wanted and gradient is not None)
+        if gradient is None or not wanted or place in settled.sent or place in settled.added:
+            continue
+        if gradient.is_sparse:
+            raise ConfigurationError(
+                f"parameter {name} has a sparse gradient, which cannot be summed canonically; make it dense "
+                "(nn.Embedding(..., sparse=False))"
+            )
+        gradients[place] = gradient.detach() if gradient.requires_grad else gradient  # after create_graph=True
+    return separate(gradients), given

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Overlap, Owners, Reducer, Summation, Tensors
+from virtualflow.reduction import Overlap, Owners, Reducer, Settled, Summation, Tensors, plan_offload
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.buffers import BufferTracker, summed_as
-from virtualflow.step.contributions import Contributions
+from virtualflow.step.contributions import Contributions, take_gradients
 from virtualflow.step.header import (
     HeaderFormat,
     Kind,
@@ -80,21 +81,23 @@ class GradientSync:
         """Compares the state before this synchronization with the others'."""
         self.spot_checker: SpotChecker | None = None
         """Compares the gradients of one virtual node with those that another worker came to."""
-        self._names = [name for name, _ in model.named_parameters()]
+        self._named = list(model.named_parameters())
         self._parameters = list(model.parameters())
         self._buffers = BufferTracker(model)
         self._summation = summation
         self._settings = settings
         self._micro_batch = self._unit = micro_batch
         """The unit: samples of a contribution whose weight is 1; the same on all workers."""
-        self._contributions = Contributions(summation, self._buffers, len(self._parameters))
+        self.offload = plan_offload(device_of(model), settings)
+        """Where sums wait that are too many for the device."""
         self._order: Sequence[int] = ()
         """The virtual nodes that the present attempt computes, one after the other."""
         self._taken = 0
         """How many of them have been."""
         self._reducer = reducer
         self._overlap = Overlap(self._parameters, self._reducer, settings)
-        self._steady = True
+        self._late, self._outcome = False, Settled()
+        self.forget_contributions()
         self._trained: tuple[bool, ...] = ()
         """Which of all parameters are trained in the present attempt."""
         self._layout: tuple[object, int] = (None, 0)
@@ -110,11 +113,11 @@ class GradientSync:
             resumes: together with those that it has :attr:`kept`.
         """
         self._trained = tuple(parameter.requires_grad for parameter in self._parameters)
-        self._overlap.abandon()
+        self._overlap.begin(self._trained, resumes=resumes)
         if not resumes:
             self.forget_contributions()
         self._order, self._taken = computes, 0
-        self._steady = True
+        self._late, self._outcome = False, Settled()  # what has come already of the last virtual node's gradients
         self._unit = self._summation.unit(self._micro_batch, most)
         self._buffers.begin()
         self._clear_gradients()
@@ -125,8 +128,24 @@ class GradientSync:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def expect(self, samples: int, virtual_nodes: int = 1) -> None:
+        """A micro-batch of this worker is about to run, not its last: gradients may be added up as they come.
+
+        Args:
+            samples: those of the micro-batch.
+            virtual_nodes: how many it stands for.
+        """
+        node = self._order[self._taken]
+        plain, weight = self._is_checked(node), samples / self._unit
+        self._overlap.watch(self._contributions.accumulator, node, count=virtual_nodes, weight=weight, plain=plain)
+
     def expect_last(
-        self, collectives: Collectives, holdings: Sequence[Sequence[int]], samples: int, of_step: int | None
+        self,
+        collectives: Collectives,
+        holdings: Sequence[Sequence[int]],
+        samples: int,
+        of_step: int | None,
+        virtual_nodes: int = 1,
     ) -> None:
         """The last micro-batch of this worker is about to run, so the reduction may begin with it.
 
@@ -135,19 +154,36 @@ class GradientSync:
             holdings: the virtual nodes of each of its members.
             samples: those of that micro-batch.
             of_step: those of the whole global batch, ``None`` where only the headers will tell.
+            virtual_nodes: how many it stands for.
         """
-        self._overlap.watch(
+        node = self._order[self._taken]
+        self._overlap.watch_last(
             collectives,
             holdings,
             self._contributions.accumulator,
-            last=self._order[self._taken],
+            last=node,
+            count=virtual_nodes,
             weight=samples / self._unit,
             scale=None if of_step is None else self._unit / of_step,
+            plain=self._is_checked(node),
         )
 
+    def _is_checked(self, node: int) -> bool:
+        check = None if self.spot_checker is None else self.spot_checker.check
+        return check is not None and check.virtual_node == node
+
     def begin_late(self) -> None:
-        """In place of :meth:`expect_last`: this worker's gradients are needed until all are there, so nobody begins."""
-        self._steady = False
+        """In place of :meth:`expect_last`: gradients are needed until all are there, so nobody begins."""
+        self._late = True
+
+    def computed(self) -> None:
+        """The script has run the next virtual node. From here on ``.grad`` holds what has not been added up already.
+
+        Raises:
+            AttemptSpoiled: the script has looked at gradients that were gone, or changed them.
+        """
+        if self._overlap.running:
+            self._outcome = self._overlap.settle()
 
     def take(self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1) -> None:
         """Take over what the next virtual node has left in the model: gradients and changed buffers.
@@ -157,33 +193,15 @@ class GradientSync:
             metrics: what the user's code has logged for it.
             virtual_nodes: how many its micro-batch stands for.
         """
-        node = self._order[self._taken]
+        self.computed()
+        settled, self._outcome = self._outcome, Settled()
         averaged, copied = self._buffers.collect(self.schema) if samples else ({}, {})
-        under_way: frozenset[int] = frozenset()
-        if self._overlap.watching:
-            under_way, self._steady = self._overlap.settle()
-        gradients: Tensors = []
-        given = [False] * len(self._parameters)
-        for index, (parameter, trained) in enumerate(zip(self._parameters, self._trained, strict=True)):
-            gradient = parameter.grad if trained else None
-            parameter.grad = None  # so that autograd makes a new tensor for the next virtual node
-            gradients.append(gradient)
-            if gradient is None:
-                continue
-            if gradient.is_sparse:
-                raise ConfigurationError(
-                    f"parameter {self._names[index]} has a sparse gradient, which cannot be summed canonically; make "
-                    "it dense (nn.Embedding(..., sparse=False))"
-                )
-            if index in under_way:
-                gradients[index] = None
-            elif gradient.requires_grad:  # after backward(create_graph=True)
-                gradients[index] = gradient.detach()
-            given[index] = True
+        gradients, given = take_gradients(self._named, self._trained, settled)
         record = NodeRecord(samples, metrics, averaged, copied, virtual_nodes)
-        self._contributions.add(node, record, gradients, given, samples / self._unit)
-        if under_way:
-            self._contributions.note_sent(self._overlap.early, self._steady)
+        node, weight = self._order[self._taken], samples / self._unit
+        self._contributions.add(node, record, gradients, given, weight, settled.added)
+        if settled.sent:
+            self._contributions.note_sent(self._overlap.early, self._overlap.steady)
         self._taken += virtual_nodes
 
     @property
@@ -207,6 +225,7 @@ class GradientSync:
         Args:
             keep: what has been taken over, if the next attempt may begin with it.
         """
+        keep = keep and not (self._overlap.torn or self._outcome.added or self._outcome.sent)
         self._overlap.abandon()
         self.discard()
         # Others may not have got as far: a header's size must not depend on how far an attempt came before it broke.
@@ -216,7 +235,8 @@ class GradientSync:
 
     def forget_contributions(self) -> None:
         """They have been reduced, or are not needed."""
-        self._contributions = Contributions(self._summation, self._buffers, len(self._parameters), self.schema.averaged)
+        known = len(self._parameters), self.schema.averaged
+        self._contributions = Contributions(self._summation, self._buffers, *known, self.offload)
 
     # --- the synchronization ------------------------------------------------------------------------------------------
 
@@ -300,7 +320,7 @@ class GradientSync:
                 layout=self._layout_hash(),
                 wishes=mine.merge(self.schema) != self.schema,
                 more=more,
-                steady=self._steady,
+                steady=self._overlap.steady and not self._late,
                 saves=saves,
                 state=0 if self.watch is None else self.watch.value,
                 check=0 if self.spot_checker is None else self.spot_checker.value,
@@ -335,8 +355,8 @@ class GradientSync:
     def _layout_hash(self) -> int:
         key = (self._trained, self.schema)
         if self._layout[0] != key:
-            described = zip(self._names, self._parameters, self._trained, strict=True)
-            self._layout = key, layout_hash(((name, p) for name, p, trained in described if trained), self.schema)
+            described = zip(self._named, self._trained, strict=True)
+            self._layout = key, layout_hash((named for named, trained in described if trained), self.schema)
         return self._layout[1]
 
     def header_format(self, holdings: Sequence[Sequence[int]]) -> HeaderFormat:

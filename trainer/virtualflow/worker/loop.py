@@ -246,12 +246,15 @@ class Loop:
             if self._unproven and batch.size:
                 yield from self._compute_once_more(batch, number)
             last = nodes.stop == computes[-1] + 1
-            if last and context.trace is not None:
+            if context.trace is not None:
                 update.sync.begin_late()  # when its gradients have been read
             elif last:
-                of_step = context.loading.samples()
-                update.sync.expect_last(context.membership.communicator, state.holdings, batch.size, of_step)
+                of_step, communicator = context.loading.samples(), context.membership.communicator
+                update.sync.expect_last(communicator, state.holdings, batch.size, of_step, len(nodes))
+            else:
+                update.sync.expect(batch.size, len(nodes))
             yield from self._present(batch, number)
+            update.sync.computed()
             context.guard.check(last=last)
             if self._repetition.under_way:
                 self._repetition.compare()

@@ -1,0 +1,567 @@
+"""Gradients that are added up inside the backward pass have the bits of those that wait, whatever a script does.
+
+The workers are threads over collectives in memory. What a script sees in ``.grad`` counts as well as what comes of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thread_collectives import Seat, Table
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tiers import examples
+from virtualflow.protocol import messages as m
+from virtualflow.reduction import Addition, AttemptSpoiled, choose_summation
+from virtualflow.reduction.settings import Exchange, ReductionSettings
+from virtualflow.state.settings import TransferSettings
+from virtualflow.step import OptimizerOptions, Reduced, SpotChecker, Update
+from virtualflow.transport.interface import ALONE, Collectives
+
+NODES, SAMPLES, STEPS = 8, 4, 7
+EARLY = Exchange("reduce-scatter", overlap=True)
+COLD = ReductionSettings(one_by_one=1 << 30)
+HOT = {
+    "gathered whole": ReductionSettings(one_by_one=0),
+    "in buckets": ReductionSettings(one_by_one=0, exchange=EARLY, bucket=64),
+}
+RANGES = {
+    "alone": [range(8)],
+    "halves": [range(4), range(4, 8)],
+    "unaligned": [range(3), range(3, 8)],
+    "one and the rest": [range(1), range(1, 8)],
+}
+
+
+class Model(nn.Module):
+    """A weight that is used twice, one that some virtual nodes do not use, two whose gradients share their memory, and
+    averaged buffers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=draw))
+        self.sometimes = nn.Parameter(torch.randn(4, generator=draw))
+        self.out = nn.Linear(4, 2, bias=False)
+        with torch.no_grad():
+            self.out.weight.copy_(torch.randn(2, 4, generator=draw))
+        self.norm = nn.BatchNorm1d(4)
+        self.shift, self.other_shift = (nn.Parameter(torch.randn(2, 2, generator=draw)) for _ in range(2))
+
+    def forward(self, x: Tensor, node: int) -> Tensor:
+        hidden = torch.tanh(self.norm(x @ self.weight) @ self.weight)
+        hidden = hidden + (self.shift.view(-1) + self.other_shift.view(-1))
+        return self.out(hidden + self.sometimes if node % 3 else hidden)
+
+
+@dataclass
+class Body:
+    """What a script does with one micro-batch."""
+
+    model: Model
+    x: Tensor
+    step: int
+    node: int
+    seen: list[Any]
+
+    def loss(self) -> Tensor:
+        return self.model(self.x, self.node).square().mean()
+
+    def norm(self) -> float:
+        return float(sum(float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None))
+
+
+def plain(body: Body) -> None:
+    body.loss().backward()
+
+
+def zeroed_before(body: Body) -> None:
+    body.model.zero_grad()
+    body.loss().backward()
+
+
+def zeroed_before_in_place(body: Body) -> None:
+    body.model.zero_grad(set_to_none=False)
+    body.loss().backward()
+
+
+def zeroed_behind_late(body: Body) -> None:
+    """Some virtual nodes are to count for nothing."""
+    body.loss().backward()
+    if body.step >= 4 and body.node % 3 == 1:
+        body.model.zero_grad(set_to_none=body.node == 4)
+
+
+def at_lower_precision(body: Body) -> None:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # the threads of this test would share its cache
+        loss = body.loss()
+    loss.backward()
+
+
+def checkpointed(body: Body) -> None:
+    """Activations are computed again, in a backward pass within the backward pass."""
+    model, x = body.model, body.x.requires_grad_()
+    hidden = checkpoint(lambda x: torch.tanh(x @ model.weight), x, use_reentrant=True)
+    (model.out(hidden) @ model.out(x @ model.weight).T).mean().backward()
+
+
+def norms_every_time(body: Body) -> None:
+    body.loss().backward()
+    body.seen.append((body.step, body.node, body.norm()))
+
+
+def norms_now_and_then(body: Body) -> None:
+    body.loss().backward()
+    if body.step % 3 == 0:
+        body.seen.append((body.step, body.node, body.norm()))
+
+
+def norm_by_torch_late(body: Body) -> None:
+    body.loss().backward()
+    if body.step >= 4:
+        total = nn.utils.get_total_norm([p.grad for p in body.model.parameters() if p.grad is not None])
+        body.seen.append((body.step, body.node, float(total)))
+
+
+def clipped(body: Body) -> None:
+    body.loss().backward()
+    nn.utils.clip_grad_norm_(body.model.parameters(), 0.01)
+
+
+def clipped_late(body: Body) -> None:
+    body.loss().backward()
+    if body.step >= 4:
+        nn.utils.clip_grad_norm_(body.model.parameters(), 0.01)
+
+
+def clipped_in_one_node_late(body: Body) -> None:
+    body.loss().backward()
+    if body.step >= 4 and body.node == 5:
+        nn.utils.clip_grad_value_(body.model.parameters(), 0.001)
+
+
+def replaced(body: Body) -> None:
+    body.loss().backward()
+    for p in body.model.parameters():
+        p.grad = None if p.grad is None else p.grad * 0.5
+
+
+def replaced_late(body: Body) -> None:
+    replaced(body) if body.step == 4 else plain(body)
+
+
+def forgotten(body: Body) -> None:
+    body.loss().backward()
+    body.model.weight.grad = None
+
+
+def forgotten_late(body: Body) -> None:
+    forgotten(body) if body.step == 4 else plain(body)
+
+
+def twice(body: Body) -> None:
+    loss = body.loss()
+    loss.backward(retain_graph=True)
+    (0.5 * loss).backward()
+
+
+def twice_late(body: Body) -> None:
+    loss = body.loss()
+    loss.backward(retain_graph=body.step >= 4)
+    if body.step >= 4:
+        loss.backward()
+
+
+def thrown_away(body: Body) -> None:
+    """As sharpness-aware training does: of two backward passes, the second one's gradients count."""
+    body.loss().backward()
+    body.model.zero_grad()
+    body.loss().sin().backward()
+
+
+def thrown_away_late(body: Body) -> None:
+    thrown_away(body) if body.step >= 4 else plain(body)
+
+
+def in_two_halves(body: Body) -> None:
+    """Gradient accumulation within a virtual node."""
+    for half in (body.x[:2], body.x[1:]):
+        body.model(half, body.node).square().mean().backward()
+
+
+def graph(body: Body) -> None:
+    """A penalty on the gradient, through ``.grad``."""
+    body.loss().backward(create_graph=True)
+    assert body.model.weight.grad is not None
+    body.model.weight.grad.square().sum().backward()
+
+
+def graph_late(body: Body) -> None:
+    if body.step >= 4:
+        graph(body)
+    else:
+        plain(body)
+
+
+def graph_without_use(body: Body) -> None:
+    body.loss().backward(create_graph=True)
+
+
+def own_hook(body: Body) -> None:
+    def look(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        body.seen.append((body.step, body.node, float(parameter.grad.sum())))
+
+    handle = body.model.weight.register_post_accumulate_grad_hook(look)
+    body.loss().backward()
+    handle.remove()
+
+
+def own_hook_that_changes_late(body: Body) -> None:
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    handle = body.model.weight.register_post_accumulate_grad_hook(halve) if body.step >= 4 else None
+    body.loss().backward()
+    if handle is not None:
+        handle.remove()
+
+
+def own_hook_from_before(body: Body) -> None:
+    """It comes before the library's, so it sees gradients as they are."""
+    body.loss().backward()
+
+
+def frozen_by_turns(body: Body) -> None:
+    body.loss().backward()
+
+
+SCRIPTS: dict[Callable[[Body], None], tuple[bool, bool]] = {
+    plain: (True, False),
+    zeroed_before: (True, False),
+    zeroed_before_in_place: (True, False),
+    zeroed_behind_late: (True, True),
+    at_lower_precision: (True, False),
+    checkpointed: (False, False),
+    norms_every_time: (True, False),
+    norms_now_and_then: (True, True),
+    norm_by_torch_late: (True, True),
+    clipped: (False, False),
+    clipped_late: (True, True),
+    clipped_in_one_node_late: (True, True),
+    replaced_late: (True, True),
+    forgotten_late: (True, True),
+    twice: (False, False),
+    twice_late: (True, True),
+    thrown_away_late: (True, True),
+    in_two_halves: (False, False),
+    graph: (False, False),
+    graph_late: (True, True),
+    graph_without_use: (True, False),
+    own_hook: (True, False),
+    own_hook_that_changes_late: (True, True),
+    own_hook_from_before: (True, False),
+    frozen_by_turns: (True, False),
+}
+"""Whether anything is added up hot, and whether an attempt is repeated (alone)."""
+
+
+@dataclass
+class Worker:
+    """One member."""
+
+    settings: ReductionSettings
+    script: Callable[[Body], None]
+    reproducibility: Any = "bitwise"
+    verify: bool = False
+    seen: list[Any] = field(default_factory=list)
+    """What its script has seen in attempts that count."""
+    repeated: int = 0
+    now: list[Any] = field(default_factory=list)
+    """What it has seen in the present one."""
+
+    def __post_init__(self) -> None:
+        self.model = Model()
+        if self.script is own_hook_from_before:
+            self.model.weight.register_post_accumulate_grad_hook(self._look)
+        checker = SpotChecker(self.model, seed=1, virtual_nodes=NODES, sample=1.0) if self.verify else None
+        self.checker = checker
+        self.update = Update(
+            self.model,
+            OptimizerOptions(torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)),
+            choose_summation(NODES, self.reproducibility),
+            micro_batch=SAMPLES,
+            reduction=self.settings,
+            transfer=TransferSettings(),
+            spot_checker=checker,
+        )
+        self.update.enter()
+
+    def _look(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.now.append(float(parameter.grad.sum()))
+
+    def step(self, seat: Collectives, holdings: Sequence[Sequence[int]], step: int) -> list[Any]:
+        """Attempt a step until it counts; the bits of the state after it."""
+        while True:
+            seen: list[Any] = []
+            self.now = seen
+            try:
+                reduced = self._attempt(seat, holdings, step, seen)
+            except AttemptSpoiled:
+                self.repeated += 1
+                self.update.abandon()
+                continue
+            self.seen += seen
+            self.update.apply(reduced, epoch_ends=False)
+            return [v.reshape(-1).view(torch.uint8).tolist() for v in self.model.state_dict().values()]
+
+    def _attempt(self, seat: Collectives, holdings: Sequence[Sequence[int]], step: int, seen: list[Any]) -> Reduced:
+        sync, nodes = self.update.sync, holdings[seat.rank]
+        if self.script is frozen_by_turns:
+            self.model.out.requires_grad_(step % 3 != 0)
+        self.update.begin(nodes, max(map(len, holdings)))
+        if self.checker is not None:
+            self.checker.begin(step, holdings)
+        samples = [SAMPLES - (node == 7 and step % 2) for node in range(NODES)]
+        for node in nodes:
+            if node == nodes[-1]:
+                sync.expect_last(seat, holdings, samples[node], sum(samples))
+            else:
+                sync.expect(samples[node])
+            draw = torch.Generator().manual_seed(100 * step + node)
+            x = torch.randn(samples[node], 4, generator=draw)
+            self.script(Body(self.model, x, step, node, seen))
+            sync.computed()
+            check = None if self.checker is None else self.checker.check
+            if self.checker is not None and check is not None and check.virtual_node == node:
+                self.checker.note()
+            sync.take(samples[node], {})
+        return self.update.synchronize(seat, holdings, step, m.Generation(0, 0), more=True)
+
+
+def train(workers: Sequence[Worker], holdings: Sequence[Sequence[int]], steps: int = STEPS) -> list[list[Any]]:
+    """The state of each worker after each step."""
+    table = Table(len(workers))
+    seats: list[Any] = [Seat(table, rank) for rank in range(len(workers))] if len(workers) > 1 else [ALONE]
+
+    def work(rank: int) -> list[Any]:
+        try:
+            return [workers[rank].step(seats[rank], holdings, step) for step in range(1, steps + 1)]
+        except BaseException:
+            table.abort()
+            raise
+        finally:
+            workers[rank].update.close()
+
+    if len(workers) == 1:
+        return [work(0)]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        return list(pool.map(work, range(len(workers))))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Each of the workers is a thread, and needs no further ones for tensors of 16 numbers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def hot(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The places that were added up inside of a backward pass."""
+    places: list[int] = []
+    give = Addition.give
+
+    def counting(self: Addition, place: int, tensor: Tensor, *, own: bool) -> Tensor:
+        places.append(place)
+        return give(self, place, tensor, own=own)
+
+    monkeypatch.setattr(Addition, "give", counting)
+    return places
+
+
+@cache
+def reference(script: Callable[[Body], None]) -> tuple[list[Any], list[Any]]:
+    """The states, and what the script has seen, where nothing is done early."""
+    worker = Worker(COLD, script)
+    (states,) = train([worker], RANGES["alone"])
+    assert worker.repeated == 0
+    return states, worker.seen
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("how", HOT)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_the_bits_and_what_a_script_sees_are_those_of_waiting(
+    script: Callable[[Body], None], how: str, ranges: str, hot: list[int]
+) -> None:
+    states, seen = reference(script)
+    hot.clear()
+    workers = [Worker(HOT[how], script) for _ in RANGES[ranges]]
+    assert train(workers, RANGES[ranges]) == [states] * len(workers)
+    assert sorted(found for worker in workers for found in worker.seen) == sorted(seen)
+    goes_hot, surprises = SCRIPTS[script]
+    assert bool(hot) == goes_hot
+    if ranges == "alone":
+        assert [worker.repeated for worker in workers] == [int(surprises)]
+    elif not surprises:
+        assert not any(worker.repeated for worker in workers)
+
+
+def test_alone_all_additions_of_the_tree_are_hot_from_the_second_step_on(hot: list[int]) -> None:
+    train([Worker(HOT["gathered whole"], plain)], RANGES["alone"], steps=1)
+    assert not hot
+    train([Worker(HOT["gathered whole"], plain)], RANGES["alone"], steps=3)
+    # Of eight virtual nodes every second one is added to what is before it; seven parameters, one not used by node 3.
+    assert len(hot) == 2 * (4 * 7 - 1)
+
+
+def test_a_script_that_has_looked_once_gets_to_see_all_gradients_for_ever_after(hot: list[int]) -> None:
+    worker = Worker(HOT["gathered whole"], norms_now_and_then)
+    train([worker], RANGES["alone"], steps=12)
+    assert worker.repeated == 1
+    assert [step for step, _, _ in worker.seen] == [step for step in (3, 6, 9, 12) for _ in range(NODES)]
+
+
+def test_virtual_nodes_that_run_as_one_are_added_up_hot(hot: list[int]) -> None:
+    states = []
+    for how in (COLD, HOT["gathered whole"]):
+        workers = [Worker(how, plain, "statistical") for _ in RANGES["halves"]]
+        states.append(train(workers, RANGES["halves"]))
+    assert hot
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("ranges", ["halves", "unaligned"])
+def test_a_virtual_node_that_is_checked_is_hashed_as_autograd_left_it(ranges: str, hot: list[int]) -> None:
+    hashes: list[list[int]] = []
+    for how in (COLD, HOT["gathered whole"], HOT["in buckets"]):
+        workers = [Worker(how, plain, verify=True) for _ in RANGES[ranges]]
+        for worker in workers:
+            assert worker.checker is not None
+            worker.checker.differs = lambda values: None  # type: ignore[method-assign, assignment]
+        values: list[int] = []
+        for worker in workers:
+            note = worker.checker.note  # type: ignore[union-attr]
+
+            def noting(worker: Worker = worker, note: Callable[[], None] = note, values: list[int] = values) -> None:
+                note()
+                values.append(worker.checker.value)  # type: ignore[union-attr]
+
+            worker.checker.note = noting  # type: ignore[method-assign, union-attr]
+        train(workers, RANGES[ranges])
+        hashes.append(values)
+    assert hot
+    assert len(hashes[0]) == STEPS
+    assert hashes[1:] == [hashes[0]] * 2
+
+
+def test_a_script_that_holds_a_gradient_to_look_at_it_later_is_found_out() -> None:
+    held: dict[tuple[int, int], Tensor] = {}
+
+    def held_back_late(body: Body) -> None:
+        before = held.pop((body.step, body.node - 1), None)
+        if before is not None:
+            body.seen.append((body.step, body.node, before.tolist()))
+        body.loss().backward()
+        if body.step >= 4 and body.node % 2:
+            assert body.model.weight.grad is not None
+            held[body.step, body.node] = body.model.weight.grad
+
+    _, seen = reference(held_back_late)
+    held.clear()
+    worker = Worker(HOT["gathered whole"], held_back_late)
+    train([worker], RANGES["alone"])
+    assert worker.seen == seen
+    assert len(seen) == (STEPS - 3) * 3
+    assert worker.repeated == 1
+
+
+def test_a_gradient_that_is_given_to_another_parameter_counts_for_both() -> None:
+    def shared_late(body: Body) -> None:
+        body.loss().backward()
+        if body.step >= 4 and body.node % 3 == 0:
+            body.model.sometimes.grad = body.model.norm.bias.grad  # it has none of its own there
+
+    states, _ = reference(shared_late)
+    for how in HOT.values():
+        workers = [Worker(how, shared_late) for _ in range(2)]
+        assert train(workers, RANGES["halves"]) == [states] * 2
+        assert workers[0].repeated, "its virtual node 3 is added up hot"
+
+
+def test_a_compiled_model_is_added_up_hot_too(hot: list[int]) -> None:
+    """It is compiled once more in the middle, for shorter micro-batches."""
+    torch._dynamo.reset()
+    gone: list[int] = []
+
+    def compiled(body: Body) -> None:
+        forward = vars(body.model).setdefault("compiled", [torch.compile(body.model, backend="aot_eager")])[0]
+        forward(body.x, 1).square().mean().backward()
+        gone.append(hot.count(0))
+
+    states = []
+    for how in (COLD, HOT["gathered whole"]):
+        worker = Worker(how, compiled)
+        states.append(train([worker], RANGES["alone"]))
+        assert worker.repeated == 0
+    assert states[0] == states[1]
+    assert hot.count(0) == (STEPS - 1) * NODES // 2
+
+
+ANYTHING = [plain, norms_every_time, clipped, replaced, forgotten, twice, thrown_away, graph_without_use, in_two_halves]
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    what=st.dictionaries(
+        st.tuples(st.integers(1, STEPS), st.integers(0, NODES - 1)), st.sampled_from(ANYTHING), max_size=12
+    ),
+    cuts=st.sets(st.integers(1, NODES - 1), max_size=2),
+    how=st.sampled_from(list(HOT.values())),
+)
+def test_whatever_scripts_do_when_they_like_the_bits_and_what_they_see_stay(
+    what: dict[tuple[int, int], Callable[[Body], None]], cuts: set[int], how: ReductionSettings
+) -> None:
+    def script(body: Body) -> None:
+        what.get((body.step, body.node), plain)(body)
+
+    cold = Worker(COLD, script)
+    (states,) = train([cold], RANGES["alone"])
+    ranges = [range(a, b) for a, b in pairwise([0, *sorted(cuts), NODES])]
+    workers = [Worker(how, script) for _ in ranges]
+    assert train(workers, ranges) == [states] * len(workers)
+    assert sorted(found for worker in workers for found in worker.seen) == sorted(cold.seen)
+
+
+def test_hooks_are_gone_when_the_run_is_over() -> None:
+    worker = Worker(HOT["gathered whole"], plain)
+    train([worker], RANGES["alone"])
+    for parameter in worker.model.parameters():
+        assert not parameter._post_accumulate_grad_hooks
+
+
+def test_a_copy_of_the_model_can_be_made_in_the_inner_loop() -> None:
+    def copying(body: Body) -> None:
+        body.loss().backward()
+        body.seen.append(len(copy.deepcopy(body.model).state_dict()))
+
+    worker = Worker(HOT["gathered whole"], copying)
+    train([worker], RANGES["alone"], steps=3)
+    assert worker.repeated == 0

@@ -1,0 +1,195 @@
+"""Sums that wait long for their other half do so in host memory: an accelerator holds a constant number of them.
+
+Up to log2(V) sums of a worker wait at a time, and the sum of 2^k virtual nodes is touched once in as many. So the
+widest are moved out, and come back place by place as their additions need them, a bounded number of bytes ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.reduction.tree import Key
+
+Sum = list[Tensor | None]
+"""A sum, as ``accumulation.Tensors``: one tensor for each place."""
+
+
+def choose_offloaded(keys: Sequence[Key], room: int) -> frozenset[Key]:
+    """Which of the sums that wait do so in host memory: the widest, and of those that are alike the leftmost.
+
+    Args:
+        keys: the stretches that they are the sums of.
+        room: how many stay on the device, at least one.
+    """
+    by_wait = sorted(keys, key=lambda key: (key[0] - key[1], key[0]))
+    return frozenset(by_wait[: max(0, len(keys) - max(1, room))])
+
+
+class Coming(Protocol):
+    """A tensor on its way to the device."""
+
+    def get(self) -> Tensor:
+        """It, for what runs on the current stream from now on."""
+
+
+class HostMemory(Protocol):
+    """Host memory in which tensors of a device wait."""
+
+    def store(self, tensor: Tensor) -> Tensor:
+        """Begin to move a tensor out: where it comes to, which must not be read before :meth:`finish`.
+
+        A tensor that is not on the device stays, and is returned itself.
+        """
+
+    def bring(self, tensor: Tensor) -> Coming:
+        """Begin to bring one back; it stays where it was, too."""
+
+    def finish(self) -> None:
+        """Wait until all that was moved out is there, to be read in host memory."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where sums wait that are too many for a device."""
+
+    memory: HostMemory
+    room: int
+    """How many sums wait on the device."""
+    ahead: int
+    """Bytes that are brought back before they are needed, but at least one tensor."""
+
+
+def plan_offload(device: torch.device, settings: ReductionSettings) -> Offload | None:
+    """Where the sums of gradients on ``device`` wait; ``None``: all where they are.
+
+    That is so where the device has no memory of its own.
+    """
+    if device.type in ("cpu", "meta", "mps"):
+        return None
+    memory = PinnedMemory(device) if device.type == "cuda" else PlainMemory(device)
+    return Offload(memory, settings.sums_on_device, settings.fetch_ahead)
+
+
+class Fetch:
+    """Brings sums back place by place, some bytes before they are asked for.
+
+    Args:
+        offload: from where, and how far ahead.
+        sums: those that are offloaded, each with the places that were moved, in the order in which the additions of a
+            place need them.
+    """
+
+    def __init__(self, offload: Offload, sums: Sequence[tuple[Sum, Set[int]]]) -> None:
+        self._offload = offload
+        self._moved = {id(tensors): (tensors, places) for tensors, places in sums}
+        # A backward pass finishes gradients roughly in the reverse order of the parameters' registration.
+        order = range(max((len(tensors) for tensors, _ in sums), default=0) - 1, -1, -1)
+        self._queue = deque((tensors, place) for place in order for tensors, places in sums if place in places)
+        self._coming: dict[tuple[int, int], tuple[Coming, int]] = {}
+        self._bytes = 0
+        self._look_ahead()
+
+    def take(self, tensors: Sum, place: int) -> Tensor | None:
+        """The tensor at a place of a sum, on the device; it leaves the sum."""
+        tensor, tensors[place] = tensors[place], None
+        if tensor is None or id(tensors) not in self._moved or place not in self._moved[id(tensors)][1]:
+            return tensor
+        coming, size = self._coming.pop((id(tensors), place), (None, 0))
+        self._bytes -= size
+        if coming is None:
+            coming = self._offload.memory.bring(tensor)
+        del tensor
+        found = coming.get()
+        self._look_ahead()
+        return found
+
+    def _look_ahead(self) -> None:
+        while self._queue and (self._bytes < self._offload.ahead or not self._coming):
+            tensors, place = self._queue.popleft()
+            tensor = tensors[place]
+            if tensor is None:  # taken already, or nothing was contributed
+                continue
+            self._coming[id(tensors), place] = self._offload.memory.bring(tensor), tensor.nbytes
+            self._bytes += tensor.nbytes
+
+
+@dataclass(frozen=True)
+class _There:
+    tensor: Tensor
+
+    def get(self) -> Tensor:
+        return self.tensor
+
+
+class PlainMemory:
+    """Host memory of a device without streams that this library knows: every move is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def store(self, tensor: Tensor) -> Tensor:
+        """See :class:`HostMemory`."""
+        return tensor.cpu()  # itself, if it is there
+
+    def bring(self, tensor: Tensor) -> Coming:
+        """See :class:`HostMemory`."""
+        return _There(tensor.to(self._device))
+
+    def finish(self) -> None:
+        """Everything is there."""
+
+
+@dataclass(frozen=True)
+class _OnStream:
+    """Of a copy on another stream than the one that needs it."""
+
+    tensor: Tensor
+    event: torch.cuda.Event
+
+    def get(self) -> Tensor:
+        current = torch.cuda.current_stream(self.tensor.device)
+        current.wait_event(self.event)
+        self.tensor.record_stream(current)
+        return self.tensor
+
+
+class PinnedMemory:
+    """Pinned host memory of a CUDA device; moves go by a stream of their own, beside what is computed.
+
+    They are in order on that stream, so what is brought back was moved out before. torch keeps freed pinned memory for
+    the next move, and lends it to nobody before a copy from it has ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def store(self, tensor: Tensor) -> Tensor:
+        """See :class:`HostMemory`."""
+        if tensor.device.type != "cuda":
+            return tensor
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)  # its memory is free for others behind the copy
+        return host
+
+    def bring(self, tensor: Tensor) -> Coming:
+        """See :class:`HostMemory`."""
+        if tensor.device.type == "cuda":
+            return _There(tensor)
+        with torch.cuda.stream(self._stream):
+            moved = tensor.to(self._device, non_blocking=True)
+            return _OnStream(moved, self._stream.record_event())
+
+    def finish(self) -> None:
+        """See :class:`HostMemory`."""
+        self._stream.synchronize()
