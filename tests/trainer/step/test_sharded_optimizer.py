@@ -12,7 +12,7 @@ import pytest
 import torch
 from broken_collectives import HASTY, Counting, break_collective, regression, train_steps
 from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, die_here
-from injected import inject
+from injected import injected
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -44,7 +44,6 @@ def train(
 ) -> Trained:
     """Some steps with an evaluation between; the learning rate is changed by hand, which no checkpoint would see."""
     torch.manual_seed(1)
-    inject(transfer={"stripe": 16, "piece": 64})
     break_collective(victim, number, how)
     model = Deep()
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -55,17 +54,20 @@ def train(
         if ENV_CHECKPOINT_DIR not in os.environ:
             optimizer.param_groups[0]["lr"] *= 0.7
 
-    with vf.elastic(
-        model,
-        optimizer,
-        regression(),
-        batch_size=12,
-        steps=steps,
-        virtual_nodes=6,
-        clip_grad_norm=clip,
-        clip_grad_value=None if clip is None else 0.9,
-        shard_optimizer=sharded,
-    ) as run:
+    with (
+        injected(transfer={"stripe": 16, "piece": 64}, reduction={"norm_block": 4}),
+        vf.elastic(
+            model,
+            optimizer,
+            regression(),
+            batch_size=12,
+            steps=steps,
+            virtual_nodes=6,
+            clip_grad_norm=clip,
+            clip_grad_value=None if clip is None else 0.9,
+            shard_optimizer=sharded,
+        ) as run,
+    ):
         told = train_steps(run, model, optimizer, after_step)
     whole = digests.optimizer_digest(optimizer) if run.leader else ""
     return Trained(digests.digest(model.state_dict()), whole, told, kept)

@@ -10,14 +10,24 @@ for its share, so whoever is left can step it, too: the step counts if only one 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import reduce
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from virtualflow.reduction import Move, Owners, Tensors, as_raw, owned_by, plan_owners
+from virtualflow.reduction import (
+    Move,
+    Owners,
+    Tensors,
+    as_raw,
+    block_norms,
+    clip_by_norm,
+    count_blocks,
+    owned_by,
+    plan_owners,
+    total_norm,
+)
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import Moving, codec
 from virtualflow.state.settings import TransferSettings
@@ -36,8 +46,9 @@ class Holding(msgspec.Struct, frozen=True):
     """It has the reduced gradient of its share for one more step."""
     decided: bool
     """It knows that all have theirs, so that step counts."""
-    norm: float | None
-    """Of the whole gradient, if it is clipped by that and the step is decided."""
+    norm: str | None
+    """Of the whole gradient, if it is clipped by that and the step is decided; as ``float.hex`` writes it, since JSON
+    knows neither infinity nor NaN."""
     finishing: bool
     """The training is over, and the leader is to have the whole state."""
 
@@ -107,7 +118,7 @@ class Shards:
             sorted(self.values),
             self._gradients is not None,
             self._decided,
-            self._norm,
+            None if self._norm is None else self._norm.hex(),
             self.finishing,
         )
 
@@ -134,24 +145,39 @@ class Shards:
             for gradient in self._gradients:
                 if gradient is not None:
                     gradient.clamp_(min=-self._clip_value, max=self._clip_value)
-        norms = torch.zeros(len(self._gradients) if self._clip_norm is not None else 1, dtype=torch.float64)
+        norms = torch.zeros(1, dtype=torch.float64)
         if self._clip_norm is not None:
-            for place, gradient in enumerate(self._gradients):
-                if gradient is not None and self.owners[place][0] == self._rank:
-                    norms[place] = torch.linalg.vector_norm(gradient, 2.0)
+            norms = torch.zeros(max(map(sum, self._blocks(collectives.size))), dtype=torch.float64)
+            own = [
+                gradient
+                for (first, *_), gradient in zip(self.owners, self._gradients, strict=True)
+                if gradient is not None and first == self._rank
+            ]
+            found = block_norms(own, self._settings.norm_block)
+            norms[: len(found)] = found
         gathered = collectives.all_gather(as_raw(norms)).contiguous().view(torch.float64).view(collectives.size, -1)
         if self._clip_norm is not None:
             self._norm = self._total_norm(gathered)
         self._decided = True
 
-    def _total_norm(self, gathered: Tensor) -> float:
-        """As ``clip_grad_norm_`` computes it: a norm of norms, in the order of the parameters."""
-        norms = [
-            gathered[ranks[0], place].to(parameter.dtype)
-            for place, (ranks, parameter) in enumerate(zip(self.owners, self._parameters, strict=True))
-            if self._present[place]
+    def _blocks(self, size: int) -> list[list[int]]:
+        """For each of so many workers, of how many blocks it computes the norms, for each parameter."""
+        counts = [
+            count_blocks(parameter.numel(), self._settings.norm_block) if there else 0
+            for parameter, there in zip(self._parameters, self._present, strict=True)
         ]
-        return float(torch.linalg.vector_norm(torch.stack(norms), 2.0)) if norms else 0.0
+        return [
+            [count if ranks[0] == rank else 0 for ranks, count in zip(self.owners, counts, strict=True)]
+            for rank in range(size)
+        ]
+
+    def _total_norm(self, gathered: Tensor) -> float:
+        """From what each worker has computed, in the order of the parameters."""
+        parts = [
+            torch.split(row[: sum(counts)], counts)
+            for row, counts in zip(gathered, self._blocks(len(gathered)), strict=True)
+        ]
+        return float(total_norm(torch.cat([part for of_place in zip(*parts, strict=True) for part in of_place])))
 
     def step(self, norm: float | None = None) -> None:
         """Step the share, unless that is done; ``norm`` as others know it, for a worker that does not."""
@@ -159,7 +185,10 @@ class Shards:
         if self._stepped:
             return
         if self._clip_norm is not None:
-            self._scale(self._clip_norm, self._norm if norm is None else norm)
+            known = self._norm if norm is None else norm
+            assert known is not None
+            given = [gradient for gradient in self._gradients if gradient is not None]
+            clip_by_norm(given, self._clip_norm, torch.tensor(known, dtype=torch.float64))
         mine = self.mine
         for place, parameter in enumerate(self._parameters):
             parameter.grad = self._gradients[place] if place in mine else None
@@ -167,17 +196,6 @@ class Shards:
         self.keep(mine)
         self.values = mine | {place for place in self.values if not self._present[place]}
         self._stepped = True
-
-    def _scale(self, most: float, norm: float | None) -> None:
-        """As ``clip_grad_norm_`` does it, to the bit."""
-        assert self._gradients is not None
-        assert norm is not None
-        dtypes = [p.dtype for p, there in zip(self._parameters, self._present, strict=True) if there]
-        total = torch.tensor(norm, dtype=reduce(torch.promote_types, dtypes))
-        factor = torch.clamp(most / (total + 1e-6), max=1.0)
-        for gradient in self._gradients:
-            if gradient is not None:
-                gradient.mul_(factor.to(gradient.device))
 
     def spread(self, collectives: Collectives) -> None:
         """Send the new values of the share round, and take those of the others as they come.

@@ -62,7 +62,8 @@ class Resharding:
         shards.drop_borrowed()
         holdings = self._gather_holdings(communicator)
         newest = completed_exchanges(standings, holdings)
-        norm = next((holding.norm for holding in holdings if holding.decided), None)
+        told = next((holding.norm for holding in holdings if holding.decided), None)
+        norm = None if told is None else float.fromhex(told)
         completed = list(standings)
         for rank, (standing, holding) in enumerate(zip(standings, holdings, strict=True)):
             if standing.has_state and holding.pending and standing.exchanges == newest - 1:
