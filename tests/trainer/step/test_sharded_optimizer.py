@@ -230,7 +230,12 @@ def test_when_both_owners_are_lost_the_checkpoint_counts_which_needs_no_sharding
     ("optimizer", "scaler", "words"),
     [
         pytest.param("LBFGS", False, "closure", id="one with a closure"),
-        pytest.param("ASGD", False, "ASGD cannot be sharded", id="one that looks at more than an element"),
+        pytest.param(
+            "Adafactor",
+            False,
+            "Adafactor cannot be sharded, because it does not treat each",
+            id="one that looks further",
+        ),
         pytest.param("AdamW", True, "a GradScaler looks at the whole gradient", id="a scaler"),
     ],
 )

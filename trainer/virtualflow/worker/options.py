@@ -16,7 +16,7 @@ from virtualflow.data import LoaderOptions, Sampler, micro_batch
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
-from virtualflow.step import BatchNorm, SchedulerInterval, is_separable
+from virtualflow.step import BatchNorm, SchedulerInterval, why_not_separable
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -174,12 +174,13 @@ def check_sharding(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
     Raises:
         ConfigurationError: it cannot.
     """
-    wrong = next((part for part in optimizers_of(optimizer) if not is_separable(part)), None)
-    if wrong is not None:
-        raise ConfigurationError(
-            f"{type(wrong).__name__} cannot be sharded, because it does not treat each element for itself or has "
-            "been changed or hooked; use one of torch's own, such as AdamW, or leave out shard_optimizer"
-        )
+    for part in optimizers_of(optimizer):
+        reason = why_not_separable(part)
+        if reason is not None:
+            raise ConfigurationError(
+                f"{type(part).__name__} cannot be sharded, because {reason}; use an optimizer that treats each element "
+                "for itself, such as AdamW, or leave out shard_optimizer"
+            )
     if scaler is not None:
         raise ConfigurationError(
             "a GradScaler looks at the whole gradient, which no worker has when the optimizer is sharded; train in "
