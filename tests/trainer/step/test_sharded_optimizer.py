@@ -29,10 +29,10 @@ from virtualflow.worker.resharding import Resharding
 class Deep(nn.Module):
     """Parameters of many sizes, one of which is frozen, and buffers that are averaged and copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: int) -> None:
         super().__init__()
         self.counting = Counting()
-        self.layers = nn.ModuleList(nn.Linear(width, 1) for width in (1, 7, 3, 16, 5))
+        self.layers = nn.ModuleList(nn.Linear(width, 1) for width in (1, 7, 3, 16, last))
         self.layers[1].weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,12 +40,21 @@ class Deep(nn.Module):
 
 
 def train(
-    victim: str = "", number: int = 0, how: str = "", clip: float | None = None, sharded: bool = True, steps: int = 4
+    victim: str = "",
+    number: int = 0,
+    how: str = "",
+    clip: float | None = None,
+    sharded: bool = True,
+    steps: int = 4,
+    last: int = 5,
 ) -> Trained:
-    """Some steps with an evaluation between; the learning rate is changed by hand, which no checkpoint would see."""
+    """Some steps with an evaluation between; the learning rate is changed by hand, which no checkpoint would see.
+
+    The ``last`` layer's width may be so large that it is cut.
+    """
     torch.manual_seed(1)
     break_collective(victim, number, how)
-    model = Deep()
+    model = Deep(last)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     kept = []
 
@@ -164,6 +173,45 @@ def test_shares_move_when_members_change(
         job.reach(2 * number + 1)
         change(job)
     check(job.results(), reference)
+
+
+DOMINANT = 500
+"""Elements of the last layer: cut at multiples of 16, it is spread over all workers."""
+
+
+@pytest.mark.parametrize(
+    ("workers", "clip", "exchange", "changes"),
+    [
+        pytest.param(4, 0.5, "early", [], id="clipped by norm"),
+        pytest.param(
+            3,
+            0.5,
+            "late",
+            [lambda job: job.join(2), lambda job: job.drain("worker-1", "worker-2")],
+            id="changes",
+        ),
+        pytest.param(4, 0.5, "early", [lambda job: job.kill("worker-1")], id="one is killed"),
+    ],
+)
+def test_a_dominant_parameter_is_cut_and_makes_the_bits_of_a_whole(
+    workers: int, clip: float, exchange: str, changes: list[Change], start_job: Callable[..., ElasticJob]
+) -> None:
+    steps = 2 * len(changes) + 2
+    reference = alone(train, "", 0, "", clip, False, steps, DOMINANT)
+    environment = {EXCHANGE: exchange}
+    hold = 1 if changes else None
+    job = start_job(train, "", 0, "", clip, True, steps, DOMINANT, workers=workers, hold=hold, environment=environment)
+    for number, change in enumerate(changes):
+        job.reach(2 * number + 1)
+        change(job)
+    check(job.results(), reference)
+
+
+def test_a_collective_breaks_while_a_dominant_parameter_is_stepped(start_job: Callable[..., ElasticJob]) -> None:
+    reference = alone(train, "", 0, "", 0.5, False, 4, DOMINANT)
+    for number in (16, 22, 32):
+        arguments = ("worker-1", number, "killed", 0.5, True, 4, DOMINANT)
+        check(start_job(train, *arguments, workers=3, environment={EXCHANGE: "late"}).results(), reference)
 
 
 def fail_at_the_hand_over(victim: str, when: str) -> Trained:

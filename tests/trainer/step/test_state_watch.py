@@ -159,7 +159,7 @@ def sharing(name: str, size: int, part: int, made: Callable[[str], Worker] = mak
             transfer=TransferSettings(),
         )
         shards.enter(rank, size)
-        shards.keep(shards.mine)
+        shards.claim(shards.mine)
         watching = StateWatch(model, optimizer, shares=shards, settings=StateWatchSettings(SWEEP, part))
         found.append(((model, optimizer), watching))
     return found

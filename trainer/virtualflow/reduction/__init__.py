@@ -6,9 +6,20 @@ from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.norm import block_norms, clip_by_norm, count_blocks, total_norm
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap
-from virtualflow.reduction.ownership import Move, Owners, lost, owned_by, plan_hand_over, plan_moves, plan_owners
+from virtualflow.reduction.ownership import (
+    Move,
+    Owners,
+    Piece,
+    Row,
+    Shares,
+    lost,
+    plan_hand_over,
+    plan_moves,
+    share_row,
+)
 from virtualflow.reduction.pipeline import as_raw
 from virtualflow.reduction.reducer import Reducer
+from virtualflow.reduction.spans import Spans, covers, difference, intersection, union
 from virtualflow.reduction.summation import Summation, choose_summation
 
 __all__ = [
@@ -19,7 +30,11 @@ __all__ = [
     "Overlap",
     "Owners",
     "Parts",
+    "Piece",
     "Reducer",
+    "Row",
+    "Shares",
+    "Spans",
     "Summation",
     "Tensors",
     "as_raw",
@@ -27,10 +42,13 @@ __all__ = [
     "choose_summation",
     "clip_by_norm",
     "count_blocks",
+    "covers",
+    "difference",
+    "intersection",
     "lost",
-    "owned_by",
     "plan_hand_over",
     "plan_moves",
-    "plan_owners",
+    "share_row",
     "total_norm",
+    "union",
 ]

@@ -166,7 +166,7 @@ class Update:
 
     def enter(self) -> None:
         """A generation begins."""
-        self.sync.enter(None if self.shards is None else self.shards.owners)
+        self.sync.enter(None if self.shards is None else self.shards.shares.owners)
 
     def close(self) -> None:
         """Leave the model as it was."""
