@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from own_optimizers import BlockwiseMomentum, Lion
 from torch import nn
 from torch.optim import optimizer as base
 
 from virtualflow.state import digests
-from virtualflow.step.elementwise import why_not_elementwise
+from virtualflow.step.elementwise import try_slices
 
-
-class Lion(torch.optim.Optimizer):
-    """As a script may have it; its constructor takes more than parameters. (Chen et al. 2023, arXiv 2302.06675.)"""
-
-    def __init__(self, parameters: Any, lr: float, *, betas: tuple[float, float], norm: str = "none") -> None:
-        super().__init__(parameters, {"lr": lr, "betas": betas})
-        self.norm = norm
-        self.calls = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["mean"] = torch.zeros_like(parameter)
-                update = (state["mean"] * first + parameter.grad * (1 - first)).sign_()
-                if self.norm == "layer":
-                    update *= parameter.norm() / update.norm()
-                parameter.sub_(update, alpha=group["lr"])
-                state["mean"].mul_(second).add_(parameter.grad, alpha=1 - second)
+FINE, REAL = 1, 4_096
+"""Blocks of the norm: slices begin at multiples of 64 bytes, or as they do in a job."""
 
 
 def lion(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
@@ -71,6 +51,28 @@ class RoundsAtRandom(Lion):
                 parameter.mul_(1 + 1e-3 * torch.rand_like(parameter))
 
 
+class CentresKernels(Lion):
+    """Looks at all gradients of a convolution."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.dim() == 4:
+                    parameter.grad -= parameter.grad.mean()
+        super().step()
+
+
+class DrawsPythonsNumbers(Lion):
+    """From the generator of the module ``random``."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 + 1e-3 * random.random())
+
+
 class HasParametersElsewhere(Lion):
     """Steps what it has noted for itself."""
 
@@ -90,7 +92,10 @@ def made_by(kind: type[Lion]) -> Callable[[Any], torch.optim.Optimizer]:
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 1)).to(dtype)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 1)).to(dtype)
+    model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=dtype)))
+    model.register_parameter("kernel", nn.Parameter(torch.ones((2, 3, 3, 3), dtype=dtype)))
+    return model
 
 
 ELEMENTWISE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -105,15 +110,30 @@ ELEMENTWISE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 0.1, centered=True, momentum=0.5),
     "Rprop": lambda p: torch.optim.Rprop(p, 0.1),
     "a script's own Lion": lion(),
+    "named groups": lambda p: torch.optim.AdamW([{"params": [(str(n), each)]} for n, each in enumerate(p)], 0.1),
 }
 
 
+@pytest.mark.parametrize("block", [FINE, REAL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_an_optimizer_that_treats_each_element_for_itself_is_found(
-    make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype
+    make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype, block: int
 ) -> None:
-    assert why_not_elementwise(make(model_of(dtype).parameters())) is None
+    verdict = try_slices(make(model_of(dtype).parameters()), block)
+    assert verdict.reason is None
+    assert set(verdict.grains.values()) <= {0, 1}
+
+
+def test_one_whose_blocks_fit_between_the_cuts_is_as_good() -> None:
+    def make(block: int) -> torch.optim.Optimizer:
+        return BlockwiseMomentum(model_of().parameters(), 0.1, block=block)
+
+    verdict = try_slices(make(256), REAL)
+    assert verdict.reason is None
+    assert verdict.grains == {"codes": 1, "scales": 256, "step": 0, "codebook": 0}
+    assert "does not treat each element" in str(try_slices(make(256), FINE).reason)
+    assert "does not treat each element" in str(try_slices(make(3_000), REAL).reason)
 
 
 OTHERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
@@ -124,6 +144,8 @@ OTHERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "one that counts in its group": (made_by(CountsInItsGroup), "one half of the parameters after the other"),
     "one that counts for itself": (made_by(CountsForItself), "one half of the parameters after the other"),
     "one that draws numbers": (made_by(RoundsAtRandom), "does not treat each element for itself"),
+    "one that draws Python's": (made_by(DrawsPythonsNumbers), "does not treat each element for itself"),
+    "one that centres kernels": (made_by(CentresKernels), "does not treat each element for itself"),
     "one that has parameters elsewhere": (made_by(HasParametersElsewhere), "changed nothing"),
 }
 if hasattr(torch.optim, "Muon"):
@@ -133,24 +155,25 @@ if hasattr(torch.optim, "Muon"):
 @pytest.mark.parametrize(("make", "words"), OTHERS.values(), ids=OTHERS)
 def test_any_other_is_refused_with_a_reason(make: Callable[[Any], torch.optim.Optimizer], words: str) -> None:
     model = model_of()
-    before = digests.digest(model.state_dict())
-    assert words in str(why_not_elementwise(make(model.parameters())))
+    before, drawn = digests.digest(model.state_dict()), random.getstate()
+    assert words in str(try_slices(make(model.parameters()), REAL).reason)
     assert digests.digest(model.state_dict()) == before
+    assert random.getstate() == drawn
 
 
 def test_a_group_with_other_options_is_tried_too() -> None:
     first, second = model_of().parameters(), model_of().parameters()
     mixed = torch.optim.Adafactor([{"params": [next(first)]}, {"params": list(second)}])
     plain = torch.optim.SGD([{"params": [parameter], "lr": 0.1 * n} for n, parameter in enumerate(first, start=1)])
-    assert why_not_elementwise(mixed) is not None
-    assert why_not_elementwise(plain) is None
+    assert try_slices(mixed, REAL).reason is not None
+    assert try_slices(plain, REAL).reason is None
 
 
 def test_the_trial_leaves_no_trace() -> None:
     model = model_of()
     optimizer = lion()(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    model(torch.ones(1, 20)).sum().backward()
+    (model(torch.ones(1, 20)).sum() * model.scale + model.kernel.sum()).backward()
     optimizer.step()
     hooked: list[Any] = []
     handles = [
@@ -159,7 +182,7 @@ def test_the_trial_leaves_no_trace() -> None:
     ]
     seen = digests.digest(model.state_dict()), digests.optimizer_digest(optimizer), torch.get_rng_state().tolist()
     gradients = [parameter.grad for parameter in model.parameters()]
-    assert why_not_elementwise(optimizer) is None
+    assert try_slices(optimizer, REAL).reason is None
     for handle in handles:
         handle.remove()
     after = digests.digest(model.state_dict()), digests.optimizer_digest(optimizer), torch.get_rng_state().tolist()
@@ -172,8 +195,8 @@ def test_an_optimizer_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = lion()(model_of().parameters())
     calls: list[int] = []
     monkeypatch.setattr(Lion, "step", lambda *_: calls.append(1))
-    first = why_not_elementwise(optimizer)
+    first = try_slices(optimizer, REAL)
     tried = len(calls)
     assert tried > 0
-    assert why_not_elementwise(optimizer) == first
+    assert try_slices(optimizer, REAL) == first
     assert len(calls) == tried

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from own_optimizers import BlockwiseMomentum, Lion
 from torch import Tensor, nn
 
-from virtualflow.reduction import Piece, Row, Shares, Spans, difference, share_row, union
+from virtualflow.reduction import Piece, Shares, Spans, difference, share_row, union
 from virtualflow.state import Optimizers, digests
+from virtualflow.step.elementwise import grains_of
+from virtualflow.step.sharded_optimizer import row_of
 from virtualflow.step.share_states import ShareStates
 
 SHAPES = ((5,), (20, 37), (), (0, 3), (40,), (16, 4))
@@ -24,8 +27,12 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD with momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     "Adagrad, which has states from the start": lambda p: torch.optim.Adagrad(p, 0.1),
     "RMSprop": lambda p: torch.optim.RMSprop(p, 0.1, centered=True, momentum=0.5),
+    "a script's own": lambda p: Lion(p, 0.1, betas=(0.9, 0.99)),
+    "one with blocks of 8 elements": lambda p: BlockwiseMomentum(p, 0.1, block=8),
     "two of them": lambda p: Optimizers([torch.optim.AdamW(p[:2], 0.1), torch.optim.SGD(p[2:], 0.1, momentum=0.5)]),
 }
+GRAINS: dict[Any, list[Mapping[str, int]]] = {}
+"""What the trial of each has shown, which is made once."""
 
 
 class Worker:
@@ -35,9 +42,10 @@ class Worker:
         draw = torch.Generator().manual_seed(1)
         self.parameters = [nn.Parameter(torch.randn(shape, generator=draw)) for shape in SHAPES]
         self.optimizer = make(self.parameters)
-        numels = tuple(parameter.numel() for parameter in self.parameters)
-        self.row = Row(numels, (4,) * len(numels), (UNIT,) * len(numels))
-        self.kept = ShareStates(self.optimizer, self.parameters, self.row)
+        self.row = row_of(self.parameters, self.optimizer, UNIT)
+        if make not in GRAINS:
+            GRAINS[make] = grains_of(self.parameters, self.optimizer, UNIT)
+        self.kept = ShareStates(self.optimizer, self.parameters, self.row, GRAINS[make])
 
     def gradients(self, step: int) -> list[Tensor | None]:
         """The first parameter has none in odd steps."""

@@ -17,7 +17,7 @@ from virtualflow.protocol.messages import Base, Count, Name, Version
 PROTOCOL = 4
 """The newest protocol that this version speaks: raised when a party that does not know a change would misread it, or
 when what workers exchange among themselves changes. 3 is the first in which unknown fields are ignored. 4 is the
-first in which a sharded optimizer's keepers tell norms of blocks."""
+first in which a sharded optimizer's keepers tell norms of blocks, and cut parameters."""
 
 OLDEST_PROTOCOL = 3
 """The oldest that it still speaks: raised when code for an older one is taken out."""

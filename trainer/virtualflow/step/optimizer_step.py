@@ -85,7 +85,7 @@ class OptimizerStep:
         return None if whole else self._step_portion
 
     def _step_portion(self, gradients: Mapping[int, Tensor]) -> None:
-        if is_separable(self._wanted.optimizer):
+        if is_separable(self._wanted.optimizer, self._norm_block):
             self._in_portions.step([self._parameters[place] for place in gradients], list(gradients.values()))
 
     def step(self, gradients: Tensors) -> None:

@@ -17,21 +17,25 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base
 
 from virtualflow.state import optimizers_of
-from virtualflow.step.elementwise import why_not_elementwise
+from virtualflow.step.elementwise import try_slices
 
 HARMLESS = "_virtualflow_harmless"
 """The attribute of a hook that changes nothing and does not care how often it is called."""
 
 
-def is_separable(optimizer: torch.optim.Optimizer) -> bool:
+def is_separable(optimizer: torch.optim.Optimizer, block: int) -> bool:
     """Whether stepping some parameters and then the others is as good as stepping all, and nobody sees it."""
-    return why_not_separable(optimizer) is None
+    return why_not_separable(optimizer, block) is None
 
 
-def why_not_separable(optimizer: torch.optim.Optimizer) -> str | None:
+def why_not_separable(optimizer: torch.optim.Optimizer, block: int) -> str | None:
     """What speaks against stepping one part of the parameters, or of one of them, apart from the others.
 
     Somebody would see that who has replaced ``step`` (learning rate schedulers do, only to count) or has hooked it.
+
+    Args:
+        optimizer: any.
+        block: see ``elementwise.cut_unit``.
     """
     for part in optimizers_of(optimizer):
         step: Any = vars(part).get("step")
@@ -45,7 +49,7 @@ def why_not_separable(optimizer: torch.optim.Optimizer) -> str | None:
             return "its step has been replaced"
         if any(not hasattr(hook, HARMLESS) for registered in hooks for hook in registered.values()):
             return "its step has been hooked"
-        reason = why_not_elementwise(part)
+        reason = try_slices(part, block).reason
         if reason is not None:
             return reason
     return None

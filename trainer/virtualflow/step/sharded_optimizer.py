@@ -10,7 +10,6 @@ for its share, so whoever is left can step it, too: the step counts if only one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ from virtualflow.reduction import (
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import Moving, codec
 from virtualflow.state.settings import TransferSettings
-from virtualflow.step.elementwise import ALIGNMENT
+from virtualflow.step.elementwise import cut_unit, grains_of
 from virtualflow.step.share_states import ShareStates, flat
 from virtualflow.step.state_watch import Kept, bytes_of_state
 from virtualflow.transport import Collectives, Message, Pending
@@ -90,7 +89,9 @@ class Shards:
         self._transfer = transfer
         self.row = row_of(parameters, optimizer, reduction.norm_block)
         """Where each parameter stands."""
-        self._kept = ShareStates(optimizer, parameters, self.row)
+        self._kept = ShareStates(
+            optimizer, parameters, self.row, grains_of(parameters, optimizer, reduction.norm_block)
+        )
         self.values: Spans = self.row.all
         """Of what the values are here, for the last step that counts."""
         self.finishing = False
@@ -154,7 +155,8 @@ class Shards:
                     gradient.clamp_(min=-self._clip_value, max=self._clip_value)
         norms = torch.zeros(1, dtype=torch.float64)
         if self._clip_norm is not None:
-            norms = torch.zeros(max(map(self._count_blocks, range(collectives.size))), dtype=torch.float64)
+            most = max(map(self._count_blocks, range(collectives.size)))
+            norms = torch.zeros(max(1, most), dtype=torch.float64)
             found = block_norms(list(self._gradients_of(self._sent_by(self._rank)).values()), self._settings.norm_block)
             norms[: len(found)] = found
         gathered = collectives.all_gather(as_raw(norms)).contiguous().view(torch.float64).view(collectives.size, -1)
@@ -344,10 +346,7 @@ def row_of(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer,
     return Row(
         tuple(parameter.numel() for parameter in parameters),
         tuple(parameter.itemsize if id(parameter) in stepped else 0 for parameter in parameters),
-        tuple(
-            math.lcm(block, max(1, ALIGNMENT // parameter.itemsize)) if parameter.is_contiguous() else 0
-            for parameter in parameters
-        ),
+        tuple(cut_unit(parameter, block) if parameter.is_contiguous() else 0 for parameter in parameters),
     )
 
 

@@ -1,13 +1,14 @@
 """The optimizer's states that one worker keeps of a sharded optimizer: of whole parameters, and of slices of some.
 
 The state of a whole parameter is where the optimizer has it. That of a slice is kept here, since to the optimizer the
-slice is a parameter for no longer than a step takes. What a state has for each element is cut with the elements, and
-anything else, such as a count of steps, is the same for all slices (``elementwise`` has tried that it is so).
+slice is a parameter for no longer than a step takes. What a state has for each element, or for each block of some, is
+cut with the elements. Anything else, such as a count of steps, is the same for all slices: ``elementwise`` has found
+out which is which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +27,20 @@ class ShareStates:
         optimizer: whose.
         parameters: the parameters in the row.
         row: the row.
+        grains: for each parameter how its state is cut with it (``elementwise.Verdict``).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], row: Row) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        row: Row,
+        grains: Sequence[Mapping[str, int]],
+    ) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
         self._row = row
+        self._grains = grains
         self.spans: Spans = row.all
         """Of what the states are here."""
         self._borrowed: Spans = ()
@@ -100,13 +109,50 @@ class ShareStates:
             state = self._optimizer.state.get(parameter)
             if state is None or self._row.is_whole(piece):
                 return state
-            return _cut(state, parameter.shape, piece.begin, piece.end)
-        cut = [
-            _cut(state, (end - begin,), max(piece.begin, begin) - begin, min(piece.end, end) - begin)
-            for (_, begin, end), state in parts
-        ]
-        shape = self._parameters[piece.place].shape if self._row.is_whole(piece) else (piece.end - piece.begin,)
-        return cut[0] if len(cut) == 1 else _join(cut, shape)
+            return self._cut(Piece(piece.place, 0, parameter.numel()), state, piece)
+        cut = [self._cut(slice_, state, piece) for slice_, state in parts]
+        return cut[0] if len(cut) == 1 else self._join(cut, piece)
+
+    def _cut(self, known: Piece, state: State, piece: Piece) -> State:
+        """The state of what ``piece`` has of a stretch that has this state."""
+        begin, end = max(piece.begin, known.begin) - known.begin, min(piece.end, known.end) - known.begin
+        numel = known.end - known.begin
+        if (begin, end) == (0, numel):
+            return state
+        cut: State = {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                cut[key] = value
+            elif grain := self._grain(piece.place, key, value):
+                cut[key] = value.reshape(-1)[begin // grain : -(-end // grain)].clone()
+            else:
+                cut[key] = value.clone()
+        return cut
+
+    def _join(self, states: Sequence[State], piece: Piece) -> State:
+        """The state of a piece, from those of its parts; in host memory if not all are on one device."""
+        parameter = self._parameters[piece.place]
+        numel = piece.end - piece.begin
+        joined: State = {}
+        for key, first in states[0].items():
+            parts = [state[key] for state in states]
+            if not isinstance(first, Tensor):
+                joined[key] = first
+            elif self._grain(piece.place, key, first):
+                devices = {part.device for part in parts}
+                value = torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts])
+                is_whole = self._row.is_whole(piece) and value.numel() == numel
+                joined[key] = value.view(parameter.shape) if is_whole else value
+            else:
+                joined[key] = first.clone()
+        return joined
+
+    def _grain(self, place: int, key: str, value: Tensor) -> int:
+        """How many elements one in this tensor of a state is for; 0: it is the same for all slices.
+
+        One that the trial did not see, since it came into being later, is taken for what a state usually has.
+        """
+        return self._grains[place].get(key, 0 if value.numel() == 1 else 1)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -158,30 +204,3 @@ def flat(parameter: nn.Parameter) -> Tensor:
 
 def _overlap(left: Piece, right: Piece) -> bool:
     return left.place == right.place and left.begin < right.end and right.begin < left.end
-
-
-def _cut(state: State, shape: Iterable[int], begin: int, end: int) -> State:
-    """The state of a stretch of what has this shape and state."""
-    whole = torch.Size(shape)
-    if (begin, end) == (0, whole.numel()):
-        return state
-    return {
-        key: (value.reshape(-1)[begin:end] if value.shape == whole else value).clone()
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }
-
-
-def _join(states: Sequence[State], shape: Iterable[int]) -> State:
-    """The state of what has this shape, from those of its slices; in host memory if not all are on one device."""
-    whole = torch.Size(shape)
-    joined: State = {}
-    for key, first in states[0].items():
-        parts = [state[key] for state in states]
-        if isinstance(first, Tensor) and sum(part.numel() for part in parts) == whole.numel() and first.dim() == 1:
-            devices = {part.device for part in parts}
-            joined[key] = torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts]).view(whole)
-        else:
-            joined[key] = first.clone() if isinstance(first, Tensor) else first
-    return joined
