@@ -22,7 +22,7 @@ from tiers import examples
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.reduction.accumulation import Tensors
 from virtualflow.reduction.cost import Shape, predict
-from virtualflow.reduction.ownership import plan_owners
+from virtualflow.reduction.ownership import Owners, Row, share_row
 from virtualflow.reduction.program import Facts, legal_programs
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.schedule import Choice, Choose, Terms
@@ -50,6 +50,12 @@ def drawn(seed: int, taken: set[str] | None = None) -> Choose:
     return choose
 
 
+def owners_of(problem: Problem, size: int) -> Owners:
+    """Who keeps the state of what, and so needs its sum, if parameters are cut anywhere."""
+    numels = tuple(template.numel() for template in problem.templates)
+    return share_row(Row(numels, (1,) * len(numels), (1,) * len(numels)), size).owners
+
+
 def reduce_all(
     problem: Problem,
     ranges: Sequence[Sequence[int]],
@@ -61,7 +67,7 @@ def reduce_all(
     """Reduce it by one schedule after the other; ``[schedule][rank]``."""
     size = len(ranges)
     table = Table(size)
-    owners = plan_owners([template.numel() for template in problem.templates], size)
+    owners = owners_of(problem, size)
 
     def work(rank: int) -> list[Tensors]:
         seat: Collectives = Seat(table, rank) if size > 1 else ALONE
@@ -118,7 +124,7 @@ def test_owners_of_a_sharded_optimizer_get_the_same_bits_by_every_legal_schedule
     if len(ranges) == 1:
         return
     wanted = bits(problem.expected(scale))
-    owners = plan_owners([template.numel() for template in problem.templates], len(ranges))
+    owners = owners_of(problem, len(ranges))
     for of_workers in reduce_all(problem, ranges, scale, [drawn(seed), drawn(seed + 1)], all_there, sharded=True):
         for rank, tensors in enumerate(of_workers):
             assert bits(tensors) == [value if rank in owners[place] else None for place, value in enumerate(wanted)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import pytest
 import torch
 from broken_collectives import HASTY, Counting, break_collective, regression, train_steps
 from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, die_here
-from injected import inject
+from injected import injected
+from own_optimizers import BlockwiseMomentum, Lion
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -22,32 +24,61 @@ from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_WORKER
 from virtualflow.state import digests
+from virtualflow.step.share_states import ShareStates
 from virtualflow.transport.gloo import Communicator
 from virtualflow.worker.resharding import Resharding
 
 
 class Deep(nn.Module):
-    """Parameters of many sizes, one of which is frozen, and buffers that are averaged and copied."""
+    """Parameters of many sizes, one of which is frozen and one tied, and buffers that are averaged and copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: int) -> None:
         super().__init__()
         self.counting = Counting()
-        self.layers = nn.ModuleList(nn.Linear(width, 1) for width in (1, 7, 3, 16, 5))
+        self.layers = nn.ModuleList(nn.Linear(width, 1) for width in (1, 7, 3, 16, last))
         self.layers[1].weight.requires_grad_(False)
+        self.tied = nn.Linear(last, 1, bias=False)
+        self.tied.weight = self.layers[4].weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.counting(x) + sum(layer(x[:, :1].expand(-1, layer.in_features)).sum(1) for layer in self.layers)
+        layers = [*self.layers, self.tied]
+        return self.counting(x) + sum(layer(x[:, :1].expand(-1, layer.in_features)).sum(1) for layer in layers)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weights decay, and biases do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0, "lr": 0.05},
+    ]
+
+
+MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(groups(model), 0.1),
+    "Lion": lambda model: Lion(model.parameters(), 0.01, betas=(0.9, 0.99)),
+    "blocks": lambda model: BlockwiseMomentum(model.parameters(), 1e-5, block=8),
+}
 
 
 def train(
-    victim: str = "", number: int = 0, how: str = "", clip: float | None = None, sharded: bool = True, steps: int = 4
+    victim: str = "",
+    number: int = 0,
+    how: str = "",
+    clip: float | None = None,
+    sharded: bool = True,
+    steps: int = 4,
+    last: int = 5,
+    make: str = "AdamW",
 ) -> Trained:
-    """Some steps with an evaluation between; the learning rate is changed by hand, which no checkpoint would see."""
+    """Some steps with an evaluation between; the learning rate is changed by hand, which no checkpoint would see.
+
+    The ``last`` layer's width may be so large that it is cut. ``make`` names the optimizer.
+    """
     torch.manual_seed(1)
-    inject(transfer={"stripe": 16, "piece": 64})
     break_collective(victim, number, how)
-    model = Deep()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model = Deep(last)
+    optimizer = MAKERS[make](model)
     kept = []
 
     def after_step() -> None:
@@ -55,17 +86,20 @@ def train(
         if ENV_CHECKPOINT_DIR not in os.environ:
             optimizer.param_groups[0]["lr"] *= 0.7
 
-    with vf.elastic(
-        model,
-        optimizer,
-        regression(),
-        batch_size=12,
-        steps=steps,
-        virtual_nodes=6,
-        clip_grad_norm=clip,
-        clip_grad_value=None if clip is None else 0.9,
-        shard_optimizer=sharded,
-    ) as run:
+    with (
+        injected(transfer={"stripe": 16, "piece": 64}, reduction={"norm_block": 4}),
+        vf.elastic(
+            model,
+            optimizer,
+            regression(),
+            batch_size=12,
+            steps=steps,
+            virtual_nodes=6,
+            clip_grad_norm=clip,
+            clip_grad_value=None if clip is None else 0.9,
+            shard_optimizer=sharded,
+        ) as run,
+    ):
         told = train_steps(run, model, optimizer, after_step)
     whole = digests.optimizer_digest(optimizer) if run.leader else ""
     return Trained(digests.digest(model.state_dict()), whole, told, kept)
@@ -164,6 +198,103 @@ def test_shares_move_when_members_change(
     check(job.results(), reference)
 
 
+DOMINANT = 500
+"""Elements of the last layer: cut at multiples of 16, it is spread over all workers."""
+
+
+@pytest.mark.parametrize(
+    ("workers", "clip", "exchange", "make", "changes"),
+    [
+        pytest.param(4, 0.5, "early", "AdamW", [], id="clipped by norm"),
+        pytest.param(4, None, "late", "Lion", [lambda job: job.kill("worker-3")], id="a script's own optimizer"),
+        pytest.param(
+            2, None, "late", "blocks", [lambda job: job.join(2), lambda job: job.kill("worker-0")], id="one with blocks"
+        ),
+        pytest.param(
+            3,
+            0.5,
+            "late",
+            "AdamW",
+            [lambda job: job.join(2), lambda job: job.drain("worker-1", "worker-2")],
+            id="changes",
+        ),
+        pytest.param(4, 0.5, "early", "AdamW", [lambda job: job.kill("worker-1")], id="one is killed"),
+    ],
+)
+def test_a_dominant_parameter_is_cut_and_makes_the_bits_of_a_whole(
+    workers: int,
+    clip: float | None,
+    exchange: str,
+    make: str,
+    changes: list[Change],
+    start_job: Callable[..., ElasticJob],
+) -> None:
+    steps = 2 * len(changes) + 2
+    reference = alone(train, "", 0, "", clip, False, steps, DOMINANT, make)
+    arguments = ("", 0, "", clip, True, steps, DOMINANT, make)
+    hold = 1 if changes else None
+    job = start_job(train, *arguments, workers=workers, hold=hold, environment={EXCHANGE: exchange})
+    for number, change in enumerate(changes):
+        job.reach(2 * number + 1)
+        change(job)
+    check(job.results(), reference)
+
+
+def test_a_collective_breaks_while_a_dominant_parameter_is_stepped(start_job: Callable[..., ElasticJob]) -> None:
+    reference = alone(train, "", 0, "", 0.5, False, 4, DOMINANT)
+    for number in (16, 22, 32):
+        arguments = ("worker-1", number, "killed", 0.5, True, 4, DOMINANT)
+        check(start_job(train, *arguments, workers=3, environment={EXCHANGE: "late"}).results(), reference)
+
+
+def test_a_checkpoint_of_slices_is_read_by_another_number_of_workers(
+    tmp_path: Path, start_job: Callable[..., ElasticJob]
+) -> None:
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "2"}
+    arguments = ("", 0, "", 0.5, True, 8, DOMINANT)
+    job = start_job(train, *arguments, workers=4, hold=5, environment=environment)
+    job.reach(5)
+    for worker in job.workers.values():
+        os.kill(worker.process.pid, signal.SIGKILL)
+    assert {outcome.kind for outcome in job.finish().values()} == {"killed"}
+    results = start_job(train, *arguments, workers=3, environment=environment).results()
+    reference = alone(
+        train, "", 0, "", 0.5, False, 8, DOMINANT, environment={ENV_CHECKPOINT_DIR: str(tmp_path / "others")}
+    )
+    assert {result.digest for result in results} == {reference.digest}
+    assert [result.optimizer for result in results if result.optimizer] == [reference.optimizer]
+    assert {len(result.more) for result in results} == {8 - 4}
+
+
+def count_memory() -> list[int]:
+    """The bytes of the optimizer's states after each of some steps, when nine tenths of all are one parameter's."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 16_384), nn.Linear(16_384, 1), nn.Flatten(0))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    counted: list[int] = []
+
+    def count() -> None:
+        states = [*optimizer.state.values()]
+        for kept in (each for each in gc.get_objects() if type(each) is ShareStates):
+            states += kept._slices.values()
+        counted.append(sum(each.numel() * each.itemsize for state in states for each in state.values()))
+
+    with vf.elastic(
+        model, optimizer, regression(), batch_size=12, steps=3, virtual_nodes=4, shard_optimizer=True
+    ) as run:
+        train_steps(run, model, optimizer, count)
+    return counted
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_worker_keeps_its_share_twice_whatever_the_largest_parameter_is(
+    workers: int, start_job: Callable[..., ElasticJob]
+) -> None:
+    whole = alone(count_memory)[-1]
+    for counted in start_job(count_memory, workers=workers).results():
+        assert counted[-1] == pytest.approx(2 * whole / workers, rel=0.01)
+
+
 def fail_at_the_hand_over(victim: str, when: str) -> Trained:
     """One worker is ``killed`` before or after it, or is told ``after`` it that the communicator broke."""
     hand_over = Resharding.hand_over
@@ -228,7 +359,12 @@ def test_when_both_owners_are_lost_the_checkpoint_counts_which_needs_no_sharding
     ("optimizer", "scaler", "words"),
     [
         pytest.param("LBFGS", False, "closure", id="one with a closure"),
-        pytest.param("ASGD", False, "ASGD cannot be sharded", id="one that looks at more than an element"),
+        pytest.param(
+            "Adafactor",
+            False,
+            "Adafactor cannot be sharded, because it does not treat each",
+            id="one that looks further",
+        ),
         pytest.param("AdamW", True, "a GradScaler looks at the whole gradient", id="a scaler"),
     ],
 )
@@ -240,6 +376,17 @@ def test_what_cannot_be_sharded_is_refused(optimizer: str, scaler: bool, words: 
     with (
         pytest.raises(ConfigurationError, match=words),
         vf.elastic(model, made, TensorDataset(torch.zeros(8, 2)), **options),
+    ):
+        pass
+
+
+def test_parameters_that_lie_in_the_same_memory_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = nn.Parameter(model[0].weight.detach()[1:])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        pytest.raises(ConfigurationError, match=r"parameters 0\.weight and 1\.weight lie in the same memory"),
+        vf.elastic(model, optimizer, TensorDataset(torch.zeros(8, 3)), batch_size=8, steps=1, shard_optimizer=True),
     ):
         pass
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,7 +146,9 @@ def test_the_sentence_says_who_against_whom() -> None:
 # --- shares of a sharded optimizer ------------------------------------------------------------------------------------
 
 
-def sharing(name: str, size: int, part: int, made: Callable[[str], Worker] = make) -> list[tuple[Worker, StateWatch]]:
+def sharing(
+    name: str, size: int, part: int, made: Callable[[str], Worker] = make, block: int = 4_096
+) -> list[tuple[Worker, StateWatch]]:
     """Workers that each keep the states of their share only."""
     found = []
     for rank in range(size):
@@ -155,11 +158,11 @@ def sharing(name: str, size: int, part: int, made: Callable[[str], Worker] = mak
             optimizer,
             clip_norm=None,
             clip_value=None,
-            reduction=ReductionSettings(),
+            reduction=ReductionSettings(norm_block=block),
             transfer=TransferSettings(),
         )
         shards.enter(rank, size)
-        shards.keep(shards.mine)
+        shards.claim(shards.mine)
         watching = StateWatch(model, optimizer, shares=shards, settings=StateWatchSettings(SWEEP, part))
         found.append(((model, optimizer), watching))
     return found
@@ -194,13 +197,36 @@ def test_shares_that_are_equal_are_not_told_apart(size: int, part: int) -> None:
     assert len({one.value for one in watches}) == 1 if size == 1 else True
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_fault_in_a_slice_is_found_with_both_keepers(size: int) -> None:
+    def large(name: str) -> Worker:
+        torch.manual_seed(0)
+        model = nn.Linear(500, 1, bias=False)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return model, optimizer
+
+    workers = sharing("adamw", size, 256, large, block=16)
+    assert sweep_shares([watching for _, watching in workers], 0) is None
+    shards: Any = workers[0][1]._shares
+    states = [*shards._kept._slices.values()] or [*workers[0][0][1].state.values()]
+    states[0]["exp_avg"].view(-1)[-1] += 1
+    found = sweep_shares([watching for _, watching in workers], 0)
+    assert found is not None
+    assert (found.tensor, found.odd, len(found.keepers)) == ("weight (exp_avg)", (), 2)
+    assert 0 in found.keepers
+
+
 @pytest.mark.parametrize("flips", [12, nightly(1_000)])
 def test_a_bit_that_flips_in_a_share_is_found_with_its_tensor_and_both_keepers(flips: int) -> None:
     draw = random.Random(flips)
     made = {(name, size): sharing(name, size, 64) for name in ("adamw", "sgd-momentum") for size in (2, 3, 4)}
     for flip in range(flips):
         name, size = draw.choice(list(made))
-        workers, victim = made[name, size], draw.randrange(size)
+        workers = made[name, size]
+        # One whose share is smaller than what may be cut keeps nothing.
+        victim = draw.choice([rank for rank, ((_, optimizer), _) in enumerate(workers) if optimizer.state])
         model, optimizer = workers[victim][0]
         names = {parameter: label for label, parameter in model.named_parameters()}
         states = [

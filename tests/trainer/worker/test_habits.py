@@ -199,7 +199,7 @@ def test_watching_optimizers_leaves_them_separable_and_ends_with_the_run() -> No
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     guard = guard_of(model, optimizer)
-    assert is_separable(optimizer)
+    assert is_separable(optimizer, block=4_096)
     with guard.within("inner loop"), pytest.raises(ConfigurationError):
         optimizer.step()
     optimizer.step()

@@ -114,7 +114,7 @@ def test_who_does_not_fit_is_told_both_versions_and_what_to_do() -> None:
 
 # --- a worker and a coordinator, over a socket ------------------------------------------------------------------------
 
-THIS = f"protocol {versions.PROTOCOL} (virtualflow {versions.__version__})"
+THIS = str(versions.this_party("this"))
 FAR = versions.PROTOCOL + 4
 
 

@@ -5,7 +5,7 @@ epoch, the step and the virtual node.
 from virtualflow.data.iterable_source import fuse
 from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, open_source
 from virtualflow.data.orders import Orders, Sampler, open_orders
-from virtualflow.data.rng import derive_seed, seed_virtual_node
+from virtualflow.data.rng import derive_seed, seed_virtual_node, seeded
 from virtualflow.data.sampling import chunks, micro_batch
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "open_orders",
     "open_source",
     "seed_virtual_node",
+    "seeded",
 ]

@@ -14,15 +14,18 @@ from virtualflow._version import __version__
 from virtualflow.protocol.framing import inflated
 from virtualflow.protocol.messages import Base, Count, Name, Version
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The newest protocol that this version speaks: raised when a party that does not know a change would misread it, or
-when what workers exchange among themselves changes. 3 is the first in which unknown fields are ignored."""
+when what workers exchange among themselves changes. 3 is the first in which unknown fields are ignored. 4 is the
+first in which a sharded optimizer's keepers tell norms of blocks, and cut parameters, and in which workers agree on how
+each bucket of gradients travels."""
 
 OLDEST_PROTOCOL = 3
 """The oldest that it still speaks: raised when code for an older one is taken out."""
 
-NUMERICS = 1
-"""Raised when the same script, data and machine would come to other bits than with the version before."""
+NUMERICS = 2
+"""Raised when the same script, data and machine would come to other bits than with the version before. 2 is the first
+in which a gradient is clipped by a norm that is made of blocks (``reduction.norm``)."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,25 @@ backward pass where that is safe. Bits depend on this package alone, so it knows
 from virtualflow.reduction.accumulation import Accumulator, Addition, Parts, Tensors, separate
 from virtualflow.reduction.bucket_exchange import as_raw
 from virtualflow.reduction.early import Early
+from virtualflow.reduction.norm import block_norms, clip_by_norm, count_blocks, total_norm
 from virtualflow.reduction.offload import HostMemory, Offload, choose_offloaded, plan_offload
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap, Settled
-from virtualflow.reduction.ownership import Move, Owners, lost, owned_by, plan_hand_over, plan_moves, plan_owners
+from virtualflow.reduction.ownership import (
+    Move,
+    Owners,
+    Piece,
+    Row,
+    Shares,
+    lost,
+    plan_hand_over,
+    plan_moves,
+    share_row,
+)
 from virtualflow.reduction.program import UpdateRule
 from virtualflow.reduction.reducer import Reducer, Scheduled
 from virtualflow.reduction.schedule import Choose, choose_programs
 from virtualflow.reduction.settings import Exchange
+from virtualflow.reduction.spans import Spans, covers, difference, intersection, union
 from virtualflow.reduction.summation import Summation, choose_summation
 
 __all__ = [
@@ -27,21 +39,32 @@ __all__ = [
     "Overlap",
     "Owners",
     "Parts",
+    "Piece",
     "Reducer",
+    "Row",
     "Scheduled",
     "Settled",
+    "Shares",
+    "Spans",
     "Summation",
     "Tensors",
     "UpdateRule",
     "as_raw",
+    "block_norms",
     "choose_offloaded",
     "choose_programs",
     "choose_summation",
+    "clip_by_norm",
+    "count_blocks",
+    "covers",
+    "difference",
+    "intersection",
     "lost",
-    "owned_by",
     "plan_hand_over",
     "plan_moves",
     "plan_offload",
-    "plan_owners",
     "separate",
+    "share_row",
+    "total_norm",
+    "union",
 ]

@@ -1,95 +1,197 @@
-"""Who owns the optimizer's state of which parameter when it is sharded, and who passes it on: pure decisions.
+"""Who keeps the optimizer's state of what when it is sharded, and who passes it on: pure decisions.
 
-Parameters are not cut: an optimizer that steps whole parameters computes the bits that it computes without sharding
-(the ends of vectorised loops need not), and a norm of each is one number. So shares are as equal as whole parameters
-allow. Every parameter has two owners, who both step it: when one is lost, the other still has the state.
+The parameters stand in a row, one behind the other, and the row is cut into as many shares as there are workers, of
+equal cost, whatever the largest parameter is. A parameter is cut at multiples of a unit of its own only, so that slices
+step to the bits of whole parameters (``step.elementwise``) and no block of a norm is cut (``norm``). Every share has
+two keepers, who both step it: when one is lost, the other still has the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from virtualflow.reduction.spans import Span, Spans, covers, difference, refine, union
 
 Owners = tuple[tuple[int, ...], ...]
-"""For each parameter the ranks that own its state; the first one sends its new value to all."""
+"""For each parameter the ranks that need its gradient."""
 
 
-def plan_owners(sizes: Sequence[int], members: int) -> Owners:
-    """Share parameters of ``sizes`` bytes out: the largest first, each to whoever has least (Graham, 1969).
+class Piece(NamedTuple):
+    """A stretch of one parameter, in elements of it."""
 
-    The second owner follows the first, so that a worker has its own share and that of the one before it.
+    place: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Parameters one behind the other; each takes up a place at least, so that one without elements has a keeper, too.
+
+    Args:
+        numels: their elements.
+        costs: for each, what an element costs whoever keeps it, in bytes; 0 for a parameter that no optimizer steps.
+        units: for each, at multiples of how many elements it may be cut; 0: nowhere.
     """
-    loads = [0] * members
-    first = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        rank = loads.index(min(loads))
-        first[place] = rank
-        loads[rank] += sizes[place]
-    return tuple((rank,) if members == 1 else (rank, (rank + 1) % members) for rank in first)
+
+    numels: tuple[int, ...]
+    costs: tuple[int, ...]
+    units: tuple[int, ...]
+    offsets: tuple[int, ...] = ()
+    """Where each of them begins, and where the last one ends."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", (0, *accumulate(max(1, numel) for numel in self.numels)))
+
+    @property
+    def all(self) -> Spans:
+        """Everything."""
+        return union([(0, self.offsets[-1])])
+
+    def span(self, place: int) -> Span:
+        """Where a parameter stands."""
+        return self.offsets[place], self.offsets[place + 1]
+
+    def is_whole(self, piece: Piece) -> bool:
+        """Whether that is all of its parameter."""
+        return piece == (piece.place, 0, self.numels[piece.place])
+
+    def pieces(self, spans: Spans) -> list[Piece]:
+        """What of which parameters stands there, in order."""
+        found = []
+        for begin, end in spans:
+            place = bisect_right(self.offsets, begin) - 1
+            while place < len(self.numels) and self.offsets[place] < end:
+                offset, numel = self.offsets[place], self.numels[place]
+                found.append(Piece(place, max(0, begin - offset), min(numel, end - offset)))
+                place += 1
+        return found
 
 
-def owned_by(rank: int, owners: Owners) -> frozenset[int]:
-    """Which parameters that rank owns."""
-    return frozenset(place for place, ranks in enumerate(owners) if rank in ranks)
+@dataclass(frozen=True)
+class Shares:
+    """A row that is cut for the members of a generation."""
+
+    row: Row
+    cuts: tuple[int, ...]
+    """Where each member's share begins, and where the last one ends."""
+
+    @property
+    def members(self) -> int:
+        """How many there are."""
+        return len(self.cuts) - 1
+
+    def first(self, rank: int) -> Spans:
+        """The share of which that member sends the new values to all."""
+        return union([(self.cuts[rank], self.cuts[rank + 1])])
+
+    def kept(self, rank: int) -> Spans:
+        """All whose states that member keeps: its share, and that of the one before it."""
+        return union(self.first(rank), self.first(rank - 1 if rank else self.members - 1))
+
+    def keepers(self, at: int) -> tuple[int, ...]:
+        """Who keeps what stands at that place of the row, the first keeper first."""
+        rank = bisect_right(self.cuts, at) - 1
+        return (rank,) if self.members == 1 else (rank, (rank + 1) % self.members)
+
+    @property
+    def owners(self) -> Owners:
+        """For each parameter the ranks that keep any of it."""
+        owners: list[list[int]] = [[] for _ in self.row.numels]
+        for rank in range(self.members):
+            for place in sorted({piece.place for piece in self.row.pieces(self.kept(rank))}):
+                owners[place].append(rank)
+        return tuple(map(tuple, owners))
+
+
+def share_row(row: Row, members: int) -> Shares:
+    """Cut a row so that all shares cost the same, as near as its units allow."""
+    weights = [0, *accumulate(numel * cost for numel, cost in zip(row.numels, row.costs, strict=True))]
+    cuts = [0]
+    for rank in range(1, members):
+        target = weights[-1] * rank // members
+        place = min(bisect_right(weights, target), len(row.numels)) - 1
+        within = (target - weights[place]) // max(1, row.costs[place])
+        cuts.append(max(cuts[-1], row.offsets[place] + _nearest_cut(within, row.numels[place], row.units[place])))
+    return Shares(row, (*cuts, row.offsets[-1]))
+
+
+def _nearest_cut(wanted: int, numel: int, unit: int) -> int:
+    """The place nearest to the one wanted where a parameter may be cut, or one of its ends."""
+    below = wanted // unit * unit if unit else 0
+    above = min(numel, below + unit) if unit else numel
+    if wanted - below < above - wanted:
+        return below
+    return max(1, above) if above == numel else above
 
 
 @dataclass(frozen=True)
 class Move:
-    """One member passes something of a parameter on to another."""
+    """One member passes what stands in a stretch of the row on to another."""
 
     donor: int
     receiver: int
-    place: int
+    span: Span
 
 
-def lost(have: Sequence[Collection[int]], places: int) -> list[int]:
-    """Parameters of which no member has what is asked for, of so many."""
-    there = {place for places_here in have for place in places_here}
-    return [place for place in range(places) if place not in there]
+def lost(have: Sequence[Spans], row: Row) -> Spans:
+    """Of what no member has what is asked for."""
+    return difference(row.all, union(*have))
 
 
-def plan_moves(have: Sequence[Collection[int]], want: Sequence[Collection[int]], sizes: Sequence[int]) -> list[Move]:
+def plan_moves(have: Sequence[Spans], want: Sequence[Spans]) -> list[Move]:
     """Who passes what on, so that each member has what it wants; the same on all members.
 
+    Each donor sends about as much as the others.
+
     Args:
-        have: the parameters of which each member has it; what nobody has is not moved.
-        want: those of which each member is to have it.
-        sizes: of the parameters: each donor is to send about as much as the others.
+        have: what each member has; what nobody has is not moved.
+        want: what each member is to have.
     """
-    donors: list[list[int]] = [[] for _ in sizes]
-    for rank, places in enumerate(have):
-        for place in sorted(places):
-            donors[place].append(rank)
+    stretches = list(refine(*have, *want))
+    owners = [{number for number, span in enumerate(stretches) if covers(spans, span)} for spans in have]
     sent = [0] * len(have)
     moves = []
-    for receiver, places in enumerate(want):
-        for place in sorted(set(places) - set(have[receiver])):
-            if donors[place]:
-                donor = min(donors[place], key=lambda rank: (sent[rank], rank))
-                sent[donor] += sizes[place]
-                moves.append(Move(donor, receiver, place))
+    for receiver, wanted in enumerate(want):
+        missing = difference(wanted, have[receiver])
+        for number, span in enumerate(stretches):
+            donors = [rank for rank, there in enumerate(owners) if number in there] if covers(missing, span) else []
+            if donors:
+                donor = min(donors, key=lambda rank: (sent[rank], rank))
+                sent[donor] += span[1] - span[0]
+                moves.append(Move(donor, receiver, span))
     return moves
 
 
-def plan_hand_over(owners: Owners, coming: Owners, stay: Sequence[int], members: int) -> list[list[int]]:
+def plan_hand_over(
+    running: Shares, coming: Shares, old_ranks: Sequence[int | None], stay: Sequence[int]
+) -> list[Spans]:
     """What each member has to get before others leave, so that two who stay have every state, or the only one who does.
 
     One who stays may be lost before the coming generation stands, when those who leave are gone already.
 
     Args:
-        owners: of the generation that ends.
-        coming: of the generation to come, by the ranks in the one that ends; only those who stay. They are preferred.
+        running: the shares of the generation that ends.
+        coming: those of the one to come; who keeps a stretch in it is preferred.
+        old_ranks: which rank each member of that has in the one that ends; ``None`` for one that joins.
         stay: ranks of the members that stay; at least one.
-        members: how many the ending generation has.
     """
-    want: list[list[int]] = [[] for _ in range(members)]
-    for place, (ranks, preferred) in enumerate(zip(owners, coming, strict=True)):
-        have = [rank for rank in ranks if rank in stay]
-        others = [*preferred, *(stay[(place + turn) % len(stay)] for turn in range(len(stay)))]
-        for rank in others:
+    want: list[list[Span]] = [[] for _ in range(running.members)]
+    for number, span in enumerate(_stretches(running, coming)):
+        have = [rank for rank in running.keepers(span[0]) if rank in stay]
+        preferred = [old for rank in coming.keepers(span[0]) if (old := old_ranks[rank]) in stay and old is not None]
+        for rank in [*preferred, *(stay[(number + turn) % len(stay)] for turn in range(len(stay)))]:
             if len(have) >= min(2, len(stay)):
                 break
             if rank not in have:
                 have.append(rank)
-                want[rank].append(place)
-    return want
+                want[rank].append(span)
+    return [union(spans) for spans in want]
+
+
+def _stretches(*shares: Shares) -> Iterator[Span]:
+    return refine(*(each.first(rank) for each in shares for rank in range(each.members)))

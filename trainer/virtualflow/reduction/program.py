@@ -34,7 +34,7 @@ class Layout(StrEnum):
     REPLICATED = "replicated"
     """Each worker has all of it."""
     OWNED = "owned"
-    """Each worker has the tensors whose optimizer state it keeps."""
+    """Each worker has the tensors of whose optimizer state it keeps any part."""
 
 
 class Operation(StrEnum):

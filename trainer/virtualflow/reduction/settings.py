@@ -67,7 +67,7 @@ class ProbeSettings:
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """How gradients travel. None of it changes a bit of the result."""
+    """How gradients travel. None of it changes a bit of the result, except ``norm_block``."""
 
     exchange: Exchange = field(default_factory=Exchange)
     """What an expert wants instead of what is measured."""
@@ -94,3 +94,6 @@ class ReductionSettings:
     probe: ProbeSettings = field(default_factory=ProbeSettings)
     close_wait: float = 0.05
     """How long the end of a run waits for the thread that exchanges; it may hang in an abandoned communicator."""
+    norm_block: int = 4_096
+    """Elements of a gradient whose norm is one number of those that a clipped gradient's is made of. The same in all
+    workers: it is part of what defines the bits of a job that clips by norm."""

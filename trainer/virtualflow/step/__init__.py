@@ -7,7 +7,7 @@ from virtualflow.step.guard import Guard
 from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
-from virtualflow.step.partial_step import is_separable
+from virtualflow.step.partial_step import is_separable, why_not_separable
 from virtualflow.step.repetition import Repetition, copy_data
 from virtualflow.step.sharded_optimizer import Holding, Shards
 from virtualflow.step.spot_checker import Doubted, SpotChecker
@@ -39,4 +39,5 @@ __all__ = [
     "is_separable",
     "judge",
     "read_headers",
+    "why_not_separable",
 ]

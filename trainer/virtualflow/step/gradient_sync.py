@@ -66,12 +66,7 @@ class GradientSync:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        summation: Summation,
-        micro_batch: int,
-        settings: ReductionSettings,
-        reducer: Reducer,
+        self, model: nn.Module, summation: Summation, micro_batch: int, settings: ReductionSettings, reducer: Reducer
     ) -> None:
         self.schema = Schema()
         """Names that the present attempt exchanges."""
@@ -94,8 +89,7 @@ class GradientSync:
         """The virtual nodes that the present attempt computes, one after the other."""
         self._taken = 0
         """How many of them have been."""
-        self._reducer = reducer
-        self._overlap = Overlap(self._parameters, self._reducer, settings)
+        self._reducer, self._overlap = reducer, Overlap(self._parameters, reducer, settings)
         self._late, self._outcome = False, Settled()
         self.forget_contributions()
         self._trained: tuple[bool, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from virtualflow.reduction import Tensors
+from virtualflow.reduction import Tensors, block_norms, clip_by_norm, total_norm
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import optimizers_of
 from virtualflow.state.settings import TransferSettings
@@ -43,7 +43,7 @@ class OptimizerStep:
     Args:
         model: whose parameters.
         options: what happens at a step.
-        reduction: how new values of a sharded optimizer travel.
+        reduction: of what a norm is made, and how new values of a sharded optimizer travel.
         transfer: how its states do.
     """
 
@@ -52,6 +52,7 @@ class OptimizerStep:
     ) -> None:
         self._parameters = list(model.parameters())
         self._wanted = options
+        self._norm_block = reduction.norm_block
         self._clips = options.clip_norm is not None or options.clip_value is not None
         self._in_portions = StepInPortions(options.optimizer)
         self.shards: Shards | None = None
@@ -84,7 +85,7 @@ class OptimizerStep:
         return None if whole else self._step_portion
 
     def _step_portion(self, gradients: Mapping[int, Tensor]) -> None:
-        if is_separable(self._wanted.optimizer):
+        if is_separable(self._wanted.optimizer, self._norm_block):
             self._in_portions.step([self._parameters[place] for place in gradients], list(gradients.values()))
 
     def step(self, gradients: Tensors) -> None:
@@ -102,7 +103,8 @@ class OptimizerStep:
         if wanted.clip_value is not None:
             torch.nn.utils.clip_grad_value_(parameters, wanted.clip_value)
         if wanted.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, wanted.clip_norm)
+            given = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            clip_by_norm(given, wanted.clip_norm, total_norm(block_norms(given, self._norm_block)))
         if wanted.scaler is not None:
             for part in scaled:
                 wanted.scaler.step(part)

@@ -16,44 +16,43 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as base
 
-from virtualflow.state import Optimizers
-
-_ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-)
-"""Their update of an element depends on that element's gradient and state alone."""
-
+from virtualflow.state import optimizers_of
+from virtualflow.step.elementwise import try_slices
 
 HARMLESS = "_virtualflow_harmless"
 """The attribute of a hook that changes nothing and does not care how often it is called."""
 
 
-def is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether stepping some parameters and then the others is the same as stepping all, and nobody sees a difference.
+def is_separable(optimizer: torch.optim.Optimizer, block: int) -> bool:
+    """Whether stepping some parameters and then the others is as good as stepping all, and nobody sees it."""
+    return why_not_separable(optimizer, block) is None
 
-    Somebody would who has replaced ``step`` (learning rate schedulers do, only to count) or has hooked it.
+
+def why_not_separable(optimizer: torch.optim.Optimizer, block: int) -> str | None:
+    """What speaks against stepping one part of the parameters, or of one of them, apart from the others.
+
+    Somebody would see that who has replaced ``step`` (learning rate schedulers do, only to count) or has hooked it.
+
+    Args:
+        optimizer: any.
+        block: see ``elementwise.cut_unit``.
     """
-    if isinstance(optimizer, Optimizers):
-        return all(is_separable(part) for part in optimizer.parts)
-    step: Any = vars(optimizer).get("step")
-    replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-    hooks: list[Any] = [
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        base._global_optimizer_pre_hooks,
-        base._global_optimizer_post_hooks,
-    ]
-    seen = any(not hasattr(hook, HARMLESS) for registered in hooks for hook in registered.values())
-    return type(optimizer) in _ELEMENTWISE and not replaced and not seen
+    for part in optimizers_of(optimizer):
+        step: Any = vars(part).get("step")
+        hooks: list[Any] = [
+            part._optimizer_step_pre_hooks,
+            part._optimizer_step_post_hooks,
+            base._global_optimizer_pre_hooks,
+            base._global_optimizer_post_hooks,
+        ]
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+            return "its step has been replaced"
+        if any(not hasattr(hook, HARMLESS) for registered in hooks for hook in registered.values()):
+            return "its step has been hooked"
+        reason = try_slices(part, block).reason
+        if reason is not None:
+            return reason
+    return None
 
 
 class StepInPortions:

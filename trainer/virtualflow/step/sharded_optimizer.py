@@ -1,26 +1,42 @@
 """A sharded optimizer, as one worker has it: the state of its share of the parameters, and a step made of shares.
 
-A step has a point of no return. The reduced gradient of each parameter comes to its two owners only. When all have
+All parameters stand in a row that is cut into equal shares, and every share has two keepers (``reduction.ownership``).
+A step has a point of no return. The reduced gradient of each parameter comes to those who keep any of it. When all have
 theirs, they say so to one another, and whoever has heard it from everybody steps its share and sends the new values
 round. Before that point nobody has stepped, so the attempt can be repeated. After it every worker has what it needs
 for its share, so whoever is left can step it, too: the step counts if only one of them got beyond the point
-(``worker.resharding``), and of two owners one may be lost at any time.
+(``worker.resharding``), and of two keepers one may be lost at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from virtualflow.reduction import Move, Owners, Tensors, as_raw, owned_by, plan_owners
+from virtualflow.reduction import (
+    Move,
+    Piece,
+    Row,
+    Spans,
+    Tensors,
+    as_raw,
+    block_norms,
+    clip_by_norm,
+    count_blocks,
+    intersection,
+    share_row,
+    total_norm,
+    union,
+)
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import Moving, codec
 from virtualflow.state.settings import TransferSettings
+from virtualflow.step.elementwise import cut_unit, grains_of
+from virtualflow.step.share_states import ShareStates, flat
 from virtualflow.step.state_watch import Kept, bytes_of_state
 from virtualflow.transport import Collectives, Message, Pending
 
@@ -28,16 +44,17 @@ from virtualflow.transport import Collectives, Message, Pending
 class Holding(msgspec.Struct, frozen=True):
     """What a member tells of its share when it enters a generation."""
 
-    states: list[int]
-    """The parameters whose optimizer state it has."""
-    values: list[int]
-    """Those whose values are of the last step that counts for it."""
+    states: Spans
+    """Of what in the row of all parameters it has the optimizer's states."""
+    values: Spans
+    """Of what it has the values of the last step that counts for it."""
     pending: bool
     """It has the reduced gradient of its share for one more step."""
     decided: bool
     """It knows that all have theirs, so that step counts."""
-    norm: float | None
-    """Of the whole gradient, if it is clipped by that and the step is decided."""
+    norm: str | None
+    """Of the whole gradient, if it is clipped by that and the step is decided; as ``float.hex`` writes it, since JSON
+    knows neither infinity nor NaN."""
     finishing: bool
     """The training is over, and the leader is to have the whole state."""
 
@@ -46,11 +63,11 @@ class Shards:
     """The share of one worker.
 
     Args:
-        parameters: all of the model's; they are known by their place among them.
+        parameters: all of the model's; they stand in a row, in this order.
         optimizer: one that treats each element for itself (``partial_step.is_separable``).
         clip_norm: the most that the norm of the gradient may be.
         clip_value: the most that each of its elements may be.
-        reduction: how new values travel.
+        reduction: how new values travel, and of what a norm is made.
         transfer: how states do.
     """
 
@@ -70,44 +87,46 @@ class Shards:
         self._clip_value = clip_value
         self._settings = reduction
         self._transfer = transfer
-        self.sizes = [parameter.numel() * parameter.itemsize for parameter in parameters]
-        self.owners: Owners = plan_owners(self.sizes, 1)
-        """Of the running generation."""
-        self._rank = 0
-        self.states = self.all
-        """The parameters whose optimizer state is here, for the last step that counts."""
-        self.values = self.all
-        """Those whose values are."""
+        self.row = row_of(parameters, optimizer, reduction.norm_block)
+        """Where each parameter stands."""
+        self._kept = ShareStates(
+            optimizer, parameters, self.row, grains_of(parameters, optimizer, reduction.norm_block)
+        )
+        self.values: Spans = self.row.all
+        """Of what the values are here, for the last step that counts."""
         self.finishing = False
-        self._borrowed: frozenset[int] = frozenset()
-        """Parameters whose states are here, in host memory, only to be written down."""
         self._gradients: Tensors | None = None
         self._present: list[bool] = []
         self._decided = self._stepped = False
         self._norm: float | None = None
+        self.enter(0, 1)
 
     @property
-    def all(self) -> frozenset[int]:
+    def all(self) -> Spans:
         """All parameters."""
-        return frozenset(range(len(self._parameters)))
+        return self.row.all
 
     @property
-    def mine(self) -> frozenset[int]:
-        """Those that this worker owns."""
-        return owned_by(self._rank, self.owners)
+    def states(self) -> Spans:
+        """Of what the optimizer's states are here, for the last step that counts."""
+        return self._kept.spans
 
     def enter(self, rank: int, size: int) -> None:
         """A generation begins, and this worker has the state of its share in it."""
-        self.owners, self._rank = plan_owners(self.sizes, size), rank
+        self.shares, self._rank = share_row(self.row, size), rank
+        self.mine = self.shares.kept(rank)
+        """What this worker keeps."""
+        self._my_pieces = self.row.pieces(self.mine)
+        self._first_pieces = [self.row.pieces(self.shares.first(member)) for member in range(size)]
 
     def tell(self) -> Holding:
         """What the others have to know of it."""
         return Holding(
-            sorted(self.states),
-            sorted(self.values),
+            self.states,
+            self.values,
             self._gradients is not None,
             self._decided,
-            self._norm,
+            None if self._norm is None else self._norm.hex(),
             self.finishing,
         )
 
@@ -134,24 +153,37 @@ class Shards:
             for gradient in self._gradients:
                 if gradient is not None:
                     gradient.clamp_(min=-self._clip_value, max=self._clip_value)
-        norms = torch.zeros(len(self._gradients) if self._clip_norm is not None else 1, dtype=torch.float64)
+        norms = torch.zeros(1, dtype=torch.float64)
         if self._clip_norm is not None:
-            for place, gradient in enumerate(self._gradients):
-                if gradient is not None and self.owners[place][0] == self._rank:
-                    norms[place] = torch.linalg.vector_norm(gradient, 2.0)
+            most = max(map(self._count_blocks, range(collectives.size)))
+            norms = torch.zeros(max(1, most), dtype=torch.float64)
+            found = block_norms(list(self._gradients_of(self._sent_by(self._rank)).values()), self._settings.norm_block)
+            norms[: len(found)] = found
         gathered = collectives.all_gather(as_raw(norms)).contiguous().view(torch.float64).view(collectives.size, -1)
         if self._clip_norm is not None:
-            self._norm = self._total_norm(gathered)
+            # One share stands behind the other, so this is the order of the parameters.
+            blocks = [row[: self._count_blocks(rank)] for rank, row in enumerate(gathered)]
+            self._norm = float(total_norm(torch.cat(blocks)))
         self._decided = True
 
-    def _total_norm(self, gathered: Tensor) -> float:
-        """As ``clip_grad_norm_`` computes it: a norm of norms, in the order of the parameters."""
-        norms = [
-            gathered[ranks[0], place].to(parameter.dtype)
-            for place, (ranks, parameter) in enumerate(zip(self.owners, self._parameters, strict=True))
-            if self._present[place]
-        ]
-        return float(torch.linalg.vector_norm(torch.stack(norms), 2.0)) if norms else 0.0
+    def _sent_by(self, rank: int) -> list[Piece]:
+        """The pieces of that member's own share that the step changes."""
+        return [piece for piece in self._first_pieces[rank] if self._present[piece.place]]
+
+    def _count_blocks(self, rank: int) -> int:
+        """Of how many blocks that member computes the norms."""
+        block = self._settings.norm_block
+        return sum(count_blocks(piece.end - piece.begin, block) for piece in self._sent_by(rank))
+
+    def _gradients_of(self, pieces: Sequence[Piece]) -> dict[Piece, Tensor]:
+        """The reduced gradients of some pieces of this worker's share."""
+        assert self._gradients is not None
+        found = {}
+        for piece in pieces:
+            gradient = self._gradients[piece.place]
+            assert gradient is not None
+            found[piece] = gradient if self.row.is_whole(piece) else gradient.view(-1)[piece.begin : piece.end]
+        return found
 
     def step(self, norm: float | None = None) -> None:
         """Step the share, unless that is done; ``norm`` as others know it, for a worker that does not."""
@@ -159,25 +191,15 @@ class Shards:
         if self._stepped:
             return
         if self._clip_norm is not None:
-            self._scale(self._clip_norm, self._norm if norm is None else norm)
-        mine = self.mine
-        for place, parameter in enumerate(self._parameters):
-            parameter.grad = self._gradients[place] if place in mine else None
-        self._optimizer.step()
-        self.keep(mine)
-        self.values = mine | {place for place in self.values if not self._present[place]}
+            known = self._norm if norm is None else norm
+            assert known is not None
+            given = [gradient for gradient in self._gradients if gradient is not None]
+            clip_by_norm(given, self._clip_norm, torch.tensor(known, dtype=torch.float64))
+        self._kept.keep(self.mine)
+        self._kept.step(self._gradients_of([piece for piece in self._my_pieces if self._present[piece.place]]))
+        unchanged = union([self.row.span(place) for place, there in enumerate(self._present) if not there])
+        self.values = union(self.mine, intersection(self.values, unchanged))
         self._stepped = True
-
-    def _scale(self, most: float, norm: float | None) -> None:
-        """As ``clip_grad_norm_`` does it, to the bit."""
-        assert self._gradients is not None
-        assert norm is not None
-        dtypes = [p.dtype for p, there in zip(self._parameters, self._present, strict=True) if there]
-        total = torch.tensor(norm, dtype=reduce(torch.promote_types, dtypes))
-        factor = torch.clamp(most / (total + 1e-6), max=1.0)
-        for gradient in self._gradients:
-            if gradient is not None:
-                gradient.mul_(factor.to(gradient.device))
 
     def spread(self, collectives: Collectives) -> None:
         """Send the new values of the share round, and take those of the others as they come.
@@ -185,16 +207,13 @@ class Shards:
         Raises:
             CommunicatorBroken: some have not come; ``values`` says which are here.
         """
-        shares = [
-            [place for place, ranks in enumerate(self.owners) if ranks[0] == rank and self._present[place]]
-            for rank in range(collectives.size)
-        ]
-        longest = max(sum(self.sizes[place] for place in share) for share in shares)
+        shares = [self._sent_by(rank) for rank in range(collectives.size)]
+        longest = max(sum(map(self._size, share)) for share in shares)
         if longest == 0:
             return
-        own = [_raw(self._parameters[place]) for place in shares[collectives.rank]]
+        own = [as_raw(self._value(piece).cpu().contiguous()) for piece in shares[collectives.rank]]
         sent = torch.cat([*own, torch.zeros(longest - sum(map(len, own)), dtype=torch.uint8)])
-        writers = [_ShareWriter([self._parameters[place] for place in share]) for share in shares]
+        writers = [_ShareWriter(map(self._value, share)) for share in shares]
         unit = self._settings.alignment
         length = -(-self._settings.bucket // (collectives.size * unit)) * unit
         arriving: tuple[Tensor, Pending] | None = None
@@ -225,25 +244,28 @@ class Shards:
     # --- states at rest -----------------------------------------------------------------------------------------------
 
     def kept(self, place: int, begin: int, end: int) -> Iterator[Kept]:
-        """See :class:`KeptStates`: whoever owns a parameter keeps all of its state."""
-        if place not in self.mine:
-            return
+        """See :class:`KeptStates`: a state is cut where shares are, so that both keepers of a stretch cut it alike."""
         parameter = self._parameters[place]
-        for key, raw in bytes_of_state(parameter, self._optimizer.state.get(parameter, {}), begin, end):
-            yield Kept(key, self.owners[place], self._rank, raw)
+        for piece in (piece for pieces in self._first_pieces for piece in pieces if piece.place == place):
+            keepers = self.shares.keepers(self.row.offsets[place] + piece.begin)
+            origin, size = piece.begin * parameter.itemsize, self._size(piece)
+            first, last = max(0, begin - origin), min(size, end - origin)
+            if self._rank not in keepers or (first >= last and size):
+                continue
+            for key, raw in bytes_of_state(self._value(piece), self._kept.read(piece) or {}, first, last):
+                yield Kept(key, keepers, self._rank, raw)
 
     # --- states on their way ------------------------------------------------------------------------------------------
 
-    def keep(self, places: Collection[int]) -> None:
-        """Forget the optimizer state of all other parameters."""
-        self.states = self.states & frozenset(places)
-        for place in self.all - self.states:
-            self._optimizer.state.pop(self._parameters[place], None)
+    def claim(self, spans: Spans) -> None:
+        """Of what the optimizer's states that are here count for the generation that begins; forget all others."""
+        if spans == self.all and self.states != self.all:
+            self._kept.claim(spans)  # they come from a checkpoint
+        self._kept.keep(spans)
 
     def drop_borrowed(self) -> None:
         """Forget the states that came only to be written down."""
-        self.keep(self.states - self._borrowed)
-        self._borrowed = frozenset()
+        self._kept.drop_borrowed()
 
     def detach_states(self) -> dict[Tensor, Any]:
         """Take all states out of the optimizer, for :meth:`attach_states`."""
@@ -262,14 +284,14 @@ class Shards:
             CommunicatorBroken: a member was lost meanwhile.
         """
 
-        def given(places: list[int]) -> Tensor:
-            return codec.pack({place: self._parameters[place].detach() for place in places})
+        def given(spans: Spans) -> list[Any]:
+            return [[*piece, self._value(piece)] for piece in self.row.pieces(spans)]
 
-        for tree in _pass_on(communicator, moves, given, self._transfer):
+        for spans, rows in _pass_on(communicator, moves, given, self._transfer):
             with torch.no_grad():
-                for place, value in tree.items():
-                    self._parameters[place].copy_(value)
-            self.values = self.values | frozenset(tree)
+                for place, begin, end, value in rows:
+                    self._value(Piece(place, begin, end)).copy_(value)
+            self.values = union(self.values, spans)
 
     def pass_states(self, communicator: Moving, moves: Sequence[Move], *, to_host: bool = False) -> None:
         """Likewise, states of the optimizer; they stay in host memory if they are only to be written down.
@@ -278,69 +300,91 @@ class Shards:
             CommunicatorBroken: a member was lost meanwhile.
         """
 
-        def given(places: list[int]) -> Tensor:
-            return codec.pack({place: self._described(place) for place in places})
+        def given(spans: Spans) -> list[Any]:
+            return [[*piece, *self._described(piece)] for piece in self.row.pieces(spans)]
 
-        for tree in _pass_on(communicator, moves, given, self._transfer):
-            for place, (state, hosted) in tree.items():
-                parameter = self._parameters[place]
-                if state is not None:
-                    self._optimizer.state[parameter] = {
-                        key: value.to("cpu" if to_host or key in hosted else parameter.device, copy=True)
-                        if isinstance(value, Tensor)
-                        else value
-                        for key, value in state.items()
-                    }
-            self.states = self.states | frozenset(tree)
-            if to_host:
-                self._borrowed = self._borrowed | frozenset(tree)
+        for spans, rows in _pass_on(communicator, moves, given, self._transfer):
+            came: dict[Piece, dict[str, Any] | None] = {}
+            for place, begin, end, state, hosted in rows:
+                device = self._parameters[place].device
+                came[Piece(place, begin, end)] = state and {
+                    key: value.to("cpu" if to_host or key in hosted else device, copy=True)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in state.items()
+                }
+            self._kept.put(came, spans, borrowed=to_host)
 
-    def _described(self, place: int) -> list[Any]:
-        """A parameter's state, and which of its tensors are on the host though the parameter is not."""
-        parameter = self._parameters[place]
-        state = self._optimizer.state.get(parameter)
+    def _described(self, piece: Piece) -> list[Any]:
+        """A piece's state, and which of its tensors are on the host though the parameter is not."""
+        state = self._kept.read(piece)
         hosted = [
             key for key, value in (state or {}).items() if isinstance(value, Tensor) and value.device.type == "cpu"
         ]
         return [None if state is None else dict(state), hosted]
 
+    def _value(self, piece: Piece) -> Tensor:
+        """A piece of a parameter, in its memory."""
+        parameter = self._parameters[piece.place]
+        return parameter.detach() if self.row.is_whole(piece) else flat(parameter)[piece.begin : piece.end]
+
+    def _size(self, piece: Piece) -> int:
+        return (piece.end - piece.begin) * self._parameters[piece.place].itemsize
+
+
+def row_of(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, block: int) -> Row:
+    """The row in which parameters stand to be shared out.
+
+    One that is not contiguous stays whole, and one that no optimizer steps costs nothing.
+
+    Args:
+        parameters: all of the model's.
+        optimizer: which steps some of them.
+        block: elements of a block of the norm; none is cut.
+    """
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return Row(
+        tuple(parameter.numel() for parameter in parameters),
+        tuple(parameter.itemsize if id(parameter) in stepped else 0 for parameter in parameters),
+        tuple(cut_unit(parameter, block) if parameter.is_contiguous() else 0 for parameter in parameters),
+    )
+
 
 class _ShareWriter:
     """Where the values of one worker's share are written, byte for byte, as they come."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._left = [(parameter, parameter.numel() * parameter.itemsize) for parameter in parameters]
+    def __init__(self, values: Iterable[Tensor]) -> None:
+        self._left = [(value, value.numel() * value.itemsize) for value in values]
         self._left.reverse()
         self._partial: list[Tensor] = []
 
     def take(self, row: Tensor) -> None:
-        """The next bytes; what comes behind the last parameter is padding."""
+        """The next bytes; what comes behind the last value is padding."""
         while len(row) and self._left:
-            parameter, size = self._left[-1]
+            value, size = self._left[-1]
             here = row[: size - sum(map(len, self._partial))]
             row = row[len(here) :]
             self._partial.append(here)
             if sum(map(len, self._partial)) == size:
                 whole = self._partial[0].clone() if len(self._partial) == 1 else torch.cat(self._partial)
-                with torch.no_grad():
-                    parameter.copy_(whole.view(parameter.dtype).view(parameter.shape))
+                value.copy_(whole.view(value.dtype).view(value.shape))
                 self._left.pop()
                 self._partial = []
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    return as_raw(tensor.detach().cpu().contiguous())
-
-
 def _pass_on(
-    communicator: Moving, moves: Sequence[Move], given: Callable[[list[int]], Tensor], settings: TransferSettings
-) -> Iterator[dict[int, Any]]:
-    """Carry out ``moves``: what ``given`` packs of some parameters comes out as a tree at the receiver."""
+    communicator: Moving, moves: Sequence[Move], given: Callable[[Spans], list[Any]], settings: TransferSettings
+) -> Iterator[tuple[Spans, list[Any]]]:
+    """Carry out ``moves``: what ``given`` says of some spans comes out at the receiver, from each donor."""
     if not moves:
         return
     rank = communicator.rank
+
+    def between(donor: int, receiver: int) -> Spans:
+        return union([move.span for move in moves if (move.donor, move.receiver) == (donor, receiver)])
+
     outgoing = {
-        receiver: given([move.place for move in moves if (move.donor, move.receiver) == (rank, receiver)])
+        receiver: codec.pack(given(between(rank, receiver)))
         for receiver in sorted({move.receiver for move in moves if move.donor == rank})
     }
     lengths = torch.zeros(communicator.size, dtype=torch.int64)
@@ -359,5 +403,5 @@ def _pass_on(
         for stretch in torch.split(block, settings.piece)
     ]
     communicator.move(iter([messages]), timeout=settings.message_timeout)
-    for block in incoming.values():
-        yield codec.unpack(block)
+    for donor, block in incoming.items():
+        yield between(donor, rank), codec.unpack(block)

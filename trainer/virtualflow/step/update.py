@@ -17,7 +17,6 @@ from virtualflow.state.settings import TransferSettings
 from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import Schema
 from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
-from virtualflow.step.partial_step import is_separable
 from virtualflow.step.settings import StateWatchSettings
 from virtualflow.step.spot_checker import SpotChecker
 from virtualflow.step.state_watch import StateWatch
@@ -53,7 +52,7 @@ class Update:
         choose: Choose = choose_programs,
     ) -> None:
         rule = UpdateRule(
-            elementwise=options.sharded or is_separable(options.optimizer),
+            elementwise=True,  # No other optimizer is sharded, and none that is not sharded steps slices.
             sharded=options.sharded,
             scaler=options.scaler is not None,
             clip_norm=options.clip_norm is not None,
@@ -192,7 +191,7 @@ class Update:
 
     def enter(self) -> None:
         """A generation begins."""
-        self.sync.enter(None if self.shards is None else self.shards.owners)
+        self.sync.enter(None if self.shards is None else self.shards.shares.owners)
 
     def close(self) -> None:
         """Leave the model as it was."""

@@ -17,7 +17,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
-from virtualflow.step import BatchNorm, SchedulerInterval, is_separable
+from virtualflow.step import BatchNorm, SchedulerInterval, why_not_separable
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -202,23 +202,51 @@ def fused_sgd_steps(dtype: torch.dtype) -> bool:
     return bool((parameter == 0.5).all())
 
 
-def check_sharding(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, block: int) -> None:
     """Check that this optimizer can be sharded.
+
+    Args:
+        model: whose parameters it steps.
+        optimizer: the optimizer.
+        scaler: a ``GradScaler``, or nothing.
+        block: see ``step.why_not_separable``.
 
     Raises:
         ConfigurationError: it cannot.
     """
-    wrong = next((part for part in optimizers_of(optimizer) if not is_separable(part)), None)
-    if wrong is not None:
-        raise ConfigurationError(
-            f"{type(wrong).__name__} cannot be sharded, because it does not treat each element for itself or has "
-            "been changed or hooked; use one of torch's own, such as AdamW, or leave out shard_optimizer"
-        )
+    for part in optimizers_of(optimizer):
+        reason = why_not_separable(part, block)
+        if reason is not None:
+            raise ConfigurationError(
+                f"{type(part).__name__} cannot be sharded, because {reason}; use an optimizer that treats each element "
+                "for itself, such as AdamW, or leave out shard_optimizer"
+            )
     if scaler is not None:
         raise ConfigurationError(
             "a GradScaler looks at the whole gradient, which no worker has when the optimizer is sharded; train in "
             "bfloat16 without a scaler, or leave out shard_optimizer"
         )
+    pair = _overlapping(model)
+    if pair is not None:
+        raise ConfigurationError(
+            f"parameters {pair[0]} and {pair[1]} lie in the same memory, so two workers would step it; let the model "
+            "have one nn.Parameter in both places, or leave out shard_optimizer"
+        )
+
+
+def _overlapping(model: nn.Module) -> tuple[str, str] | None:
+    """The names of two parameters that have memory in common; one that several modules have is one."""
+    ends: dict[torch.device, tuple[int, str]] = {}
+    dense = [(name, p) for name, p in model.named_parameters() if p.layout == torch.strided and p.numel()]
+    for name, parameter in sorted(dense, key=lambda pair: pair[1].data_ptr()):
+        begin = parameter.data_ptr()
+        strides = zip(parameter.shape, parameter.stride(), strict=True)
+        end = begin + parameter.itemsize * (1 + sum((size - 1) * stride for size, stride in strides))
+        last, other = ends.get(parameter.device, (0, ""))
+        if begin < last:
+            return other, name
+        ends[parameter.device] = end, name
+    return None
 
 
 def check_scheduler(scheduler: Any, interval: str) -> None:

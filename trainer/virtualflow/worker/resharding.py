@@ -18,7 +18,8 @@ from torch import Tensor
 
 from virtualflow.errors import Evicted
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import lost, owned_by, plan_hand_over, plan_moves, plan_owners
+from virtualflow.protocol.wording import counted
+from virtualflow.reduction import Spans, lost, plan_hand_over, plan_moves, share_row
 from virtualflow.state import Standing, Transfer
 from virtualflow.step import Holding, Shards
 from virtualflow.transport import Communicator, gather_bytes
@@ -36,9 +37,8 @@ class Resharding:
     def __init__(self, training: Training, shards: Shards) -> None:
         self._training = training
         self._shards = shards
-        self._everything = sorted(shards.all)
         self._finishing = False
-        self._have: list[list[int]] = []
+        self._have: list[Spans] = []
         """Of whose states each member of the generation to come had which, when it was asked."""
 
     # --- a generation begins ------------------------------------------------------------------------------------------
@@ -56,13 +56,14 @@ class Resharding:
 
         Raises:
             CommunicatorBroken: a member was lost meanwhile.
-            Evicted: both owners of a parameter are.
+            Evicted: both keepers of something are.
         """
         training, shards = self._training, self._shards
         shards.drop_borrowed()
         holdings = self._gather_holdings(communicator)
         newest = completed_exchanges(standings, holdings)
-        norm = next((holding.norm for holding in holdings if holding.decided), None)
+        told = next((holding.norm for holding in holdings if holding.decided), None)
+        norm = None if told is None else float.fromhex(told)
         completed = list(standings)
         for rank, (standing, holding) in enumerate(zip(standings, holdings, strict=True)):
             if standing.has_state and holding.pending and standing.exchanges == newest - 1:
@@ -74,17 +75,18 @@ class Resharding:
         holdings = self._gather_holdings(communicator)
         self._finishing = any(holding.finishing for holding in holdings)
         pairs = list(zip(standings, holdings, strict=True))
-        self._have = [holding.states if standing.has_state else [] for standing, holding in pairs]
+        self._have = [holding.states if standing.has_state else () for standing, holding in pairs]
         if any(standing.has_state for standing in standings):
-            values = [holding.values if standing.has_state else [] for standing, holding in pairs]
-            missing = lost(values, len(self._everything)) or lost(self._have, len(self._everything))
+            values = [holding.values if standing.has_state else () for standing, holding in pairs]
+            missing = lost(values, shards.row) or lost(self._have, shards.row)
             if missing:
+                count = len({piece.place for piece in shards.row.pieces(missing)})
                 raise Evicted(
-                    f"both workers that kept the optimizer's state of {len(missing)} parameters are lost: the job goes "
-                    "on from its newest checkpoint, or begins anew if there is none"
+                    f"both workers that kept the optimizer's state of {counted(count, 'parameter')} are lost: the job "
+                    "goes on from its newest checkpoint, or begins anew if there is none"
                 )
-            want = [self._everything if standing.has_state else [] for standing in standings]
-            shards.pass_values(communicator, plan_moves(values, want, shards.sizes))
+            want = [shards.all if standing.has_state else () for standing in standings]
+            shards.pass_values(communicator, plan_moves(values, want))
         return completed
 
     def share_out(self, communicator: Communicator, standings: Sequence[Standing], transfer: Transfer) -> None:
@@ -100,14 +102,13 @@ class Resharding:
         """
         shards, size = self._shards, communicator.size
         if not any(standing.has_state for standing in standings):  # It begins, from a checkpoint or anew.
-            self._have = [self._everything if rank in transfer.donors else [] for rank in range(size)]
-        shards.states = frozenset(self._have[communicator.rank])
-        shards.keep(shards.states)
+            self._have = [shards.all if rank in transfer.donors else () for rank in range(size)]
+        shards.claim(self._have[communicator.rank])
         shards.enter(communicator.rank, size)
-        want = [sorted(owned_by(rank, shards.owners)) for rank in range(size)]
+        want = [shards.shares.kept(rank) for rank in range(size)]
         if self._finishing:
-            want[0] = self._everything
-        shards.pass_states(communicator, plan_moves(self._have, want, shards.sizes), to_host=self._finishing)
+            want[0] = shards.all
+        shards.pass_states(communicator, plan_moves(self._have, want), to_host=self._finishing)
 
     def _gather_holdings(self, communicator: Communicator) -> list[Holding]:
         raw = torch.frombuffer(bytearray(msgspec.json.encode(self._shards.tell())), dtype=torch.uint8)
@@ -137,11 +138,10 @@ class Resharding:
         shards = self._shards
         ranks = {member.incarnation: rank for rank, member in enumerate(running.members)}
         old_ranks = [ranks.get(member.incarnation) for member in coming.members]
-        planned = plan_owners(shards.sizes, len(coming.members))
-        preferred = tuple(tuple(old for rank in owners if (old := old_ranks[rank]) is not None) for owners in planned)
-        have = [sorted(owned_by(rank, shards.owners)) for rank in range(communicator.size)]
-        want = plan_hand_over(shards.owners, preferred, stay, communicator.size)
-        shards.pass_states(communicator, plan_moves(have, want, shards.sizes))
+        planned = share_row(shards.row, len(coming.members))
+        have = [shards.shares.kept(rank) for rank in range(communicator.size)]
+        want = plan_hand_over(shards.shares, planned, old_ranks, stay)
+        shards.pass_states(communicator, plan_moves(have, want))
         _confirm(communicator)
 
     def complete_leader(self, communicator: Communicator) -> None:
@@ -153,9 +153,9 @@ class Resharding:
         shards, size = self._shards, communicator.size
         if size == 1:
             return
-        have = [sorted(owned_by(rank, shards.owners)) for rank in range(size)]
-        want = [self._everything if rank == 0 else [] for rank in range(size)]
-        shards.pass_states(communicator, plan_moves(have, want, shards.sizes), to_host=True)
+        have = [shards.shares.kept(rank) for rank in range(size)]
+        want = [shards.all if rank == 0 else () for rank in range(size)]
+        shards.pass_states(communicator, plan_moves(have, want), to_host=True)
         _confirm(communicator)
 
     def keep_share(self) -> None:

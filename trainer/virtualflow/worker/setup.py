@@ -237,7 +237,7 @@ def _check(request: Request) -> None:
     check_optimizer(request.model, request.optimizer)
     check_scheduler(options.scheduler, options.scheduler_interval)
     if options.shard_optimizer:
-        check_sharding(request.optimizer, options.scaler)
+        check_sharding(request.model, request.optimizer, options.scaler, request.settings.reduction.norm_block)
 
 
 def _open_source(request: Request, orders: Orders | None, resources: ExitStack) -> Source:

@@ -1,0 +1,206 @@
+"""The optimizer's states that one worker keeps of a sharded optimizer: of whole parameters, and of slices of some.
+
+The state of a whole parameter is where the optimizer has it. That of a slice is kept here, since to the optimizer the
+slice is a parameter for no longer than a step takes. What a state has for each element, or for each block of some, is
+cut with the elements. Anything else, such as a count of steps, is the same for all slices: ``elementwise`` has found
+out which is which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow.reduction import Piece, Row, Spans, covers, difference, intersection, union
+from virtualflow.state import optimizers_of
+
+State = dict[str, Any]
+
+
+class ShareStates:
+    """States of what stands in some spans of a row of parameters; at first of everything.
+
+    Args:
+        optimizer: whose.
+        parameters: the parameters in the row.
+        row: the row.
+        grains: for each parameter how its state is cut with it (``elementwise.Verdict``).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        row: Row,
+        grains: Sequence[Mapping[str, int]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._row = row
+        self._grains = grains
+        self.spans: Spans = row.all
+        """Of what the states are here."""
+        self._borrowed: Spans = ()
+        """What of it is here, in host memory, only to be written down."""
+        self._slices: dict[Piece, State] = {}
+        """Those of slices; a parameter that was never stepped has none."""
+        self._tidy = True
+        """Whether slices that meet are one."""
+
+    # --- what is here -------------------------------------------------------------------------------------------------
+
+    def claim(self, spans: Spans) -> None:
+        """The optimizer has states of whole parameters, of another origin: those of ``spans`` count, and no others."""
+        self._slices.clear()
+        self.spans, self._borrowed, self._tidy = self._row.all, (), False
+        self.keep(spans)
+
+    def keep(self, spans: Spans) -> None:
+        """Forget what is not within ``spans``, and make one of slices that meet."""
+        spans = intersection(self.spans, spans)
+        if self._tidy and spans == self.spans:
+            return
+        states = {piece: self.read(piece) for piece in self._row.pieces(spans)}
+        whole = {piece.place: state for piece, state in states.items() if self._row.is_whole(piece)}
+        self._slices = {
+            piece: state for piece, state in states.items() if state is not None and not self._row.is_whole(piece)
+        }
+        for place, parameter in enumerate(self._parameters):
+            state = whole.get(place)
+            if state is None:
+                self._optimizer.state.pop(parameter, None)
+            elif self._optimizer.state.get(parameter) is not state:
+                self._optimizer.state[parameter] = state
+        self.spans, self._borrowed, self._tidy = spans, intersection(self._borrowed, spans), True
+
+    def put(self, states: Mapping[Piece, State | None], spans: Spans, *, borrowed: bool) -> None:
+        """States of what stands in ``spans`` have come; ``borrowed``: only to be written down, and in host memory."""
+        for piece, state in states.items():
+            if state is not None and self._row.is_whole(piece):
+                self._optimizer.state[self._parameters[piece.place]] = state
+            elif state is not None:
+                self._slices[piece] = state
+        self.spans, self._tidy = union(self.spans, spans), False
+        if not borrowed:
+            self.keep(self.spans)
+            return
+        self._borrowed = union(self._borrowed, spans)
+        for place in {piece.place for piece in self._slices}:
+            whole = Piece(place, 0, self._row.numels[place])
+            if covers(self.spans, self._row.span(place)) and (state := self.read(whole)) is not None:
+                self._optimizer.state[self._parameters[place]] = state  # beside those of its slices
+
+    def drop_borrowed(self) -> None:
+        """Forget the states that came only to be written down."""
+        if self._borrowed:
+            self.keep(difference(self.spans, self._borrowed))
+
+    def read(self, piece: Piece) -> State | None:
+        """The state of a slice, or of a whole parameter; it may be shared with what is kept."""
+        known = self._slices.get(piece)
+        if known is not None:
+            return known
+        parts = [(slice_, state) for slice_, state in sorted(self._slices.items()) if _overlap(slice_, piece)]
+        if not parts:
+            parameter = self._parameters[piece.place]
+            state = self._optimizer.state.get(parameter)
+            if state is None or self._row.is_whole(piece):
+                return state
+            return self._cut(Piece(piece.place, 0, parameter.numel()), state, piece)
+        cut = [self._cut(slice_, state, piece) for slice_, state in parts]
+        return cut[0] if len(cut) == 1 else self._join(cut, piece)
+
+    def _cut(self, known: Piece, state: State, piece: Piece) -> State:
+        """The state of what ``piece`` has of a stretch that has this state."""
+        begin, end = max(piece.begin, known.begin) - known.begin, min(piece.end, known.end) - known.begin
+        numel = known.end - known.begin
+        if (begin, end) == (0, numel):
+            return state
+        cut: State = {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                cut[key] = value
+            elif grain := self._grain(piece.place, key, value):
+                cut[key] = value.reshape(-1)[begin // grain : -(-end // grain)].clone()
+            else:
+                cut[key] = value.clone()
+        return cut
+
+    def _join(self, states: Sequence[State], piece: Piece) -> State:
+        """The state of a piece, from those of its parts; in host memory if not all are on one device."""
+        parameter = self._parameters[piece.place]
+        numel = piece.end - piece.begin
+        joined: State = {}
+        for key, first in states[0].items():
+            parts = [state[key] for state in states]
+            if not isinstance(first, Tensor):
+                joined[key] = first
+            elif self._grain(piece.place, key, first):
+                devices = {part.device for part in parts}
+                value = torch.cat(parts if len(devices) == 1 else [part.cpu() for part in parts])
+                is_whole = self._row.is_whole(piece) and value.numel() == numel
+                joined[key] = value.view(parameter.shape) if is_whole else value
+            else:
+                joined[key] = first.clone()
+        return joined
+
+    def _grain(self, place: int, key: str, value: Tensor) -> int:
+        """How many elements one in this tensor of a state is for; 0: it is the same for all slices.
+
+        One that the trial did not see, since it came into being later, is taken for what a state usually has.
+        """
+        return self._grains[place].get(key, 0 if value.numel() == 1 else 1)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def step(self, gradients: Mapping[Piece, Tensor]) -> None:
+        """Let the optimizer step what has a gradient; the states of all of it are here, of these very pieces."""
+        slices: dict[int, list[tuple[Piece, nn.Parameter]]] = {}
+        for parameter in self._parameters:
+            parameter.grad = None
+        for piece, gradient in gradients.items():
+            parameter = self._parameters[piece.place]
+            if self._row.is_whole(piece):
+                parameter.grad = gradient
+                continue
+            view = nn.Parameter(flat(parameter)[piece.begin : piece.end])
+            view.grad = gradient
+            slices.setdefault(id(parameter), []).append((piece, view))
+        for part in optimizers_of(self._optimizer):
+            self._step_part(part, slices)
+
+    def _step_part(
+        self, optimizer: torch.optim.Optimizer, slices: Mapping[int, list[tuple[Piece, nn.Parameter]]]
+    ) -> None:
+        """Step one optimizer, to which slices are parameters meanwhile."""
+        groups = optimizer.param_groups
+        before = [group["params"] for group in groups]
+        mine = [each for parameters in before for parameter in parameters for each in slices.get(id(parameter), ())]
+        optimizer.state.update({view: self._slices[piece] for piece, view in mine if piece in self._slices})
+        try:
+            for group, parameters in zip(groups, before, strict=True):
+                group["params"] = [
+                    each
+                    for parameter in parameters
+                    for each in ([view for _, view in slices.get(id(parameter), ())] or [parameter])
+                ]
+            optimizer.step()
+        finally:
+            for group, parameters in zip(groups, before, strict=True):
+                group["params"] = parameters
+            for piece, view in mine:
+                state = optimizer.state.pop(view, None)
+                if state is not None:
+                    self._slices[piece] = state
+
+
+def flat(parameter: nn.Parameter) -> Tensor:
+    """The elements of a contiguous parameter, ``[n]``, in its memory."""
+    return parameter.detach().view(-1)
+
+
+def _overlap(left: Piece, right: Piece) -> bool:
+    return left.place == right.place and left.begin < right.end and right.begin < left.end
