@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from virtualflow.data import LoaderOptions, Sampler, micro_batch
+from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
@@ -45,6 +46,7 @@ class Options:
     state: Mapping[str, Any]
     sampler: Sampler | None
     loader: LoaderOptions
+    device: torch.device | None
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
         """How many updates the training takes; ``None`` when the length of the streams decides."""
@@ -90,6 +92,32 @@ def check_reproducibility(reproducibility: str, max_fused: int | None, batch_nor
         raise ConfigurationError(f"max_fused is {max_fused}; use 1 to run virtual nodes one by one, None for no limit")
     if batch_norm not in get_args(BatchNorm):
         raise ConfigurationError(f'batch_norm is {batch_norm!r}; it must be "virtual-node" or "micro-batch"')
+
+
+def read_device(device: torch.device | str | None) -> torch.device | None:
+    """Where micro-batches are to go.
+
+    Raises:
+        ConfigurationError: torch knows no such device.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except RuntimeError:
+        raise ConfigurationError(f'device is {device!r}; pass a device of torch, such as "cuda"') from None
+
+
+def check_device(device: torch.device | None, model: nn.Module) -> None:
+    """Check that the model is where its micro-batches go.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    there = device_of(model)
+    if device is not None and (device.type != there.type or device.index not in (None, there.index or 0)):
+        raise ConfigurationError(
+            f"micro-batches are to go to device={str(device)!r} and the model is on {there}; move the model there "
+            "before vf.elastic"
+        )
 
 
 def check_verify(sample: float, reproducibility: str) -> None:
