@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -125,9 +126,11 @@ def test_bits_are_compared_at_once_as_one_by_one(device: torch.device) -> None:
         (torch.tensor([0.0], device=device), torch.tensor([-0.0], device=device)),
         (torch.tensor(3, device=device), torch.tensor(3, device=device)),
         (torch.tensor([True], device=device), torch.tensor([False], device=device)),
+        (torch.zeros(3, device=device), torch.zeros(1, device=device)),
         (torch.zeros(0, device=device), torch.zeros(0, device=device)),
     ]
-    assert same_at_once(pairs) == [True, False, True, False, True]
+    assert same_at_once(pairs) == [True, False, True, False, False, True]
+    assert same_at_once(pairs[4:5]) == [False]
 
 
 def test_hashes_and_sums_of_bits_are_those_of_the_host(device: torch.device) -> None:
@@ -172,6 +175,36 @@ def test_a_state_comes_to_another_worker_bit_by_bit_and_stays_on_the_device(devi
     assert_same(capture.capture(*sides[1], None, None, {}), tree)
     for parameter, state in sides[1][1].state.items():
         assert {parameter.device.type, state["exp_avg"].device.type} == {device.type}
+
+
+def test_a_state_is_sent_and_received_behind_the_kernels_that_were_launched_before(device: torch.device) -> None:
+    settings = TransferSettings(stripe=64)
+    tensors = [torch.zeros(1 << 20, device=device) for _ in range(2)]
+    trees: list[dict[str, Any]] = [{"parameters": {"w": tensor}, "optimizer": {"state": {}}} for tensor in tensors]
+    communicators = mesh(2)
+
+    def take_part(rank: int) -> None:
+        busy = torch.randn(512, 512, device=device)
+        beside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+        with beside:
+            for _ in range(50):
+                busy = torch.tanh(busy @ busy)
+            tensors[rank].add_(rank + 1)
+            packed = pack_state(trees[rank], settings) if rank == 0 else None
+            move_state(
+                communicators[rank],
+                [0],
+                [1],
+                packed=packed,
+                land=lambda _, stripes: dict.fromkeys(stripes, tensors[1]),
+                settings=settings,
+            )
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(take_part, range(2)))
+    for communicator in communicators:
+        communicator.close()
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [1.0]]
 
 
 def test_random_numbers_follow_from_the_virtual_node(device: torch.device) -> None:
@@ -229,6 +262,10 @@ def test_micro_batches_come_to_the_device_in_the_shape_that_they_had(device: tor
         assert tensor.device.type == device.type
         assert torch.equal(tensor.cpu(), expected)  # type: ignore[arg-type]
     assert staging.move(MicroBatch(3, None, ())).data is None
+    repeated = torch.arange(3.0).expand(4, 3)
+    assert torch.equal(staging.move(MicroBatch(3, repeated, ())).data.cpu(), repeated)
+    last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert staging.move(MicroBatch(3, last, ())).data.stride() == last.stride()
 
 
 def test_what_is_sent_ahead_of_its_use_arrives_whole_beside_a_busy_device(device: torch.device) -> None:
@@ -243,3 +280,16 @@ def test_what_is_sent_ahead_of_its_use_arrives_whole_beside_a_busy_device(device
         staged = staging.start(MicroBatch(0, torch.full((1 << 16,), float(number)), ()))
         del batch
     assert [float(total) for total in sums] == [float(number << 16) for number in range(29)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize("pinned", [False, True], ids=["ordinary memory", "pinned memory"])
+def test_memory_may_be_written_to_as_soon_as_it_has_been_sent(pinned: bool) -> None:
+    staging = Staging(torch.device("cuda"))
+    memory = torch.zeros(1 << 24, pin_memory=pinned)
+    for number in range(8):
+        memory.fill_(number)
+        staged = staging.start(MicroBatch(0, memory, ()))
+        memory.fill_(-1.0)
+        assert staging.finish(staged).data.unique().tolist() == [number]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -47,10 +48,10 @@ class Overlap:
         size = sum(p.numel() * p.itemsize for p in parameters)
         self._worthwhile = size > settings.small_exchange // 2
         """Whether gradients are so large that they should not wait for the headers."""
-        self._one_by_one = size >= settings.one_by_one * len(parameters)
+        self._one_by_one = size >= settings.one_by_one * len(parameters) and len({p.device for p in parameters}) == 1
         """Whether they are so large, each, that it pays to take it as soon as it is there: the first bucket sets out
         before the last is full, and the last addition writes the message. Else all are taken together behind the
-        backward pass."""
+        backward pass; so are those of several devices, for each of which autograd has a thread that calls hooks."""
         self._hooks: list[RemovableHandle] = []
         self._expected: tuple[int, ...] = ()
         """What the last step of this generation reduced, if it showed that the next one may begin early."""
@@ -58,6 +59,8 @@ class Overlap:
         self._early: Early | None = None
         self._deferred = False
         self._watching = False
+        self._stream: torch.cuda.Stream | None = None
+        """The one on which this worker adds up gradients."""
         self._seen: dict[int, tuple[Tensor, int]] = {}
         """Each gradient as autograd left it, with its version."""
 
@@ -93,8 +96,10 @@ class Overlap:
             scale: the factor of the sum over all; ``None``: not known before the headers.
         """
         self._watching, self._deferred = collectives.size > 1, scale is None
-        if self._watching and self._worthwhile and self._one_by_one and not self._hooks:
-            self._hook()
+        if self._watching and self._worthwhile and self._one_by_one:
+            self._stream = _stream(self._parameters[0])
+            if not self._hooks:
+                self._hook()
         if self._expected:
             self._early = self._reducer.begin(
                 collectives,
@@ -122,6 +127,8 @@ class Overlap:
         gradient = parameter.grad
         if not self._watching or gradient is None or gradient.is_sparse or place in self._seen:
             return
+        if _stream(gradient) != self._stream:
+            return  # a kernel of another stream has perhaps not ended; behind the backward pass, autograd sees to that
         self._seen[place] = (gradient, gradient._version)
         if self._early is not None and place in self._early.places:
             self._early.give(place, gradient.detach())
@@ -227,3 +234,8 @@ class Overlap:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _stream(tensor: Tensor) -> torch.cuda.Stream | None:
+    """Where this thread launches kernels on a tensor; autograd's threads do it where the forward pass was."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
