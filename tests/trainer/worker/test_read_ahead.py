@@ -256,3 +256,19 @@ def test_a_device_that_the_model_is_not_on_is_refused() -> None:
         vf.elastic(model, optimizer, rows(), batch_size=2, steps=1, virtual_nodes=2, device="meta").__enter__()
     with pytest.raises(vf.ConfigurationError, match=r"device is 'cdua'; pass a device of torch"):
         vf.elastic(model, optimizer, rows(), batch_size=2, steps=1, device="cdua")
+
+
+def test_a_default_device_is_refused_and_a_context_for_the_model_is_not() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises(
+            vf.ConfigurationError, match=r"make the model under 'with torch\.device\('meta'\):' instead"
+        ):
+            vf.elastic(model, optimizer, rows(), batch_size=2, steps=1, virtual_nodes=2).__enter__()
+    model = nn.Linear(16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with vf.elastic(model, optimizer, rows(), batch_size=2, steps=1, virtual_nodes=2) as run:
+        for step in run:
+            for _, x in step:
+                model(x).sum().backward()

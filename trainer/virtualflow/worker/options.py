@@ -107,11 +107,17 @@ def read_device(device: torch.device | str | None) -> torch.device | None:
 
 
 def check_device(device: torch.device | None, model: nn.Module) -> None:
-    """Check that the model is where its micro-batches go.
+    """Check that the model is where its micro-batches go, and that new tensors are where the library needs its own.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: they are not.
     """
+    if torch.get_default_device().type != "cpu":
+        name = str(torch.get_default_device())
+        raise ConfigurationError(
+            f"torch.set_default_device({name!r}) would move messages between workers there; make the model under "
+            f"'with torch.device({name!r}):' instead, and call vf.elastic outside of it"
+        )
     there = device_of(model)
     if device is not None and (device.type != there.type or device.index not in (None, there.index or 0)):
         raise ConfigurationError(
