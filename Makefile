@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint docs e2e chaos campaign bench dist image clean
+.PHONY: help venv demo test test-all lint docs e2e chaos campaign bench gpu dist image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +52,9 @@ campaign: $(STAMP) ## part, slow, stop and kill real jobs in network namespaces,
 bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write docs/explanation/benchmarks.md; ARGS="steps --quick"
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,bench]' -c constraints.txt
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks $(ARGS)
+
+gpu: $(STAMP) ## run all that needs a GPU, in under nine minutes, and write docs/explanation/gpu.md; ARGS="steps memory"
+	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks.gpu $(ARGS)
 
 dist: $(STAMP) ## write the wheel, the sdist and the packaged chart to dist/; helm comes from the PATH
 	@command -v helm >/dev/null || { echo "make dist packs the chart with helm, which is not on the PATH: install Helm 3.8 or newer (https://helm.sh)" >&2; exit 1; }

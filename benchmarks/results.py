@@ -55,10 +55,15 @@ def commit() -> str:
     """The commit; with a ``+`` when code of the library or of the measurements differs from it."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=30
+            )
+        except FileNotFoundError:  # on a machine that was given a copy of the files
+            return ""
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "trainer", "benchmarks/*.py", "examples")
+    changed = git("status", "--porcelain", "--", "trainer", "benchmarks/*.py", "benchmarks/gpu/*.py", "examples")
     return (git("rev-parse", "--short=10", "HEAD") or "unknown") + ("+" if changed else "")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from virtualflow.launcher.settings import KEEP_FREED_MEMORY
+from virtualflow.protocol.settings import CUBLAS_WORKSPACE, ENV_CUBLAS_WORKSPACE
 
 ROOT = Path(__file__).parents[3]
 _SCRIPT = """
@@ -54,3 +55,4 @@ def test_memory_is_kept_from_step_to_step() -> None:
 def test_the_image_says_the_same_as_the_launcher() -> None:
     stage = (ROOT / "Dockerfile").read_text().partition("AS trainer\n")[2].partition("\nFROM")[0]
     assert dict(re.findall(r"(MALLOC_\w+)=(\d+)", stage)) == KEEP_FREED_MEMORY
+    assert dict(re.findall(r"(CUBLAS_\w+)=(\S+)", stage)) == {ENV_CUBLAS_WORKSPACE: CUBLAS_WORKSPACE}

@@ -95,18 +95,3 @@ def test_the_room_in_a_control_group(version: int, limit: str, room: int | None,
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert group_room(tmp_path) is None
-
-
-def test_on_a_gpu_the_peak_of_its_memory_is_measured() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    device = torch.device("cuda")
-    gauge = MemoryGauge(device, MemorySettings())
-    gauge.begin()
-    large = torch.ones(64 * MEGABYTE // 4, device=device)
-    del large
-    gauge.wait()
-    usage = gauge.end()
-    assert usage is not None
-    assert usage.used == 64 * MEGABYTE
-    assert usage.room > 64 * MEGABYTE

@@ -255,7 +255,7 @@ def test_what_has_not_changed_is_not_collected_unless_others_know_it() -> None:
     assert tracker.collect(NOTHING_YET) == ({}, {})
     averaged, copied = tracker.collect(Schema((), ("real",), ("whole",)))
     assert (averaged["real"].tolist(), copied["whole"].tolist()) == ([1.0, 1.0], [1, 1])
-    assert not tracker.changed("real", averaged["real"])
+    assert not tracker.changed({"real": averaged["real"]})
 
 
 def test_collected_values_are_copies() -> None:

@@ -12,7 +12,8 @@ from meshes import mesh
 from torch import Tensor, nn
 
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import choose_summation
+from virtualflow.reduction import Overlap, Reducer, choose_summation, handover
+from virtualflow.reduction.early import Early
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import OptimizerOptions, Update
@@ -89,3 +90,31 @@ def test_an_injected_setting_is_honoured_and_gives_the_same_bits(settings: Reduc
     assert sent >= 3 * 2 * (1 if settings.bucket > 256 else 3)
     assert sent <= 3 * 2 * 2 or settings.bucket == 256
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+ONE_BY_ONE = ReductionSettings(exchange=EARLY, bucket=256, one_by_one=0)
+
+
+def test_gradients_of_another_stream_are_taken_behind_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, _ = run(ONE_BY_ONE)
+    taken, give = set(), Early.give
+
+    def noting(early: Early, place: int, tensor: Tensor, *, own: bool) -> Tensor:
+        taken.add(place)
+        return give(early, place, tensor, own=own)
+
+    monkeypatch.setattr(Early, "give", noting)
+    monkeypatch.setattr(handover, "_stream", lambda tensor: "of this thread" if tensor.dim() > 1 else "another")
+    found, _ = run(ONE_BY_ONE)
+    assert taken == {place for place, parameter in enumerate(MODEL.parameters()) if parameter.dim() > 1}
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize(("second", "hooked"), [("cpu", True), ("meta", False)])
+def test_hooks_of_several_devices_would_run_at_the_same_time_and_are_not_registered(second: str, hooked: bool) -> None:
+    parameters = [nn.Parameter(torch.zeros(4, device=device)) for device in ("cpu", second)]
+    summation = choose_summation(NODES, "bitwise")
+    watching = Overlap(parameters, Reducer(summation, ONE_BY_ONE), ONE_BY_ONE)
+    watching.begin([True, True], resumes=False)
+    assert all(bool(parameter._post_accumulate_grad_hooks) == hooked for parameter in parameters)
+    watching.close()

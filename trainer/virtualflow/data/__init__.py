@@ -7,6 +7,7 @@ from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, open_
 from virtualflow.data.orders import Orders, Sampler, open_orders
 from virtualflow.data.rng import derive_seed, seed_virtual_node, seeded
 from virtualflow.data.sampling import chunks, micro_batch
+from virtualflow.data.staging import Staged, Staging
 
 __all__ = [
     "LoaderOptions",
@@ -14,6 +15,8 @@ __all__ = [
     "Orders",
     "Sampler",
     "Source",
+    "Staged",
+    "Staging",
     "chunks",
     "derive_seed",
     "fuse",

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Any, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 import torch.multiprocessing
@@ -27,6 +27,11 @@ from torch.utils.data._utils import signal_handling
 from virtualflow.errors import ConfigurationError
 
 Collate = Callable[[list[Any]], Any]
+
+Early = Literal["nothing", "step", "epoch"]
+"""What may be fetched before its turn, and be forgotten again, without anybody noticing: nothing, because the user's
+code would run in this process at another time; the rest of a step, because beyond it one might have to wait; the epoch.
+"""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -95,6 +100,14 @@ class Source(Protocol):
     @property
     def fuses(self) -> bool:
         """Whether the samples of several virtual nodes can be had as one micro-batch."""
+
+    @property
+    def early(self) -> Early:
+        """What may be fetched before its turn."""
+
+    @property
+    def version(self) -> object:
+        """Another value tells that what was fetched before its turn may not be what it would be now."""
 
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
         """From this position on, this worker is assigned these virtual nodes. The same position again repeats the step.

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from virtualflow.data.dataloader import (
     Collate,
+    Early,
     LoaderOptions,
     MicroBatch,
     check_options,
@@ -106,6 +107,16 @@ class StreamSource:
     def fuses(self) -> bool:
         """See `Source.fuses`: what the default ``collate_fn`` made can be put together as if it had made it at once."""
         return self._collate.collate is default_collate and not self._options.get("pin_memory", False)
+
+    @property
+    def early(self) -> Early:
+        """See `Source.early`: a stream is read in its order, by the user's code."""
+        return "nothing"
+
+    @property
+    def version(self) -> object:
+        """See `Source.version`."""
+        return None
 
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
         """See `Source.assign`. A stream that stands at the position is read on; others are closed."""

@@ -20,6 +20,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset
 
 from virtualflow.data.dataloader import (
+    Early,
     LoaderOptions,
     MicroBatch,
     Source,
@@ -158,6 +159,18 @@ class MapSource:
     def fuses(self) -> bool:
         """See `Source.fuses`."""
         return True
+
+    @property
+    def early(self) -> Early:
+        """See `Source.early`: rows of tensors are at hand, and loader processes have begun with them already."""
+        if not self._ahead_of_need:
+            return "epoch" if self._loading.gathers else "nothing"
+        return "step" if self._slots else "nothing"
+
+    @property
+    def version(self) -> object:
+        """See `Source.version`."""
+        return self._loading.version
 
     def assign(self, virtual_nodes: range, epoch: int, epoch_step: int, width: int = 1) -> None:
         """See `Source.assign`. What is in flight or waiting and still wanted is kept."""

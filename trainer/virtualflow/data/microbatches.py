@@ -51,6 +51,11 @@ class MicroBatches(Dataset[tuple[Task | None, Any]]):
         self.gathers = type(dataset) is TensorDataset and collate is default_collate
         """It draws nothing at random, so it needs no seeds, and its samples can be gathered at once."""
 
+    @property
+    def version(self) -> object:
+        """Another value tells that rows of tensors were written to since, or that they are others."""
+        return [(id(tensor), tensor._version) for tensor in self._dataset.tensors] if self.gathers else None
+
     def __getitem__(self, task: Task | None) -> tuple[Task | None, Any]:
         if task is None:
             return None, None

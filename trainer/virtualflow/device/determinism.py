@@ -13,14 +13,17 @@ from dataclasses import dataclass
 import torch
 import torch.utils.deterministic
 
-from virtualflow.protocol.settings import Reproducibility
+from virtualflow.protocol.settings import CUBLAS_WORKSPACE, ENV_CUBLAS_WORKSPACE, Reproducibility
 from virtualflow.protocol.versions import NUMERICS, PROTOCOL
 from virtualflow.protocol.wording import counted
 
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-
 _CPU_SWITCHES = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables that make CPU libraries choose other kernels."""
+
+
+_CUDA_SWITCHES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLASLT_WORKSPACE_SIZE")
+"""The same for CUDA's: the first two turn TF32 on or off over the head of the script, the third limits the choice of
+kernels. The rest of what a script sets (TF32, reduced sums of halves) is the same in all workers."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def pin(threads: int, reproducibility: Reproducibility) -> Pinned:
     )
     torch.set_num_threads(threads)
     if reproducibility == "bitwise":
-        os.environ.setdefault(_CUBLAS, ":4096:8")
+        os.environ.setdefault(ENV_CUBLAS_WORKSPACE, CUBLAS_WORKSPACE)
         torch.use_deterministic_algorithms(True)
         # Else every kernel's output is filled with NaN before it is computed, which takes 4 % of a small model's step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -96,7 +99,8 @@ def device_name(device: torch.device) -> str:
 def describe_device(device: torch.device) -> str:
     """The device and what is known to make its kernels differ, for people to read; equal bits may still differ."""
     if device.type == "cuda":
-        parts = [device_name(device), f"CUDA {torch.version.cuda}"]
+        parts = [device_name(device), f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]  # type: ignore[no-untyped-call]
+        parts += [f"{name}={os.environ[name]}" for name in _CUDA_SWITCHES if os.environ.get(name)]
     else:
         parts = [device.type, f"CPU capability {torch.backends.cpu.get_cpu_capability()}"]
         parts += [f"{name}={os.environ[name]}" for name in _CPU_SWITCHES if os.environ.get(name)]

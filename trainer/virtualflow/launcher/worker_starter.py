@@ -12,9 +12,11 @@ from virtualflow.launcher.settings import KEEP_FREED_MEMORY
 from virtualflow.launcher.supervisor import Stream, Supervisor
 from virtualflow.launcher.worker_table import Worker, WorkerTable
 from virtualflow.protocol.settings import (
+    CUBLAS_WORKSPACE,
     ENV_ADDRESS,
     ENV_AUDIT_DIR,
     ENV_COORDINATOR,
+    ENV_CUBLAS_WORKSPACE,
     ENV_HASH_SEED,
     ENV_TOKEN,
     ENV_WORKER,
@@ -73,6 +75,7 @@ def worker_environment(what: WorkerCommand, name: str) -> dict[str, str]:
     environment = {
         **KEEP_FREED_MEMORY,
         ENV_HASH_SEED: str(HASH_SEED),
+        ENV_CUBLAS_WORKSPACE: CUBLAS_WORKSPACE,
         **{key: value for key, value in os.environ.items() if key != ENV_AUDIT_DIR},
         "PYTHONUNBUFFERED": "1",
         **what.environment,

@@ -38,6 +38,10 @@ ENV_HASH_SEED = "PYTHONHASHSEED"
 """Python's own: without it the order of a set of strings is another one in each process."""
 HASH_SEED = 0
 """What whoever starts workers gives all of them."""
+ENV_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_WORKSPACE = ":4096:8"
+"""With it cuBLAS gives the same bits from call to call (its documentation, "Results reproducibility"). torch reads it
+once, at the first product on a GPU, perhaps before a job begins: so whoever starts workers gives it to them."""
 
 VIRTUAL_NODES = 8
 """Virtual nodes of a job that names no number."""

@@ -255,10 +255,10 @@ def flatten(row: Tensor, tensors: Tensors, templates: Sequence[Tensor]) -> None:
     """Copy tensors, of any device, one after the other into ``row``; a missing one is zero."""
     pieces = [_or_zeros(t, template).reshape(-1) for t, template in zip(tensors, templates, strict=True)]
     devices = {piece.device for piece in pieces}
-    if devices == {row.device}:
+    if devices <= {row.device}:
         torch.cat(pieces, out=row)
     elif len(devices) == 1:
-        row.copy_(torch.cat(pieces))
+        row.copy_(torch.cat(pieces))  # one copy between the two
     else:  # some have waited in host memory
         for stretch, piece in zip(torch.split(row, [piece.numel() for piece in pieces]), pieces, strict=True):
             stretch.copy_(piece)
@@ -268,6 +268,14 @@ def unflatten(row: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that lie one after the other at the front of ``row``, on their devices."""
     sizes = [template.numel() for template in templates]
     pieces = torch.split(row[: sum(sizes)], sizes)
+    devices = {template.device for template in templates}
+    if len(devices) == 1 and row.device not in devices:
+        # One copy between the two. Then each has memory of its own, which is aligned as that of any other tensor there:
+        # kernels may compute other bits (a norm's, for one) where it is not.
+        arrived = torch.split(row[: sum(sizes)].to(templates[0].device), sizes)
+        tensors = [torch.empty(template.shape, dtype=row.dtype, device=template.device) for template in templates]
+        torch._foreach_copy_([tensor.view(-1) for tensor in tensors], list(arrived))
+        return tensors
     return [
         piece.view(template.shape) if template.device == row.device else piece.view(template.shape).to(template.device)
         for piece, template in zip(pieces, templates, strict=True)

@@ -108,6 +108,8 @@ class Handover:
         self._receiver: Receiver | None = None
         self._plain = False
         self._watching = False
+        self._stream: torch.cuda.Stream | None = None
+        """The one on which this worker adds up gradients."""
         self._steady = True
         self._seen: dict[int, _Seen] = {}
 
@@ -136,6 +138,7 @@ class Handover:
         """
         self._seen.clear()
         self._receiver, self._plain = receiver, plain
+        self._stream = _stream(self._parameters[0])
         self._watching = self._steady = True
 
     def _on_gradient(self, place: int, parameter: Tensor) -> None:
@@ -145,6 +148,8 @@ class Handover:
         # A second backward pass shows in the identity or the version of what the first one has left.
         if place in self._seen or gradient.is_sparse:
             return
+        if _stream(gradient) != self._stream:
+            return  # a kernel of another stream has perhaps not ended; behind the backward pass, autograd sees to that
         if gradient.requires_grad:
             self.looked = True  # create_graph: the script is to differentiate it
         hidden = not (self._plain or self.looked) and type(gradient) is Tensor  # other classes have an own protocol
@@ -188,3 +193,8 @@ class Handover:
             self._steady = False
         if type(parameter.grad) is StandIn:
             parameter.grad = None if seen.gone else parameter.grad.kept
+
+
+def _stream(tensor: Tensor) -> torch.cuda.Stream | None:
+    """Where this thread launches kernels on a tensor; autograd's threads do it where the forward pass was."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None

@@ -65,10 +65,11 @@ class Overlap:
         self._parameters = parameters
         self._reducer = reducer
         size = sum(p.numel() * p.itemsize for p in parameters)
-        self._one_by_one = size >= settings.one_by_one * len(parameters)
+        self._one_by_one = size >= settings.one_by_one * len(parameters) and len({p.device for p in parameters}) == 1
         """Whether they are so large, each, that it pays to take it as soon as it is there: additions find it in a
         cache, the first bucket sets out before the last is full, and the last addition writes the message. Else all
-        are taken together behind the backward pass."""
+        are taken together behind the backward pass; so are those of several devices, for each of which autograd has a
+        thread that calls hooks."""
         self._handover = Handover(parameters)
         self._expected: tuple[int, ...] = ()
         """What the last step of this generation reduced, if it showed that the next one may begin early."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -119,6 +119,8 @@ def move_state(
     told = [_NOTICE.unpack(row.numpy().tobytes()) for row in notices]
     layout, length = told[donors[0]]
     givers = [rank for rank in donors if told[rank][0] == layout]
+    if packed is not None:
+        _await_kernels(packed.stripes)
     tree = None
     for turn in plan_rounds(givers, receivers):
         rank = communicator.rank
@@ -130,6 +132,7 @@ def move_state(
             tree, announced = codec.snapshot(content["tree"]), announce(content["stripes"])
             join(tree, announced)
             stripes = land(tree, announced)
+            _await_kernels(stripes.values())
             communicator.move(_arrive(turn, list(stripes.values()), settings), timeout=timeout)
             join(tree, stripes)
             packed = PackedState(block, list(stripes.values()), layout)
@@ -141,6 +144,12 @@ def move_state(
             communicator.move(_depart(turn, rank, packed.stripes, settings), timeout=timeout)
     size = 0 if packed is None else packed.size
     return Moved(size, time.monotonic() - began, len(givers), tree)
+
+
+def _await_kernels(tensors: Iterable[Tensor]) -> None:
+    """What this thread has launched on them must be over: the communicator's, which copies them, has another stream."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _shares(turn: Round, stripes: list[Tensor], settings: TransferSettings) -> list[list[Piece]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ class _Routine:
         for buffer in self.buffers:
             if buffer.module._buffers[buffer.attribute] is not buffer.tensor or buffer.tensor.requires_grad:
                 return False
-        return not any(buffer.differs() for buffer in self.others)
+        return not any(_differ(self.others))
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the averaged and the copied buffers, and the baseline put back."""
@@ -108,8 +109,9 @@ class BufferTracker:
 
     def begin(self) -> None:
         """Take the present values as those that every virtual node of the coming step starts from."""
-        for buffer in self._buffers.values():
-            if buffer.differs():
+        buffers = list(self._buffers.values())
+        for buffer, differs in zip(buffers, _differ(buffers), strict=True):
+            if differs:
                 present = buffer.module._buffers[buffer.attribute]
                 buffer.tensor = buffer.tensor if present is None else present
                 buffer.baseline = buffer.tensor.detach().clone()
@@ -133,8 +135,9 @@ class BufferTracker:
         in_place: list[_Buffer] = []
         values: list[Tensor] = []
         known = {*schema.averaged, *schema.copied}
-        for name, buffer in self._buffers.items():
-            if name not in known and not buffer.differs():
+        differing = _differ(list(self._buffers.values()))
+        for (name, buffer), differs in zip(self._buffers.items(), differing, strict=True):
+            if name not in known and not differs:
                 continue
             present = buffer.module._buffers[buffer.attribute]
             target = averaged if _averages(buffer.tensor) else copied
@@ -188,9 +191,10 @@ class BufferTracker:
                     f"buffer {name} shares its tensor with {first} and was replaced; change it in place"
                 )
 
-    def changed(self, name: str, value: Tensor) -> bool:
-        """Whether ``value`` differs from what the step began with."""
-        return not _same_bytes(value, self._buffers[name].baseline)
+    def changed(self, values: Mapping[str, Tensor]) -> set[str]:
+        """The names of those that differ from what the step began with."""
+        same = _same(list(values.values()), [self._buffers[name].baseline for name in values])
+        return {name for name, equal in zip(values, same, strict=True) if not equal}
 
     def baseline(self, name: str) -> Tensor:
         """A copy of what a buffer began the step with."""
@@ -245,11 +249,39 @@ def _averages(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() and tensor.dtype.itemsize > 1) or tensor.is_complex()
 
 
+def _differ(buffers: Sequence[_Buffer]) -> list[bool]:
+    """:meth:`_Buffer.differs` of each."""
+    if not buffers or buffers[0].tensor.is_cpu:
+        return [buffer.differs() for buffer in buffers]
+    here = [buffer for buffer in buffers if buffer.module._buffers[buffer.attribute] is buffer.tensor]
+    same = dict(zip(map(id, here), _same([b.tensor for b in here], [b.baseline for b in here]), strict=True))
+    return [not same.get(id(buffer), False) for buffer in buffers]
+
+
+def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
+    """:func:`_same_bytes` of each pair; on an accelerator the host waits once, and not for each of them."""
+    pairs = list(zip(left, right, strict=True))
+    if not pairs or left[0].is_cpu or len({tensor.device for tensor in left}) > 1:
+        return [_same_bytes(a, b) for a, b in pairs]
+    return same_at_once(pairs)
+
+
+def same_at_once(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Which pairs of tensors, all of one device, hold the same bits."""
+    shaped = [a.shape == b.shape for a, b in pairs]  # observers resize theirs
+    differences = [(one != other).any() for one, other in (_as_bits(*pair) for pair in compress(pairs, shaped))]
+    differ = iter(torch.stack(differences).tolist() if differences else [])
+    return [alike and not next(differ) for alike in shaped]
+
+
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and type hold the same bits (a NaN equals itself here)."""
-    if a.data_ptr() == b.data_ptr():
-        return True
+    return a.data_ptr() == b.data_ptr() or torch.equal(*_as_bits(a, b))
+
+
+def _as_bits(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as integers."""
     bits = _BITS.get(a.dtype.itemsize)
     if bits is not None:
-        return torch.equal(a.detach().view(bits), b.detach().view(bits))
-    return torch.equal(a.detach().contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        return a.detach().view(bits), b.detach().view(bits)
+    return a.detach().contiguous().view(-1).view(torch.uint8), b.detach().contiguous().view(-1).view(torch.uint8)

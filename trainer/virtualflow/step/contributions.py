@@ -91,11 +91,12 @@ class Contributions:
 
     def _take_buffers(self, averaged: dict[str, Tensor]) -> Tensors:
         """Move the values that are added up with the gradients out of what a virtual node has changed."""
+        found = {
+            name: averaged.pop(name) if name in averaged else self._buffers.baseline(name) for name in self._summed
+        }
+        self._changed |= self._buffers.changed({n: value for n, value in found.items() if n not in self._changed})
         values: Tensors = []
-        for name in self._summed:
-            value = averaged.pop(name) if name in averaged else self._buffers.baseline(name)
-            if name not in self._changed and self._buffers.changed(name, value):
-                self._changed.add(name)
+        for value in found.values():
             dtype = summed_as(value.dtype)
             values.append(value if value.dtype is dtype else value.to(dtype))
         return values
@@ -131,7 +132,7 @@ class Contributions:
         changed = [
             name in self._changed
             or any(
-                name in record.averaged and self._buffers.changed(name, record.averaged[name])
+                name in record.averaged and bool(self._buffers.changed({name: record.averaged[name]}))
                 for record in self._records.values()
             )
             for name in schema.averaged

@@ -143,8 +143,12 @@ class Guard:
                 self._attempts = 0
                 self.forget()
             return
-        for name, parameter, before in zip(self._names, self._parameters, self._sums, strict=True):
-            if not torch.equal(add_bits(parameter), before):
+        now = [add_bits(parameter) for parameter in self._parameters]
+        if now and not now[0].is_cpu and len({each.device for each in now}) == 1:
+            # One wait for the device, and not one for each parameter.
+            now, self._sums = list(torch.stack(now).cpu()), list(torch.stack(self._sums).cpu())
+        for name, present, before in zip(self._names, now, self._sums, strict=True):
+            if not torch.equal(present, before):
                 raise ConfigurationError(f"parameter {name}: {what}; {remedy}")
 
     # --- optimizers ---------------------------------------------------------------------------------------------------

@@ -148,11 +148,13 @@ class HeaderFormat:
         if self.copied_bytes:
             first = next((record for record in records if record.samples), None)
             if first is not None:
-                copied = b"".join(_raw(first.copied[name]) for name in self.schema.copied)
+                copied = _raw([first.copied[name] for name in self.schema.copied])
+        names = self.schema.metrics
+        values = iter(read_numbers([record.metrics.get(name) for record in records for name in names]))
         metrics = []
-        for record in records:
-            values = [record.metrics.get(name) for name in self.schema.metrics]
-            metrics.append(tuple((0.0, False) if value is None else (float(value), True) for value in values))
+        for _ in records:
+            row = [next(values) for _ in names]
+            metrics.append(tuple((0.0, False) if value is None else (value, True) for value in row))
         samples = tuple(record.samples for record in records)
         return StepHeader(
             kind=kind,
@@ -302,6 +304,36 @@ def layout_hash(parameters: Iterable[tuple[str, Tensor]], schema: Schema) -> int
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def _raw(tensor: Tensor) -> bytes:
-    raw: bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+def read_numbers(values: Sequence[float | Tensor | None]) -> list[float | None]:
+    """The numbers, in double precision.
+
+    Tensors of an accelerator come to the host together, device by device and type by type: to read one makes the host
+    wait for the device, so that each by itself would be a wait for each virtual node.
+    """
+    numbers: list[float | None] = []
+    away: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor) and not value.is_cpu:
+            away.setdefault((value.device, value.dtype), []).append(place)
+            numbers.append(None)
+        else:
+            numbers.append(None if value is None else float(value))
+    for places in away.values():
+        together = read_together([value for place in places if isinstance(value := values[place], Tensor)])
+        for place, number in zip(places, together, strict=True):
+            numbers[place] = number
+    return numbers
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[float]:
+    """What ``float`` makes of each of these tensors of one element, one device and one type."""
+    return [float(number) for number in torch.stack([tensor.detach().reshape(()) for tensor in tensors]).tolist()]
+
+
+def _raw(tensors: Sequence[Tensor]) -> bytes:
+    """Their bytes one behind the other; they come to the host together."""
+    pieces = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    if len({piece.device for piece in pieces}) > 1:
+        pieces = [piece.cpu() for piece in pieces]
+    raw: bytes = torch.cat(pieces).cpu().numpy().tobytes()
     return raw

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from virtualflow.errors import VirtualFlowError
 from virtualflow.step.spot_checks import SpotCheck, choose_check
-from virtualflow.step.state_watch import bytes_of, condense, hash_of, is_plain
+from virtualflow.step.state_watch import bytes_of, condense, hash_of, hashes_of, is_plain
 
 _NONE = b"none----"
 """In place of the hash of a parameter that has no gradient."""
@@ -65,7 +65,8 @@ class SpotChecker:
     def value(self) -> int:
         """Their hash, as int64; of interest only from those who compute what is checked."""
         if self._condensed is not None:
-            hashes = [_NONE if raw is None else struct.pack("<q", hash_of(raw)) for raw in self._condensed]
+            found = iter(hashes_of([raw for raw in self._condensed if raw is not None]))
+            hashes = [_NONE if raw is None else struct.pack("<q", next(found)) for raw in self._condensed]
             self._condensed, self._value = None, hash_of(b"".join(hashes))
         return self._value
 

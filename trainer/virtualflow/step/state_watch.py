@@ -134,7 +134,8 @@ class StateWatch:
     def value(self) -> int:
         """The hash of this step's part, and the balance of that of the shares, as int64; 0 for none."""
         if self._condensed:
-            self._hashes = [(name, hash_of(condensed)) for name, condensed in self._condensed]
+            names, condensed = zip(*self._condensed, strict=True)
+            self._hashes = list(zip(names, hashes_of(condensed), strict=True))
             self._condensed = []
         for name, kept in self._condensed_shares:
             # With its name: else one fault in equal states of two parameters, such as their step, would cancel out.
@@ -299,6 +300,13 @@ def condense(raw: Tensor) -> Tensor:
         raw = raw.clone()
     sums = raw[:whole].view(torch.int64).view(-1, _ROW // 8).sum(1)
     return torch.cat([sums.view(torch.uint8), raw[whole:]])
+
+
+def hashes_of(raws: Sequence[Tensor]) -> list[int]:
+    """:func:`hash_of` of each, uint8 ``[n]``; what is on one accelerator comes to the host at once."""
+    if raws and not raws[0].is_cpu and len({raw.device for raw in raws}) == 1:
+        raws = torch.split(torch.cat(list(raws)).cpu(), [len(raw) for raw in raws])
+    return [hash_of(raw) for raw in raws]
 
 
 def hash_of(raw: Tensor | bytes) -> int:

@@ -14,7 +14,7 @@ from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
 from virtualflow.reduction.settings import Exchange
 from virtualflow.state import CheckpointPolicy, join_schedulers
 from virtualflow.step import BatchNorm, SchedulerInterval
-from virtualflow.worker.options import Options
+from virtualflow.worker.options import Options, read_device
 from virtualflow.worker.run import Run
 from virtualflow.worker.settings import WorkerSettings
 
@@ -44,6 +44,7 @@ def elastic(
     exchange: Exchange | Literal["auto"] = "auto",
     state: Mapping[str, Any] | None = None,
     sampler: Sampler | None = None,
+    device: torch.device | str | None = None,
     **loader: Unpack[LoaderOptions],
 ) -> Run:
     """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
@@ -85,6 +86,9 @@ def elastic(
             the epoch from 0, that returns indices (int64 ``[n]`` or a sequence of int, as many in every epoch), or one
             of torch's samplers. While it is asked, the global random generators follow from the two. For map-style
             datasets.
+        device: where the inner loop gets its micro-batches, that of the model: tensors in lists, tuples and dicts, and
+            whatever has a method ``to``. A CUDA device gets them through pinned memory, beside its computation, and the
+            next one ahead of its turn. Without it they come as ``collate_fn`` made them.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -116,6 +120,7 @@ def elastic(
             state or {},
             sampler,
             loader,
+            read_device(device),
         ),
         WorkerSettings(),
     )

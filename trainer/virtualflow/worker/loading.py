@@ -1,22 +1,55 @@
-"""The micro-batches of this worker's virtual nodes, read ahead in the portions that are run together."""
+"""The micro-batches of this worker's virtual nodes, read ahead in the portions that are run together.
+
+The one to come may be read and brought to the device before its turn (``send_ahead``, ``read_ahead``). That is a cache
+and nothing else: what a step computes on is what :meth:`Loading.fetch` returns, at the position where all workers are,
+and a change of the workers or of the position empties it.
+"""
 
 from __future__ import annotations
 
-from virtualflow.data import MicroBatch, Source, fuse
+from typing import NamedTuple
+
+from virtualflow.data import MicroBatch, Source, Staged, Staging, chunks, fuse
 from virtualflow.step import MicrobatchFusion
 from virtualflow.worker.options import Options
 from virtualflow.worker.train_state import Training
 
 
-class Loading:
-    """Reads for one training from its source."""
+class _Place(NamedTuple):
+    epoch: int
+    epoch_step: int
+    nodes: range
 
-    def __init__(self, source: Source, fusion: MicrobatchFusion, training: Training, options: Options) -> None:
+
+class _Ahead(NamedTuple):
+    place: _Place
+    version: object
+    """The source's when it was read."""
+    staged: Staged
+
+
+class Loading:
+    """Reads for one training from its source.
+
+    Args:
+        source: of micro-batches.
+        fusion: says which virtual nodes run together.
+        training: says where all workers are.
+        options: how long it takes.
+        staging: brings micro-batches to the device.
+    """
+
+    def __init__(
+        self, source: Source, fusion: MicrobatchFusion, training: Training, options: Options, staging: Staging
+    ) -> None:
         self._source = source
         self._fusion = fusion
         self._training = training
         self._options = options
+        self._staging = staging
+        self._ahead: _Ahead | None = None
         self._peeked: dict[tuple[int, int, int], MicroBatch] = {}
+        self._assigned = range(0)
         self._width = 1
         """What the source has been told of the portions to come."""
 
@@ -28,28 +61,77 @@ class Loading:
         """Other virtual nodes are assigned to this worker, or it begins again from where the others are."""
         self._peeked.clear()
         self._fusion.assign(assigned)
+        self._assigned = assigned
         if not self._over:
             self._width = self._fusion.width
-            self._source.assign(assigned, *self._training.position, self._width)
+            self._assign()
 
     def adjust(self, assigned: range) -> None:
         """Load the coming steps in other portions, if other virtual nodes are now put together."""
         width = self._fusion.width
         if width != self._width and self._source.steps_per_epoch is not None and not self._over:
-            self._source.assign(assigned, *self._training.position, width)
-            self._width = width
+            self._assigned, self._width = assigned, width
+            self._assign()
+
+    def _assign(self) -> None:
+        self._ahead = None
+        self._source.assign(self._assigned, *self._training.position, self._width)
 
     def samples(self) -> int | None:
         """Of the present step's whole global batch; ``None`` for streams, which must be read to know."""
         return self._source.samples(self._training.position[1])
 
     def fetch(self, nodes: range) -> MicroBatch:
-        """The micro-batch of neighbouring virtual nodes for the present step."""
-        epoch, epoch_step = self._training.position
+        """The micro-batch of neighbouring virtual nodes for the present step, on the device."""
+        place = _Place(*self._training.position, nodes)
+        ahead = self._ahead
+        if ahead is not None and ahead.place == place:
+            self._ahead = None
+            if ahead.version == self._source.version:
+                return self._staging.finish(ahead.staged)
+            self._assign()  # the script has written to its samples: what was read before is forgotten
+        return self._staging.move(self._read(place))
+
+    def _read(self, place: _Place) -> MicroBatch:
+        epoch, epoch_step, nodes = place
         if not self._peeked:
             return self._source.fetch(epoch, epoch_step, nodes.start, len(nodes))
         peeked = [self._peeked.pop((epoch, epoch_step, node), None) for node in nodes]
         return fuse([at or self._source.fetch(epoch, epoch_step, node) for node, at in zip(nodes, peeked, strict=True)])
+
+    def send_ahead(self, nodes: range) -> None:
+        """The device computes on the micro-batch of these virtual nodes: send it the one to come."""
+        if self._staging.beside:
+            self._fetch_early(nodes)
+
+    def read_ahead(self) -> None:
+        """This worker's part of the step is under way to the others: read the first micro-batch of the next step."""
+        if not self._staging.beside and self._assigned:
+            self._fetch_early(chunks(self._assigned, self._width)[-1])
+
+    def _fetch_early(self, nodes: range) -> None:
+        place = self._following(nodes)
+        if place is not None and (self._ahead is None or self._ahead.place != place):
+            batch = self._source.fetch(place.epoch, place.epoch_step, place.nodes.start, len(place.nodes))
+            self._ahead = _Ahead(place, self._source.version, self._staging.start(batch))
+
+    def _following(self, nodes: range) -> _Place | None:
+        """What comes behind the micro-batch of these virtual nodes, as far as it may be fetched now."""
+        early = self._source.early
+        if early == "nothing":
+            return None
+        epoch, epoch_step = self._training.position
+        portions = chunks(self._assigned, self._width)
+        if nodes not in portions:
+            return None  # one of another worker's, or of an attempt that was repaired
+        after = portions.index(nodes) + 1
+        if after < len(portions):
+            return _Place(epoch, epoch_step, portions[after])
+        steps = self._source.steps_per_epoch
+        last = steps is None or epoch_step + 1 >= steps
+        if early == "step" or last or self._options.is_over(self._training.completed_steps + 1, epoch):
+            return None
+        return _Place(epoch, epoch_step + 1, portions[0])
 
     def peek(self, assigned: range) -> bool:
         """Whether there are samples for a further step of the epoch; streams must be read to know."""
@@ -62,5 +144,6 @@ class Loading:
 
     def first(self) -> MicroBatch:
         """The very first micro-batch, which a joiner warms up with."""
+        self._ahead = None
         self._source.assign(range(1), 0, 0)
-        return self._source.fetch(0, 0, 0)
+        return self._staging.move(self._source.fetch(0, 0, 0))

@@ -254,6 +254,7 @@ class Loop:
             else:
                 update.sync.expect(batch.size, len(nodes))
             yield from self._present(batch, number)
+            context.loading.send_ahead(nodes)
             update.sync.computed()
             context.guard.check(last=last)
             if self._repetition.under_way:
@@ -262,13 +263,15 @@ class Loop:
             if last:
                 if self._kernels_on is not None:
                     # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.
-                    torch.cuda.synchronize(self._kernels_on)
+                    torch.cuda.current_stream(self._kernels_on).synchronize()
                 pace.end(time.monotonic())
             if context.trace is not None:
                 context.trace.computed(context.session.generation, number, batch.virtual_node, self._metrics)
             update.sync.take(batch.size, self._metrics, len(nodes))
         context.guard.forget()  # also where nothing was left to compute
         fusion.end()
+        if len(state.ranges) > 1:
+            context.loading.read_ahead()
 
     def _compute_once_more(self, batch: MicroBatch, number: int) -> Iterator[Any]:
         """Compute the first virtual node of all an additional time before; a joiner runs what others have run so."""

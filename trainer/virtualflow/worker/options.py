@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from virtualflow.data import LoaderOptions, Sampler, micro_batch
+from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
@@ -47,6 +48,7 @@ class Options:
     state: Mapping[str, Any]
     sampler: Sampler | None
     loader: LoaderOptions
+    device: torch.device | None
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
         """How many updates the training takes; ``None`` when the length of the streams decides."""
@@ -123,6 +125,38 @@ def check_exchange(exchange: Exchange | str) -> None:
     if overlap is not None and type(overlap) is not bool:
         raise ConfigurationError(
             f"vf.Exchange(overlap={overlap!r}): it must be True, False, or None for where it is worth it"
+        )
+
+
+def read_device(device: torch.device | str | None) -> torch.device | None:
+    """Where micro-batches are to go.
+
+    Raises:
+        ConfigurationError: torch knows no such device.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except RuntimeError:
+        raise ConfigurationError(f'device is {device!r}; pass a device of torch, such as "cuda"') from None
+
+
+def check_device(device: torch.device | None, model: nn.Module) -> None:
+    """Check that the model is where its micro-batches go, and that new tensors are where the library needs its own.
+
+    Raises:
+        ConfigurationError: they are not.
+    """
+    if torch.get_default_device().type != "cpu":
+        name = str(torch.get_default_device())
+        raise ConfigurationError(
+            f"torch.set_default_device({name!r}) would move messages between workers there; make the model under "
+            f"'with torch.device({name!r}):' instead, and call vf.elastic outside of it"
+        )
+    there = device_of(model)
+    if device is not None and (device.type != there.type or device.index not in (None, there.index or 0)):
+        raise ConfigurationError(
+            f"micro-batches are to go to device={str(device)!r} and the model is on {there}; move the model there "
+            "before vf.elastic"
         )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow.atomic_file import write_whole
-from virtualflow.data import MicroBatch, Source, micro_batch, open_source, seed_virtual_node
+from virtualflow.data import MicroBatch, Source, Staging, micro_batch, open_source, seed_virtual_node
 from virtualflow.device import device_name, device_of
 from virtualflow.errors import ConfigurationError, Profiled
 from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
@@ -129,6 +129,7 @@ class Profiling:
         self._dataset = dataset
         self._options = options
         self._device = device_of(model)
+        self._staging = Staging(None if options.device is None else self._device)
         self._indexed = samples is not None
         self._micro_batch = situation.micro_batch
         self._sizes = sizes_to_measure(virtual_nodes, self._micro_batch, samples, environment.profile_sizes)
@@ -256,7 +257,7 @@ class Profiling:
             parameter.grad = None
         self._wait_for_device()
         began = time.perf_counter()
-        batch = next(batches)
+        batch = self._staging.move(next(batches))
         loaded = time.perf_counter()
         seed_virtual_node(self._options.seed, 1, 0)
         yield batch.data

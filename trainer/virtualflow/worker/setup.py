@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from virtualflow.data import Orders, Source, micro_batch, open_orders, open_source
+from virtualflow.data import Orders, Source, Staging, micro_batch, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
@@ -33,6 +33,7 @@ from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.membership import Membership
 from virtualflow.worker.options import (
     Options,
+    check_device,
     check_exchange,
     check_optimizer,
     check_reproducibility,
@@ -169,7 +170,9 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     checkpointer = _open_checkpointer(request, identity, session, profiling is None, resources)
     total_steps = options.total_steps(source.steps_per_epoch)
     stopwatch, pace = Stopwatch(), Pace(settings.pace)
-    loading = Loading(source, fusion, training, options)
+    # "cuda" alone may be another one than the model's.
+    staging = Staging(None if options.device is None else device_of(request.model))
+    loading = Loading(source, fusion, training, options, staging)
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
     guard = _open_guard(request, companions, resources)
 
@@ -236,6 +239,7 @@ def _check(request: Request) -> None:
     check_exchange(options.exchange)
     check_optimizer(request.model, request.optimizer)
     check_scheduler(options.scheduler, options.scheduler_interval)
+    check_device(options.device, request.model)
     if options.shard_optimizer:
         check_sharding(request.model, request.optimizer, options.scaler, request.settings.reduction.norm_block)
 
