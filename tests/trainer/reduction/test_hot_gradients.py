@@ -45,8 +45,8 @@ RANGES = {
 
 
 class Model(nn.Module):
-    """A weight that is used twice, one that some virtual nodes do not use, two whose gradients share their memory, and
-    averaged buffers.
+    """A weight that is used twice, one that some virtual nodes do not use, two whose gradients share their memory, four
+    whose gradients do so in part, and averaged buffers.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,12 @@ class Model(nn.Module):
             self.out.weight.copy_(torch.randn(2, 4, generator=draw))
         self.norm = nn.BatchNorm1d(4)
         self.shift, self.other_shift = (nn.Parameter(torch.randn(2, 2, generator=draw)) for _ in range(2))
+        self.pieces = nn.ParameterList(torch.randn(size, generator=draw) / 64 for size in (1, 3, 3, 1))
 
     def forward(self, x: Tensor, node: int) -> Tensor:
         hidden = torch.tanh(self.norm(x @ self.weight) @ self.weight)
         hidden = hidden + (self.shift.view(-1) + self.other_shift.view(-1))
+        hidden = hidden + (torch.cat((*self.pieces[:2],)) + torch.cat((*self.pieces[2:],)))
         return self.out(hidden + self.sometimes if node % 3 else hidden)
 
 
@@ -428,8 +430,8 @@ def test_alone_all_additions_of_the_tree_are_hot_from_the_second_step_on(hot: li
     train([Worker(HOT["gathered whole"], plain)], RANGES["alone"], steps=1)
     assert not hot
     train([Worker(HOT["gathered whole"], plain)], RANGES["alone"], steps=3)
-    # Of eight virtual nodes every second one is added to what is before it; seven parameters, one not used by node 3.
-    assert len(hot) == 2 * (4 * 7 - 1)
+    # Of eight virtual nodes every second one is added to what is before it; eleven parameters, one not used by node 3.
+    assert len(hot) == 2 * (4 * 11 - 1)
 
 
 def test_a_script_that_has_looked_once_gets_to_see_all_gradients_for_ever_after(hot: list[int]) -> None:

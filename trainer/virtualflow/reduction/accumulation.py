@@ -201,17 +201,24 @@ def multiply(tensors: Iterable[Tensor | None], factor: float) -> None:
 
 
 def separate(tensors: Iterable[Tensor | None]) -> Tensors:
-    """Tensors of which no two begin at the same place in memory, so that each may change alone; copies where needed.
+    """Tensors of which no two share memory, so that each may change alone; copies where needed.
 
-    autograd lets ``.grad`` of two parameters share memory where both came as views of one gradient, as for
-    ``b.view(-1) + c.view(-1)``.
+    autograd lets ``.grad`` of several parameters share memory where they came as views of one gradient, as for
+    ``b.view(-1) + c.view(-1)``, or for ``cat((a, b)) + cat((c, d))``, where they may overlap in part.
+
+    Args:
+        tensors: dense ones, as autograd leaves them: each takes ``nbytes`` from where it begins.
     """
-    separated: Tensors = []
-    begins: set[int] = set()
-    for tensor in tensors:
-        begin = 0 if tensor is None else tensor.data_ptr()
-        separated.append(tensor.clone() if tensor is not None and begin in begins else tensor)
-        begins.add(begin)
+    separated = list(tensors)
+    spans = [(t.data_ptr(), t.nbytes, place) for place, t in enumerate(separated) if t is not None]
+    spans.sort()
+    reach = 0
+    for begin, size, place in spans:
+        tensor = separated[place]
+        if begin < reach and size and tensor is not None:
+            separated[place] = tensor.clone()
+        else:
+            reach = begin + size
     return separated
 
 

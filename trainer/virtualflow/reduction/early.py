@@ -86,12 +86,13 @@ class Early:
 
     def give_rest(self, tensors: Mapping[int, Tensor | None]) -> None:
         """The last virtual node's contributions to all places that were not given yet; they are used up."""
+        apart = dict(zip(tensors, separate(tensors.values()), strict=True))
         for index, bucket in enumerate(self._buckets):
             if self._missing[index] == len(bucket.places):
-                self._give_bucket(index, separate(tensors[place] for place in bucket.places))
+                self._give_bucket(index, [apart[place] for place in bucket.places])
             else:
-                for place in tensors.keys() & bucket.places:
-                    self._give(place, tensors[place], own=True)
+                for place in apart.keys() & bucket.places:
+                    self._give(place, apart[place], own=True)
         self._submit_full()
 
     def _give_bucket(self, index: int, last: Tensors) -> None:
