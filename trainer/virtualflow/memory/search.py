@@ -1,0 +1,288 @@
+"""The search for plans: a pool of choices for a whole model, of which each budget takes the fastest that fits. Pure.
+
+The pool depends on the model alone and not on a budget. A choice is never slower with more memory (see
+:mod:`virtualflow.memory.simulation`), and more memory only adds choices that fit: so more memory never gives a slower
+plan.
+
+It begins with regular choices: the last blocks are kept, since they are needed first; of the others some are swapped,
+which costs nothing as long as the copies are hidden, and the rest is recomputed (KARMA, Wahib et al., SC 2020, section
+III). At a few sizes of memory the fastest of them are then improved by local moves; all that is tried enters the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+
+from virtualflow.memory.settings import PlannerSettings
+from virtualflow.memory.simulation import JOIN, KEEP, RECOMPUTE, SWAP, Actions, Chain, least_capacity, schedule
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest choice for a budget."""
+
+    actions: Actions
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Choice:
+    actions: Actions
+    bound: float
+    """It takes no fewer seconds, whatever the capacity."""
+    least: int
+    """Bytes of the device that it needs at least, beyond what is resident,"""
+    host: int
+    """and of the host."""
+
+
+class Pool:
+    """The choices that were tried for one model.
+
+    Args:
+        chain: the model.
+        settings: how many are tried.
+    """
+
+    def __init__(self, chain: Chain, settings: PlannerSettings) -> None:
+        self._chain = chain
+        self._settings = settings
+        self._choices: dict[Actions, _Choice] = {}
+        for actions in _regular(chain, settings):
+            self._enter(actions)
+        self._improve()
+        self._sorted = sorted(self._choices.values(), key=lambda choice: (choice.bound, choice.actions))
+
+    def best(self, capacity: int, host: int) -> Found | None:
+        """The fastest choice within these bytes; ``None``: nothing fits."""
+        return self._fastest(self._sorted, capacity, host)
+
+    def least(self, host: int) -> int:
+        """The fewest bytes of the device for which there is a choice with so many of the host's."""
+        return min(choice.least for choice in self._choices.values() if choice.host <= host)
+
+    # --- how it is filled ---------------------------------------------------------------------------------------------
+
+    def _enter(self, actions: Actions) -> _Choice:
+        choice = self._choices.get(actions)
+        if choice is None:
+            chain = self._chain
+            choice = _Choice(actions, bound(chain, actions), least_capacity(chain, actions), chain.host_bytes(actions))
+            self._choices[actions] = choice
+        return choice
+
+    def _fastest(self, choices: list[_Choice], capacity: int, host: int) -> Found | None:
+        best: Found | None = None
+        for choice in choices:
+            if best is not None and choice.bound >= best.seconds:
+                break
+            if choice.least > capacity or choice.host > host:
+                continue
+            limit = float("inf") if best is None else best.seconds
+            found = schedule(self._chain, choice.actions, capacity, limit)
+            if found is not None and found.seconds < limit:
+                best = Found(choice.actions, found.seconds)
+        return best
+
+    def _improve(self) -> None:
+        """Improve the fastest choice at each size of the device's memory, with the host's memory and without."""
+        chain, rungs = self._chain, self._settings.rungs
+        enough = least_capacity(chain, bytes([KEEP] * chain.length))
+        corners = [(host, self.least(host)) for host in (0, chain.host_most // 4, chain.host_most)]
+        places = {
+            (least + (enough - least) * rung // rungs, host) for host, least in corners for rung in range(rungs)
+        }
+        tries = max(1, self._settings.moves // (chain.length * len(places)))
+        for capacity, host in sorted(places):
+            choices = sorted(self._choices.values(), key=lambda choice: (choice.bound, choice.actions))
+            begin = self._fastest(choices, capacity, host)
+            if begin is not None:
+                self._climb(begin, capacity, host, tries)
+
+    def _climb(self, best: Found, capacity: int, host: int, tries: int) -> None:
+        """Take each move that helps, until none does or all tries are used."""
+        moved = True
+        while moved:
+            moved = False
+            for actions in _neighbours(best.actions, self._settings.pairs):
+                if actions in self._choices:
+                    choice = self._choices[actions]
+                else:
+                    if tries == 0:
+                        return
+                    tries -= 1
+                    choice = self._enter(actions)
+                if choice.bound >= best.seconds or choice.least > capacity or choice.host > host:
+                    continue
+                found = schedule(self._chain, actions, capacity, best.seconds)
+                if found is not None and found.seconds < best.seconds:
+                    best, moved = Found(actions, found.seconds), True
+                    break
+
+
+def bound(chain: Chain, actions: Actions) -> float:
+    """Seconds below which that choice does not come, whatever the capacity.
+
+    Everything is computed one after the other; and what is swapped comes back one block after the other, behind the
+    last copy out, and then all below it is still to be done.
+    """
+    computed = chain.forward_until[-1]
+    swapped = [block for block, action in enumerate(actions) if action == SWAP]
+    engine = 0.0
+    for block in swapped:
+        engine = max(engine, chain.forward_until[block + 1]) + chain.out_seconds[block]
+    engine = max(engine, computed)
+    below = chain.backward_until[-1] + sum(
+        seconds for seconds, action in zip(chain.forward, actions, strict=True) if action >= RECOMPUTE
+    )
+    least = computed + below
+    following = chain.length
+    for block in reversed(swapped):
+        engine += chain.in_seconds[block]
+        for done in range(block + 1, following):
+            below -= chain.backward[done] + (chain.forward[done] if actions[done] >= RECOMPUTE else 0.0)
+        following = block + 1
+        least = max(least, engine + below)
+    return least
+
+
+def _regular(chain: Chain, settings: PlannerSettings) -> Iterator[Actions]:
+    """Choices to begin with, and that which needs the least memory of the device and none of the host.
+
+    Kept are the last blocks, or those whose recomputation costs most for the bytes that it would free. Of the others
+    some are swapped (those dear to compute and cheap to copy, or the first, or evenly spread), and the rest is
+    recomputed in segments.
+    """
+    blocks = range(chain.length)
+    saving = sorted(blocks, key=lambda block: (-chain.forward[block] / max(1, chain.saved[block]), block))
+    copying = sorted(blocks, key=lambda block: (-chain.forward[block] / max(1, chain.both[block]), block))
+    for count in _spread(chain.length, settings.kept):
+        for kept in (frozenset(blocks[chain.length - count :]), frozenset(saving[:count])):
+            others = [block for block in blocks if block not in kept]
+            ranked = [block for block in copying if block not in kept]
+            for number in _spread(len(others), settings.shares):
+                for swapped in (ranked[:number], others[:number], _even(others, number)):
+                    for most in settings.segments:
+                        yield _segmented(chain.length, kept, frozenset(swapped), most)
+    yield least_without_host(chain)
+
+
+def _segmented(length: int, kept: frozenset[int], swapped: frozenset[int], most: int) -> Actions:
+    actions = bytearray(length)
+    run = 0
+    for block in range(length):
+        if block in kept or block in swapped:
+            actions[block], run = KEEP if block in kept else SWAP, 0
+        else:
+            actions[block] = JOIN if run % most else RECOMPUTE
+            run += 1
+    return bytes(actions)
+
+
+def _spread(most: int, count: int) -> list[int]:
+    """Up to ``count`` + 1 numbers from 0 to ``most``, both among them."""
+    return sorted({most * step // count for step in range(count + 1)})
+
+
+def _even(blocks: Sequence[int], count: int) -> list[int]:
+    """So many of them, evenly spread."""
+    return [blocks[len(blocks) * number // count] for number in range(count)]
+
+
+def least_without_host(chain: Chain) -> Actions:
+    """The choice that needs the least memory of the device and none of the host: where to cut it into segments.
+
+    Recomputing a block alone needs no more memory than keeping it does, so nothing is kept. For a given capacity, the
+    cuts that leave the fewest bytes of boundaries are found block by block: that is exact, since fewer bytes below
+    never hurt what is above. The capacity is found by bisection.
+    """
+    needs = _segment_needs(chain)
+    best = bytes([RECOMPUTE] * chain.length)
+    low, high = 0, least_capacity(chain, best)
+    while low < high:
+        middle = (low + high) // 2
+        found = _cut(chain, needs, middle)
+        if found is None:
+            low = middle + 1
+        else:
+            best, high = found, min(middle, least_capacity(chain, found))
+    return best
+
+
+def _segment_needs(chain: Chain) -> list[list[int]]:
+    """The bytes that each segment needs beyond the boundaries of those below it; by its last and its first block."""
+    boundary, workspace = chain.boundary, chain.workspace
+    until = [0, *accumulate(chain.both)]
+    gradients = [*reversed([*accumulate(reversed(chain.gradient))]), 0]  # of the blocks from there on
+    table: list[list[int]] = []
+    for end in range(chain.length):
+        row = [0] * (end + 1)
+        computed = passed = 0
+        for first in range(end, -1, -1):
+            made = until[first + 1] + (boundary[first + 1] if first < end else 0) + workspace[first]
+            again = made + boundary[end + 1] + gradients[end + 1]
+            through = until[first + 1] + boundary[first + 1] + (boundary[first] if first else 0) + workspace[first]
+            computed = max(computed, again, through + gradients[first])
+            beginning = boundary[first] + boundary[first + 1] + workspace[first]
+            row[first] = max(computed - until[first], beginning, boundary[first] + passed)
+            passed = max(passed, beginning)
+        table.append(row)
+    return table
+
+
+def _cut(chain: Chain, needs: list[list[int]], capacity: int) -> Actions | None:
+    """Segments that fit; ``None``: there are none."""
+    held: list[int | None] = [0]  # the fewest bytes of boundaries of the blocks up to there, in segments that fit
+    cuts = [0]
+    for end in range(chain.length):
+        fitting = [
+            (below + chain.boundary[first], first)
+            for first, below in enumerate(held)
+            if below is not None and below + needs[end][first] <= capacity
+        ]
+        fewest, first = min(fitting, default=(None, 0))
+        held.append(fewest)
+        cuts.append(first)
+    if held[-1] is None:
+        return None
+    actions = bytearray([JOIN] * chain.length)
+    end = chain.length
+    while end > 0:
+        actions[cuts[end]] = RECOMPUTE
+        end = cuts[end]
+    return bytes(actions)
+
+
+def _neighbours(actions: Actions, pairs: int) -> Iterator[Actions]:
+    """All that differ in one block; that have the actions of two exchanged; and that differ in two blocks, of any
+    distance up to ``pairs`` blocks in all."""
+    length = len(actions)
+    for block in range(length):
+        for action in _others(actions[block]):
+            yield _changed(actions, (block, action))
+    for one, two in combinations(range(length), 2):
+        if actions[one] != actions[two]:
+            yield _changed(actions, (one, actions[two]), (two, actions[one]))
+    reach = length if length <= pairs else 2
+    for one, two in combinations(range(length), 2):
+        if two - one < reach:
+            for first in _others(actions[one]):
+                for second in _others(actions[two]):
+                    yield _changed(actions, (one, first), (two, second))
+
+
+def _others(action: int) -> tuple[int, ...]:
+    return tuple(other for other in (KEEP, SWAP, RECOMPUTE, JOIN) if other != action)
+
+
+def _changed(actions: Actions, *changes: tuple[int, int]) -> Actions:
+    """With other actions for some blocks; one that has nothing to join begins a segment."""
+    result = bytearray(actions)
+    for block, action in changes:
+        result[block] = action
+    for block, action in enumerate(result):
+        if action == JOIN and (block == 0 or result[block - 1] < RECOMPUTE):
+            result[block] = RECOMPUTE
+    return bytes(result)

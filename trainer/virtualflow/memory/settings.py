@@ -1,0 +1,33 @@
+"""Every default of the planner, once. Durations are seconds and sizes are bytes unless a name says otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """How hard the search tries: a count and no time, so that one profile always has the same plan."""
+
+    rungs: int = 10
+    """Sizes of device memory, from the least that works to what keeps everything, at which plans are improved."""
+    moves: int = 200_000
+    """Blocks in all the plans that these improvements try: at 100 blocks so many hundredths of it are plans."""
+    kept: int = 12
+    """Numbers of blocks that are kept in plans that the search begins with."""
+    shares: int = 6
+    """Shares of the other blocks that are swapped in them, the rest being recomputed."""
+    segments: tuple[int, ...] = (1, 2, 4, 8)
+    """Most blocks of a segment that is recomputed at once in them."""
+    pairs: int = 12
+    """Up to so many blocks, two of any distance are changed at a time; of longer chains only neighbours are."""
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """Which devices are worth asking for."""
+
+    worth: float = 0.01
+    """A device must shorten the step by this share of it."""
+    combinations: int = 4_096
+    """The most sets of devices that are compared one by one."""

@@ -1,0 +1,280 @@
+"""One virtual node in time: when each block is computed and copied under a plan, and what is in memory then. Pure.
+
+The device computes the blocks forward, then backward, in one order. The rules, after KARMA (Wahib et al., SC 2020,
+section III: capacity-based prefetching, recomputation interleaved with copies):
+
+1. A copy out is queued when the block's forward pass is over. Its memory is free when the copy is.
+2. What computes waits until its memory is free. Only copies out can free memory beside the computation, so it waits for
+   these alone.
+3. A copy back is issued, in the order in which the backward pass needs them, at the first point of the backward pass
+   from which on its memory is free until it is used: *when the capacity allows it*. It begins when the last copy out is
+   over, so that it never takes memory for which the computation waits.
+4. A segment is recomputed right before the backward pass of its last block.
+
+From these it follows that a given choice of actions is never slower with more memory: every wait of 2 ends as early or
+earlier, every point of 3 is as early or earlier, and nothing issued early delays the computation.
+
+Actions are bytes here, one a block: :data:`KEEP`, :data:`SWAP`, :data:`RECOMPUTE` (from its own boundary) and
+:data:`JOIN` (in the segment of the block before it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from virtualflow.memory.model import Kind, Profile, Span, Timeline
+
+KEEP, SWAP, RECOMPUTE, JOIN = range(4)
+
+Actions = bytes
+"""One of the four a block."""
+
+
+class Chain:
+    """A profile as the arrays that the simulation reads; what is resident whatever the plan is not in it."""
+
+    def __init__(self, profile: Profile) -> None:
+        blocks = profile.blocks
+        self.length = len(blocks)
+        self.forward = [block.forward_seconds for block in blocks]
+        self.backward = [block.backward_seconds for block in blocks]
+        self.saved = [block.saved_bytes for block in blocks]
+        self.boundary = [*(block.boundary_bytes for block in blocks), 0]
+        """Entry ``i`` enters block ``i``; the model's output belongs to the last block."""
+        self.gradient = [block.gradient_bytes for block in blocks]
+        self.workspace = [block.workspace_bytes for block in blocks]
+        self.both = [block.saved_bytes + block.boundary_bytes for block in blocks]
+        self.out_seconds = [size / profile.out_bytes_per_second for size in self.both]
+        self.in_seconds = [size / profile.in_bytes_per_second for size in self.both]
+        self.forward_until = [0.0, *accumulate(self.forward)]
+        self.backward_until = [0.0, *accumulate(self.backward)]
+        self.host_most = sum(self.both)
+
+    def host_bytes(self, actions: Actions) -> int:
+        """What a plan keeps in the host's memory."""
+        return sum(size for size, action in zip(self.both, actions, strict=True) if action == SWAP)
+
+
+@dataclass(slots=True)
+class _Operation:
+    """Something that the device computes in the backward pass."""
+
+    block: int
+    recompute: bool
+    need: int
+    """Bytes in use meanwhile, without those that are swapped."""
+    made: int
+    """Bytes of them that it allocates, and that stay."""
+
+
+@dataclass(slots=True)
+class Schedule:
+    """When everything happens under a choice of actions and a capacity; seconds."""
+
+    forward: list[float]
+    """Starts of the forward passes."""
+    out: list[tuple[int, float]]
+    """Block and start of each copy out."""
+    operations: list[_Operation]
+    """The backward pass."""
+    starts: list[float]
+    """Of these."""
+    back: list[tuple[int, int, float]]
+    """Block of each copy back, the operation at which it is issued, and its start."""
+    seconds: float
+    """When all is computed."""
+
+
+def is_valid(actions: Actions) -> bool:
+    """Whether each block that joins a segment follows one that is recomputed."""
+    return all(
+        action != JOIN or (index > 0 and actions[index - 1] >= RECOMPUTE) for index, action in enumerate(actions)
+    )
+
+
+def least_capacity(chain: Chain, actions: Actions) -> int:
+    """The fewest bytes with which that choice can be carried out, everything being fetched as late as possible."""
+    boundary, saved, workspace = chain.boundary, chain.saved, chain.workspace
+    held, most = boundary[0], 0
+    for block, action in enumerate(actions):
+        stays = boundary[block + 1] + (saved[block] if action <= SWAP else 0)
+        most = max(most, held + stays + workspace[block])
+        held += stays
+        if action == SWAP:
+            held -= chain.both[block]
+        elif action == JOIN:
+            held -= boundary[block]
+    for operation in _backward(chain, actions, held):
+        swapped = 0 if operation.recompute or actions[operation.block] != SWAP else chain.both[operation.block]
+        most = max(most, operation.need + swapped)
+    return most
+
+
+def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float("inf")) -> Schedule | None:
+    """When everything happens; ``None`` if it needs more memory, or is seen not to end before ``limit``.
+
+    Args:
+        chain: the model.
+        actions: a valid choice.
+        capacity: bytes, beyond what is resident whatever the plan.
+        limit: seconds; a schedule that takes longer may be given all the same.
+    """
+    boundary, saved, workspace, both = chain.boundary, chain.saved, chain.workspace, chain.both
+    time, used, engine = 0.0, boundary[0], 0.0
+    forward: list[float] = []
+    out: list[tuple[int, float]] = []
+    leaving: list[tuple[float, int]] = []  # the end of each copy out, and its bytes
+    gone = swapped = 0
+    for block, action in enumerate(actions):
+        stays = boundary[block + 1] + (saved[block] if action <= SWAP else 0)
+        need = stays + workspace[block]
+        while gone < len(leaving) and (leaving[gone][0] <= time or used + need > capacity):
+            end, size = leaving[gone]
+            time = max(time, end)
+            used -= size
+            gone += 1
+        if used + need > capacity:
+            return None
+        forward.append(time)
+        time += chain.forward[block]
+        used += stays
+        if action == SWAP:
+            engine = max(time, engine)
+            out.append((block, engine))
+            engine += chain.out_seconds[block]
+            leaving.append((engine, both[block]))
+            swapped += both[block]
+        elif action == JOIN:
+            used -= boundary[block]
+    outside = sum(size for _, size in leaving[:gone])
+    operations = _backward(chain, actions, used + outside - swapped)
+    if time + chain.backward_until[-1] >= limit:
+        return None
+    issued = _issue(chain, actions, operations, capacity)
+    if issued is None:
+        return None
+    last_out, flying = engine, swapped - outside
+    starts: list[float] = []
+    back: list[tuple[int, int, float]] = []
+    ready: dict[int, float] = {}
+    following, engine = 0, 0.0
+    for index, operation in enumerate(operations):
+        while flying and (leaving[gone][0] <= time or operation.need + flying > capacity):
+            end, size = leaving[gone]
+            time = max(time, end)
+            flying -= size
+            gone += 1
+        while following < len(issued) and issued[following][1] == index:
+            block = issued[following][0]
+            engine = max(time, last_out, engine)
+            back.append((block, index, engine))
+            engine += chain.in_seconds[block]
+            ready[block] = engine
+            following += 1
+        block = operation.block
+        if operation.recompute:
+            starts.append(time)
+            time += chain.forward[block]
+        else:
+            time = max(time, ready.get(block, 0.0))
+            starts.append(time)
+            time += chain.backward[block]
+    return Schedule(forward, out, operations, starts, back, time)
+
+
+def _backward(chain: Chain, actions: Actions, held: int) -> list[_Operation]:
+    """What is computed after the forward pass, in order; ``held`` are the bytes then, without those swapped."""
+    boundary, saved, gradient, workspace = chain.boundary, chain.saved, chain.gradient, chain.workspace
+    operations: list[_Operation] = []
+    block = chain.length - 1
+    while block >= 0:
+        first = block
+        if actions[block] >= RECOMPUTE:
+            while actions[first] == JOIN:
+                first -= 1
+            for again in range(first, block + 1):
+                made = saved[again] + (boundary[again + 1] if again < block else 0)
+                operations.append(_Operation(again, True, held + made + workspace[again], made))
+                held += made
+        for done in range(block, first - 1, -1):
+            made = (boundary[done] if done else 0) + gradient[done]  # nobody wants the gradient of the samples
+            held += made
+            operations.append(_Operation(done, False, held + workspace[done], made))
+            held -= boundary[done + 1] + (0 if actions[done] == SWAP else chain.both[done])
+        block = first - 1
+    return operations
+
+
+def _issue(
+    chain: Chain, actions: Actions, operations: list[_Operation], capacity: int
+) -> list[tuple[int, int]] | None:
+    """Each swapped block in the order of the backward pass, and the operation at which its copy back is issued.
+
+    That is the first from which on its memory is free until it is used, but not before that of the block needed sooner;
+    ``None`` if something does not fit at all.
+    """
+    needs = [operation.need for operation in operations]
+    if max(needs) > capacity:
+        return None
+    issued: list[tuple[int, int]] = []
+    earliest = 0
+    for index, operation in enumerate(operations):
+        block = operation.block
+        if operation.recompute or actions[block] != SWAP:
+            continue
+        size = chain.both[block]
+        room = capacity - size
+        if needs[index] > room:
+            return None
+        point = index
+        while point > earliest and needs[point - 1] <= room:
+            point -= 1
+        for taken in range(point, index + 1):
+            needs[taken] += size
+        issued.append((block, point))
+        earliest = point
+    return issued
+
+
+def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> Timeline:
+    """The same as spans of the three resources, with the bytes in use at every change.
+
+    Memory is counted anew from the spans: what a span allocates from its start on, what it frees at its end.
+    """
+    spans: list[Span] = []
+    changes: list[tuple[float, int]] = [(0.0, resident + chain.boundary[0])]
+    for block, start in enumerate(found.forward):
+        action, end = actions[block], start + chain.forward[block]
+        spans.append(Span("compute", "forward", block, start, end))
+        stays = chain.boundary[block + 1] + (chain.saved[block] if action <= SWAP else 0)
+        drop = chain.boundary[block] if action == JOIN else 0
+        changes += [(start, stays + chain.workspace[block]), (end, -chain.workspace[block] - drop)]
+    for operation, start in zip(found.operations, found.starts, strict=True):
+        block, workspace = operation.block, chain.workspace[operation.block]
+        seconds = chain.forward[block] if operation.recompute else chain.backward[block]
+        freed = 0 if operation.recompute else chain.both[block] + chain.boundary[block + 1]
+        kind: Kind = "recompute" if operation.recompute else "backward"
+        spans.append(Span("compute", kind, block, start, start + seconds))
+        changes += [(start, operation.made + workspace), (start + seconds, -workspace - freed)]
+    for block, start in found.out:
+        end = start + chain.out_seconds[block]
+        spans.append(Span("copy-out", "swap-out", block, start, end))
+        changes.append((end, -chain.both[block]))
+    for block, _, start in found.back:
+        spans.append(Span("copy-in", "swap-in", block, start, start + chain.in_seconds[block]))
+        changes.append((start, chain.both[block]))
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.resource, span.start))), _curve(changes))
+
+
+def _curve(changes: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
+    """Bytes in use from each second on at which they change; what is freed at a moment is freed before it is used."""
+    curve: list[tuple[float, int]] = []
+    used = 0
+    for time, change in sorted(changes):
+        used += change
+        if curve and curve[-1][0] == time:
+            curve[-1] = (time, used)
+        else:
+            curve.append((time, used))
+    return tuple(curve)
