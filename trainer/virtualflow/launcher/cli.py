@@ -1,5 +1,5 @@
-"""The command line: ``virtualflow run``, ``check``, ``bisect``, ``profile``, ``explain``, ``status``, ``scale``,
-``drain`` and ``coordinator``.
+"""The command line: ``virtualflow run``, ``check``, ``bisect``, ``profile``, ``plan``, ``explain``, ``status``,
+``scale``, ``drain`` and ``coordinator``.
 
 Commands of other parts of the project (``virtualflow simulate``) are found by the entry points of the group
 :data:`COMMANDS`: the library knows their names, and nothing of what they do.
@@ -66,6 +66,7 @@ def parser(settings: LauncherSettings) -> Parser:
         "check": _check,
         "bisect": _bisect,
         "profile": _profile,
+        "plan": _plan,
         "explain": _explain,
         "status": _status,
         "scale": _scale,
@@ -111,6 +112,12 @@ def _explain(arguments: argparse.Namespace, _: LauncherSettings) -> int:
     from virtualflow.launcher.explain import explain
 
     return explain(arguments)
+
+
+def _plan(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
+    from virtualflow.launcher.plan import plan
+
+    return plan(arguments, settings)
 
 
 def _check(arguments: argparse.Namespace, settings: LauncherSettings) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from virtualflow.coordinator.settings import MembershipSettings
+from virtualflow.memory.settings import DeviceSettings, PlannerSettings
 from virtualflow.protocol.settings import SignalSettings
 
 KEEP_FREED_MEMORY = {
@@ -67,5 +68,13 @@ class LauncherSettings:
     """The most workers of such a run: each is a process that holds the whole model."""
     check_limit: float = 600.0
     """How long such a run may take."""
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    """Of the plans of ``virtualflow plan``."""
+    devices: DeviceSettings = field(default_factory=DeviceSettings)
+    """Of its advice."""
+    plan_rows: int = 4
+    """Numbers of virtual nodes that it shows above the smallest that fits."""
+    plan_width: int = 72
+    """Columns of its picture of the time."""
     tail: int = 200
     """Last lines of a worker's standard error that are kept for the message of its failure."""

@@ -62,6 +62,7 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
     _add_check(add("check", "run a script in several ways, and compare the bits of a few steps"), settings)
     _add_bisect(add("bisect", "find the first step, virtual node and tensor in which two runs differ"))
     _add_profile(add("profile", "measure a script on this device, for jobs to come"))
+    _add_plan(add("plan", "say what fits into a device's memory, and which devices are worth asking for"))
     _add_explain(add("explain", "run two steps of a script, and say how its gradients travel and why"))
     status = add("status", "show what a running job is doing")
     status.add_argument("job", nargs="?", metavar="NAME", help="of the job; not needed when only one is running")
@@ -326,6 +327,34 @@ def _add_explain(parser: Parser) -> None:
         "The script runs as it stands, so what it writes itself it writes; its checkpoints go elsewhere and are "
         "deleted. The schedule changes no bit of the result."
     )
+
+
+def _add_plan(parser: Parser) -> None:
+    parser.usage = "virtualflow plan [OPTIONS] PROFILE ..."
+    parser.description = (
+        "From a measured profile: for each number of virtual nodes that fits into a device's memory, which blocks of the "
+        "model are kept, swapped to the host and recomputed, how long a step takes, and how much memory. With several "
+        "types of device, also which of them are worth asking for, and how they share the virtual nodes."
+    )
+    parser.add_argument("profiles", nargs="+", metavar="PROFILE", help="one for each type of device")
+    parser.add_argument("--device", metavar="SIZE", help="the device's memory, like 24GiB (default: as in the profile)")
+    parser.add_argument(
+        "--host", metavar="SIZE", help="the host's memory for it (default: as in the profile; without: what is needed)"
+    )
+    parser.add_argument(
+        "--optimizer", choices=("device", "host"), default="device", help="where its state is (default: device)"
+    )
+    parser.add_argument("--batch", metavar="N", help="samples of a step (default: as in the profile)", **_AT_LEAST_1)
+    parser.add_argument(
+        "--virtual-nodes",
+        metavar="V",
+        help="plan for that number (default: from the smallest that fits; for --devices as in the profile)",
+        **_range(int, 1, MAX_VIRTUAL_NODES, "a job has between {} and {}"),
+    )
+    parser.add_argument(
+        "--devices", metavar="NAME:N,...", help="those that could be had; a name is a part of a profile's device"
+    )
+    parser.add_argument("--json", action="store_true", help="all of it, with the timelines, as JSON")
 
 
 def _add_coordinator(parser: Parser, settings: LauncherSettings) -> None:

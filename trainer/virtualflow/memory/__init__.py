@@ -1,1 +1,44 @@
-"""x"""
+"""What to do where a model's activations do not fit on a device: for each block keep, swap or recompute.
+
+The decision is pure: from a profile of the model as a chain of blocks and a budget (:mod:`model`) to a plan
+(:mod:`planner`), by a simulation of the device and its two copy engines (:mod:`simulation`) and a search
+(:mod:`search`); which number of virtual nodes fits (:mod:`fitting`), and which devices are worth asking for
+(:mod:`devices`). No plan changes a bit of the result, so each worker may have its own. What may enter: values and
+decisions about them, no torch, no clock. docs/explanation/memory.md has the model.
+"""
+
+from virtualflow.memory.devices import Advice, DeviceType, Division, Share, advise, costs, divide
+from virtualflow.memory.fitting import Fit, fit, what_fits
+from virtualflow.memory.measured import profile_for
+from virtualflow.memory.model import Action, Block, BlockPlan, Budget, Placement, Plan, Point, Profile, Span, Timeline
+from virtualflow.memory.planner import DoesNotFit, Planner, plan
+from virtualflow.memory.sizes import format_bytes, parse_bytes
+
+__all__ = [
+    "Action",
+    "Advice",
+    "Block",
+    "BlockPlan",
+    "Budget",
+    "DeviceType",
+    "Division",
+    "DoesNotFit",
+    "Fit",
+    "Placement",
+    "Plan",
+    "Planner",
+    "Point",
+    "Profile",
+    "Share",
+    "Span",
+    "Timeline",
+    "advise",
+    "costs",
+    "divide",
+    "fit",
+    "format_bytes",
+    "parse_bytes",
+    "plan",
+    "profile_for",
+    "what_fits",
+]

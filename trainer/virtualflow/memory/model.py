@@ -1,7 +1,7 @@
 """What the planner knows and what it says, as values: a model as a chain of blocks, a budget, a plan and its timeline.
 
 A *block* is a part of the model whose input is the output of the block before it; the *boundary* of a block is that
-input. The performance model is KARMA's (Wahib et al., SC 2020, arXiv 2008.11421, section III): one device computes,
+input. The performance model is KARMA's (Wahib et al., SC 2020, arXiv 2008.11421): one device computes,
 one engine copies to the host, and one copies back, and the three work at the same time.
 """
 

@@ -5,8 +5,7 @@ The pool depends on the model alone and not on a budget. A choice is never slowe
 plan.
 
 It begins with regular choices: the last blocks are kept, since they are needed first; of the others some are swapped,
-which costs nothing as long as the copies are hidden, and the rest is recomputed (KARMA, Wahib et al., SC 2020, section
-III). At a few sizes of memory the fastest of them are then improved by local moves; all that is tried enters the pool.
+which costs nothing as long as the copies are hidden, and the rest is recomputed (KARMA, Wahib et al., SC 2020). At a few sizes of memory the fastest of them are then improved by local moves; all that is tried enters the pool.
 """
 
 from __future__ import annotations
@@ -91,9 +90,7 @@ class Pool:
         chain, rungs = self._chain, self._settings.rungs
         enough = least_capacity(chain, bytes([KEEP] * chain.length))
         corners = [(host, self.least(host)) for host in (0, chain.host_most // 4, chain.host_most)]
-        places = {
-            (least + (enough - least) * rung // rungs, host) for host, least in corners for rung in range(rungs)
-        }
+        places = {(least + (enough - least) * rung // rungs, host) for host, least in corners for rung in range(rungs)}
         tries = max(1, self._settings.moves // (chain.length * len(places)))
         for capacity, host in sorted(places):
             choices = sorted(self._choices.values(), key=lambda choice: (choice.bound, choice.actions))

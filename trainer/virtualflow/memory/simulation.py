@@ -1,7 +1,7 @@
 """One virtual node in time: when each block is computed and copied under a plan, and what is in memory then. Pure.
 
-The device computes the blocks forward, then backward, in one order. The rules, after KARMA (Wahib et al., SC 2020,
-section III: capacity-based prefetching, recomputation interleaved with copies):
+The device computes the blocks forward, then backward, in one order. The rules, after KARMA (Wahib et al., SC 2020:
+capacity-based prefetching, recomputation interleaved with copies):
 
 1. A copy out is queued when the block's forward pass is over. Its memory is free when the copy is.
 2. What computes waits until its memory is free. Only copies out can free memory beside the computation, so it waits for
@@ -206,9 +206,7 @@ def _backward(chain: Chain, actions: Actions, held: int) -> list[_Operation]:
     return operations
 
 
-def _issue(
-    chain: Chain, actions: Actions, operations: list[_Operation], capacity: int
-) -> list[tuple[int, int]] | None:
+def _issue(chain: Chain, actions: Actions, operations: list[_Operation], capacity: int) -> list[tuple[int, int]] | None:
     """Each swapped block in the order of the backward pass, and the operation at which its copy back is issued.
 
     That is the first from which on its memory is free until it is used, but not before that of the block needed sooner;

@@ -12,13 +12,14 @@ from typing import Annotated
 import msgspec
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.chain_profile import ChainProfile
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.protocol.wording import counted
 
 VERSION = 1
 """Raised when the file changes in a way that an older reader would misread."""
 
-_LARGEST = 1 << 20
+_LARGEST = 8 << 20
 """Bytes of a file that could be a profile."""
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -75,6 +76,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Why no larger sizes follow, in words."""
     sizes: Annotated[tuple[SizeProfile, ...], msgspec.Meta(min_length=1, max_length=64)]
     """From the smallest to the largest."""
+    chain: ChainProfile | None = None
+    """What plans of memory are made from; ``None`` where it was not measured."""
 
 
 def encode(profile: DeviceProfile) -> bytes:

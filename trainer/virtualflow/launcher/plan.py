@@ -1,0 +1,197 @@
+"""``virtualflow plan``: from profiles to what fits into a device's memory, and to the devices worth asking for."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.launcher.plan_text import describe_advice, describe_fits
+from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.memory import Advice, Budget, DeviceType, DoesNotFit, Fit, advise, fit, parse_bytes, what_fits
+from virtualflow.protocol.chain_profile import ChainProfile
+from virtualflow.protocol.device_profile import DeviceProfile, read_profile, seconds_for
+from virtualflow.protocol.settings import MAX_WORKERS
+from virtualflow.protocol.wording import counted
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What fits on one type of device."""
+
+    device: str
+    batch: int
+    budget: Budget
+    fits: tuple[Fit, ...]
+    """By the number of virtual nodes; those that fit are the last ones."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that ``virtualflow plan`` found, as ``--json`` prints it."""
+
+    memory: tuple[Memory, ...]
+    """Of each profile that has blocks."""
+    advice: Advice | None
+    """If devices were named."""
+    left_out: tuple[str, ...]
+    """Why devices that were named take no part."""
+
+
+def plan(arguments: Namespace, settings: LauncherSettings) -> int:
+    """Print what fits; the exit code.
+
+    Raises:
+        ConfigurationError: a profile or a size makes no sense, or nothing fits; the sentence says what would.
+    """
+    profiles = [read_profile(Path(name)) for name in arguments.profiles]
+    answer = answer_for(profiles, arguments, settings)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
+        return 0
+    parts = [describe_fits(each.device, each.batch, each.budget, each.fits, settings) for each in answer.memory]
+    if answer.advice is not None:
+        parts.append("\n".join([describe_advice(answer.advice), *answer.left_out]))
+    print("\n\n".join(parts))
+    return 0
+
+
+def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings: LauncherSettings) -> Answer:
+    """What ``virtualflow plan`` is asked for.
+
+    Raises:
+        ConfigurationError: it cannot be said.
+    """
+    without = [profile for profile in profiles if profile.chain is None]
+    if without and arguments.devices is None:
+        raise ConfigurationError(
+            f"the profile of {without[0].device} says nothing of the model's blocks, so that no memory can be planned; "
+            "name one with a chain, or --devices to divide virtual nodes by speed alone"
+        )
+    if arguments.devices is None:
+        planned = [_memory(profile, profile.chain, arguments, settings) for profile in profiles if profile.chain]
+        return Answer(tuple(planned), None, ())
+    asked = parse_devices(arguments.devices)
+    found = {name: _profile_of(name, profiles) for name in asked}
+    memory: list[Memory] = []
+    kinds: list[DeviceType] = []
+    left_out: list[str] = []
+    virtual_nodes = arguments.virtual_nodes or profiles[0].virtual_nodes
+    batch = arguments.batch or profiles[0].batch_size
+    for name, count in asked.items():
+        try:
+            seconds, planned_memory = _seconds(found[name], batch, virtual_nodes, arguments, settings)
+        except DoesNotFit as error:
+            left_out.append(f"{name} takes no part: {error}")
+            continue
+        memory += planned_memory
+        kinds.append(DeviceType(name, count, seconds))
+    if not kinds:
+        raise ConfigurationError("; ".join(left_out))
+    return Answer(tuple(memory), advise(virtual_nodes, kinds, settings.devices), tuple(left_out))
+
+
+def parse_devices(text: str) -> dict[str, int]:
+    """Names and counts from ``V100:2,T4:4``; without a number it is one.
+
+    Raises:
+        ConfigurationError: it is written otherwise.
+    """
+    devices: dict[str, int] = {}
+    for part in text.split(","):
+        name, colon, number = part.strip().rpartition(":")
+        if not colon:
+            name, number = number, "1"
+        count = int(number) if number.isdecimal() and len(number) < 6 else 0
+        if not name or name in devices or not 1 <= count <= MAX_WORKERS:
+            raise ConfigurationError(f"--devices {text}: write each type once with its number, like V100:2,T4:4")
+        devices[name] = count
+    return devices
+
+
+def _profile_of(name: str, profiles: Sequence[DeviceProfile]) -> DeviceProfile:
+    fitting = [profile for profile in profiles if name.lower() in profile.device.lower()]
+    if len(fitting) != 1:
+        known = ", ".join(profile.device for profile in profiles)
+        found = "no profile is" if not fitting else f"{counted(len(fitting), 'profile')} are"
+        raise ConfigurationError(
+            f"--devices: {found} of a device {name} (there are: {known}); measure one with virtualflow profile on such "
+            "a device, and name it by a part of its own name"
+        )
+    return fitting[0]
+
+
+def _budget(chain: ChainProfile, arguments: Namespace) -> Budget:
+    device = parse_bytes(arguments.device) if arguments.device is not None else chain.device_bytes
+    if device is None:
+        raise ConfigurationError("the profile does not say how much memory the device has; give --device, like 24GiB")
+    host = parse_bytes(arguments.host) if arguments.host is not None else chain.host_bytes
+    return Budget(device, host, arguments.optimizer)
+
+
+def _memory(profile: DeviceProfile, chain: ChainProfile, arguments: Namespace, settings: LauncherSettings) -> Memory:
+    budget, batch = _budget(chain, arguments), arguments.batch or profile.batch_size
+    if arguments.virtual_nodes is None:
+        fits = what_fits(chain, batch, budget, settings.planner, more=settings.plan_rows)
+    else:
+        fits = (fit_or_refuse(chain, batch, arguments.virtual_nodes, budget, settings),)
+    return Memory(profile.device, batch, budget, fits)
+
+
+def _seconds(
+    profile: DeviceProfile, batch: int, virtual_nodes: int, arguments: Namespace, settings: LauncherSettings
+) -> tuple[Mapping[int, float], list[Memory]]:
+    """Seconds of a micro-batch by how many virtual nodes are fused into it, and what fits of one alone.
+
+    Only a ``statistical`` job fuses, and only as many as fit with a plan.
+
+    Raises:
+        DoesNotFit: not even one does.
+        ConfigurationError: that size was not measured.
+    """
+    micro_batch, left = divmod(batch, virtual_nodes)
+    if left or not micro_batch:
+        raise ConfigurationError(
+            f"{virtual_nodes} virtual nodes do not divide a batch of {batch}; give --virtual-nodes"
+        )
+    widths = (
+        [1] if profile.reproducibility == "bitwise" else [1 << power for power in range(virtual_nodes.bit_length())]
+    )
+    widths = [width for width in widths if width <= virtual_nodes]
+    if profile.chain is None:
+        measured = range(profile.sizes[0].micro_batch, profile.sizes[-1].micro_batch + 1)
+        if micro_batch not in measured:
+            raise ConfigurationError(
+                f"the profile of {profile.device} is of micro-batches of {measured[0]} to {measured[-1]} samples, and "
+                f"virtual nodes here have {micro_batch}; give --virtual-nodes {profile.virtual_nodes}, or measure it anew"
+            )
+        inside = [width for width in widths if micro_batch * width in measured]
+        return {width: seconds_for(profile, micro_batch * width) for width in inside}, []
+    budget = _budget(profile.chain, arguments)
+    one = fit_or_refuse(profile.chain, batch, virtual_nodes, budget, settings)
+    seconds: dict[int, float] = {}
+    for width in widths:
+        # The samples of several virtual nodes at once are those of one virtual node of a part of the batch.
+        fused = one if width == 1 else fit(profile.chain, micro_batch * width, 1, budget, settings.planner)
+        if fused.plan is None:
+            break
+        seconds[width] = fused.plan.seconds
+    return seconds, [Memory(profile.device, batch, budget, (one,))]
+
+
+def fit_or_refuse(
+    chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, settings: LauncherSettings
+) -> Fit:
+    """That number of virtual nodes, with a plan.
+
+    Raises:
+        DoesNotFit: there is none.
+    """
+    found = fit(chain, batch, virtual_nodes, budget, settings.planner)
+    if found.plan is None:
+        raise DoesNotFit(found.reason, found.smallest_bytes)
+    return found

@@ -1,0 +1,88 @@
+"""What fits: for each number of virtual nodes that divides a batch, the plan of one device. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.memory.measured import profile_for
+from virtualflow.memory.model import Budget, Plan
+from virtualflow.memory.planner import DoesNotFit, Planner
+from virtualflow.memory.settings import PlannerSettings
+from virtualflow.memory.sizes import format_bytes
+from virtualflow.protocol.chain_profile import ChainProfile
+from virtualflow.protocol.settings import MAX_VIRTUAL_NODES
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One number of virtual nodes on one device."""
+
+    virtual_nodes: int
+    micro_batch: int
+    keep_bytes: int
+    """What would be needed without a plan."""
+    smallest_bytes: int
+    """What would be needed at least."""
+    plan: Plan | None
+    """``None``: nothing fits."""
+    reason: str
+    """Of the plan, or why there is none."""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """A step's computing, if one device computes all virtual nodes."""
+        return None if self.plan is None else self.plan.seconds * self.virtual_nodes
+
+
+def fit(chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, settings: PlannerSettings) -> Fit:
+    """What becomes of that many virtual nodes, which divide the batch.
+
+    Raises:
+        ConfigurationError: they do not, or the profile makes no sense.
+    """
+    micro_batch, left = divmod(batch, virtual_nodes)
+    if left or not micro_batch:
+        raise ConfigurationError(
+            f"{virtual_nodes} virtual nodes do not divide a batch of {batch}; name a divisor of it"
+        )
+    planner = Planner(profile_for(chain, micro_batch), settings)
+    try:
+        plan: Plan | None = planner.plan(budget)
+        reason = plan.reason
+    except DoesNotFit as error:
+        if error.smallest is None:
+            raise
+        plan, reason = None, str(error)
+    return Fit(virtual_nodes, micro_batch, planner.keep_bytes(budget), planner.smallest(budget), plan, reason)
+
+
+def what_fits(
+    chain: ChainProfile, batch: int, budget: Budget, settings: PlannerSettings, *, more: int
+) -> tuple[Fit, ...]:
+    """Each number of virtual nodes from one that does not fit, if there is one, to the smallest that does and ``more``
+    above it: their micro-batches are smaller, so that less must be swapped or computed again.
+
+    Raises:
+        DoesNotFit: not even micro-batches of one sample fit.
+    """
+    rows: list[Fit] = []
+    for virtual_nodes in (number for number in range(1, batch + 1) if batch % number == 0):
+        if virtual_nodes > MAX_VIRTUAL_NODES:
+            break
+        row = fit(chain, batch, virtual_nodes, budget, settings)
+        if row.plan is None:
+            rows = [row]
+            continue
+        rows.append(row)
+        if sum(each.plan is not None for each in rows) > more or row.keep_bytes <= budget.device:
+            break
+    if rows[-1].plan is None:
+        smallest = rows[-1].smallest_bytes
+        raise DoesNotFit(
+            f"not even micro-batches of {rows[-1].micro_batch} fit into {format_bytes(budget.device)}: the smallest "
+            f"budget that works is {format_bytes(smallest, up=True)}; use a larger device, or put the "
+            "optimizer's state on the host",
+            smallest,
+        )
+    return tuple(rows)

@@ -1,0 +1,62 @@
+"""From what was measured at a few sizes to a profile for micro-batches of any size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.memory.model import Block, Profile
+from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
+
+
+def profile_for(chain: ChainProfile, micro_batch: int) -> Profile:
+    """The profile for micro-batches of so many samples.
+
+    Everything lies on the line through the two measured sizes next to it. If only one size was measured, activations
+    and times are in proportion to the samples; smaller micro-batches then look faster than they are.
+
+    Raises:
+        ConfigurationError: the sizes do not have the same blocks, or none is above the one before.
+    """
+    sizes = [size.micro_batch for size in chain.sizes]
+    if sizes != sorted(set(sizes)):
+        raise ConfigurationError("the sizes of a profile must grow; measure it anew")
+    if len({len(size.blocks) for size in chain.sizes}) > 1:
+        raise ConfigurationError("a profile must have the same blocks at every size; measure it anew")
+    low = min(max(0, sum(size <= micro_batch for size in sizes) - 1), max(0, len(sizes) - 2))
+    high = min(low + 1, len(sizes) - 1)
+    blocks = [
+        _on_line(chain.sizes[low], one, chain.sizes[high], two, micro_batch)
+        for one, two in zip(chain.sizes[low].blocks, chain.sizes[high].blocks, strict=True)
+    ]
+    return Profile(
+        tuple(blocks),
+        chain.out_bytes_per_second,
+        chain.in_bytes_per_second,
+        chain.optimizer_bytes,
+        chain.fixed_bytes,
+    )
+
+
+def _on_line(low: ChainSize, one: BlockProfile, high: ChainSize, two: BlockProfile, micro_batch: int) -> Block:
+    """One block for so many samples, from itself at two sizes; at the same size twice if only one was measured."""
+    growth = micro_batch / low.micro_batch
+
+    def at(read: Callable[[BlockProfile], float]) -> float:
+        if low is high:
+            return read(one) * growth
+        share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
+        # Noise may let the line fall: nothing becomes less by more samples, nor by fewer than in proportion.
+        return max(read(one) + share * (read(two) - read(one)), read(one) * min(1.0, growth))
+
+    return Block(
+        one.name,
+        at(lambda block: block.forward_seconds),
+        at(lambda block: block.backward_seconds),
+        math.ceil(at(lambda block: block.saved_bytes)),
+        math.ceil(at(lambda block: block.boundary_bytes)),
+        one.parameter_bytes,
+        one.gradient_bytes,
+        math.ceil(at(lambda block: block.workspace_bytes)),
+    )

@@ -1,0 +1,212 @@
+"""From a profile and a budget to a plan, or to the sentence that says what would fit. Pure.
+
+The plan is the fastest of all that were tried (:mod:`virtualflow.memory.search`) that fits into the budget, as the
+simulation (:mod:`virtualflow.memory.simulation`) has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.memory.model import Action, BlockPlan, Budget, Kind, Plan, Point, Profile
+from virtualflow.memory.search import Pool
+from virtualflow.memory.settings import PlannerSettings
+from virtualflow.memory.simulation import (
+    JOIN,
+    KEEP,
+    RECOMPUTE,
+    SWAP,
+    Actions,
+    Chain,
+    Schedule,
+    least_capacity,
+    schedule,
+    timeline,
+)
+from virtualflow.memory.sizes import format_bytes
+
+_UNIFORM = {Action.KEEP: KEEP, Action.SWAP: SWAP, Action.RECOMPUTE: RECOMPUTE}
+
+
+class DoesNotFit(ConfigurationError):
+    """No plan fits into a budget."""
+
+    def __init__(self, sentence: str, smallest: int | None) -> None:
+        super().__init__(sentence)
+        self.smallest = smallest
+        """Bytes of the device that would be enough, with the same memory of the host; ``None``: it is the host's memory
+        that is not enough."""
+
+
+class Planner:
+    """All that can be planned for one profile.
+
+    Making one costs nothing; the first plan that is not obvious starts the search, whose result serves all budgets.
+
+    Args:
+        profile: the model on the device.
+        settings: how hard the search tries.
+    """
+
+    def __init__(self, profile: Profile, settings: PlannerSettings | None = None) -> None:
+        self._profile = profile
+        self._settings = settings or PlannerSettings()
+        self._chain = Chain(profile)
+
+    def plan(self, budget: Budget) -> Plan:
+        """The fastest plan for that budget; of a larger budget it is never slower.
+
+        Raises:
+            DoesNotFit: there is none; the sentence names the smallest budget that works.
+        """
+        capacity, host = self._capacity(budget), self._host(budget)
+        everything = self._uniform(KEEP)
+        if least_capacity(self._chain, everything) <= capacity:
+            return self._finish(everything, budget, "everything fits")
+        # No choice needs less than to swap everything, so this says at once what no search would find.
+        found = self._pool.best(capacity, host) if self._least <= capacity else None
+        if found is None:
+            raise self._refusal(budget)
+        chosen = self._finish(found.actions, budget, "")
+        return replace(chosen, reason=self._explain(chosen, budget))
+
+    def uniform(self, action: Action, budget: Budget) -> Plan:
+        """The plan that treats all blocks alike: each is recomputed alone.
+
+        Raises:
+            DoesNotFit: it needs more; the sentence names how much.
+        """
+        actions = self._uniform(_UNIFORM[action])
+        least, host = least_capacity(self._chain, actions), self._chain.host_bytes(actions)
+        if host > self._host(budget):
+            raise self._too_little_host(host, budget)
+        if least > self._capacity(budget):
+            smallest = least + self._resident(budget)
+            raise DoesNotFit(
+                f"to {action.value} every block takes {format_bytes(smallest, up=True)} of the device's memory, and "
+                f'the budget is {format_bytes(budget.device)}; use activations="auto", or more virtual nodes',
+                smallest,
+            )
+        return self._finish(actions, budget, f"every block: {action.value}")
+
+    def smallest(self, budget: Budget) -> int:
+        """The fewest bytes of the device that are enough for some plan, with the host's memory of that budget."""
+        host = self._host(budget)
+        swapped = self._uniform(SWAP)
+        least = self._least if self._chain.host_bytes(swapped) <= host else self._pool.least(host)
+        return least + self._resident(budget)
+
+    def keep_bytes(self, budget: Budget) -> int:
+        """The bytes of the device that are enough without any plan."""
+        return least_capacity(self._chain, self._uniform(KEEP)) + self._resident(budget)
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _pool(self) -> Pool:
+        return Pool(self._chain, self._settings)
+
+    @cached_property
+    def _least(self) -> int:
+        return least_capacity(self._chain, self._uniform(SWAP))
+
+    def _uniform(self, action: int) -> Actions:
+        return bytes([action] * self._chain.length)
+
+    def _resident(self, budget: Budget) -> int:
+        return self._profile.resident_bytes(budget.optimizer)
+
+    def _capacity(self, budget: Budget) -> int:
+        return budget.device - self._resident(budget)
+
+    def _host(self, budget: Budget) -> int:
+        """What may be swapped.
+
+        Raises:
+            DoesNotFit: the optimizer's state does not fit there.
+        """
+        if budget.host is None:
+            return self._chain.host_most
+        state = self._profile.optimizer_bytes if budget.optimizer == "host" else 0
+        if state > budget.host:
+            raise self._too_little_host(0, budget)
+        return min(budget.host - state, self._chain.host_most)
+
+    def _too_little_host(self, swapped: int, budget: Budget) -> DoesNotFit:
+        assert budget.host is not None
+        state = self._profile.optimizer_bytes if budget.optimizer == "host" else 0
+        parts = [f"what is swapped takes {format_bytes(swapped, up=True)}"] if swapped else []
+        parts += [f"the optimizer's state takes {format_bytes(state, up=True)}"] if state else []
+        return DoesNotFit(
+            f"the host's memory is too small: {' and '.join(parts)}, and the budget is {format_bytes(budget.host)}; "
+            f"give it {format_bytes(swapped + state, up=True)}",
+            None,
+        )
+
+    def _refusal(self, budget: Budget) -> DoesNotFit:
+        smallest = self.smallest(budget)
+        unlimited = self.smallest(Budget(budget.device, None, budget.optimizer))
+        more_host = ""
+        if unlimited < smallest:
+            state = self._profile.optimizer_bytes if budget.optimizer == "host" else 0
+            host = format_bytes(self._chain.host_most + state, up=True)
+            more_host = f" ({format_bytes(unlimited, up=True)} with {host} of the host's)"
+        return DoesNotFit(
+            f"the model does not fit into {format_bytes(budget.device)} of the device's memory: the smallest budget "
+            f"that works is {format_bytes(smallest, up=True)}{more_host}; use more virtual nodes, which makes micro-batches "
+            "smaller, or a larger device",
+            smallest,
+        )
+
+    def _explain(self, plan: Plan, budget: Budget) -> str:
+        computed = self._chain.forward_until[-1] + self._chain.backward_until[-1]
+        again = sum(span.end - span.start for span in plan.timeline.spans if span.kind == "recompute")
+        waits = max(0.0, plan.seconds - computed - again)
+        return (
+            f"to keep everything takes {format_bytes(self.keep_bytes(budget), up=True)}; of {len(plan.blocks)} blocks "
+            f"{plan.count(Action.KEEP)} are kept, {plan.count(Action.SWAP)} swapped and "
+            f"{plan.count(Action.RECOMPUTE)} recomputed, for {again / computed:.1%} more computing and "
+            f"{waits / computed:.1%} of waiting for copies"
+        )
+
+    def _finish(self, actions: Actions, budget: Budget, reason: str) -> Plan:
+        found = schedule(self._chain, actions, self._capacity(budget))
+        assert found is not None
+        times = timeline(self._chain, actions, found, self._resident(budget))
+        state = self._profile.optimizer_bytes if budget.optimizer == "host" else 0
+        return Plan(
+            _block_plans(actions, found),
+            found.seconds,
+            times.peak,
+            self._chain.host_bytes(actions) + state,
+            reason,
+            times,
+        )
+
+
+def _block_plans(actions: Actions, found: Schedule) -> tuple[BlockPlan, ...]:
+    points = {block: found.operations[index] for block, index, _ in found.back}
+    plans: list[BlockPlan] = []
+    first = 0
+    for block, action in enumerate(actions):
+        if action == KEEP:
+            plans.append(BlockPlan(Action.KEEP))
+        elif action == SWAP:
+            point = points[block]
+            kind: Kind = "recompute" if point.recompute else "backward"
+            plans.append(BlockPlan(Action.SWAP, prefetch=Point(kind, point.block)))
+        else:
+            first = first if action == JOIN else block
+            plans.append(BlockPlan(Action.RECOMPUTE, segment=first))
+    return tuple(plans)
+
+
+def plan(profile: Profile, budget: Budget, settings: PlannerSettings | None = None) -> Plan:
+    """The fastest plan for one budget; :class:`Planner` serves many budgets of one profile.
+
+    Raises:
+        DoesNotFit: there is none; the sentence names the smallest budget that works.
+    """
+    return Planner(profile, settings).plan(budget)

@@ -1,0 +1,61 @@
+"""The part of a device profile that plans of memory are made from: a model as a chain of blocks, and the copy engine.
+
+Bytes are those of tensors on the device. What each word means for a plan is said where plans are made
+(``virtualflow.memory``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+_Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class BlockProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """One block, for micro-batches of one size."""
+
+    name: Annotated[str, msgspec.Meta(max_length=256)]
+    """As the model names it."""
+    forward_seconds: _Seconds
+    """Medians."""
+    backward_seconds: _Seconds
+    saved_bytes: _Bytes
+    """What autograd saves in its forward pass, without its input and without parameters; each storage once."""
+    boundary_bytes: _Bytes
+    """Its input."""
+    parameter_bytes: _Bytes
+    gradient_bytes: _Bytes
+    workspace_bytes: _Bytes = 0
+    """The most that a pass over it needs for a moment beyond all that."""
+
+
+class ChainSize(msgspec.Struct, frozen=True):
+    """All blocks, in the order of the forward pass, for micro-batches of one size."""
+
+    micro_batch: _Count
+    """Samples."""
+    blocks: Annotated[tuple[BlockProfile, ...], msgspec.Meta(min_length=1, max_length=4_096)]
+
+
+class ChainProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as a chain of blocks on one device."""
+
+    out_bytes_per_second: _Bandwidth
+    """Copies from the device to pinned memory of the host,"""
+    in_bytes_per_second: _Bandwidth
+    """and back."""
+    optimizer_bytes: _Bytes
+    """The optimizer's state."""
+    fixed_bytes: _Bytes
+    """What else is on the device all the time."""
+    device_bytes: _Count | None = None
+    """The device's memory."""
+    host_bytes: _Count | None = None
+    """The host's."""
+    sizes: Annotated[tuple[ChainSize, ...], msgspec.Meta(min_length=1, max_length=64)]
+    """From the smallest to the largest."""
