@@ -166,8 +166,8 @@ def _seconds(
         measured = range(profile.sizes[0].micro_batch, profile.sizes[-1].micro_batch + 1)
         if micro_batch not in measured:
             raise ConfigurationError(
-                f"the profile of {profile.device} is of micro-batches of {measured[0]} to {measured[-1]} samples, and "
-                f"virtual nodes here have {micro_batch}; give --virtual-nodes {profile.virtual_nodes}, or measure it anew"
+                f"the profile of {profile.device} is of micro-batches of {measured[0]} to {measured[-1]} samples, "
+                f"and virtual nodes have {micro_batch}; give --virtual-nodes {profile.virtual_nodes}, or measure it anew"
             )
         inside = [width for width in widths if micro_batch * width in measured]
         return {width: seconds_for(profile, micro_batch * width) for width in inside}, []

@@ -19,8 +19,8 @@ def describe_fits(device: str, batch: int, budget: Budget, fits: Sequence[Fit], 
     lines = [
         f"{device}: a batch of {batch} in {format_bytes(budget.device)} of its memory, and {host}; "
         f"the optimizer's state is on the {budget.optimizer}",
-        f"{'virtual nodes':>13}  {'samples each':>12}  {'to keep all':>11}  {'at least':>9}  {'kept':>5} {'swapped':>7} "
-        f"{'recomputed':>10}  {'peak':>9}  {'on the host':>11}  {'virtual node':>12}  {'step of one device':>18}",
+        f"{'virtual nodes':>13}  {'samples each':>12}  {'to keep all':>11}  {'at least':>9}  {'kept':>5} "
+        f"{'swapped':>7} {'recomputed':>10}  {'peak':>9}  {'on the host':>11}  {'virtual node':>12}  {'step of one device':>18}",
     ]
     lines += [_row(fit) for fit in fits]
     planned = [(fit, fit.plan) for fit in fits if fit.plan is not None]
@@ -36,34 +36,20 @@ def describe_fits(device: str, batch: int, budget: Budget, fits: Sequence[Fit], 
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """Which blocks are treated how, a line for each stretch of blocks that are treated alike."""
-    lines: list[str] = []
+    """Which blocks are kept, swapped and recomputed; what is recomputed at once stands together."""
+    stretches: dict[str, list[str]] = {}
     first = 0
-    for block in range(1, len(plan.blocks) + 1):
-        if block < len(plan.blocks) and plan.blocks[block].action is plan.blocks[first].action:
+    for behind in range(1, len(plan.blocks) + 1):
+        block = plan.blocks[first]
+        following = plan.blocks[behind] if behind < len(plan.blocks) else None
+        if following is not None and following.action is block.action and following.segment == block.segment:
             continue
-        stretch = plan.blocks[first:block]
-        which = f"block {first}" if len(stretch) == 1 else f"blocks {first} to {block - 1}"
-        lines.append(f"  {which:<18}{_treatment(plan, first, block)}")
-        first = block
-    return lines
-
-
-def _treatment(plan: Plan, first: int, behind: int) -> str:
-    stretch = plan.blocks[first:behind]
-    action = stretch[0].action
-    if action is Action.RECOMPUTE:
-        longest = max(Counter(each.segment for each in stretch).values())
-        segments = len({each.segment for each in stretch})
-        return "recompute" + (f" in {counted(segments, 'segment')} of up to {longest} blocks" if longest > 1 else "")
-    if action is Action.SWAP:
-        points = [
-            f"{first + index} at the {each.prefetch.kind} of {each.prefetch.block}"
-            for index, each in reversed(list(enumerate(stretch)))
-            if each.prefetch is not None
-        ]
-        return f"swap, fetched {', '.join(points)}"
-    return "keep"
+        name = block.action.value
+        if block.action is Action.RECOMPUTE and block.prefetch is not None:
+            name = "recompute from a swapped boundary"
+        stretches.setdefault(name, []).append(str(first) if behind == first + 1 else f"{first}-{behind - 1}")
+        first = behind
+    return [f"  {name}: {', '.join(stretches[name])}" for name in sorted(stretches)]
 
 
 def draw(timeline: Timeline, width: int) -> list[str]:
@@ -80,12 +66,13 @@ def draw(timeline: Timeline, width: int) -> list[str]:
                 cells[cell][_SIGNS[span.kind]] += max(0.0, min(end, cell + 1) - max(begin, cell))  # type: ignore[assignment]
         drawn = "".join(_sign(cell) for cell in cells)
         lines.append(f"  {resource:>8} |{drawn}| {timeline.busy(resource) / total:4.0%}")
-    return [*lines, "  f forward, r recompute, b backward, o copy out, i copy in; 100% is the whole virtual node"]
+    return [*lines, "  f forward, r recompute, b backward, o copy out, i copy in; a dot is less than half of the time"]
 
 
 def _sign(cell: Counter[str]) -> str:
-    if sum(cell.values()) < 0.5:
-        return " "
+    busy = sum(cell.values())
+    if busy < 0.5:
+        return "." if busy > 0.05 else " "
     return cell.most_common(1)[0][0]
 
 

@@ -332,9 +332,9 @@ def _add_explain(parser: Parser) -> None:
 def _add_plan(parser: Parser) -> None:
     parser.usage = "virtualflow plan [OPTIONS] PROFILE ..."
     parser.description = (
-        "From a measured profile: for each number of virtual nodes that fits into a device's memory, which blocks of the "
-        "model are kept, swapped to the host and recomputed, how long a step takes, and how much memory. With several "
-        "types of device, also which of them are worth asking for, and how they share the virtual nodes."
+        "From a measured profile: for each number of virtual nodes that fits into a device's memory, which blocks of "
+        "the model are kept, swapped to the host and recomputed, how long a step takes, and how much memory. With "
+        "several types of device, also which of them are worth asking for, and how they share the virtual nodes."
     )
     parser.add_argument("profiles", nargs="+", metavar="PROFILE", help="one for each type of device")
     parser.add_argument("--device", metavar="SIZE", help="the device's memory, like 24GiB (default: as in the profile)")

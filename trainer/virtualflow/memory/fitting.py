@@ -48,13 +48,12 @@ def fit(chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, set
         )
     planner = Planner(profile_for(chain, micro_batch), settings)
     try:
-        plan: Plan | None = planner.plan(budget)
-        reason = plan.reason
+        plan = planner.plan(budget)
     except DoesNotFit as error:
         if error.smallest is None:
             raise
-        plan, reason = None, str(error)
-    return Fit(virtual_nodes, micro_batch, planner.keep_bytes(budget), planner.smallest(budget), plan, reason)
+        return Fit(virtual_nodes, micro_batch, planner.keep_bytes(budget), error.smallest, None, str(error))
+    return Fit(virtual_nodes, micro_batch, planner.keep_bytes(budget), planner.smallest(budget), plan, plan.reason)
 
 
 def what_fits(

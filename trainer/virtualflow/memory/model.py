@@ -119,8 +119,9 @@ class BlockPlan:
     """If it is recomputed: the first block of its segment. The segment's blocks are recomputed one after the other from
     the boundary of that one, right before the backward pass of the last of them; their other boundaries are dropped."""
     prefetch: Point | None = None
-    """If it is swapped: the copy back is issued when the device reaches this point, behind those issued before, and
-    begins when the last copy out is over."""
+    """If something of it is swapped: the copy back is issued when the device reaches this point, behind those issued
+    before, and begins when the last copy out is over. Of a block that is swapped it brings what autograd saved and the
+    boundary; of one that is recomputed, where it is not ``None``, the boundary that its segment begins with."""
 
 
 @dataclass(frozen=True)

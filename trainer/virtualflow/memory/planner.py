@@ -10,13 +10,14 @@ from dataclasses import replace
 from functools import cached_property
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory.model import Action, BlockPlan, Budget, Kind, Plan, Point, Profile
+from virtualflow.memory.model import Action, BlockPlan, Budget, Plan, Point, Profile
 from virtualflow.memory.search import Pool
 from virtualflow.memory.settings import PlannerSettings
 from virtualflow.memory.simulation import (
     JOIN,
     KEEP,
     RECOMPUTE,
+    REFETCH,
     SWAP,
     Actions,
     Chain,
@@ -155,8 +156,8 @@ class Planner:
             more_host = f" ({format_bytes(unlimited, up=True)} with {host} of the host's)"
         return DoesNotFit(
             f"the model does not fit into {format_bytes(budget.device)} of the device's memory: the smallest budget "
-            f"that works is {format_bytes(smallest, up=True)}{more_host}; use more virtual nodes, which makes micro-batches "
-            "smaller, or a larger device",
+            f"that works is {format_bytes(smallest, up=True)}{more_host}; use more virtual nodes, which makes "
+            "micro-batches smaller, or a larger device",
             smallest,
         )
 
@@ -166,7 +167,7 @@ class Planner:
         waits = max(0.0, plan.seconds - computed - again)
         return (
             f"to keep everything takes {format_bytes(self.keep_bytes(budget), up=True)}; of {len(plan.blocks)} blocks "
-            f"{plan.count(Action.KEEP)} are kept, {plan.count(Action.SWAP)} swapped and "
+            f"{plan.count(Action.KEEP)} stay, {plan.count(Action.SWAP)} are swapped and "
             f"{plan.count(Action.RECOMPUTE)} recomputed, for {again / computed:.1%} more computing and "
             f"{waits / computed:.1%} of waiting for copies"
         )
@@ -191,15 +192,15 @@ def _block_plans(actions: Actions, found: Schedule) -> tuple[BlockPlan, ...]:
     plans: list[BlockPlan] = []
     first = 0
     for block, action in enumerate(actions):
-        if action == KEEP:
-            plans.append(BlockPlan(Action.KEEP))
-        elif action == SWAP:
+        prefetch: Point | None = None
+        if action in (SWAP, REFETCH):
             point = points[block]
-            kind: Kind = "recompute" if point.recompute else "backward"
-            plans.append(BlockPlan(Action.SWAP, prefetch=Point(kind, point.block)))
+            prefetch = Point("recompute" if point.recompute else "backward", point.block)
+        if action <= SWAP:
+            plans.append(BlockPlan(Action.KEEP if action == KEEP else Action.SWAP, prefetch=prefetch))
         else:
             first = first if action == JOIN else block
-            plans.append(BlockPlan(Action.RECOMPUTE, segment=first))
+            plans.append(BlockPlan(Action.RECOMPUTE, segment=first, prefetch=prefetch))
     return tuple(plans)
 
 

@@ -5,7 +5,8 @@ The pool depends on the model alone and not on a budget. A choice is never slowe
 plan.
 
 It begins with regular choices: the last blocks are kept, since they are needed first; of the others some are swapped,
-which costs nothing as long as the copies are hidden, and the rest is recomputed (KARMA, Wahib et al., SC 2020). At a few sizes of memory the fastest of them are then improved by local moves; all that is tried enters the pool.
+which costs nothing as long as the copies are hidden, and the rest is recomputed (KARMA, Wahib et al., SC 2020).
+At a few sizes of memory the fastest of them are then improved by local moves; all that is tried enters the pool.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations
 
 from virtualflow.memory.settings import PlannerSettings
-from virtualflow.memory.simulation import JOIN, KEEP, RECOMPUTE, SWAP, Actions, Chain, least_capacity, schedule
+from virtualflow.memory.simulation import JOIN, KEEP, RECOMPUTE, REFETCH, SWAP, Actions, Chain, least_capacity, schedule
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Pool:
         for actions in _regular(chain, settings):
             self._enter(actions)
         self._improve()
-        self._sorted = sorted(self._choices.values(), key=lambda choice: (choice.bound, choice.actions))
+        self._sorted = self._in_order()
 
     def best(self, capacity: int, host: int) -> Found | None:
         """The fastest choice within these bytes; ``None``: nothing fits."""
@@ -71,6 +72,10 @@ class Pool:
             choice = _Choice(actions, bound(chain, actions), least_capacity(chain, actions), chain.host_bytes(actions))
             self._choices[actions] = choice
         return choice
+
+    def _in_order(self) -> list[_Choice]:
+        """Those that could be fastest first; of equals those that swap least, so that nothing is copied for nothing."""
+        return sorted(self._choices.values(), key=lambda choice: (choice.bound, choice.host, choice.actions))
 
     def _fastest(self, choices: list[_Choice], capacity: int, host: int) -> Found | None:
         best: Found | None = None
@@ -93,8 +98,7 @@ class Pool:
         places = {(least + (enough - least) * rung // rungs, host) for host, least in corners for rung in range(rungs)}
         tries = max(1, self._settings.moves // (chain.length * len(places)))
         for capacity, host in sorted(places):
-            choices = sorted(self._choices.values(), key=lambda choice: (choice.bound, choice.actions))
-            begin = self._fastest(choices, capacity, host)
+            begin = self._fastest(self._in_order(), capacity, host)
             if begin is not None:
                 self._climb(begin, capacity, host, tries)
 
@@ -126,10 +130,10 @@ def bound(chain: Chain, actions: Actions) -> float:
     last copy out, and then all below it is still to be done.
     """
     computed = chain.forward_until[-1]
-    swapped = [block for block, action in enumerate(actions) if action == SWAP]
+    swapped = [block for block, action in enumerate(actions) if action in (SWAP, REFETCH)]
     engine = 0.0
     for block in swapped:
-        engine = max(engine, chain.forward_until[block + 1]) + chain.out_seconds[block]
+        engine = max(engine, chain.forward_until[block + 1]) + chain.out_seconds[actions[block]][block]
     engine = max(engine, computed)
     below = chain.backward_until[-1] + sum(
         seconds for seconds, action in zip(chain.forward, actions, strict=True) if action >= RECOMPUTE
@@ -137,7 +141,7 @@ def bound(chain: Chain, actions: Actions) -> float:
     least = computed + below
     following = chain.length
     for block in reversed(swapped):
-        engine += chain.in_seconds[block]
+        engine += chain.in_seconds[actions[block]][block]
         for done in range(block + 1, following):
             below -= chain.backward[done] + (chain.forward[done] if actions[done] >= RECOMPUTE else 0.0)
         following = block + 1
@@ -150,7 +154,7 @@ def _regular(chain: Chain, settings: PlannerSettings) -> Iterator[Actions]:
 
     Kept are the last blocks, or those whose recomputation costs most for the bytes that it would free. Of the others
     some are swapped (those dear to compute and cheap to copy, or the first, or evenly spread), and the rest is
-    recomputed in segments.
+    recomputed in segments, whose boundaries stay or are swapped.
     """
     blocks = range(chain.length)
     saving = sorted(blocks, key=lambda block: (-chain.forward[block] / max(1, chain.saved[block]), block))
@@ -162,18 +166,19 @@ def _regular(chain: Chain, settings: PlannerSettings) -> Iterator[Actions]:
             for number in _spread(len(others), settings.shares):
                 for swapped in (ranked[:number], others[:number], _even(others, number)):
                     for most in settings.segments:
-                        yield _segmented(chain.length, kept, frozenset(swapped), most)
+                        for begin in (RECOMPUTE, REFETCH):
+                            yield _segmented(chain.length, kept, frozenset(swapped), most, begin)
     yield least_without_host(chain)
 
 
-def _segmented(length: int, kept: frozenset[int], swapped: frozenset[int], most: int) -> Actions:
+def _segmented(length: int, kept: frozenset[int], swapped: frozenset[int], most: int, begin: int) -> Actions:
     actions = bytearray(length)
     run = 0
     for block in range(length):
         if block in kept or block in swapped:
             actions[block], run = KEEP if block in kept else SWAP, 0
         else:
-            actions[block] = JOIN if run % most else RECOMPUTE
+            actions[block] = JOIN if run % most else begin
             run += 1
     return bytes(actions)
 
@@ -271,7 +276,7 @@ def _neighbours(actions: Actions, pairs: int) -> Iterator[Actions]:
 
 
 def _others(action: int) -> tuple[int, ...]:
-    return tuple(other for other in (KEEP, SWAP, RECOMPUTE, JOIN) if other != action)
+    return tuple(other for other in (KEEP, SWAP, RECOMPUTE, REFETCH, JOIN) if other != action)
 
 
 def _changed(actions: Actions, *changes: tuple[int, int]) -> Actions:

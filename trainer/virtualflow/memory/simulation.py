@@ -14,8 +14,9 @@ capacity-based prefetching, recomputation interleaved with copies):
 From these it follows that a given choice of actions is never slower with more memory: every wait of 2 ends as early or
 earlier, every point of 3 is as early or earlier, and nothing issued early delays the computation.
 
-Actions are bytes here, one a block: :data:`KEEP`, :data:`SWAP`, :data:`RECOMPUTE` (from its own boundary) and
-:data:`JOIN` (in the segment of the block before it).
+Actions are bytes here, one a block: :data:`KEEP`, :data:`SWAP`, :data:`RECOMPUTE` (from its own boundary, which stays
+on the device), :data:`REFETCH` (from its own boundary, which is swapped) and :data:`JOIN` (in the segment of the block
+before it).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from itertools import accumulate
 
 from virtualflow.memory.model import Kind, Profile, Span, Timeline
 
-KEEP, SWAP, RECOMPUTE, JOIN = range(4)
+KEEP, SWAP, RECOMPUTE, REFETCH, JOIN = range(5)
 
 Actions = bytes
-"""One of the four a block."""
+"""One of the five a block."""
 
 
 class Chain:
@@ -45,15 +46,18 @@ class Chain:
         self.gradient = [block.gradient_bytes for block in blocks]
         self.workspace = [block.workspace_bytes for block in blocks]
         self.both = [block.saved_bytes + block.boundary_bytes for block in blocks]
-        self.out_seconds = [size / profile.out_bytes_per_second for size in self.both]
-        self.in_seconds = [size / profile.in_bytes_per_second for size in self.both]
+        nothing = [0] * self.length
+        self.moved = [nothing, self.both, nothing, self.boundary[:-1], nothing]
+        """Bytes that are swapped, by action and block."""
+        self.out_seconds = [[size / profile.out_bytes_per_second for size in sizes] for sizes in self.moved]
+        self.in_seconds = [[size / profile.in_bytes_per_second for size in sizes] for sizes in self.moved]
         self.forward_until = [0.0, *accumulate(self.forward)]
         self.backward_until = [0.0, *accumulate(self.backward)]
         self.host_most = sum(self.both)
 
     def host_bytes(self, actions: Actions) -> int:
         """What a plan keeps in the host's memory."""
-        return sum(size for size, action in zip(self.both, actions, strict=True) if action == SWAP)
+        return sum(self.moved[action][block] for block, action in enumerate(actions))
 
 
 @dataclass(slots=True)
@@ -66,6 +70,8 @@ class _Operation:
     """Bytes in use meanwhile, without those that are swapped."""
     made: int
     """Bytes of them that it allocates, and that stay."""
+    until: int
+    """The last operation that needs what is fetched for this one."""
 
 
 @dataclass(slots=True)
@@ -103,12 +109,15 @@ def least_capacity(chain: Chain, actions: Actions) -> int:
         held += stays
         if action == SWAP:
             held -= chain.both[block]
-        elif action == JOIN:
+        elif action in (REFETCH, JOIN):
             held -= boundary[block]
-    for operation in _backward(chain, actions, held):
-        swapped = 0 if operation.recompute or actions[operation.block] != SWAP else chain.both[operation.block]
-        most = max(most, operation.need + swapped)
-    return most
+    operations = _backward(chain, actions, held)
+    needs = [operation.need for operation in operations]
+    for index, operation in enumerate(operations):
+        if _fetches(operation, actions):
+            for taken in range(index, operation.until + 1):
+                needs[taken] += chain.moved[actions[operation.block]][operation.block]
+    return max(most, *needs)
 
 
 def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float("inf")) -> Schedule | None:
@@ -120,7 +129,7 @@ def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float
         capacity: bytes, beyond what is resident whatever the plan.
         limit: seconds; a schedule that takes longer may be given all the same.
     """
-    boundary, saved, workspace, both = chain.boundary, chain.saved, chain.workspace, chain.both
+    boundary, saved, workspace = chain.boundary, chain.saved, chain.workspace
     time, used, engine = 0.0, boundary[0], 0.0
     forward: list[float] = []
     out: list[tuple[int, float]] = []
@@ -139,12 +148,12 @@ def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float
         forward.append(time)
         time += chain.forward[block]
         used += stays
-        if action == SWAP:
+        if action in (SWAP, REFETCH):
             engine = max(time, engine)
             out.append((block, engine))
-            engine += chain.out_seconds[block]
-            leaving.append((engine, both[block]))
-            swapped += both[block]
+            engine += chain.out_seconds[action][block]
+            leaving.append((engine, chain.moved[action][block]))
+            swapped += chain.moved[action][block]
         elif action == JOIN:
             used -= boundary[block]
     outside = sum(size for _, size in leaving[:gone])
@@ -169,17 +178,13 @@ def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float
             block = issued[following][0]
             engine = max(time, last_out, engine)
             back.append((block, index, engine))
-            engine += chain.in_seconds[block]
+            engine += chain.in_seconds[actions[block]][block]
             ready[block] = engine
             following += 1
         block = operation.block
-        if operation.recompute:
-            starts.append(time)
-            time += chain.forward[block]
-        else:
-            time = max(time, ready.get(block, 0.0))
-            starts.append(time)
-            time += chain.backward[block]
+        time = max(time, ready.get(block, 0.0))
+        starts.append(time)
+        time += chain.forward[block] if operation.recompute else chain.backward[block]
     return Schedule(forward, out, operations, starts, back, time)
 
 
@@ -195,13 +200,14 @@ def _backward(chain: Chain, actions: Actions, held: int) -> list[_Operation]:
                 first -= 1
             for again in range(first, block + 1):
                 made = saved[again] + (boundary[again + 1] if again < block else 0)
-                operations.append(_Operation(again, True, held + made + workspace[again], made))
+                until = len(operations) + 2 * (block - first) + 1  # for the first of them: its own backward pass
+                operations.append(_Operation(again, True, held + made + workspace[again], made, until))
                 held += made
         for done in range(block, first - 1, -1):
             made = (boundary[done] if done else 0) + gradient[done]  # nobody wants the gradient of the samples
             held += made
-            operations.append(_Operation(done, False, held + workspace[done], made))
-            held -= boundary[done + 1] + (0 if actions[done] == SWAP else chain.both[done])
+            operations.append(_Operation(done, False, held + workspace[done], made, len(operations)))
+            held -= boundary[done + 1] + chain.both[done] - chain.moved[actions[done]][done]
         block = first - 1
     return operations
 
@@ -218,21 +224,26 @@ def _issue(chain: Chain, actions: Actions, operations: list[_Operation], capacit
     issued: list[tuple[int, int]] = []
     earliest = 0
     for index, operation in enumerate(operations):
-        block = operation.block
-        if operation.recompute or actions[block] != SWAP:
+        if not _fetches(operation, actions):
             continue
-        size = chain.both[block]
+        block = operation.block
+        size = chain.moved[actions[block]][block]
         room = capacity - size
-        if needs[index] > room:
+        if max(needs[index : operation.until + 1]) > room:
             return None
         point = index
         while point > earliest and needs[point - 1] <= room:
             point -= 1
-        for taken in range(point, index + 1):
+        for taken in range(point, operation.until + 1):
             needs[taken] += size
         issued.append((block, point))
         earliest = point
     return issued
+
+
+def _fetches(operation: _Operation, actions: Actions) -> bool:
+    """Whether something must be back on the device before that operation."""
+    return actions[operation.block] == (REFETCH if operation.recompute else SWAP)
 
 
 def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> Timeline:
@@ -256,12 +267,12 @@ def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> 
         spans.append(Span("compute", kind, block, start, start + seconds))
         changes += [(start, operation.made + workspace), (start + seconds, -workspace - freed)]
     for block, start in found.out:
-        end = start + chain.out_seconds[block]
+        end = start + chain.out_seconds[actions[block]][block]
         spans.append(Span("copy-out", "swap-out", block, start, end))
-        changes.append((end, -chain.both[block]))
+        changes.append((end, -chain.moved[actions[block]][block]))
     for block, _, start in found.back:
-        spans.append(Span("copy-in", "swap-in", block, start, start + chain.in_seconds[block]))
-        changes.append((start, chain.both[block]))
+        spans.append(Span("copy-in", "swap-in", block, start, start + chain.in_seconds[actions[block]][block]))
+        changes.append((start, chain.moved[actions[block]][block]))
     return Timeline(tuple(sorted(spans, key=lambda span: (span.resource, span.start))), _curve(changes))
 
 
