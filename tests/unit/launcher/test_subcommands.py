@@ -22,6 +22,7 @@ REQUIRED = {
     "run": ["a.py"],
     "check": ["a.py"],
     "profile": ["a.py"],
+    "plan": ["a.json"],
     "explain": ["a.py"],
     "coordinator": ["--host", "127.0.0.1", "--port", "0"],
     "scale": [],

@@ -66,6 +66,7 @@ def test_so_does_one_of_a_longer_chain(length: int, count: int) -> None:
     try_some()
 
 
+@settings(max_examples=examples(60))
 @given(profiles(8), SHARES)
 def test_a_plan_is_never_slower_than_treating_all_blocks_alike(profile: Profile, share: int) -> None:
     planner = Planner(profile)
@@ -79,6 +80,15 @@ def test_a_plan_is_never_slower_than_treating_all_blocks_alike(profile: Profile,
         assert found.seconds <= alike.seconds
 
 
+@pytest.mark.parametrize("share", [10, 25, 50, 75, 90])
+def test_a_plan_of_a_hundred_blocks_without_the_host_is_near_what_no_plan_can_beat(share: int) -> None:
+    profile = same_blocks(100, saved=1_000, boundary=10)
+    budget = budget_between(Planner(profile), share, 0)
+    # What is kept is in memory at once when the backward pass begins, and the rest is computed a second time.
+    bound = 300 + 100 - budget.device // 1_000
+    assert bound <= plan(profile, budget).seconds <= 1.02 * bound
+
+
 def test_the_search_of_a_hundred_blocks_tries_no_more_than_it_may() -> None:
     chosen = PlannerSettings(moves=20_000)
     pool = Pool(Chain(same_blocks(100)), chosen)
@@ -87,7 +97,8 @@ def test_the_search_of_a_hundred_blocks_tries_no_more_than_it_may() -> None:
     assert len(pool._choices) - len(beginning._choices) <= chosen.moves / 100 + 3 * chosen.rungs
 
 
-@given(profiles(6), SHARES)
+@settings(max_examples=examples(30))
+@given(profiles(5), SHARES)
 def test_one_profile_has_one_plan(profile: Profile, share: int) -> None:
     budget = budget_between(Planner(profile), share, None)
     assert plan(profile, budget) == plan(profile, budget)
@@ -96,7 +107,8 @@ def test_one_profile_has_one_plan(profile: Profile, share: int) -> None:
 # --- more memory ------------------------------------------------------------------------------------------------------
 
 
-@given(profiles(8), st.lists(SHARES, min_size=2, max_size=6), st.lists(SHARES, min_size=2, max_size=4))
+@settings(max_examples=examples(60))
+@given(profiles(7), st.lists(SHARES, min_size=2, max_size=6), st.lists(SHARES, min_size=2, max_size=4))
 def test_more_memory_never_gives_a_slower_plan(profile: Profile, shares: list[int], hosts: list[int]) -> None:
     planner, most = Planner(profile), Chain(profile).host_most
     budgets = [budget_between(planner, share, 0).device for share in sorted(shares)]
@@ -107,7 +119,7 @@ def test_more_memory_never_gives_a_slower_plan(profile: Profile, shares: list[in
         assert list(column) == sorted(column, reverse=True)
 
 
-@given(profiles(8), SHARES, st.sampled_from([0, 40, 100]), st.sampled_from(["device", "host"]))
+@given(profiles(6), SHARES, st.sampled_from([0, 40, 100]), st.sampled_from(["device", "host"]))
 def test_the_peak_is_what_tensors_take_one_by_one_and_within_the_budget(
     profile: Profile, share: int, host: int, optimizer: str
 ) -> None:
@@ -195,7 +207,7 @@ def test_what_makes_no_sense_is_refused(make: object) -> None:
         pytest.param(same_blocks(4), Budget(1_000), "kkkk", 12.0, id="what fits is kept"),
         pytest.param(same_blocks(4), Budget(360, 0), "rkkk", 13.0, id="without the host one is recomputed"),
         pytest.param(same_blocks(4), Budget(250, 0), "rrkk", 14.0, id="or two"),
-        pytest.param(same_blocks(4), Budget(150, 0), "rrrr", 16.0, id="or all"),
+        pytest.param(same_blocks(4), Budget(150, 0), "rrrk", 15.0, id="or all but the last"),
         pytest.param(same_blocks(4), Budget(360), "skkk", 12.0, id="a fast copy costs nothing"),
         pytest.param(same_blocks(4, bandwidth=1.0), Budget(360), "rkkk", 13.0, id="a slow one does"),
     ],

@@ -167,7 +167,7 @@ def _seconds(
         if micro_batch not in measured:
             raise ConfigurationError(
                 f"the profile of {profile.device} is of micro-batches of {measured[0]} to {measured[-1]} samples, "
-                f"and virtual nodes have {micro_batch}; give --virtual-nodes {profile.virtual_nodes}, or measure it anew"
+                f"and virtual nodes have {micro_batch}; give --virtual-nodes {profile.virtual_nodes}, or measure anew"
             )
         inside = [width for width in widths if micro_batch * width in measured]
         return {width: seconds_for(profile, micro_batch * width) for width in inside}, []

@@ -20,7 +20,8 @@ def describe_fits(device: str, batch: int, budget: Budget, fits: Sequence[Fit], 
         f"{device}: a batch of {batch} in {format_bytes(budget.device)} of its memory, and {host}; "
         f"the optimizer's state is on the {budget.optimizer}",
         f"{'virtual nodes':>13}  {'samples each':>12}  {'to keep all':>11}  {'at least':>9}  {'kept':>5} "
-        f"{'swapped':>7} {'recomputed':>10}  {'peak':>9}  {'on the host':>11}  {'virtual node':>12}  {'step of one device':>18}",
+        f"{'swapped':>7} {'recomputed':>10}  {'peak':>9}  {'on the host':>11}  {'virtual node':>12}  "
+        f"{'step of one device':>18}",
     ]
     lines += [_row(fit) for fit in fits]
     planned = [(fit, fit.plan) for fit in fits if fit.plan is not None]

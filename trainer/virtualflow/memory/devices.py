@@ -96,7 +96,7 @@ def costs(device: DeviceType, virtual_nodes: int) -> list[float]:
         micro_batches = -(-number // width)
         return longer * (single[share + 1] if longer else 0.0) + (micro_batches - longer) * single[share]
 
-    widths = [width for width in sorted(device.seconds) if width < len(single)]
+    widths = sorted({min(width, virtual_nodes) for width in device.seconds})
     table = [0.0] + [min(cost(number, width) for width in widths) for number in range(1, virtual_nodes + 1)]
     return list(accumulate(table, max))
 

@@ -278,12 +278,13 @@ def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> 
 
 def _curve(changes: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
     """Bytes in use from each second on at which they change; what is freed at a moment is freed before it is used."""
-    curve: list[tuple[float, int]] = []
+    used_from: dict[float, int] = {}
     used = 0
     for time, change in sorted(changes):
         used += change
-        if curve and curve[-1][0] == time:
-            curve[-1] = (time, used)
-        else:
+        used_from[time] = used
+    curve: list[tuple[float, int]] = []
+    for time, used in used_from.items():
+        if not curve or curve[-1][1] != used:
             curve.append((time, used))
     return tuple(curve)

@@ -1,0 +1,190 @@
+"""``virtualflow plan``: from profiles to what fits, as a table and as data, and one sentence for bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from virtualflow.launcher import cli
+from virtualflow.memory import parse_bytes
+from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
+from virtualflow.protocol.device_profile import DeviceProfile, SizeProfile, encode, read_profile
+
+MIB = 1 << 20
+
+
+def measured(micro_batch: int, slowness: float) -> ChainSize:
+    one = BlockProfile(
+        name="layer",
+        forward_seconds=0.001 * micro_batch * slowness,
+        backward_seconds=0.002 * micro_batch * slowness,
+        saved_bytes=40 * MIB * micro_batch,
+        boundary_bytes=2 * MIB * micro_batch,
+        parameter_bytes=30 * MIB,
+        gradient_bytes=30 * MIB,
+    )
+    return ChainSize(micro_batch, (one,) * 6)
+
+
+def profile(device: str, slowness: float, *, chain: bool = True, **changes: object) -> DeviceProfile:
+    """Return one of 8 virtual nodes of 8 samples each."""
+    of_blocks = ChainProfile(
+        out_bytes_per_second=12e9,
+        in_bytes_per_second=12e9,
+        optimizer_bytes=360 * MIB,
+        fixed_bytes=100 * MIB,
+        device_bytes=2 << 30,
+        host_bytes=32 << 30,
+        sizes=(measured(4, slowness), measured(16, slowness)),
+    )
+    made = DeviceProfile(
+        device_type="cuda",
+        device=device,
+        torch="2.13.0",
+        threads=1,
+        reproducibility="bitwise",
+        signature="abc",
+        script="train.py",
+        batch_size=64,
+        virtual_nodes=8,
+        created="2026-01-01T00:00:00+00:00",
+        stopped="all were measured",
+        sizes=tuple(
+            SizeProfile(width, 8 * width, 30, 0.1 * slowness * (1 + width), 0.1, 0.9, 0.0, None) for width in (1, 2, 4)
+        ),
+        chain=of_blocks if chain else None,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the profiles of this module to a directory of their own, and go there."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in {
+        "v100": profile("Tesla V100-SXM2-16GB", 1.0),
+        "t4": profile("Tesla T4", 3.0),
+        "v100-times": profile("Tesla V100-SXM2-16GB", 1.0, chain=False, reproducibility="statistical"),
+        "t4-times": profile("Tesla T4", 3.0, chain=False),
+    }.items():
+        Path(f"{name}.json").write_bytes(encode(content))
+    Path("train.py").write_text("print('no profile')\n")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert cli.main(["plan", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+pytestmark = pytest.mark.usefixtures("files")
+
+
+def test_a_profile_with_blocks_is_read_as_it_was_written() -> None:
+    assert read_profile(Path("v100.json")) == profile("Tesla V100-SXM2-16GB", 1.0)
+    assert read_profile(Path("t4-times.json")).chain is None
+
+
+def test_the_table_has_the_smallest_number_of_virtual_nodes_and_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "v100.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Tesla V100-SXM2-16GB: a batch of 64 in 2.00 GiB of its memory, and 32.0 GiB")
+    (refused,) = [line for line in lines if line.endswith("does not fit")]
+    assert any(line.startswith("the smallest number of virtual nodes that fits is ") for line in lines)
+    assert refused.split()[0] < next(line for line in lines if line.startswith("the smallest")).split()[8]
+    assert [line.split("|")[0].strip() for line in lines if line.endswith("%")] == ["compute", "copy-out", "copy-in"]
+
+
+def test_the_data_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "v100.json", "--device", "1500MiB", "--host", "4GiB", "--virtual-nodes", "8")
+    ((memory,), advice) = found["memory"], found["advice"]
+    assert advice is None
+    assert memory["budget"] == {"device": parse_bytes("1500MiB"), "host": 4 << 30, "optimizer": "device"}
+    (row,) = memory["fits"]
+    assert (row["virtual_nodes"], row["micro_batch"]) == (8, 8)
+    plan = row["plan"]
+    assert plan["peak_bytes"] <= parse_bytes("1500MiB") < row["keep_bytes"]
+    assert {block["action"] for block in plan["blocks"]} > {"keep"}
+    assert plan["seconds"] == max(span["end"] for span in plan["timeline"]["spans"] if span["resource"] == "compute")
+
+
+def test_the_optimizer_on_the_host_frees_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["v100.json", "--virtual-nodes", "64"]
+    device, host = (
+        answer(capsys, *words, "--optimizer", where)["memory"][0]["fits"][0] for where in ("device", "host")
+    )
+    assert device["keep_bytes"] - host["keep_bytes"] == 360 * MIB
+    assert host["plan"]["host_bytes"] - device["plan"]["host_bytes"] == 360 * MIB
+
+
+def test_devices_share_the_virtual_nodes_by_their_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "v100.json", "t4.json", "--devices", "V100:1,t4:2")
+    shares = found["advice"]["best"]["shares"]
+    assert [(share["name"], share["virtual_nodes"]) for share in shares] == [("V100", [5]), ("t4", [2, 1])]
+    assert [each["device"] for each in found["memory"]] == ["Tesla V100-SXM2-16GB", "Tesla T4"]
+
+
+def test_without_blocks_they_share_by_measured_speed_and_fuse_where_the_job_may(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = answer(capsys, "v100-times.json", "t4-times.json", "--devices", "V100,T4")
+    assert found["memory"] == []
+    fast, slow = found["advice"]["everything"]["shares"]
+    assert fast == {"name": "V100", "virtual_nodes": [7], "fused": 4, "seconds": pytest.approx(0.9)}
+    assert slow == {"name": "T4", "virtual_nodes": [1], "fused": 1, "seconds": pytest.approx(0.6)}
+
+
+def test_a_device_that_is_too_small_is_left_out_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    small = profile("Tesla T4", 3.0)
+    assert small.chain is not None
+    small = msgspec.structs.replace(small, chain=msgspec.structs.replace(small.chain, device_bytes=700 * MIB))
+    Path("t4.json").write_bytes(encode(small))
+    assert cli.main(["plan", "v100.json", "t4.json", "--devices", "V100:2,T4:2"]) == 0
+    out = capsys.readouterr().out
+    assert "T4 takes no part: the model does not fit into 700 MiB" in out
+    assert "ask for 2 V100" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        pytest.param(["absent.json"], "cannot be read", id="no file"),
+        pytest.param(["train.py"], "train.py is no device profile", id="a script"),
+        pytest.param(["v100-times.json"], "says nothing of the model's blocks", id="no blocks"),
+        pytest.param(["v100.json", "--device", "much"], "'much' is no size of memory", id="no size"),
+        pytest.param(
+            ["v100.json", "--device", "600MiB"], "not even micro-batches of 1 fit into 600 MiB", id="too small"
+        ),
+        pytest.param(
+            ["v100.json", "--device", "700MiB", "--virtual-nodes", "8"],
+            "the smallest budget that works",
+            id="for these",
+        ),
+        pytest.param(["v100.json", "--virtual-nodes", "7"], "7 virtual nodes do not divide a batch of 64", id="uneven"),
+        pytest.param(["v100.json", "--devices", "V100:0"], "like V100:2,T4:4", id="none of a type"),
+        pytest.param(["v100.json", "--devices", "V100:x"], "like V100:2,T4:4", id="no number"),
+        pytest.param(["v100.json", "--devices", "V100,V100"], "like V100:2,T4:4", id="twice"),
+        pytest.param(["v100.json", "--devices", "A100:2"], "no profile is of a device A100", id="not measured"),
+        pytest.param(
+            ["v100.json", "t4.json", "--devices", "Tesla"], "2 profiles are of a device Tesla", id="ambiguous"
+        ),
+        pytest.param(
+            ["t4-times.json", "--devices", "T4", "--virtual-nodes", "64"],
+            "of micro-batches of 8 to 32",
+            id="other sizes",
+        ),
+        pytest.param(
+            ["v100.json", "--host", "1MiB", "--optimizer", "host"], "host's memory is too small", id="the host"
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_one_line(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
