@@ -11,7 +11,7 @@ class PlannerSettings:
 
     rungs: int = 10
     """Sizes of device memory, from the least that works to what keeps everything, at which plans are improved."""
-    moves: int = 200_000
+    moves: int = 160_000
     """Blocks in all the plans that these improvements try: at 100 blocks so many hundredths of it are plans."""
     kept: int = 12
     """Numbers of blocks that are kept in plans that the search begins with."""
