@@ -19,6 +19,8 @@ from virtualflow.memory.simulation import Chain
 
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
 SHARES = st.integers(0, 100)
+LONGEST = 6 if examples(100) > 100 else 5
+"""Blocks of the chains of which all choices are tried: by night some more."""
 
 
 def same_blocks(count: int, *, saved: int = 100, boundary: int = 10, bandwidth: float = 1e9) -> Profile:
@@ -51,7 +53,7 @@ def ratio(profile: Profile, share: int, host_share: int, *, fast: bool = False) 
 
 
 @settings(max_examples=examples(250))
-@given(profiles(), SHARES, st.sampled_from([0, 30, 100]))
+@given(profiles(LONGEST, least=3), SHARES, st.sampled_from([0, 30, 100]))
 def test_a_plan_takes_at_most_2_percent_more_than_the_best_of_all(profile: Profile, share: int, host: int) -> None:
     assert 1 - 1e-9 <= ratio(profile, share, host) <= 1.02
 

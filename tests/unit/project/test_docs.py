@@ -169,6 +169,8 @@ COMPLETE = (
     "MemoryCopySettings",
     "PaceSettings",
     "FusionSettings",
+    "PlannerSettings",
+    "DeviceSettings",
     "QueueSettings",
     "CrashSettings",
     "SchedulingSettings",

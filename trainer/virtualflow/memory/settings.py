@@ -12,7 +12,7 @@ class PlannerSettings:
     rungs: int = 10
     """Sizes of device memory, from the least that works to what keeps everything, at which plans are improved."""
     moves: int = 160_000
-    """Blocks in all the plans that these improvements try: at 100 blocks so many hundredths of it are plans."""
+    """Blocks in all the plans that these improvements try: a hundredth of it are plans for 100 blocks."""
     kept: int = 12
     """Numbers of blocks that are kept in plans that the search begins with."""
     shares: int = 6
@@ -28,6 +28,6 @@ class DeviceSettings:
     """Which devices are worth asking for."""
 
     worth: float = 0.01
-    """A device must shorten the step by this share of it."""
+    """A set of fewer devices is asked for if its step is at most this share longer than the shortest."""
     combinations: int = 4_096
-    """The most sets of devices that are compared one by one."""
+    """The most sets of devices that are compared; of more, fewer numbers of each type are tried."""
