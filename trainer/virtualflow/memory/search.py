@@ -98,7 +98,12 @@ class Pool:
         chain, rungs = self._chain, self._settings.rungs
         enough = least_capacity(chain, bytes([KEEP] * chain.length))
         corners = [(host, self.least(host)) for host in (0, chain.host_most // 4, chain.host_most)]
-        places = {(least + (enough - least) * rung // rungs, host) for host, least in corners for rung in range(rungs)}
+        # Closer to one another where there is little memory: there plans differ most.
+        places = {
+            (least + (enough - least) * rung * rung // (rungs * rungs), host)
+            for host, least in corners
+            for rung in range(rungs)
+        }
         tries = max(1, self._settings.moves // (chain.length * len(places)))
         for capacity, host in sorted(places):
             begin = self._fastest(self._in_order(), capacity, host)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 class PlannerSettings:
     """How hard the search tries: a count and no time, so that one profile always has the same plan."""
 
-    rungs: int = 10
-    """Sizes of device memory, from the least that works to what keeps everything, at which plans are improved."""
+    rungs: int = 18
+    """Sizes of device memory, from the least that works to what keeps everything, at which plans are improved;
+    closer to one another where there is little."""
     moves: int = 160_000
     """Blocks in all the plans that these improvements try: a hundredth of it are plans for 100 blocks."""
     kept: int = 12
     """Numbers of blocks that are kept in plans that the search begins with."""
-    shares: int = 6
+    shares: int = 4
     """Shares of the other blocks that are swapped in them, the rest being recomputed."""
     segments: tuple[int, ...] = (1, 2, 4, 8)
     """Most blocks of a segment that is recomputed at once in them."""
