@@ -129,45 +129,19 @@ def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float
         capacity: bytes, beyond what is resident whatever the plan.
         limit: seconds; a schedule that takes longer may be given all the same.
     """
-    boundary, saved, workspace = chain.boundary, chain.saved, chain.workspace
-    time, used, engine = 0.0, boundary[0], 0.0
-    forward: list[float] = []
-    out: list[tuple[int, float]] = []
-    leaving: list[tuple[float, int]] = []  # the end of each copy out, and its bytes
-    gone = swapped = 0
-    for block, action in enumerate(actions):
-        stays = boundary[block + 1] + (saved[block] if action <= SWAP else 0)
-        need = stays + workspace[block]
-        while gone < len(leaving) and (leaving[gone][0] <= time or used + need > capacity):
-            end, size = leaving[gone]
-            time = max(time, end)
-            used -= size
-            gone += 1
-        if used + need > capacity:
-            return None
-        forward.append(time)
-        time += chain.forward[block]
-        used += stays
-        if action in (SWAP, REFETCH):
-            engine = max(time, engine)
-            out.append((block, engine))
-            engine += chain.out_seconds[action][block]
-            leaving.append((engine, chain.moved[action][block]))
-            swapped += chain.moved[action][block]
-        elif action == JOIN:
-            used -= boundary[block]
-    outside = sum(size for _, size in leaving[:gone])
-    operations = _backward(chain, actions, used + outside - swapped)
-    if time + chain.backward_until[-1] >= limit:
+    turn = _forward(chain, actions, capacity)
+    if turn is None or turn.time + chain.backward_until[-1] >= limit:
         return None
+    operations = _backward(chain, actions, turn.held)
     issued = _issue(chain, actions, operations, capacity)
     if issued is None:
         return None
-    last_out, flying = engine, swapped - outside
+    time, leaving, flying = turn.time, turn.leaving, turn.flying
+    last_out = leaving[-1][0] if leaving else 0.0
     starts: list[float] = []
     back: list[tuple[int, int, float]] = []
     ready: dict[int, float] = {}
-    following, engine = 0, 0.0
+    gone, following, engine = turn.gone, 0, 0.0
     for index, operation in enumerate(operations):
         while flying and (leaving[gone][0] <= time or operation.need + flying > capacity):
             end, size = leaving[gone]
@@ -185,7 +159,57 @@ def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float
         time = max(time, ready.get(block, 0.0))
         starts.append(time)
         time += chain.forward[block] if operation.recompute else chain.backward[block]
-    return Schedule(forward, out, operations, starts, back, time)
+    return Schedule(turn.starts, turn.out, operations, starts, back, time)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What the forward pass has come to."""
+
+    time: float
+    """When it is over."""
+    starts: list[float]
+    out: list[tuple[int, float]]
+    """Block and start of each copy out,"""
+    leaving: list[tuple[float, int]]
+    """its end and its bytes."""
+    gone: int
+    """How many of them are over,"""
+    flying: int
+    """and the bytes of the others."""
+    held: int
+    """Bytes in use without those that are swapped."""
+
+
+def _forward(chain: Chain, actions: Actions, capacity: int) -> _Turn | None:
+    """Compute forward, waiting for copies out where memory is short; ``None``: it is too short for that."""
+    time, engine, used = 0.0, 0.0, chain.boundary[0]
+    turn = _Turn(0.0, [], [], [], 0, 0, 0)
+    leaving = turn.leaving
+    for block, action in enumerate(actions):
+        stays = chain.boundary[block + 1] + (chain.saved[block] if action <= SWAP else 0)
+        need = stays + chain.workspace[block]
+        while turn.gone < len(leaving) and (leaving[turn.gone][0] <= time or used + need > capacity):
+            end, size = leaving[turn.gone]
+            time = max(time, end)
+            used -= size
+            turn.flying -= size
+            turn.gone += 1
+        if used + need > capacity:
+            return None
+        turn.starts.append(time)
+        time += chain.forward[block]
+        used += stays
+        if action in (SWAP, REFETCH):
+            engine = max(time, engine)
+            turn.out.append((block, engine))
+            engine += chain.out_seconds[action][block]
+            leaving.append((engine, chain.moved[action][block]))
+            turn.flying += chain.moved[action][block]
+        elif action == JOIN:
+            used -= chain.boundary[block]
+    turn.time, turn.held = time, used - turn.flying
+    return turn
 
 
 def _backward(chain: Chain, actions: Actions, held: int) -> list[_Operation]:
