@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiers import examples
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget, DoesNotFit, fit, format_bytes, parse_bytes, profile_for, what_fits
 from virtualflow.memory.settings import PlannerSettings
@@ -65,6 +66,7 @@ def test_a_profile_that_contradicts_itself_is_refused(sizes: list[ChainSize], se
         profile_for(chain(*sizes), 4)
 
 
+@settings(max_examples=examples(40))
 @given(st.integers(800, 9_000), st.sampled_from([None, 0]))
 def test_the_first_that_fits_is_the_smallest_number_of_virtual_nodes(device: int, host: int | None) -> None:
     one, budget = chain(size(1), size(4)), Budget(device, host)
