@@ -138,6 +138,11 @@ def test_without_blocks_they_share_by_measured_speed_and_fuse_where_the_job_may(
     assert slow == {"name": "T4", "virtual_nodes": [1], "fused": 1, "seconds": pytest.approx(0.6)}
 
 
+def test_in_a_bitwise_job_nothing_is_fused(capsys: pytest.CaptureFixture[str]) -> None:
+    (share,) = answer(capsys, "t4-times.json", "--devices", "T4")["advice"]["best"]["shares"]
+    assert share == {"name": "T4", "virtual_nodes": [8], "fused": 1, "seconds": pytest.approx(4.8)}
+
+
 def test_a_device_that_is_too_small_is_left_out_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     small = profile("Tesla T4", 3.0)
     assert small.chain is not None

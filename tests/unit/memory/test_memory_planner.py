@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tiers import examples, nightly
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, Block, Budget, DoesNotFit, Plan, Planner, Profile, parse_bytes, plan
-from virtualflow.memory.search import Pool
+from virtualflow.memory.search import Pool, least_without_host
 from virtualflow.memory.settings import PlannerSettings
-from virtualflow.memory.simulation import Chain
+from virtualflow.memory.simulation import Chain, least_capacity
 
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
 SHARES = st.integers(0, 100)
@@ -157,6 +157,12 @@ def test_with_and_without_the_host_no_choice_at_all_needs_less_than_the_smallest
     planner = Planner(profile)
     for host in (0, chain.host_most):
         assert planner.smallest(Budget(1, host)) == resident + least_of_all(chain, host)
+
+
+@given(profiles(5))
+def test_without_the_host_the_cuts_into_segments_that_need_least_are_found_directly(profile: Profile) -> None:
+    chain = Chain(profile)
+    assert least_capacity(chain, least_without_host(chain)) == least_of_all(chain, 0)
 
 
 def test_the_size_that_a_refusal_names_works() -> None:
