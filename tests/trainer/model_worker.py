@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,6 +19,7 @@ from torch import Tensor
 from virtualflow.errors import CommunicatorBroken, Leave
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.reduction import Exchange
 from virtualflow.state import Checkpointer, Reserve, Transfer
 from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark
 from virtualflow.transport import Communicator, Link
@@ -208,6 +209,7 @@ class History:
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
     shards: None = None
     pending: None = None
+    wish: Exchange = field(default_factory=Exchange)
     kept: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
     """Virtual nodes: none is computed."""
@@ -221,6 +223,16 @@ class History:
     def sync(self) -> History:
         """There is nothing to it."""
         return self
+
+    @property
+    def reducer(self) -> History:
+        """There is nothing to it."""
+        return self
+
+    def agree(self, communicator: Any, wish: Exchange, holdings: Sequence[Sequence[int]]) -> None:
+        """Every member asks whether all know the same network; there is nothing to measure."""
+        if communicator.size > 1:
+            communicator.all_gather(torch.tensor([wish.to_number()]))
 
     def abandon(self, *, keep: bool = False) -> None:
         """Nothing of an attempt is left."""
