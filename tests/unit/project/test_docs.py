@@ -170,6 +170,7 @@ COMPLETE = (
     "PaceSettings",
     "FusionSettings",
     "PlannerSettings",
+    "ActivationSettings",
     "DeviceSettings",
     "QueueSettings",
     "CrashSettings",

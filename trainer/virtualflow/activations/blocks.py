@@ -1,0 +1,103 @@
+"""Which modules of a model are its blocks: what the user says, or the longest chain in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from virtualflow.errors import ConfigurationError
+
+Named = tuple[str, nn.Module]
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] | None) -> tuple[list[Named], str]:
+    """The blocks with their names, and a sentence that says which they are.
+
+    Args:
+        model: whose blocks.
+        wanted: modules of it or their names, in the order in which they run; ``None``: found.
+
+    Raises:
+        ConfigurationError: there are none, one of them is not the model's or is within another one, or the model is
+            compiled.
+    """
+    if any(_is_compiled(module) for module in model.modules()):
+        raise ConfigurationError(
+            "a compiled model has no blocks that could be told apart; leave out memory, and set "
+            "torch._functorch.config.activation_memory_budget, by which the compiler itself recomputes"
+        )
+    if wanted is None:
+        return _longest_chain(model)
+    known = dict(model.named_modules())
+    names = {id(module): name for name, module in known.items()}
+    blocks: list[Named] = []
+    for each in wanted:
+        name = each if isinstance(each, str) else names.get(id(each))
+        if name is None or name not in known:
+            what = f"named {each!r}" if isinstance(each, str) else f"{type(each).__name__} given as a block"
+            raise ConfigurationError(f"the model has no module {what}; name blocks as model.named_modules() does")
+        if isinstance(known[name], _WITHOUT_FORWARD):
+            raise ConfigurationError(
+                f"block {name} is a {type(known[name]).__name__}, which nobody calls; name its children"
+            )
+        blocks.append((name, known[name]))
+    _check_apart(blocks)
+    return blocks, f"the blocks are the {len(blocks)} modules that the script names"
+
+
+def _check_apart(blocks: Sequence[Named]) -> None:
+    """Refuse a block that is named twice, or within another one."""
+    if not blocks:
+        raise ConfigurationError("blocks is empty; name the model's blocks, or leave it out to have them found")
+    owner: dict[int, str] = {}
+    for name, module in blocks:
+        for part in module.modules():
+            if id(part) in owner:
+                raise ConfigurationError(
+                    f"block {name} and block {owner[id(part)]} share a module; name each once, and none within another"
+                )
+            owner[id(part)] = name
+
+
+def _longest_chain(model: nn.Module) -> tuple[list[Named], str]:
+    chains = list(_chains(model))
+    if not chains:
+        raise ConfigurationError(
+            "the model has no nn.ModuleList or nn.Sequential of two modules or more; name its blocks: "
+            'vf.Memory(..., blocks=["first", "second"])'
+        )
+    longest = max(chains, key=lambda chain: len(chain[1]))
+    kinds = {type(module) for _, module in longest[1]}
+    chosen = [longest]
+    parts = _parts(longest[1])
+    # The stages of a residual network are several containers of the same class of blocks.
+    for chain in chains if len(kinds) == 1 else ():
+        if {type(module) for _, module in chain[1]} == kinds and not parts & _parts(chain[1]):
+            chosen.append(chain)
+            parts |= _parts(chain[1])
+    chosen.sort(key=chains.index)
+    blocks = [block for _, children in chosen for block in children]
+    containers = " and ".join(name or "the model itself" for name, _ in chosen)
+    return blocks, f"the blocks are the {len(blocks)} modules in {containers}"
+
+
+def _chains(model: nn.Module) -> Iterator[tuple[str, list[Named]]]:
+    """Containers of two modules or more that can be called, with these."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+            if len(children) > 1 and not any(isinstance(child, _WITHOUT_FORWARD) for _, child in children):
+                yield name, children
+
+
+def _parts(blocks: Sequence[Named]) -> set[int]:
+    return {id(part) for _, block in blocks for part in block.modules()}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    wrapped = type(module).__name__ == "OptimizedModule"  # whose import takes a second
+    return wrapped or isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None

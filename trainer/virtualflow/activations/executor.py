@@ -1,0 +1,252 @@
+"""Carries out a plan of memory in the user's own loop, by hooks on the model's blocks.
+
+What autograd saves while a block runs goes through :class:`torch.autograd.graph.saved_tensors_hooks`: it is kept,
+copied to the host when the block is over and back at the point that the plan names (KARMA; Wahib et al., SC 2020), or
+computed again from what entered the block or its segment. No bits depend on it: what autograd gets back are the same
+bits, and the graph is the one of the run without a plan. What a plan does not foresee (a block that is called twice, in
+another order or not at all) costs memory or time, never bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten
+
+from virtualflow.activations.blocks import Named
+from virtualflow.activations.copies import open_copies
+from virtualflow.activations.ledger import Entry, Ledger, Packed, key_of
+from virtualflow.activations.visits import Recomputation, Segment, Visit, find_links
+from virtualflow.memory import Action, BlockPlan, Point
+
+
+class Observer(Protocol):
+    """Somebody who measures blocks while they run."""
+
+    def begin(self, visit: Visit, inputs: list[Tensor]) -> None:
+        """A block's forward pass begins."""
+
+    def saved(self, visit: Visit, tensor: Tensor) -> None:
+        """Autograd has saved a tensor that takes memory."""
+
+    def end(self, visit: Visit, outputs: list[Tensor]) -> None:
+        """The forward pass is over."""
+
+    def reach(self, point: Point) -> None:
+        """The backward pass begins with a block, or computes it again."""
+
+    def recomputed(self) -> None:
+        """A segment has been computed again."""
+
+
+class Executor:
+    """The blocks of a model, and what becomes of what they save; before :meth:`follow` all of it is kept.
+
+    Args:
+        model: whose parameters and buffers stay where they are.
+        blocks: of it, in the order in which they run.
+        device: of the model.
+        streams: see ``ActivationSettings``.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Named], device: torch.device, *, streams: bool = False
+    ) -> None:
+        self.ledger = Ledger(open_copies(device, streams))
+        self.observer: Observer | None = None
+        self._model, self._blocks, self._device = model, list(blocks), device
+        self._index = {id(module): index for index, (_, module) in enumerate(blocks)}
+        self._plans: Sequence[BlockPlan] = [BlockPlan(Action.KEEP)] * len(blocks)
+        self._fetched_at: dict[Point, list[int]] = {}
+        self._room: list[int] | None = None
+        self._permanent: frozenset[int] = frozenset()
+        self._open: list[_Open | None] = []
+        self._before: tuple[Visit, Segment | None] | None = None
+        """The last visit, and its segment."""
+        self._swapped: dict[int, list[ref[Entry]]] = {}
+        before, after = _Hook(self._begin), _Hook(self._end)
+        self._handles = [
+            handle
+            for _, module in blocks
+            for handle in (
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True),
+            )
+        ]
+
+    def follow(self, plans: Sequence[BlockPlan], host_bytes: int | None = None, room: list[int] | None = None) -> None:
+        """Do so from the next forward pass on.
+
+        Args:
+            plans: one a block.
+            host_bytes: the most that is swapped at a time; what would be more is kept. ``None``: no limit.
+            room: for each block the bytes that may be in use when it begins, where copies take time.
+        """
+        self._plans, self._room = plans, room
+        self.ledger.copies.ring.limit = host_bytes
+        self._fetched_at = {}
+        for block, plan in enumerate(plans):
+            if plan.prefetch is not None:
+                self._fetched_at.setdefault(plan.prefetch, []).append(block)
+
+    def begin(self) -> None:
+        """A micro-batch begins: nothing of the one before is of interest."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        self._permanent = frozenset(key_of(tensor) for tensor in tensors if tensor.layout is torch.strided)
+        self._before = None
+        self._swapped.clear()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._before = None
+        self._swapped.clear()
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, module: nn.Module, arguments: Any, options: Any) -> None:
+        """A block is called."""
+        if not torch.is_grad_enabled():
+            self._open.append(None)
+            return
+        block = self._index[id(module)]
+        inputs = [leaf for leaf in tree_flatten((arguments, options))[0] if isinstance(leaf, Tensor)]
+        given = frozenset(key_of(tensor) for tensor in inputs if tensor.grad_fn is None)
+        visit = Visit(block, self._blocks[block][0], module, self.ledger, given, self._permanent)
+        if self._room is not None:
+            self.ledger.copies.reclaim(max(0, self.ledger.device_bytes - self._room[block]))
+        pack: Callable[[Tensor], Packed]
+        segment: Segment | None = None
+        recomputation: Recomputation | None = None
+        if self._plans[block].action is Action.RECOMPUTE:
+            segment, recomputation = self._join((arguments, options), visit)
+            pack = partial(recomputation.pack, segment)
+        else:
+            pack = visit.save
+        for tensor in inputs:
+            if tensor.grad_fn is not None:
+                visit.claim(tensor)
+        self._before = None  # that it is not kept while this one runs
+        if self.observer is not None:
+            pack = partial(self._observed, visit, pack)
+            self.observer.begin(visit, inputs)
+        hooks = saved_tensors_hooks(pack, _load)
+        hooks.__enter__()
+        self._open.append(_Open(visit, hooks, segment, recomputation))
+
+    def _join(self, arguments: Any, visit: Visit) -> tuple[Segment, Recomputation]:
+        """How the visit is computed again: with the one before if that hands over to it, or by itself."""
+        before, segment = self._before or (None, None)
+        joins = (
+            before is not None
+            and segment is not None
+            and bool(segment.visits)
+            and before.block == visit.block - 1
+            and self._plans[before.block].segment == self._plans[visit.block].segment
+            and bool(find_links(tree_flatten(arguments)[0], before))
+        )
+        if segment is None or not joins:
+            before, segment = None, Segment(self._recomputes, self._recomputed)
+        recomputation = Recomputation(visit, arguments, before, self._device)
+        segment.visits.append(recomputation)
+        return segment, recomputation
+
+    def _observed(self, visit: Visit, pack: Callable[[Tensor], Packed], tensor: Tensor) -> Packed:
+        if self.observer is not None and visit.counts(tensor):
+            self.observer.saved(visit, tensor)
+        return pack(tensor)
+
+    def _end(self, module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
+        """A block has returned, or has failed."""
+        opened = self._open.pop() if self._open else None  # empty: it has failed before its forward pass
+        if opened is None:
+            return
+        visit = opened.visit
+        opened.hooks.__exit__()
+        leaves = tree_flatten(output)[0]
+        visit.outputs = [(ref(leaf), leaf._version) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if opened.recomputation is not None and outputs:
+            opened.recomputation.end()
+        plan = self._plans[visit.block]
+        if plan.action is Action.SWAP or plan.prefetch is not None:
+            self._swap_out(visit, {key_of(tensor) for tensor in outputs})
+        if self.observer is not None:
+            self.observer.end(visit, outputs)
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(partial(_reach, self._reach, Point("backward", visit.block)))
+        self._before = visit, opened.segment
+
+    def _swap_out(self, visit: Visit, outputs: set[int]) -> None:
+        """What is this block's leaves; what it hands over belongs to whoever gets it."""
+        swapped = self._swapped.setdefault(visit.block, [])
+        for known in visit.entries:
+            entry = known()
+            if entry is not None and entry.key not in outputs:
+                entry.swap_out()
+                swapped.append(known)
+        visit.entries = []
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def _recomputes(self, block: int) -> None:
+        self._reach(Point("recompute", block))
+
+    def _recomputed(self) -> None:
+        if self.observer is not None:
+            self.observer.recomputed()
+
+    def _reach(self, point: Point) -> None:
+        """The device comes to that point: copies back are issued that are due."""
+        if self.observer is not None:
+            self.observer.reach(point)
+        for block in self._fetched_at.get(point, ()):
+            self.ledger.copies.reclaim()
+            for known in self._swapped.pop(block, ()):
+                entry = known()
+                if entry is not None:
+                    entry.swap_in()
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A visit whose forward pass runs."""
+
+    visit: Visit
+    hooks: saved_tensors_hooks
+    segment: Segment | None
+    recomputation: Recomputation | None
+
+
+class _Hook:
+    """A hook that stays behind when the model is copied or written: the copy is somebody else's."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Hook, (_ignore,)
+
+
+def _ignore(*arguments: Any) -> None:
+    """What a copy's hooks do."""
+
+
+def _load(packed: Packed) -> Tensor:
+    return packed.load()
+
+
+def _reach(reach: Callable[[Point], None], point: Point, gradients: Any) -> None:
+    reach(point)

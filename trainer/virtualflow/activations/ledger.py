@@ -1,0 +1,184 @@
+"""What autograd saves in blocks, storage by storage: where it is, whose it is, and how many bytes it takes.
+
+Several tensors that are saved may be views of one storage, and neighbouring blocks may save the same one: the output of
+a block is the input of the next. So bytes are counted, copied and given back for storages, each once. A storage that
+more than one block needs belongs to the one that gets it as its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+
+from virtualflow.activations.copies import Copies, HostCopy
+
+
+class Packed(Protocol):
+    """What autograd keeps in place of a tensor that a block has saved."""
+
+    def load(self) -> Tensor:
+        """The tensor, to the bit."""
+
+
+class Kept:
+    """A tensor that stays where it is and is not counted: a parameter, the user's data."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version
+
+    def load(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place meanwhile.
+        """
+        check_version(self._tensor, self._version)
+        return self._tensor
+
+
+class Entry:
+    """One storage: on the device, or on the host."""
+
+    __slots__ = ("__weakref__", "_ledger", "alias", "claimed", "host", "key", "size", "version")
+
+    def __init__(self, ledger: Ledger, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._ledger = ledger
+        self.key, self.size = storage._cdata, storage.nbytes()
+        self.alias: Tensor | None = tensor.detach()
+        """A tensor of that storage, which shares its count of changes; ``None``: it is on the host."""
+        self.version: int | None = tensor._version
+        self.host: HostCopy | None = None
+        self.claimed = False
+        """Whether it is some block's input."""
+        ledger.count(self.size)
+
+    def swap_out(self) -> None:
+        """Copy it to the host and give the device's memory back, unless the host has no room.
+
+        Raises:
+            RuntimeError: it was changed in place since it was saved.
+        """
+        if self.alias is None:
+            return
+        if self.version is not None:
+            check_version(self.alias, self.version)
+        self.host = self._ledger.copies.out(self.alias, self._ledger.give_back)
+        if self.host is not None:
+            self._ledger.forget(self)
+            self.alias = None
+
+    def swap_in(self) -> Tensor:
+        """It is on the device from now on."""
+        if self.alias is None:
+            assert self.host is not None
+            self._ledger.count(self.size)
+            self.alias, self.host, self.version = self._ledger.copies.back(self.host), None, None
+            self.key = key_of(self.alias)
+            self._ledger.know(self)
+        return self.alias
+
+    def __del__(self) -> None:
+        if self.alias is not None:
+            self._ledger.give_back(self.size)
+
+
+class Saved:
+    """A tensor of an entry."""
+
+    __slots__ = ("_dtype", "_entry", "_offset", "_size", "_stride", "_version")
+
+    def __init__(self, entry: Entry, tensor: Tensor) -> None:
+        assert entry.alias is not None
+        self._entry, self._version = entry, entry.alias._version
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def load(self) -> Tensor:
+        """The tensor; waits for its copy if it is not there yet.
+
+        Raises:
+            RuntimeError: it was changed in place meanwhile.
+        """
+        alias = self._entry.swap_in()
+        self._entry._ledger.copies.arrive(alias)
+        if self._entry.version is not None:
+            check_version(alias, self._version)
+        blank = torch.empty(0, dtype=self._dtype, device=alias.device)
+        return blank.set_(alias.untyped_storage(), self._offset, self._size, self._stride)
+
+
+class Ledger:
+    """All entries of a model, and their bytes.
+
+    Args:
+        copies: carries out what is swapped.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+        self.device_bytes = 0
+        """Of entries on the device now, with those that are about to leave,"""
+        self.peak = 0
+        """and the most at a time."""
+        self._present: WeakValueDictionary[int, Entry] = WeakValueDictionary()
+
+    def find(self, tensor: Tensor) -> Entry | None:
+        """The entry of that tensor's storage, if it is known and on the device."""
+        return self._present.get(key_of(tensor))
+
+    def save(self, tensor: Tensor, made: Callable[[ref[Entry]], object]) -> Saved:
+        """A handle of that tensor; ``made`` is told if its entry is a new one."""
+        entry = self.find(tensor)
+        if entry is None:
+            entry = Entry(self, tensor)
+            self.know(entry)
+            made(ref(entry))
+        return Saved(entry, tensor)
+
+    def know(self, entry: Entry) -> None:
+        """It is on the device."""
+        self._present[entry.key] = entry
+
+    def forget(self, entry: Entry) -> None:
+        """It leaves the device, and its storage may be given to another tensor."""
+        self._present.pop(entry.key, None)
+
+    def count(self, size: int) -> None:
+        """So many more bytes of the device are in use."""
+        self.device_bytes += size
+        self.peak = max(self.peak, self.device_bytes)
+
+    def give_back(self, size: int) -> None:
+        """So many fewer."""
+        self.device_bytes -= size
+
+
+def key_of(tensor: Tensor) -> int:
+    """What tells its storage from all others that are in use."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is nothing but a window of a storage."""
+    usual = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return usual and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """As autograd does where nothing is in its way.
+
+    Raises:
+        RuntimeError: it was changed.
+    """
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+        )

@@ -1,0 +1,274 @@
+"""Measures a model as a chain of blocks, while the user's own loop runs: times, and the bytes of what autograd saves.
+
+Sizes are those of storages, each once. What a block has saved of its own output is the input of the next one, and is
+counted there; the block itself needs it in its backward pass, when it has come to be of nobody else's use, so it is
+also the block's *workspace*.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow.activations.blocks import Named
+from virtualflow.activations.copies import Copies
+from virtualflow.activations.ledger import key_of
+from virtualflow.activations.settings import ActivationSettings
+from virtualflow.activations.visits import Visit
+from virtualflow.errors import ConfigurationError
+from virtualflow.memory import Point
+from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
+
+_LEAST = 1e-9
+"""Seconds that anything takes."""
+
+
+@dataclass
+class _Seen:
+    """Of one block in one micro-batch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    saved: int = 0
+    boundary: int = 0
+    workspace: int = 0
+
+
+@dataclass
+class _MicroBatch:
+    blocks: list[_Seen]
+    inputs: dict[int, int] = field(default_factory=dict)
+    """Bytes of the user's data that enter blocks."""
+    left: int = 0
+    """Bytes that blocks have saved of outputs that no block gets."""
+
+
+class Probe:
+    """Observes the blocks of an executor.
+
+    Args:
+        model: as a whole.
+        blocks: of it, in the order in which they run.
+        device: of the model.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Named], device: torch.device) -> None:
+        self._model, self._blocks, self._device = model, blocks, device
+        self._measured: list[_MicroBatch] = []
+        self._held: dict[int, Tensor] = {}
+        """What the running block has saved: held, so that no two of them get the same place."""
+        self._handed: dict[int, tuple[int, int]] = {}
+        """What the last block has saved of its outputs: whose they are, and bytes."""
+        self._began = 0.0
+        self._current: int | None = None
+        """The block whose backward pass runs."""
+        self._recompute_began: float | None = None
+        self._again = 0.0
+        """Seconds in which that block was computed again."""
+        self.begin_micro_batch()
+
+    @property
+    def micro_batches(self) -> int:
+        """How many were measured."""
+        return len(self._measured)
+
+    def begin_micro_batch(self) -> None:
+        """Forget one that has not ended."""
+        self._now = _MicroBatch([_Seen() for _ in self._blocks])
+        self._held.clear()
+        self._handed.clear()
+        self._current = self._recompute_began = None
+
+    def end_micro_batch(self) -> None:
+        """Forward and backward pass are over, and count."""
+        self._now.left += sum(size for _, size in self._handed.values())
+        self._measured.append(self._now)
+        self.begin_micro_batch()
+
+    # --- what an executor tells ---------------------------------------------------------------------------------------
+
+    def begin(self, visit: Visit, inputs: list[Tensor]) -> None:
+        """A block's forward pass begins."""
+        seen, boundary = self._now.blocks[visit.block], {}
+        for tensor in inputs:
+            if tensor.grad_fn is not None:
+                boundary[key_of(tensor)] = tensor.untyped_storage().nbytes()
+            elif key_of(tensor) not in visit.permanent:
+                self._now.inputs[key_of(tensor)] = tensor.untyped_storage().nbytes()
+        seen.boundary += sum(boundary.values())
+        for key, (block, size) in self._handed.items():
+            if key in boundary:
+                self._now.blocks[block].workspace += size
+            else:
+                self._now.left += size
+        self._handed = {}
+        self._entered = frozenset(boundary)
+        self._began = self._time()
+
+    def saved(self, visit: Visit, tensor: Tensor) -> None:
+        """Autograd has saved a tensor that takes memory."""
+        self._held[key_of(tensor)] = tensor.detach()
+
+    def end(self, visit: Visit, outputs: list[Tensor]) -> None:
+        """The forward pass is over."""
+        seen, out = self._now.blocks[visit.block], {key_of(tensor) for tensor in outputs}
+        seen.forward += self._time() - self._began
+        for key, tensor in self._held.items():
+            size = tensor.untyped_storage().nbytes()
+            if key in self._entered:
+                continue
+            if key in out:
+                self._handed[key] = (visit.block, size)
+            else:
+                seen.saved += size
+        self._held = {}
+
+    def reach(self, point: Point) -> None:
+        """The backward pass begins with a block, or computes it again."""
+        now = self._time()
+        if point.kind == "recompute":
+            self._recompute_began = now if self._recompute_began is None else self._recompute_began
+            return
+        if self._current is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._close(now)
+        self._current = point.block
+
+    def recomputed(self) -> None:
+        """A segment has been computed again."""
+        assert self._recompute_began is not None
+        self._again += self._time() - self._recompute_began
+        self._recompute_began = None
+
+    def _end_backward(self) -> None:
+        self._close(self._time())
+        self._current = None
+
+    def _close(self, now: float) -> None:
+        if self._current is not None:
+            self._now.blocks[self._current].backward += now - self._began - self._again
+        self._began, self._again = now, 0.0
+
+    def _time(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    # --- what it comes to ---------------------------------------------------------------------------------------------
+
+    @property
+    def ran(self) -> list[int]:
+        """The blocks that have run, by their numbers.
+
+        Raises:
+            ConfigurationError: none has.
+        """
+        found = [
+            block for block in range(len(self._blocks)) if any(each.blocks[block].forward for each in self._measured)
+        ]
+        if not found:
+            raise ConfigurationError(
+                "none of the model's blocks has run in a micro-batch; name those that do: "
+                'vf.Memory(..., blocks=["first", "second"])'
+            )
+        return found
+
+    def size(self, micro_batch: int, warm_up: int) -> ChainSize:
+        """All blocks that have run, for micro-batches of so many samples.
+
+        Times are without those of the first ``warm_up`` micro-batches.
+        """
+        timed = self._measured[warm_up:] or self._measured
+        rows = []
+        for block in self.ran:
+            name, module = self._blocks[block]
+            parameters = list(module.parameters())
+
+            def most(read: Callable[[_Seen], int], block: int = block) -> int:
+                return max(read(each.blocks[block]) for each in self._measured)
+
+            def median(read: Callable[[_Seen], float], block: int = block) -> float:
+                return max(_LEAST, statistics.median(read(each.blocks[block]) for each in timed))
+
+            rows.append(
+                BlockProfile(
+                    name=name,
+                    forward_seconds=median(lambda seen: seen.forward),
+                    backward_seconds=median(lambda seen: seen.backward),
+                    saved_bytes=most(lambda seen: seen.saved),
+                    boundary_bytes=most(lambda seen: seen.boundary),
+                    parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+                    gradient_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+                    workspace_bytes=most(lambda seen: seen.workspace),
+                )
+            )
+        return ChainSize(micro_batch, tuple(rows))
+
+    def fixed_bytes(self, sums: int) -> int:
+        """What else is on the device while a virtual node runs, as far as it can be known from tensors.
+
+        Parameters outside of blocks with their gradients, buffers, the samples, and ``sums`` sums of gradients.
+        """
+        parameters = list(self._model.parameters())
+        inside = {id(parameter) for block in self.ran for parameter in self._blocks[block][1].parameters()}
+        outside = [parameter for parameter in parameters if id(parameter) not in inside]
+        gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        return (
+            sum(parameter.nbytes * (2 if parameter.requires_grad else 1) for parameter in outside)
+            + sum(buffer.nbytes for buffer in self._model.buffers())
+            + sums * gradients
+            + max(sum(each.inputs.values()) + each.left for each in self._measured)
+        )
+
+
+def measure_copies(copies: Copies, settings: ActivationSettings) -> tuple[float, float]:
+    """Bytes per second from the device to the host, and back."""
+    source = torch.zeros(settings.probe, dtype=torch.uint8, device=copies.device)
+    out, back = [], []
+
+    def now() -> float:
+        if copies.device.type == "cuda":
+            torch.cuda.synchronize(copies.device)
+        return time.perf_counter()
+
+    for _ in range(settings.copies + 1):  # the first one makes the buffer
+        began = now()
+        copy = copies.out(source, lambda size: None)
+        assert copy is not None
+        gone = now()
+        copies.back(copy)
+        out.append(gone - began)
+        back.append(now() - gone)
+    copies.reclaim()
+    return settings.probe / statistics.median(out[1:]), settings.probe / statistics.median(back[1:])
+
+
+def chain_profile(
+    probe: Probe, sizes: Sequence[ChainSize], copies: Copies, settings: ActivationSettings, *, optimizer: int, sums: int
+) -> ChainProfile:
+    """All of it, as a file has it.
+
+    Args:
+        probe: that has measured the last of the sizes.
+        sizes: from the smallest to the largest.
+        copies: of the device.
+        settings: how copies are measured.
+        optimizer: bytes of the optimizer's state.
+        sums: how many sums of gradients are at rest while a virtual node runs.
+    """
+    out, back = measure_copies(copies, settings)
+    return ChainProfile(
+        out_bytes_per_second=out,
+        in_bytes_per_second=back,
+        optimizer_bytes=optimizer,
+        fixed_bytes=probe.fixed_bytes(sums),
+        device_bytes=torch.cuda.get_device_properties(copies.device).total_memory
+        if copies.device.type == "cuda"
+        else None,
+        sizes=tuple(sizes),
+    )

@@ -1,0 +1,133 @@
+"""Activations under a budget of memory: blocks are found and measured, and from then on run under a plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow.activations.blocks import find_blocks
+from virtualflow.activations.executor import Executor
+from virtualflow.activations.measuring import Probe, chain_profile
+from virtualflow.activations.options import Memory
+from virtualflow.activations.settings import ActivationSettings
+from virtualflow.memory import Action, BlockPlan, Plan, Planner, Profile, profile_for
+
+logger = logging.getLogger("virtualflow.worker")
+
+_KEEP = BlockPlan(Action.KEEP)
+
+
+class Activations:
+    """What becomes of a model's activations in one worker.
+
+    Until enough is measured, each block is recomputed, which needs the least memory; or all are treated as the user
+    says.
+
+    Args:
+        model: whose blocks.
+        device: of the model.
+        memory: what the user says.
+        micro_batch: samples of a virtual node.
+        sums: how many sums of gradients are at rest while a virtual node runs.
+        optimizer_bytes: asks for the bytes of the optimizer's state on the device.
+        settings: how much is measured.
+
+    Raises:
+        ConfigurationError: the model has no such blocks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        memory: Memory,
+        *,
+        micro_batch: int,
+        sums: int,
+        optimizer_bytes: Callable[[], int],
+        settings: ActivationSettings,
+    ) -> None:
+        blocks, said = find_blocks(model, memory.blocks)
+        self._memory, self._micro_batch, self._sums = memory, micro_batch, sums
+        self._optimizer_bytes, self._settings = optimizer_bytes, settings
+        self._length = len(blocks)
+        self.plan: Plan | None = None
+        """``None``: not enough is measured yet."""
+        self.profile: Profile | None = None
+        self._probe = Probe(model, blocks, device)
+        self.executor = Executor(model, blocks, device, streams=settings.streams)
+        self.executor.observer = self._probe
+        first = Action.RECOMPUTE if memory.activations == "auto" else Action(memory.activations)
+        segments = [block if first is Action.RECOMPUTE else None for block in range(len(blocks))]
+        self.executor.follow([BlockPlan(first, segment) for segment in segments], memory.budget.host)
+        self._said = said
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self.executor.close()
+
+    def begin(self) -> None:
+        """The user's code gets a micro-batch."""
+        self.executor.begin()
+        self._probe.begin_micro_batch()
+
+    def end(self, size: int) -> None:
+        """It has computed on one of ``size`` samples."""
+        if self.plan is None and size == self._micro_batch:
+            self._probe.end_micro_batch()
+
+    def committed(self) -> None:
+        """A step is made, so that the optimizer has its state: make the plan, if enough is measured.
+
+        Raises:
+            DoesNotFit: there is none within the budget.
+            ConfigurationError: no block has run.
+        """
+        settings = self._settings
+        if self.plan is not None or self._probe.micro_batches < settings.warm_up + settings.samples:
+            return
+        size = self._probe.size(self._micro_batch, settings.warm_up)
+        ran, budget = self._probe.ran, self._memory.budget
+        copies = self.executor.ledger.copies
+        limit, copies.ring.limit = copies.ring.limit, None
+        chain = chain_profile(self._probe, [size], copies, settings, optimizer=self._optimizer_bytes(), sums=self._sums)
+        copies.ring.limit = limit
+        self.profile = profile_for(chain, self._micro_batch)
+        planner = Planner(self.profile, settings.planner)
+        chosen = self._memory.activations
+        self.plan = planner.plan(budget) if chosen == "auto" else planner.uniform(Action(chosen), budget)
+        self.executor.observer = None
+        whole = [_KEEP] * self._length
+        for number, of_block in zip(ran, renumber(self.plan, ran), strict=True):
+            whole[number] = of_block
+        resident, blocks = self.profile.resident_bytes(budget.optimizer), self.profile.blocks
+        following = [*(block.boundary_bytes for block in blocks[1:]), 0]
+        room = [budget.device] * self._length
+        for number, block, boundary in zip(ran, blocks, following, strict=True):
+            room[number] = budget.device - resident - block.saved_bytes - block.workspace_bytes - boundary
+        self.executor.follow(whole, budget.host, room)
+        logger.warning("memory: %s; %s", self._said, self.plan.reason)
+
+
+def renumber(plan: Plan, ran: list[int]) -> Iterable[BlockPlan]:
+    """The plans of blocks, with the numbers that these have among all: not every one may have run."""
+    for block in plan.blocks:
+        prefetch = block.prefetch
+        yield BlockPlan(
+            block.action,
+            None if block.segment is None else ran[block.segment],
+            None if prefetch is None else type(prefetch)(prefetch.kind, ran[prefetch.block]),
+        )
+
+
+def bytes_of_state(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes of the optimizer's state on that device."""
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.device == device
+    )

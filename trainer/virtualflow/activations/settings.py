@@ -1,0 +1,24 @@
+"""Every default of carrying out plans of memory, once. Sizes are bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from virtualflow.memory.settings import PlannerSettings
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """How a model is measured before there is a plan for it."""
+
+    warm_up: int = 1
+    """Micro-batches whose times do not count,"""
+    samples: int = 3
+    """and those whose times do, before the plan is made. Until then each block is recomputed, which needs little."""
+    probe: int = 32 << 20
+    """A copy of so many bytes shows the bandwidth between device and host,"""
+    copies: int = 5
+    """the median of so many."""
+    streams: bool = False
+    """With CUDA, copies run beside the computation; to be turned on when that has been tested on a device."""
+    planner: PlannerSettings = field(default_factory=PlannerSettings)

@@ -1,0 +1,254 @@
+"""One call of a block, and how what autograd has saved in it is computed again.
+
+Blocks of a segment that follow each other directly are computed again together, from what entered the first of them:
+what enters the others is the output of the one before, and nobody has kept it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from virtualflow.activations.ledger import Entry, Kept, Ledger, Packed, is_plain, key_of
+from virtualflow.activations.streams import Surroundings
+from virtualflow.errors import ConfigurationError
+
+
+class Slot:
+    """In place of a tensor that is computed again when autograd asks for it."""
+
+    __slots__ = ("__weakref__", "_segment", "_shape", "_visit", "saved")
+
+    def __init__(self, segment: Segment, visit: Visit, tensor: Tensor) -> None:
+        self._segment, self._visit, self._shape = segment, visit, (tensor.dtype, tensor.shape)
+        self.saved: Packed | None = None
+
+    def fill(self, tensor: Tensor, saved: Packed) -> None:
+        """It was computed again.
+
+        Raises:
+            ConfigurationError: to something else.
+        """
+        if (tensor.dtype, tensor.shape) != self._shape:
+            raise self._visit.differs()
+        self.saved = saved
+
+    def load(self) -> Tensor:
+        """The tensor."""
+        if self.saved is None:
+            self._segment.recompute()
+        assert self.saved is not None
+        return self.saved.load()
+
+
+@dataclass(frozen=True)
+class Link:
+    """An input that is an output of the visit before, by its position."""
+
+    position: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class _Input:
+    saved: Packed
+    requires_grad: bool
+
+
+class _Enough(BaseException):
+    """All that is wanted was computed; as no error of the block's, its code does not catch it."""
+
+
+@dataclass(eq=False)
+class Visit:
+    """One call of a block in a forward pass with gradients."""
+
+    block: int
+    name: str
+    module: nn.Module
+    ledger: Ledger
+    given: frozenset[int]
+    """Keys of inputs that autograd does not know the origin of: the user's data."""
+    permanent: frozenset[int]
+    """Keys of parameters and buffers."""
+    entries: list[ref[Entry]] = field(default_factory=list)
+    """Whose owner it is."""
+    outputs: list[tuple[ref[Tensor], int] | None] = field(default_factory=list)
+    """Each output, and its version."""
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether that tensor takes memory because this block has saved it."""
+        if not is_plain(tensor):
+            return False
+        key = key_of(tensor)
+        return key not in self.permanent and key not in self.given
+
+    def own(self, entry: ref[Entry]) -> None:
+        """An entry is this block's."""
+        self.entries.append(entry)
+
+    def claim(self, tensor: Tensor) -> None:
+        """An input: if it is known and nobody's input yet, it is this block's."""
+        entry = self.ledger.find(tensor)
+        if entry is not None and not entry.claimed:
+            entry.claimed = True
+            self.own(ref(entry))
+
+    def save(self, tensor: Tensor) -> Packed:
+        """What autograd is to keep in place of a tensor that is not computed again."""
+        return self.ledger.save(tensor, self.own) if self.counts(tensor) else Kept(tensor)
+
+    def differs(self) -> ConfigurationError:
+        """What is to be said if the second forward pass is not like the first."""
+        return ConfigurationError(
+            f"block {self.name} does something else when it is computed again; let its forward depend on its inputs, "
+            'its parameters and the global random streams alone, or use activations="swap"'
+        )
+
+
+@dataclass(eq=False)
+class Segment:
+    """Visits that are computed again together. Only slots know it: it ends with the last of them."""
+
+    began: Callable[[int], object]
+    """Told of each block right before,"""
+    done: Callable[[], object]
+    """and when all are."""
+    visits: list[Recomputation] = field(default_factory=list)
+
+    def recompute(self) -> None:
+        """Fill the slots of all its visits; what entered them is given back."""
+        outputs: list[Any] = []
+        visits, self.visits = self.visits, []
+        with torch.enable_grad():
+            for visit in visits:
+                self.began(visit.block)
+                outputs = visit.run(outputs, last=visit is visits[-1])
+        self.done()
+
+
+class Recomputation:
+    """How one visit is computed again.
+
+    Args:
+        visit: which.
+        arguments: of its forward.
+        before: the visit whose outputs may be among them, if that one is in the same segment.
+        device: on which it computes.
+    """
+
+    def __init__(self, visit: Visit, arguments: Any, before: Visit | None, device: torch.device) -> None:
+        self.block = visit.block
+        self._visit = visit
+        leaves, self._structure = tree_flatten(arguments)
+        links = {} if before is None else find_links(leaves, before)
+        self._inputs: list[Any] = [
+            links[index] if index in links else self._keep(leaf) for index, leaf in enumerate(leaves)
+        ]
+        self._versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+        self._surroundings: Surroundings | None = Surroundings(visit.module, device)
+        self._slots: list[ref[Slot]] = []
+
+    def _keep(self, leaf: Any) -> Any:
+        return _Input(self._visit.save(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    def pack(self, segment: Segment, tensor: Tensor) -> Packed:
+        """What autograd is to keep in place of a tensor, when this is in that segment."""
+        if not self._visit.counts(tensor):
+            return Kept(tensor)
+        slot = Slot(segment, self._visit, tensor)
+        self._slots.append(ref(slot))
+        return slot
+
+    def end(self) -> None:
+        """The first forward pass is over.
+
+        Raises:
+            ConfigurationError: it has changed its input, so that there is nothing to begin a second one from.
+        """
+        assert self._surroundings is not None
+        self._surroundings.forget_unchanged()
+        if any(leaf._version != version for leaf, version in self._versions):
+            raise ConfigurationError(
+                f"block {self._visit.name} changes its input in place, so it cannot be computed again; build it with "
+                "inplace=False, or name larger blocks: vf.Memory(..., blocks=[...])"
+            )
+        self._versions = []
+
+    def run(self, outputs: list[Any], *, last: bool) -> list[Any]:
+        """Compute it again.
+
+        Args:
+            outputs: of the visit before.
+            last: whether nobody wants its own outputs.
+
+        Returns:
+            These.
+
+        Raises:
+            ConfigurationError: it does something else than the first time.
+        """
+        assert self._surroundings is not None
+        inputs, self._inputs = [_input_again(each, outputs) for each in self._inputs], []
+        arguments, options = tree_unflatten(inputs, self._structure)
+        surroundings, self._surroundings = self._surroundings, None
+        slots, visit, at = self._slots, self._visit, 0
+        visit.permanent |= {key_of(buffer) for buffer in surroundings.buffers}
+
+        def record(tensor: Tensor) -> Tensor:
+            nonlocal at
+            if visit.counts(tensor):
+                if at == len(slots):
+                    raise visit.differs()
+                slot, at = slots[at](), at + 1
+                if slot is not None:
+                    slot.fill(tensor, visit.save(tensor))
+                if last and at == len(slots):
+                    raise _Enough
+            return tensor.detach()
+
+        made: list[Any] = []
+        try:
+            with surroundings.again(), saved_tensors_hooks(record, _as_it_is):
+                made = tree_flatten(visit.module.forward(*arguments, **options))[0]
+        except _Enough:
+            pass
+        if at != len(slots):
+            raise visit.differs()
+        return [each.detach() if isinstance(each, Tensor) else each for each in made]
+
+
+def find_links(leaves: list[Any], before: Visit) -> dict[int, Link]:
+    """Which of these are outputs of that visit, unchanged."""
+    made = {
+        id(tensor): (position, version)
+        for position, output in enumerate(before.outputs)
+        if output is not None
+        for tensor, version in [(output[0](), output[1])]
+        if tensor is not None
+    }
+    return {
+        index: Link(made[id(leaf)][0], leaf.requires_grad)
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and id(leaf) in made and made[id(leaf)][1] == leaf._version
+    }
+
+
+def _input_again(given: Any, outputs: list[Any]) -> Any:
+    if isinstance(given, Link):
+        return outputs[given.position].detach().requires_grad_(given.requires_grad)
+    if isinstance(given, _Input):
+        tensor = given.saved.load()
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().requires_grad_(given.requires_grad)
+    return given
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
