@@ -9,6 +9,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import nn
 
+from virtualflow.activations import Memory
 from virtualflow.data import LoaderOptions, Sampler
 from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
 from virtualflow.reduction.settings import Exchange
@@ -45,6 +46,7 @@ def elastic(
     state: Mapping[str, Any] | None = None,
     sampler: Sampler | None = None,
     device: torch.device | str | None = None,
+    memory: Memory | None = None,
     **loader: Unpack[LoaderOptions],
 ) -> Run:
     """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
@@ -89,6 +91,9 @@ def elastic(
         device: where the inner loop gets its micro-batches, that of the model: tensors in lists, tuples and dicts, and
             whatever has a method ``to``. A CUDA device gets them through pinned memory, beside its computation, and the
             next one ahead of its turn. Without it they come as ``collate_fn`` made them.
+        memory: how much memory this worker may use, and what becomes of activations: they are kept, recomputed or
+            swapped to the host. No bits depend on it. With it, a ``statistical`` job's worker runs its virtual nodes
+            one by one.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -119,6 +124,7 @@ def elastic(
             exchange,
             state or {},
             sampler,
+            memory,
             loader,
             read_device(device),
         ),

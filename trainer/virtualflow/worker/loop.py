@@ -287,9 +287,14 @@ class Loop:
         self._metrics = {}
         if batch.size:
             self.context.fusion.present(batch)
+            activations = self.context.activations
+            if activations is not None:
+                activations.begin()
             seed_virtual_node(self._seed, number, batch.virtual_node)
             with self.context.guard.within("inner loop"):
                 yield batch.data
+            if activations is not None:
+                activations.end(batch.size)
 
     def _seed_between_steps(self) -> None:
         """Let random numbers of the user's code after a step or an evaluation be the same on all workers."""
@@ -317,6 +322,8 @@ class Loop:
         explained = context.request.environment.explain_out
         if explained is not None and self._state.leader:
             write_explanation(explained, context.request.model, context.update, number)
+        if context.activations is not None:
+            context.activations.committed()
         if change is not None:
             session.remember(change)
         context.membership.note_offers(header.offer for header in reduced.headers)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from virtualflow.activations import Memory
 from virtualflow.data import LoaderOptions, Sampler, micro_batch
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
@@ -47,6 +48,7 @@ class Options:
     exchange: Exchange | Literal["auto"]
     state: Mapping[str, Any]
     sampler: Sampler | None
+    memory: Memory | None
     loader: LoaderOptions
     device: torch.device | None
 

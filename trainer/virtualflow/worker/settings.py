@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from virtualflow.activations.settings import ActivationSettings
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.device.settings import MemorySettings
 from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
@@ -75,6 +76,7 @@ class WorkerSettings:
     guard: GuardSettings = field(default_factory=GuardSettings)
     pace: PaceSettings = field(default_factory=PaceSettings)
     profiling: ProfilingSettings = field(default_factory=ProfilingSettings)
+    activations: ActivationSettings = field(default_factory=ActivationSettings)
     report_limit: float = 10.0
     """How long a worker that cannot begin tries to reach the coordinator to tell it why; the user has read it by
     then."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from virtualflow.activations import Activations, bytes_of_state
 from virtualflow.data import Orders, Source, Staging, micro_batch, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
 from virtualflow.protocol import messages as m
@@ -115,6 +116,8 @@ class Context:
     """What is about to run, as far as profiles go."""
     guard: Guard
     """Watches the user's code."""
+    activations: Activations | None
+    """``None``: nothing was said of memory."""
 
     @property
     def is_over(self) -> bool:
@@ -210,6 +213,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         on_entry,
         situation,
         guard,
+        _open_activations(request, profiling is None, resources),
     )
 
 
@@ -307,9 +311,27 @@ def _open_guard(request: Request, companions: Companions, resources: ExitStack) 
     return guard
 
 
+def _open_activations(request: Request, trains: bool, resources: ExitStack) -> Activations | None:
+    memory, device = request.options.memory, device_of(request.model)
+    if memory is None or not trains:
+        return None
+    activations = Activations(
+        request.model,
+        device,
+        memory,
+        micro_batch=request.micro_batch,
+        # While the last virtual node of all runs, the sums of the tree's largest whole parts are there.
+        sums=request.virtual_nodes.bit_length() - 1,
+        optimizer_bytes=lambda: bytes_of_state(request.optimizer, device),
+        settings=request.settings.activations,
+    )
+    resources.callback(activations.close)
+    return activations
+
+
 def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:
     cap = request.environment.max_fused or request.options.max_fused
-    if request.bitwise or not source.fuses:
+    if request.bitwise or not source.fuses or request.options.memory is not None:
         cap = 1
     settings = request.settings
     fusion = MicrobatchFusion(

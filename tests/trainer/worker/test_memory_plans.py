@@ -1,0 +1,76 @@
+"""Each worker may have a memory plan of its own: the result is that of a run without one, through kill and resize."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from activation_models import FAMILIES
+from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, die_here, trained
+from torch.utils.data import TensorDataset
+
+import virtualflow as vf
+from tiers import nightly
+from virtualflow.protocol.settings import ENV_WORKER
+
+MEMORY: dict[str, dict[str, Any]] = {
+    "worker-0": {"device": "1GiB", "activations": "swap"},
+    "worker-1": {"device": "1GiB", "activations": "recompute"},
+    "worker-2": {"device": 60_000, "activations": "auto"},
+    "worker-3": {"device": "1GiB", "activations": "keep"},
+    "worker-4": {"device": 75_000, "activations": "auto"},
+}
+
+
+def train(memory: vf.Memory | Literal["each"] | None, victim: str = "") -> Trained:
+    """The script; ``victim`` kills itself in the middle of its micro-batches of step 7."""
+    torch.manual_seed(0)
+    model = FAMILIES["convolutional"].build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    draw = torch.Generator().manual_seed(5)
+    data = TensorDataset(torch.randn(64, 3, 8, 8, generator=draw), torch.randint(0, 3, (64,), generator=draw))
+    if memory == "each":
+        memory = vf.Memory(**MEMORY[os.environ.get(ENV_WORKER, "worker-0")])
+    with vf.elastic(model, optimizer, data, batch_size=32, steps=10, virtual_nodes=8, seed=3, memory=memory) as run:
+        for step in run:
+            for x, y in step:
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                step.log(loss=loss)
+                if step.number == 7:
+                    die_here(victim)
+    return trained(run, model, optimizer, repr(run.metrics))
+
+
+@pytest.mark.parametrize("exchange", [nightly("late"), "early"])
+def test_four_workers_with_four_plans_come_to_the_bits_of_none(
+    exchange: str, start_job: Callable[..., ElasticJob]
+) -> None:
+    reference = alone(train, None)
+    assert alone(train, "each") == reference
+    job = start_job(train, "each", "worker-1", workers=4, hold=4, environment={EXCHANGE: exchange})
+    job.reach(4)
+    job.join()  # worker-4
+    outcomes = job.finish()
+    results = {name: outcome.value for name, outcome in outcomes.items() if outcome.kind == "returned"}
+    assert set(results) == {"worker-0", "worker-2", "worker-3", "worker-4"}, outcomes
+    assert all(result == reference for result in results.values())
+    logs = {name: outcome.log for name, outcome in outcomes.items()}
+    assert "every block: swap" in logs["worker-0"]
+    assert "every block: keep" in logs["worker-3"]
+    for name in ("worker-2", "worker-4"):
+        assert re.search(r"the 5 modules in blocks; to keep everything takes .* [1-4] stay", logs[name])
+
+
+@pytest.mark.parametrize(
+    ("activations", "sentence"),
+    [("auto", "the smallest budget that works is"), ("swap", "to swap every block takes .* of the device's memory")],
+)
+def test_a_budget_that_is_too_small_is_said_with_what_would_do(activations: str, sentence: str) -> None:
+    with pytest.raises(vf.ConfigurationError, match=sentence):
+        train(vf.Memory("10KiB", activations=activations))  # type: ignore[arg-type]
