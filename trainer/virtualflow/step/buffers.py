@@ -88,6 +88,9 @@ class BufferTracker:
     """Lets every virtual node start from the same buffers, and collects what it changed."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.begun = False
+        """Whether an attempt at the coming step has begun. Before, buffers hold what a donor, or the script's code
+        after a step, has left in them, and no baseline has that: nothing is to be put back."""
         self._routine: _Routine | None = None
         self._buffers: dict[str, _Buffer] = {}
         self._modules = list(model.named_modules())
@@ -109,6 +112,7 @@ class BufferTracker:
 
     def begin(self) -> None:
         """Take the present values as those that every virtual node of the coming step starts from."""
+        self.begun = True
         buffers = list(self._buffers.values())
         for buffer, differs in zip(buffers, _differ(buffers), strict=True):
             if differs:

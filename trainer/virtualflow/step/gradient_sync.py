@@ -221,7 +221,8 @@ class GradientSync:
         """
         keep = keep and not (self._overlap.torn or self._outcome.added or self._outcome.sent)
         self._overlap.abandon()
-        self.discard()
+        if self._buffers.begun:
+            self.discard()
         # Others may not have got as far: a header's size must not depend on how far an attempt came before it broke.
         self.schema = self.settled
         if not (keep and self._summation.movable and self._contributions.take_back()):
@@ -380,7 +381,7 @@ class GradientSync:
 
     def _begin_anew(self) -> None:
         """Another step comes than the one that was attempted."""
-        self._order, self._taken = (), 0
+        self._order, self._taken, self._buffers.begun = (), 0, False
         self.forget_contributions()
 
     def enter(self, owners: Owners | None) -> None:
