@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import virtualflow as vf
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.messages import CheckpointState
 from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS
-from virtualflow.state import Checkpointer, choose_policy
+from virtualflow.state import Checkpointer, checkpointing, choose_policy
 
 HERE = Path("/checkpoints")
 
@@ -128,3 +129,23 @@ def test_to_find_a_checkpoint_its_state_is_not_read(tmp_path: Path) -> None:
     one.save_final(Counted(20))
     flip(tmp_path / "step-00000020" / "state.safetensors", 3000)
     assert one.find().step == 20
+
+
+def test_one_that_is_still_being_written_when_states_are_doubted_does_not_appear(
+    gate: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    started, go_on = gate
+    policy = vf.CheckpointPolicy(tmp_path, every_steps=1)
+    checkpointer = Checkpointer(policy, IDENTITY, lambda kind, text: told.append(text), lambda state: None)
+    monkeypatch.setattr(checkpointing, "STOP_GRACE", 0.0)
+    checkpointer.save_if_due(Counted(8))
+    assert started.wait(60)
+    assert checkpointer.distrust(7) == -1
+    go_on.set()
+    checkpointer.flush(60)
+    assert list(tmp_path.iterdir()) == []
+    assert "the checkpoint of step 8 was not written" in told[-1]
+    assert "what came after step 7 may be wrong" in told[-1]
+    checkpointer.save_final(Counted(7))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]

@@ -86,8 +86,8 @@ class CheckpointPolicy:
         object.__setattr__(self, "keep", keep)
 
 
-class _Fenced(Exception):
-    """A newer generation uses the directory; the message is a sentence."""
+class _Barred(Exception):
+    """A checkpoint is not to appear any more; the message says why."""
 
 
 class CheckpointWriter:
@@ -116,6 +116,8 @@ class CheckpointWriter:
         """The one that this worker is in: the fencing number of what it writes from now on."""
         self.fenced_by = NO_GENERATION
         """The newest that was found to use the directory when a checkpoint was not to appear there any more."""
+        self.trusted: int | None = None
+        """States after this step may be wrong: no checkpoint of a later one is to appear. ``None``: all are right."""
         self._policy = policy
         self._doubt = doubt
         self._identity = identity
@@ -196,16 +198,16 @@ class CheckpointWriter:
     def _write(self, mark: Mark, tree: dict[str, Any]) -> None:
         directory, step = self._policy.directory, mark.step
         failed_before = self.failure is not None
-        fenced = False
+        barred = False
         failure: str | None = f"the writer of the checkpoint of step {step} ended with an error: see its traceback"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if not self._tidy:
                 self._remove_leftovers()
-            files.write(directory, mark, tree, self._identity, self._check_fence)
+            files.write(directory, mark, tree, self._identity, lambda: self._allow(mark))
             failure = None
-        except _Fenced as error:
-            fenced, failure = True, f"the checkpoint of step {step} was not written to {directory}: {error}"
+        except _Barred as error:
+            barred, failure = True, f"the checkpoint of step {step} was not written to {directory}: {error}"
         except (OSError, SafetensorError) as error:
             reason, advice = _explain(error)
             failure = (
@@ -218,19 +220,25 @@ class CheckpointWriter:
                 "that is due tries again"
             )
         finally:
-            if not fenced:  # which is no trouble of the job's: newer ones are there
+            if not barred:  # which is no trouble of the job's disk
                 self.failure = failure
             if failure is None:
                 self.newest = step
             else:
                 self._on_event(failure)
-            if not fenced:
+            if not barred:
                 self._on_attempt(step, failure)
         if failure is not None:
             return
         if failed_before:
             self._on_event(f"checkpoints are written again: that of step {step} is complete")
         self._prune(mark)
+
+    def _allow(self, mark: Mark) -> None:
+        """A checkpoint is about to appear."""
+        if self.trusted is not None and mark.step > self.trusted:
+            raise _Barred(f"what came after step {self.trusted} may be wrong")
+        self._check_fence()
 
     def _check_fence(self) -> None:
         """Keep a checkpoint from appearing where a newer generation has written or begun.
@@ -240,7 +248,7 @@ class CheckpointWriter:
         highest = highest_fence(self._policy.directory)
         if highest > self.generation:
             self.fenced_by = highest
-            raise _Fenced(f"generation {highest} has gone on without this worker, which is of {self.generation}")
+            raise _Barred(f"generation {highest} has gone on without this worker, which is of {self.generation}")
 
     def _prune(self, written: Mark) -> None:
         """Remove what may go now that this one is written."""
