@@ -57,7 +57,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW": lambda model: torch.optim.AdamW(groups(model), 0.1),
     "Lion": lambda model: Lion(model.parameters(), 0.01, betas=(0.9, 0.99)),
-    "blocks": lambda model: BlockwiseMomentum(model.parameters(), 1e-5, block=8),
+    "blocks": lambda model: BlockwiseMomentum(model.parameters(), 1e-3, block=8),
 }
 
 
