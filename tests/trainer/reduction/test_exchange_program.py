@@ -254,6 +254,15 @@ def test_an_exchange_begins_early_where_that_is_legal_and_worth_it(
     assert choice.program.overlapped
 
 
+def test_latency_alone_is_no_reason_to_begin_early() -> None:
+    far = Network(gather=0.1, message=0.1, byte=1e-9, add_byte=1e-10, handoff=0.1)
+    for size, overlapped in ((1_000, False), (1 << 22, True)):
+        (choice,) = choose_programs(
+            [Shape(size, (1, 1))], Facts(2, final=True), Terms(Exchange(), far), ReductionSettings()
+        )
+        assert choice.program.overlapped is overlapped
+
+
 @pytest.mark.parametrize("way", list(Split))
 def test_an_expert_gets_the_way_that_is_asked_for(way: Split) -> None:
     for size in (1, 1 << 30):

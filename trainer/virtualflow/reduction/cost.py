@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from virtualflow.reduction.program import Layout, Operation, Program, Stage
 
@@ -30,6 +30,10 @@ class Network:
     """Each byte that a worker adds."""
     handoff: float
     """From the thread that trains to the one that exchanges, and back."""
+
+    def without_latency(self) -> Network:
+        """One on which only bytes take time."""
+        return replace(self, gather=0.0, message=0.0, handoff=0.0)
 
     def to_bytes(self) -> bytes:
         """40 bytes."""

@@ -82,7 +82,9 @@ def choose_programs(shapes: Sequence[Shape], facts: Facts, terms: Terms, setting
         settings: from which predicted time on it is worth to begin early.
     """
     choices = [_choose_way(shape, facts, terms, settings) for shape in shapes]
-    total = math.fsum(choice.seconds for choice in choices)
+    # Latency is no reason to begin early: it is what the last bucket costs in any case, and the step headers with it.
+    bytes_only = terms.network.without_latency()
+    total = math.fsum(predict(one.program, shape, bytes_only) for one, shape in zip(choices, shapes, strict=True))
     why_not = _why_not_early(total, terms.exchange, settings)
     return [_begin_early(choice, facts, why_not) for choice in choices]
 
@@ -108,11 +110,11 @@ def _choose_way(shape: Shape, facts: Facts, terms: Terms, settings: ReductionSet
 
 
 def _why_not_early(total: float, exchange: Exchange, settings: ReductionSettings) -> str | None:
-    """Why an exchange that takes so long is not to begin early though it may; ``None``: it is."""
+    """Why an exchange whose bytes take so long is not to begin early though it may; ``None``: it is."""
     if exchange.overlap is None and total < settings.overlap_from:
         return (
-            f"all buckets together are predicted to take {1e3 * total:.2f} ms, and to begin early costs about "
-            f"{1e3 * settings.overlap_from:.2f} ms"
+            f"the bytes of all buckets together are predicted to take {1e3 * total:.2f} ms, and to begin early costs "
+            f"about {1e3 * settings.overlap_from:.2f} ms"
         )
     return "not wanted: vf.Exchange(overlap=False)" if exchange.overlap is False else None
 
