@@ -90,6 +90,7 @@ def test_an_operator_killed_at_any_write_of_a_jobs_creation_leaves_work_that_ano
     play(tmp_path, story)
 
 
+@pytest.mark.nightly
 def test_an_operator_killed_at_any_write_of_a_resize_leaves_work_that_another_ends(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         writes = await kill_at_every_write(
@@ -106,6 +107,7 @@ def test_an_operator_killed_at_any_write_of_a_resize_leaves_work_that_another_en
     play(tmp_path, story)
 
 
+@pytest.mark.nightly
 def test_an_operator_killed_at_any_write_of_a_suspension_leaves_work_that_another_ends(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         writes = await kill_at_every_write(

@@ -225,6 +225,7 @@ def test_two_halves_with_a_coordinator_each_never_both_go_on(islands: Islands, t
     assert_one_lineage(before, complete(islands.checkpoints), [f"log-{n}" for n in range(3)], tmp_path)
 
 
+@pytest.mark.nightly  # test_one_lineage has the same in a model of the network
 def test_fresh_workers_with_a_new_coordinator_begin_nothing_beside_those_who_are_cut_off(
     islands: Islands, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_joiner_and_a_loss_go_by_what_was_measured(
     assert results[0] == alone(compute, 80, "nobody", str(tmp_path))
 
 
+@pytest.mark.nightly
 def test_where_it_is_switched_off_the_split_stays_even(
     start_job: Callable[..., ElasticJob], tmp_path: Path, work: Path
 ) -> None:

@@ -21,7 +21,7 @@ from thread_collectives import Seat, Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tiers import examples
+from tiers import examples, nightly
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Addition, AttemptSpoiled, choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
@@ -407,7 +407,9 @@ def reference(script: Callable[[Body], None]) -> tuple[list[Any], list[Any]]:
     return states, worker.seen
 
 
-@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize(
+    "ranges", ["alone", "unaligned", *(nightly(name) for name in RANGES if name not in ("alone", "unaligned"))]
+)
 @pytest.mark.parametrize("how", HOT)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_the_bits_and_what_a_script_sees_are_those_of_waiting(

@@ -18,6 +18,7 @@ from broken_collectives import Counting
 from thread_collectives import Seat, Table
 from torch import Tensor, nn
 
+from tiers import nightly
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import choose_summation
@@ -208,7 +209,7 @@ def prepared(how: str, step: int) -> tuple[list[Worker], int]:
     return workers, most
 
 
-@pytest.mark.parametrize("step", [1, 3], ids=["in the first step", "when all names are known"])
+@pytest.mark.parametrize("step", [nightly(1, id="in the first step"), pytest.param(3, id="when all names are known")])
 @pytest.mark.parametrize("how", SETTINGS)
 def test_whichever_collective_breaks_only_what_the_lost_worker_had_is_computed_again(
     how: str, step: int, reference: list[tuple[Any, ...]]
