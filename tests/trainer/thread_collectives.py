@@ -8,17 +8,17 @@ what is not awaited and then overwritten arrives so.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from virtualflow.errors import CommunicatorBroken
-from virtualflow.transport.interface import DONE, Message, Pending
+from virtualflow.transport.interface import ALONE, DONE, Message, Pending
 
 T = TypeVar("T")
 PATIENCE = 60
@@ -142,3 +142,36 @@ class Letters:
                 assert (arrived.dtype, arrived.numel()) == (message.stretch.dtype, message.stretch.numel())
                 message.stretch.copy_(arrived.view(message.stretch.shape))
         self._seat._end(self._fails)
+
+
+def take_seats(size: int) -> list[Any]:
+    """Those of one table, by rank; whoever is alone needs none."""
+    if size == 1:
+        return [ALONE]
+    table = Table(size)
+    return [Seat(table, rank) for rank in range(size)]
+
+
+def together(seats: Sequence[Any], work: Callable[[int], T]) -> list[T | None]:
+    """Let each rank work in a thread of its own, and nobody wait for one that has failed.
+
+    Args:
+        seats: a `Seat` of one table for each, or ``ALONE``.
+        work: what a rank does.
+
+    Returns:
+        What each came to, ``None`` where its communicator broke. Any other error is raised.
+    """
+
+    def one(rank: int) -> T | None:
+        try:
+            return work(rank)
+        except BaseException as error:
+            if isinstance(seats[rank], Seat):
+                seats[rank].table.abort()
+            if isinstance(error, CommunicatorBroken):
+                return None
+            raise
+
+    with ThreadPoolExecutor(len(seats)) as pool:
+        return list(pool.map(one, range(len(seats))))

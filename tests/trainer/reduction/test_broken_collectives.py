@@ -7,15 +7,13 @@ of it, a few jobs of test_sharded_optimizer and test_statistical_sharded show.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import pytest
 import torch
 from test_reducer import ALIGNMENT, GATHER, SLICES, Problem, bits, build, reduce_one
-from thread_collectives import Seat, Table
+from thread_collectives import Seat, Table, together
 
-from virtualflow.errors import CommunicatorBroken
 from virtualflow.reduction.accumulation import Tensors
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
@@ -45,18 +43,13 @@ def attempt(
     if failing is not None:
         rank, seats[rank].fails_at, seats[rank].how = failing
 
-    def work(rank: int) -> Tensors | None:
-        try:
-            found = reduce_one(
-                reducers[rank], seats[rank], problem, ranges, SCALE, all_there if early else None, one_by_one=True
-            )
-        except CommunicatorBroken:
-            table.abort()
-            return None
+    def work(rank: int) -> Tensors:
+        found = reduce_one(
+            reducers[rank], seats[rank], problem, ranges, SCALE, all_there if early else None, one_by_one=True
+        )
         return [None if tensor is None else tensor.clone() for tensor in found]
 
-    with ThreadPoolExecutor(len(ranges)) as pool:
-        return list(pool.map(work, range(len(ranges)))), [seat.operations for seat in seats]
+    return together(seats, work), [seat.operations for seat in seats]
 
 
 @pytest.mark.parametrize("how", ["before", "after"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import pytest
@@ -16,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_broken_collectives import FEWER, NODES, PLACES, RANGES, SCALE, all_there, attempt
 from test_reducer import ALIGNMENT, DTYPES, Problem, bits, build, divisions, reduce_one
-from thread_collectives import Seat, Table
+from thread_collectives import Seat, Table, take_seats, together
 
 from tiers import examples
-from virtualflow.errors import CommunicatorBroken
 from virtualflow.reduction.accumulation import Tensors
 from virtualflow.reduction.cost import Shape, predict
 from virtualflow.reduction.ownership import Owners, Row, share_row
@@ -28,7 +26,6 @@ from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.schedule import Choice, Choose, Terms
 from virtualflow.reduction.settings import Exchange, ProbeSettings, ReductionSettings
 from virtualflow.reduction.summation import CanonicalSummation
-from virtualflow.transport.interface import ALONE, Collectives
 
 SETTINGS = ReductionSettings(alignment=ALIGNMENT, bucket=128)
 How = Literal["before", "after"]
@@ -66,28 +63,24 @@ def reduce_all(
 ) -> list[list[Tensors]]:
     """Reduce it by one schedule after the other; ``[schedule][rank]``."""
     size = len(ranges)
-    table = Table(size)
+    seats = take_seats(size)
     owners = owners_of(problem, size)
 
     def work(rank: int) -> list[Tensors]:
-        seat: Collectives = Seat(table, rank) if size > 1 else ALONE
         found = []
         for choose in chooses:
             reducer = Reducer(CanonicalSummation(problem.virtual_nodes), SETTINGS, choose=choose)
             if sharded:
                 reducer.share(owners)
             try:
-                reduced = reduce_one(reducer, seat, problem, ranges, scale, early, one_by_one=True)
+                reduced = reduce_one(reducer, seats[rank], problem, ranges, scale, early, one_by_one=True)
                 found.append([None if tensor is None else tensor.clone() for tensor in reduced])
-            except BaseException:
-                table.abort()
-                raise
             finally:
                 reducer.close()
         return found
 
-    with ThreadPoolExecutor(size) as pool:
-        of_workers = list(pool.map(work, range(size)))
+    of_workers = [found for found in together(seats, work) if found is not None]
+    assert len(of_workers) == size
     return [list(one) for one in zip(*of_workers, strict=True)]
 
 
@@ -184,18 +177,14 @@ def agree(
     if failing is not None:
         rank, seats[rank].fails_at, seats[rank].how = failing
 
-    def work(rank: int) -> Terms | None:
+    def work(rank: int) -> Terms:
         try:
             reducers[rank].agree(seats[rank], WISH, ranges, problem.templates)
-        except CommunicatorBroken:
-            table.abort()
-            return None
         finally:
             reducers[rank].close()
         return reducers[rank].terms
 
-    with ThreadPoolExecutor(len(ranges)) as pool:
-        return list(pool.map(work, range(len(ranges)))), [seat.operations for seat in seats]
+    return together(seats, work), [seat.operations for seat in seats]
 
 
 def fresh(count: int) -> list[Reducer]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -15,11 +14,27 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_scripts import (
+    SCRIPTS,
+    Body,
+    Model,
+    clipped,
+    forgotten,
+    frozen_by_turns,
+    graph_without_use,
+    in_two_halves,
+    norms_every_time,
+    norms_now_and_then,
+    own_hook_from_before,
+    plain,
+    replaced,
+    thrown_away,
+    twice,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_collectives import Seat, Table
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from thread_collectives import take_seats, together
+from torch import Tensor
 
 from tiers import examples, nightly
 from virtualflow.protocol import messages as m
@@ -27,7 +42,7 @@ from virtualflow.reduction import Addition, AttemptSpoiled, choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, SpotChecker, Update
-from virtualflow.transport.interface import ALONE, Collectives
+from virtualflow.transport.interface import Collectives
 
 NODES, SAMPLES, STEPS = 8, 4, 7
 EARLY = Exchange("reduce-scatter", overlap=True)
@@ -42,243 +57,6 @@ RANGES = {
     "unaligned": [range(3), range(3, 8)],
     "one and the rest": [range(1), range(1, 8)],
 }
-
-
-class Model(nn.Module):
-    """A weight that is used twice, one that some virtual nodes do not use, two whose gradients share their memory, four
-    whose gradients do so in part, and averaged buffers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(1)
-        self.weight = nn.Parameter(torch.randn(4, 4, generator=draw))
-        self.sometimes = nn.Parameter(torch.randn(4, generator=draw))
-        self.out = nn.Linear(4, 2, bias=False)
-        with torch.no_grad():
-            self.out.weight.copy_(torch.randn(2, 4, generator=draw))
-        self.norm = nn.BatchNorm1d(4)
-        self.shift, self.other_shift = (nn.Parameter(torch.randn(2, 2, generator=draw)) for _ in range(2))
-        self.pieces = nn.ParameterList(torch.randn(size, generator=draw) / 64 for size in (1, 3, 3, 1))
-
-    def forward(self, x: Tensor, node: int) -> Tensor:
-        hidden = torch.tanh(self.norm(x @ self.weight) @ self.weight)
-        hidden = hidden + (self.shift.view(-1) + self.other_shift.view(-1))
-        hidden = hidden + (torch.cat((*self.pieces[:2],)) + torch.cat((*self.pieces[2:],)))
-        return self.out(hidden + self.sometimes if node % 3 else hidden)
-
-
-@dataclass
-class Body:
-    """What a script does with one micro-batch."""
-
-    model: Model
-    x: Tensor
-    step: int
-    node: int
-    seen: list[Any]
-
-    def loss(self) -> Tensor:
-        return self.model(self.x, self.node).square().mean()
-
-    def norm(self) -> float:
-        return float(sum(float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None))
-
-
-def plain(body: Body) -> None:
-    body.loss().backward()
-
-
-def zeroed_before(body: Body) -> None:
-    body.model.zero_grad()
-    body.loss().backward()
-
-
-def zeroed_before_in_place(body: Body) -> None:
-    body.model.zero_grad(set_to_none=False)
-    body.loss().backward()
-
-
-def zeroed_behind_late(body: Body) -> None:
-    """Some virtual nodes are to count for nothing."""
-    body.loss().backward()
-    if body.step >= 4 and body.node % 3 == 1:
-        body.model.zero_grad(set_to_none=body.node == 4)
-
-
-def at_lower_precision(body: Body) -> None:
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # the threads of this test would share its cache
-        loss = body.loss()
-    loss.backward()
-
-
-def checkpointed(body: Body) -> None:
-    """Activations are computed again, in a backward pass within the backward pass."""
-    model, x = body.model, body.x.requires_grad_()
-    hidden = checkpoint(lambda x: torch.tanh(x @ model.weight), x, use_reentrant=True)
-    (model.out(hidden) @ model.out(x @ model.weight).T).mean().backward()
-
-
-def norms_every_time(body: Body) -> None:
-    body.loss().backward()
-    body.seen.append((body.step, body.node, body.norm()))
-
-
-def norms_now_and_then(body: Body) -> None:
-    body.loss().backward()
-    if body.step % 3 == 0:
-        body.seen.append((body.step, body.node, body.norm()))
-
-
-def norm_by_torch_late(body: Body) -> None:
-    body.loss().backward()
-    if body.step >= 4:
-        total = nn.utils.get_total_norm([p.grad for p in body.model.parameters() if p.grad is not None])
-        body.seen.append((body.step, body.node, float(total)))
-
-
-def clipped(body: Body) -> None:
-    body.loss().backward()
-    nn.utils.clip_grad_norm_(body.model.parameters(), 0.01)
-
-
-def clipped_late(body: Body) -> None:
-    body.loss().backward()
-    if body.step >= 4:
-        nn.utils.clip_grad_norm_(body.model.parameters(), 0.01)
-
-
-def clipped_in_one_node_late(body: Body) -> None:
-    body.loss().backward()
-    if body.step >= 4 and body.node == 5:
-        nn.utils.clip_grad_value_(body.model.parameters(), 0.001)
-
-
-def replaced(body: Body) -> None:
-    body.loss().backward()
-    for p in body.model.parameters():
-        p.grad = None if p.grad is None else p.grad * 0.5
-
-
-def replaced_late(body: Body) -> None:
-    replaced(body) if body.step == 4 else plain(body)
-
-
-def forgotten(body: Body) -> None:
-    body.loss().backward()
-    body.model.weight.grad = None
-
-
-def forgotten_late(body: Body) -> None:
-    forgotten(body) if body.step == 4 else plain(body)
-
-
-def twice(body: Body) -> None:
-    loss = body.loss()
-    loss.backward(retain_graph=True)
-    (0.5 * loss).backward()
-
-
-def twice_late(body: Body) -> None:
-    loss = body.loss()
-    loss.backward(retain_graph=body.step >= 4)
-    if body.step >= 4:
-        loss.backward()
-
-
-def thrown_away(body: Body) -> None:
-    """As sharpness-aware training does: of two backward passes, the second one's gradients count."""
-    body.loss().backward()
-    body.model.zero_grad()
-    body.loss().sin().backward()
-
-
-def thrown_away_late(body: Body) -> None:
-    thrown_away(body) if body.step >= 4 else plain(body)
-
-
-def in_two_halves(body: Body) -> None:
-    """Gradient accumulation within a virtual node."""
-    for half in (body.x[:2], body.x[1:]):
-        body.model(half, body.node).square().mean().backward()
-
-
-def graph(body: Body) -> None:
-    """A penalty on the gradient, through ``.grad``."""
-    body.loss().backward(create_graph=True)
-    assert body.model.weight.grad is not None
-    body.model.weight.grad.square().sum().backward()
-
-
-def graph_late(body: Body) -> None:
-    if body.step >= 4:
-        graph(body)
-    else:
-        plain(body)
-
-
-def graph_without_use(body: Body) -> None:
-    body.loss().backward(create_graph=True)
-
-
-def own_hook(body: Body) -> None:
-    def look(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        body.seen.append((body.step, body.node, float(parameter.grad.sum())))
-
-    handle = body.model.weight.register_post_accumulate_grad_hook(look)
-    body.loss().backward()
-    handle.remove()
-
-
-def own_hook_that_changes_late(body: Body) -> None:
-    def halve(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.mul_(0.5)
-
-    handle = body.model.weight.register_post_accumulate_grad_hook(halve) if body.step >= 4 else None
-    body.loss().backward()
-    if handle is not None:
-        handle.remove()
-
-
-def own_hook_from_before(body: Body) -> None:
-    """It comes before the library's, so it sees gradients as they are."""
-    body.loss().backward()
-
-
-def frozen_by_turns(body: Body) -> None:
-    body.loss().backward()
-
-
-SCRIPTS: dict[Callable[[Body], None], tuple[bool, bool]] = {
-    plain: (True, False),
-    zeroed_before: (True, False),
-    zeroed_before_in_place: (True, False),
-    zeroed_behind_late: (True, True),
-    at_lower_precision: (True, False),
-    checkpointed: (False, False),
-    norms_every_time: (True, False),
-    norms_now_and_then: (True, True),
-    norm_by_torch_late: (True, True),
-    clipped: (False, False),
-    clipped_late: (True, True),
-    clipped_in_one_node_late: (True, True),
-    replaced_late: (True, True),
-    forgotten_late: (True, True),
-    twice: (False, False),
-    twice_late: (True, True),
-    thrown_away_late: (True, True),
-    in_two_halves: (False, False),
-    graph: (False, False),
-    graph_late: (True, True),
-    graph_without_use: (True, False),
-    own_hook: (True, False),
-    own_hook_that_changes_late: (True, True),
-    own_hook_from_before: (True, False),
-    frozen_by_turns: (True, False),
-}
-"""Whether anything is added up hot, and whether an attempt is repeated (alone)."""
 
 
 @dataclass
@@ -357,22 +135,17 @@ class Worker:
 
 def train(workers: Sequence[Worker], holdings: Sequence[Sequence[int]], steps: int = STEPS) -> list[list[Any]]:
     """The state of each worker after each step."""
-    table = Table(len(workers))
-    seats: list[Any] = [Seat(table, rank) for rank in range(len(workers))] if len(workers) > 1 else [ALONE]
+    seats = take_seats(len(workers))
 
     def work(rank: int) -> list[Any]:
         try:
             return [workers[rank].step(seats[rank], holdings, step) for step in range(1, steps + 1)]
-        except BaseException:
-            table.abort()
-            raise
         finally:
             workers[rank].update.close()
 
-    if len(workers) == 1:
-        return [work(0)]
-    with ThreadPoolExecutor(len(workers)) as pool:
-        return list(pool.map(work, range(len(workers))))
+    found = [states for states in together(seats, work) if states is not None]
+    assert len(found) == len(workers)
+    return found
 
 
 @pytest.fixture(autouse=True)

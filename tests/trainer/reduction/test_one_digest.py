@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -19,17 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_every_schedule import drawn
 from test_reducer import ALIGNMENT, divisions
-from thread_collectives import Seat, Table
+from thread_collectives import take_seats, together
 from torch import Tensor, nn
 
 from tiers import examples
-from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import Choose, choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import OptimizerOptions, Reduced, Update
-from virtualflow.transport.interface import ALONE, Collectives
+from virtualflow.transport.interface import Collectives
 from virtualflow.worker.repair import Remains, plan_repair
 
 STEPS, SAMPLES, WIDTH, MOST_WORKERS = 4, 2, 4, 5
@@ -187,35 +185,23 @@ class Member:
         return [value.reshape(-1).view(torch.uint8).tolist() for value in self.model.state_dict().values()]
 
 
-def together(members: Sequence[Member], tear: Tear | None, work: Callable[[Member, Any], Any]) -> list[Any]:
+def let(members: Sequence[Member], tear: Tear | None, work: Callable[[Member, Any], Any]) -> list[Any]:
     """Let threads do it; ``None`` for those who lost somebody."""
-    table = Table(len(members))
-    seats: list[Any] = [Seat(table, rank) for rank in range(len(members))] if len(members) > 1 else [ALONE]
+    seats = take_seats(len(members))
     if tear is not None:
         seats[tear.victim].fails_at, seats[tear.victim].how = tear.number, tear.how
-
-    def one(member: Member, seat: Any) -> Any:
-        try:
-            return work(member, seat)
-        except BaseException as error:
-            table.abort()
-            if isinstance(error, CommunicatorBroken):
-                return None
-            raise
-
-    with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(one, members, seats))
+    return together(seats, lambda rank: work(members[rank], seats[rank]))
 
 
 def enter(members: Sequence[Member], ranges: Sequence[range], bucket: int) -> None:
     """All of them enter a generation."""
-    together(members, None, lambda member, seat: member.enter(seat, ranges, bucket))
+    let(members, None, lambda member, seat: member.enter(seat, ranges, bucket))
 
 
 def take_step(members: list[Member], step: int, turn: Turn) -> list[Member]:
     """Make a step, whoever is lost in it; those who are left."""
     ranges = turn.ranges
-    found = together(members, turn.tear, lambda member, seat: member.attempt(seat, step, ranges, ranges[seat.rank]))
+    found = let(members, turn.tear, lambda member, seat: member.attempt(seat, step, ranges, ranges[seat.rank]))
     if turn.tear is not None and None in found:
         victim = turn.tear.victim
         members[victim].update.close()
@@ -252,7 +238,7 @@ def repeat(members: Sequence[Member], step: int, turn: Turn) -> list[Reduced]:
     repair = plan_repair([Remains(frozenset(member.update.sync.kept)) for member in members], ranges)
     assert repair is not None
     enter(members, ranges, turn.bucket + 1)
-    found = together(
+    found = let(
         members,
         None,
         lambda member, seat: member.attempt(seat, step, repair.holdings, repair.computes[seat.rank], repairs=True),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_collectives import Seat, Table
+from thread_collectives import Seat, Table, together
 from torch import Tensor
 
 from tiers import examples
@@ -104,28 +103,23 @@ def reduce_on(
     """
     size = len(problems[0][1])
     table = Table(size)
+    seats = [Seat(table, rank) for rank in range(size)] if size > 1 else [ALONE]
 
     def work(rank: int) -> list[Tensors]:
         reducer = Reducer(
             CanonicalSummation(problems[0][0].virtual_nodes),
             ReductionSettings(alignment=ALIGNMENT, exchange=way, bucket=bucket),
         )
-        seat = Seat(table, rank) if size > 1 else ALONE
         found = []
         try:
             for problem, ranges in problems:
-                reduced = reduce_one(reducer, seat, problem, ranges, scale, early, one_by_one)
+                reduced = reduce_one(reducer, seats[rank], problem, ranges, scale, early, one_by_one)
                 found.append([None if tensor is None else tensor.clone() for tensor in reduced])
-        except BaseException:
-            table.abort()
-            raise
         finally:
             reducer.close()
         return found
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(work, rank) for rank in range(size)]
-        return [future.result() for future in futures], table
+    return together(seats, work), table
 
 
 def reduce_one(

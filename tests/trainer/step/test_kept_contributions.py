@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
 import torch
 from broken_collectives import Counting
-from thread_collectives import Seat, Table
+from thread_collectives import Seat, Table, together
 from torch import Tensor, nn
 
 from tiers import nightly
@@ -107,21 +106,6 @@ class Worker:
         """The bits of the model, and all metrics."""
         values = self.model.state_dict().values()
         return [value.reshape(-1).view(torch.uint8).tolist() for value in values], self.metrics
-
-
-def together(seats: Sequence[Any], work: Callable[[int], Reduced]) -> list[Reduced | None]:
-    """Let threads do it; ``None`` where the attempt was aborted."""
-
-    def one(rank: int) -> Reduced | None:
-        try:
-            return work(rank)
-        except CommunicatorBroken:
-            if isinstance(seats[rank], Seat):
-                seats[rank].table.abort()
-            return None
-
-    with ThreadPoolExecutor(len(seats)) as pool:
-        return list(pool.map(one, range(len(seats))))
 
 
 def train(workers: Sequence[Worker], ranges: Sequence[range], step: int) -> int:

@@ -7,7 +7,6 @@ exchange of where they stand to the plan of a repair; only processes, the coordi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
@@ -17,11 +16,10 @@ import pytest
 import torch
 from broken_collectives import Counting
 from own_optimizers import BlockwiseMomentum
-from thread_collectives import Seat, Table
+from thread_collectives import Seat, Table, together
 from torch import Tensor, nn
 
 from tiers import nightly
-from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.lineage import Claim
 from virtualflow.reduction import choose_summation
@@ -150,24 +148,19 @@ def seats_of(workers: Sequence[Worker], fault: Fault | None, mode: str = "recove
     return seats
 
 
-def together(seats: Sequence[Place], work: Callable[[int], None]) -> bool:
+def complete(seats: Sequence[Place], work: Callable[[int], None]) -> bool:
     """Let threads do it; whether it worked for all."""
 
     def one(rank: int) -> bool:
-        try:
-            work(rank)
-        except CommunicatorBroken:
-            seats[rank].table.abort()
-            return False
+        work(rank)
         return True
 
-    with ThreadPoolExecutor(len(seats)) as pool:
-        return all(list(pool.map(one, range(len(seats)))))
+    return None not in together(seats, one)
 
 
 def enter(workers: Sequence[Worker], fault: Fault | None = None, mode: str = "recovery") -> tuple[bool, list[Place]]:
     seats = seats_of(workers, fault, mode)
-    done = together(seats, lambda rank: workers[rank].enter(seats[rank]))
+    done = complete(seats, lambda rank: workers[rank].enter(seats[rank]))
     for seat in seats:
         seat.fails_at = 0
     return done, seats
@@ -193,7 +186,7 @@ def run(make: str, clip: float | None, entry: Fault | None, step: Fault | None, 
     taken = []
     _, seats = enter(workers, mode="planned")
     for _ in range(JOIN):
-        assert together(seats, lambda rank: workers[rank].step(seats[rank]))
+        assert complete(seats, lambda rank: workers[rank].step(seats[rank]))
     workers += [Worker(make, clip) for _ in range(2)]
     done, seats = enter(workers, entry, "planned")
     taken.append(max(seat.operations for seat in seats))
@@ -205,7 +198,7 @@ def run(make: str, clip: float | None, entry: Fault | None, step: Fault | None, 
     before = [seat.operations for seat in seats]
     if step is not None:
         seats[step.victim].fails_at, seats[step.victim].how = before[step.victim] + step.number, step.how
-    done = together(seats, lambda rank: workers[rank].step(seats[rank]))
+    done = complete(seats, lambda rank: workers[rank].step(seats[rank]))
     taken.append(max(seat.operations - old for seat, old in zip(seats, before, strict=True)))
     if not done:
         assert step is not None
@@ -219,9 +212,9 @@ def run(make: str, clip: float | None, entry: Fault | None, step: Fault | None, 
             assert done
     while workers[0].training.completed_steps < STEPS:
         assert len({worker.training.completed_steps for worker in workers}) == 1
-        assert together(seats, lambda rank: workers[rank].step(seats[rank]))
+        assert complete(seats, lambda rank: workers[rank].step(seats[rank]))
     assert {str(worker.bits) for worker in workers} == {str(reference(make, clip)[0])}, (entry, step, again)
-    assert together(seats, lambda rank: workers[rank].membership._resharding.complete_leader(seats[rank]))  # type: ignore
+    assert complete(seats, lambda rank: workers[rank].membership._resharding.complete_leader(seats[rank]))  # type: ignore
     assert digests.optimizer_digest(workers[0].training.optimizer) == reference(make, clip)[1]
     return taken
 
