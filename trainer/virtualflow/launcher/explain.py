@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 from argparse import Namespace
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from virtualflow.errors import VirtualFlowError
 from virtualflow.launcher.options import check_script, check_trainer
-from virtualflow.launcher.supervisor import describe_exit, die_with
+from virtualflow.launcher.supervisor import describe_exit, run_to_end
 from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, read_report
 from virtualflow.protocol.settings import ENV_EXPLAIN_OUT
 from virtualflow.protocol.wording import counted
@@ -35,7 +35,12 @@ def explain(arguments: Namespace) -> int:
     check_trainer()
     with tempfile.TemporaryDirectory(prefix="virtualflow-", ignore_cleanup_errors=True) as directory:
         written, said = Path(directory) / "exchange.json", Path(directory) / "said"
-        code = _run(_command(arguments, Path(directory)), os.environ | {ENV_EXPLAIN_OUT: str(written)}, said)
+        environment = os.environ | {ENV_EXPLAIN_OUT: str(written)}
+        with said.open("wb") as output:
+            # A runner ends its workers when it is asked to.
+            code = run_to_end(
+                _command(arguments, Path(directory)), environment, output=output, interrupt=signal.SIGTERM
+            )
         if code != 0:
             print(said.read_text("utf-8", "replace").rstrip(), file=sys.stderr)
             raise VirtualFlowError(f"{arguments.script} ended with {describe_exit(code)}; its output is above")
@@ -57,25 +62,6 @@ def _command(given: Namespace, directory: Path) -> list[str]:
     if given.virtual_nodes is not None:
         command += ["--virtual-nodes", str(given.virtual_nodes)]
     return [*command, given.script, *given.args]
-
-
-def _run(command: list[str], environment: dict[str, str], said: Path) -> int:
-    """Run it to its end, with its output in a file; the return code as ``subprocess`` gives it."""
-    with said.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - there is one thread
-        )
-        try:
-            return process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
 
 
 def describe(report: ExchangeReport) -> str:

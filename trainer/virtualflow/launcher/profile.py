@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -13,7 +12,7 @@ from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_script, check_target, check_trainer
 from virtualflow.launcher.settings import KEEP_FREED_MEMORY
-from virtualflow.launcher.supervisor import describe_exit, die_with
+from virtualflow.launcher.supervisor import describe_exit, run_to_end
 from virtualflow.protocol.device_profile import describe, encode, read_profile
 from virtualflow.protocol.settings import (
     ENV_AUDIT_DIR,
@@ -56,7 +55,7 @@ def profile(arguments: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="virtualflow-") as directory:
         written = Path(directory) / "profile.json"
         environment[ENV_PROFILE_OUT] = str(written)
-        code = _run([sys.executable, "-u", arguments.script, *arguments.args], environment)
+        code = run_to_end([sys.executable, "-u", arguments.script, *arguments.args], environment)
         if code != 0:
             raise VirtualFlowError(
                 f"{script} ended with {describe_exit(code)} before it was measured; no profile was written"
@@ -74,18 +73,3 @@ def profile(arguments: Namespace) -> int:
     print(describe(measured))
     print(f"written to {target}: name it with virtualflow run --profile, or as the profile of a worker group")
     return 0
-
-
-def _run(command: list[str], environment: dict[str, str]) -> int:
-    """Run the script to its end, its output to where ours goes; the return code as ``subprocess`` gives it."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - there is one thread
-    )
-    try:
-        return process.wait()
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise

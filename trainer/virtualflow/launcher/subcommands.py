@@ -225,6 +225,15 @@ def _add_script(parser: Parser, *, required: bool) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments, passed on untouched")
 
 
+_OVERRIDES = f"overrides the script's (default {VIRTUAL_NODES})"
+
+
+def _add_virtual_nodes(
+    parser: Parser, says: str = _OVERRIDES, least: int = 1, refusal: str = "a job has between {} and {}"
+) -> None:
+    parser.add_argument("--virtual-nodes", metavar="V", help=says, **_range(int, least, MAX_VIRTUAL_NODES, refusal))
+
+
 def _add_check(parser: Parser, settings: LauncherSettings) -> None:
     parser.usage = "virtualflow check [OPTIONS] SCRIPT [ARGS ...]"
     parser.description = (
@@ -240,12 +249,7 @@ def _add_check(parser: Parser, settings: LauncherSettings) -> None:
         help=f"of each run (default {settings.check_steps}, or all that the script makes)",
         **_AT_LEAST_1,
     )
-    parser.add_argument(
-        "--virtual-nodes",
-        metavar="V",
-        help=f"overrides the script's (default {VIRTUAL_NODES})",
-        **_range(int, 2, MAX_VIRTUAL_NODES, "a check needs between {} and {}"),
-    )
+    _add_virtual_nodes(parser, least=2, refusal="a check needs between {} and {}")
     parser.add_argument(
         "--workers",
         default=settings.check_workers,
@@ -288,12 +292,7 @@ def _add_profile(parser: Parser) -> None:
         "code that follows the training."
     )
     parser.add_argument("--out", metavar="FILE", help="the profile (default: SCRIPT.profile.json in this directory)")
-    parser.add_argument(
-        "--virtual-nodes",
-        metavar="V",
-        help=f"overrides the script's (default {VIRTUAL_NODES})",
-        **_range(int, 1, MAX_VIRTUAL_NODES, "a job has between {} and {}"),
-    )
+    _add_virtual_nodes(parser)
     parser.add_argument("--sizes", metavar="1,2,...", help="measure only these numbers of virtual nodes at a time")
     _add_script(parser, required=True)
     parser.epilog = (
@@ -315,12 +314,7 @@ def _add_explain(parser: Parser) -> None:
         help=f"worker processes (default {EXPLAIN_WORKERS})",
         **_range(int, 1, MAX_WORKERS, "a job needs at least one worker, and {1} at most"),
     )
-    parser.add_argument(
-        "--virtual-nodes",
-        metavar="V",
-        help=f"overrides the script's (default {VIRTUAL_NODES})",
-        **_range(int, 1, MAX_VIRTUAL_NODES, "a job has between {} and {}"),
-    )
+    _add_virtual_nodes(parser)
     parser.add_argument("--json", action="store_true", help="all of it, as JSON")
     _add_script(parser, required=True)
     parser.epilog = (
@@ -345,11 +339,8 @@ def _add_plan(parser: Parser) -> None:
         "--optimizer", choices=("device", "host"), default="device", help="where its state is (default: device)"
     )
     parser.add_argument("--batch", metavar="N", help="samples of a step (default: as in the profile)", **_AT_LEAST_1)
-    parser.add_argument(
-        "--virtual-nodes",
-        metavar="V",
-        help="plan for that number (default: from the smallest that fits; for --devices as in the profile)",
-        **_range(int, 1, MAX_VIRTUAL_NODES, "a job has between {} and {}"),
+    _add_virtual_nodes(
+        parser, "plan for that number (default: from the smallest that fits; for --devices as in the profile)"
     )
     parser.add_argument(
         "--devices", metavar="NAME:N,...", help="those that could be had; a name is a part of a profile's device"

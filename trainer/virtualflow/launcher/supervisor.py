@@ -235,3 +235,37 @@ class _Pump:
     def _tell(self, line: bytes) -> None:
         # A bar that redraws itself ends its versions by a carriage return: the last one counts.
         self._tell_line(line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace"))
+
+
+def run_to_end(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    output: IO[bytes] | None = None,
+    interrupt: signal.Signals = signal.SIGKILL,
+) -> int:
+    """Run a process to its end, while this one has nothing else to do.
+
+    Args:
+        command: its program and arguments.
+        environment: all of its variables.
+        output: where what it writes goes, and then it reads nothing; ``None``: to and from where ours goes.
+        interrupt: what ends it if this process is interrupted.
+
+    Returns:
+        Its return code as ``subprocess`` gives it.
+    """
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=None if output is None else subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - there is one thread
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        process.send_signal(interrupt)
+        process.wait()
+        raise
