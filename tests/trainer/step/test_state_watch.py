@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tiers import nightly
 from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
-from virtualflow.step import Shards
+from virtualflow.step import Shards, Update
 from virtualflow.step.settings import StateWatchSettings
 from virtualflow.step.state_watch import Diverged, Divergence, StateWatch, find_divergence
 from virtualflow.worker.divergence import describe_divergence
@@ -60,6 +61,12 @@ def watched(worker: Worker) -> dict[str, Tensor]:
     return found | {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
+def bytes_at_rest(tensor: Tensor) -> Tensor:
+    """Its memory; an expanded buffer shows one element several times."""
+    shape, stride = (tensor.shape, tensor.stride()) if 0 not in tensor.stride() else ((1,), (1,))
+    return tensor.as_strided(shape, stride).reshape(-1).view(torch.uint8)
+
+
 def sweep(workers: list[StateWatch], steps: range) -> list[Divergence] | None:
     """What each worker finds in so many steps."""
     for step in steps:
@@ -90,10 +97,7 @@ def test_a_bit_that_flips_at_rest_is_found_within_a_sweep_with_its_tensor_and_wo
         victim, first = draw.randrange(3), draw.randrange(10_000)
         tensors = {name: tensor for name, tensor in watched(workers[victim]).items() if tensor.numel()}
         name = draw.choice(list(tensors))
-        # An expanded buffer shows one element several times.
-        raw = tensors[name].as_strided(tensors[name].shape if 0 not in tensors[name].stride() else (1,), (
-            tensors[name].stride() if 0 not in tensors[name].stride() else (1,)
-        )).reshape(-1).view(torch.uint8)  # fmt: skip
+        raw = bytes_at_rest(tensors[name])
         place, bit = draw.randrange(len(raw)), 1 << draw.randrange(8)
         raw[place] ^= bit
         part = draw.choice([64, 1 << 30])
@@ -103,6 +107,27 @@ def test_a_bit_that_flips_at_rest_is_found_within_a_sweep_with_its_tensor_and_wo
         assert len(set(found)) == 1
         assert (found[0].tensor, found[0].odd) == (name, (victim,)), flip
         assert max(0, first - SWEEP - 1) <= found[0].agreed < max(1, first)
+
+
+def test_the_first_step_of_a_generation_compares_all_buffers() -> None:
+    """They are averaged at its end: what one had wrong would be wrong in all, and equal."""
+    workers = [make("adamw") for _ in range(3)]
+    names = [name for name in watched(workers[0]) if name in dict(workers[0][0].named_buffers())]
+    assert len(names) > 3
+    for name, step in product(names, range(SWEEP)):
+        buffer = bytes_at_rest(workers[1][0].get_buffer(name))
+        assert sweep([entering(watch(worker)) for worker in workers], range(step, step + 1)) is None
+        buffer[0] ^= 1
+        found = sweep([entering(watch(worker)) for worker in workers], range(step, step + 1))
+        buffer[0] ^= 1
+        assert found is not None, (name, step)
+        assert (found[0].tensor, found[0].odd) == (name, (1,))
+
+
+def entering(watching: StateWatch) -> StateWatch:
+    """Whose generation begins."""
+    watching.enter()
+    return watching
 
 
 @pytest.mark.parametrize("rounds", [2, nightly(12_500)])
@@ -282,6 +307,37 @@ def test_both_keepers_are_named() -> None:
 
 
 # --- a job ------------------------------------------------------------------------------------------------------------
+
+
+def entering_wrong(joiner: str) -> Trained:
+    """Batch norm's statistics of a joiner are others than those that it was given."""
+    torch.manual_seed(0)
+    model = Counting()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    enter = Update.enter
+
+    def spoil(update: Update) -> None:
+        enter(update)
+        assert model.norm.running_var is not None
+        model.norm.running_var.add_(1)
+
+    if os.environ[ENV_WORKER] == joiner:
+        Update.enter = spoil  # type: ignore[method-assign]
+    with vf.elastic(model, optimizer, regression(), batch_size=12, steps=8, virtual_nodes=4) as run:
+        metrics, _ = train_steps(run, model, optimizer, lambda: None)
+    return trained(run, model, optimizer, metrics)
+
+
+def test_a_joiner_with_other_statistics_is_found_before_they_are_averaged(
+    start_job: Callable[..., ElasticJob],
+) -> None:
+    job = start_job(entering_wrong, "worker-2", workers=2, hold=3)
+    job.reach(3)
+    job.join(1)
+    outcomes = job.finish()
+    assert {outcome.kind for outcome in outcomes.values()} <= {"StatesDiffer", "JobFailed"}, outcomes
+    for outcome in outcomes.values():
+        assert "norm.running_var: worker-2 against 2 of 3" in outcome.text, outcomes
 
 
 def training(directory: str, victim: str = "", at: int = 0, sharded: bool = False) -> Trained:

@@ -17,7 +17,7 @@ from virtualflow.state.several import (
     optimizers_of,
     schedulers_of,
 )
-from virtualflow.state.striping import Path, share_out, size_of, split
+from virtualflow.state.striping import Path, Piece, share_out, size_of, split
 from virtualflow.state.transfer import Moving, move_state, pack_state
 from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer, someone_has_state
 
@@ -33,6 +33,7 @@ __all__ = [
     "Optimizers",
     "Origin",
     "Path",
+    "Piece",
     "Reserve",
     "Standing",
     "Transfer",

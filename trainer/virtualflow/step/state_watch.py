@@ -2,9 +2,11 @@
 
 Workers hold the same bits by construction, unless memory failed, or code changed the model on some of them only. The
 state is cut into parts, as many as a sweep has steps at most, and each is hashed at the beginning of its step, so that
-every byte of what is watched is compared once in a sweep, and no step takes notably longer. Large tensors are condensed
-where they are, on any device: the sums of rows of 4 KiB, as integers, so that one bit that flipped always changes them;
-the host hashes the sums.
+every byte of what is watched is compared once in a sweep, and no step takes notably longer. In the first step of a
+generation all buffers are compared: it averages them, which would make them equal again, and wrong.
+
+Large tensors are condensed where they are, on any device: the sums of rows of 4 KiB, as integers, so that one bit that
+flipped always changes them; the host hashes the sums.
 
 Of a sharded optimizer no two workers hold all the same, but each state has its keepers. The first of them adds its hash
 to the number that it tells, and the others take theirs away, so that the sum of all workers' numbers shows whether all
@@ -25,7 +27,7 @@ import xxhash
 from torch import Tensor, nn
 
 from virtualflow.errors import VirtualFlowError
-from virtualflow.state import share_out
+from virtualflow.state import Piece, share_out
 from virtualflow.step.settings import StateWatchSettings
 from virtualflow.transport import Collectives, gather_bytes
 
@@ -115,6 +117,11 @@ class StateWatch:
         parts = share_out(sizes, count, _UNDIVIDED)
         self._parts = {settings.sweep * place // count: part for place, part in enumerate(parts)}
         """By the step of a sweep."""
+        self._all_buffers = [
+            Piece(place, 0, sizes[place]) for place in range(len(self._parameters), len(tensors)) if sizes[place]
+        ]
+        self._enters = False
+        """Whether the generation's first step is still to come."""
         self._step = 0
         self._condensed: list[tuple[str, Tensor]] = []
         self._hashes: list[tuple[str, int]] = []
@@ -122,6 +129,14 @@ class StateWatch:
         self._kept: list[_KeptHash] = []
         self._balance = 0
         """What this worker's hashes of its shares add to its number."""
+
+    def enter(self) -> None:
+        """A generation begins, and each of its members has just got its state, or put it back."""
+        self._enters = True
+
+    def commit(self) -> None:
+        """A step was applied."""
+        self._enters = False
 
     def begin(self, step: int | None) -> None:
         """Take up this step's part of the present state; ``None``: there is nobody to compare with."""
@@ -174,9 +189,17 @@ class StateWatch:
             raise Diverged(find_divergence(self._step, agreed, [name for name, _ in self._hashes], rows))
         raise Diverged(find_keepers(self._step, agreed, [account.kept for account in accounts]))
 
+    def _pieces(self, step: int) -> Iterator[Piece]:
+        """This step's part of parameters and buffers."""
+        for piece in self._parts.get(step % self._sweep, ()):
+            if piece.index < len(self._parameters) or not self._enters:
+                yield piece
+        if self._enters:
+            yield from self._all_buffers
+
     def _part(self, step: int) -> Iterator[tuple[str, Tensor]]:
         """The bytes of this step's part, uint8 ``[n]`` each, with names."""
-        for piece in self._parts.get(step % self._sweep, ()):
+        for piece in self._pieces(step):
             if piece.index >= len(self._parameters):
                 name, module, attribute = self._buffers[piece.index - len(self._parameters)]
                 buffer = module._buffers[attribute]

@@ -154,6 +154,7 @@ class Update:
             self.optimizer_step.step(reduced.gradients)
         self.optimizer_step.commit(reduced.gradients)
         self.sync.commit(reduced.buffers)
+        self.watch.commit()
         self.optimizer_step.schedule(epoch_ends)
 
     def complete_pending(self, norm: float | None) -> Reduced:
@@ -191,6 +192,7 @@ class Update:
 
     def enter(self) -> None:
         """A generation begins."""
+        self.watch.enter()
         self.sync.enter(None if self.shards is None else self.shards.shares.owners)
 
     def close(self) -> None:
