@@ -43,7 +43,7 @@ def run_job(directory: Path, *arguments: str | int | Path, interpreters: bool = 
     report.unlink(missing_ok=True)
     audit.unlink(missing_ok=True)
     command = [sys.executable, "-m", "virtualflow", "run", "--plain", "--report", str(report), "--audit", str(audit)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "trainer"), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "trainer"), "TMPDIR": str(directory)}
     whole = [*command, *map(str, arguments)]
     if interpreters:
         process = subprocess.run(

@@ -117,7 +117,7 @@ class Islands:
         variables = {**os.environ, "PYTHONPATH": str(ROOT / "trainer"), "VIRTUALFLOW_TOKEN": "secret", **environment}
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[island], sys.executable, *command],
-            env={**variables, "OMP_NUM_THREADS": "1"},
+            env=variables,
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -94,7 +94,6 @@ class CommandLine:
                 "XDG_RUNTIME_DIR": str(runtime),
                 "TMPDIR": str(temporary),
                 "PYTHONPATH": trainer,
-                "OMP_NUM_THREADS": "1",
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

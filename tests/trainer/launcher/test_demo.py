@@ -25,7 +25,7 @@ def environment(**more: str) -> dict[str, str]:
     """Return this process's environment, with the library to be found and none of its variables set."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIRTUALFLOW_")}
     path = os.pathsep.join(filter(None, [str(ROOT / "trainer"), os.environ.get("PYTHONPATH", "")]))
-    return {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+    return {**inherited, "PYTHONPATH": path, **more}
 
 
 def start(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:

@@ -46,7 +46,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, *command],
         check=False,
         cwd=cwd,
-        env={**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**inherited, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=480,

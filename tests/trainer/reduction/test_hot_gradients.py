@@ -6,7 +6,7 @@ The workers are threads over collectives in memory. What a script sees in ``.gra
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -146,15 +146,6 @@ def train(workers: Sequence[Worker], holdings: Sequence[Sequence[int]], steps: i
     found = [states for states in together(seats, work) if states is not None]
     assert len(found) == len(workers)
     return found
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Each of the workers is a thread, and needs no further ones for tensors of 16 numbers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

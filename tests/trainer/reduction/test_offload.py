@@ -186,10 +186,7 @@ def nothing_else() -> Iterator[None]:
     """What lives already is not looked at by those who count."""
     gc.collect()
     gc.freeze()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
     gc.unfreeze()
 
 

@@ -159,7 +159,7 @@ def test_whenever_the_writer_is_killed_the_newest_checkpoint_loads(tmp_path: Pat
             [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path), str(Path(__file__).parents[1])],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         try:
             assert process.stdout is not None

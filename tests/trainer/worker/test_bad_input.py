@@ -53,7 +53,7 @@ def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def environment(**more: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIRTUALFLOW_")}
-    return {**inherited, "PYTHONPATH": str(ROOT / "trainer"), "OMP_NUM_THREADS": "1", **more}
+    return {**inherited, "PYTHONPATH": str(ROOT / "trainer"), **more}
 
 
 def python(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
