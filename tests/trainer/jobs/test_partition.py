@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+import programs
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.state.checkpoint_order import Mark, complete
 
@@ -46,6 +47,20 @@ with vf.elastic(model, optimizer, data, batch_size=16, steps=STEPS, virtual_node
             print("led", *run.fence, step.number, flush=True)
 """
 CLONE_NEWNET = 0x40000000
+INSIDE = f"""
+import ctypes, os, runpy, sys
+namespace, what = sys.argv[1:3]
+with open(namespace) as handle:
+    if ctypes.CDLL(None).setns(handle.fileno(), {CLONE_NEWNET}) != 0:
+        sys.exit(f"cannot enter {{namespace}}")
+if what == "-m":
+    sys.argv[:] = sys.argv[3:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    sys.argv[:] = sys.argv[2:]
+    runpy.run_path(what, run_name="__main__")
+"""
+"""What a program does first that runs within a network namespace."""
 
 
 def can_part_networks() -> bool:
@@ -88,7 +103,7 @@ class Islands:
 
     tmp_path: Path
     names: tuple[str, str] = (f"vf-a-{os.getpid()}", f"vf-b-{os.getpid()}")
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[programs.Program] = field(default_factory=list)
     insiders: list[ThreadPoolExecutor] = field(default_factory=list)
     """For each island a thread that lives in it."""
 
@@ -112,23 +127,23 @@ class Islands:
         ip("-n", self.names[1], "addr", "del", f"{SERVICE}/32", "dev", "lo")
         ip("-n", self.names[1], "link", "set", "vfb", "up")
 
-    def start(self, island: int, *command: str, **environment: str) -> subprocess.Popen[bytes]:
+    def start(self, island: int, *command: str, **environment: str) -> programs.Program:
         log = (self.tmp_path / f"log-{len(self.processes)}").open("wb")
         variables = {**os.environ, "PYTHONPATH": str(ROOT / "trainer"), "VIRTUALFLOW_TOKEN": "secret", **environment}
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[island], sys.executable, *command],
+        process = programs.Program(
+            [sys.executable, "-c", INSIDE, f"/run/netns/{self.names[island]}", *command],
             env=variables,
             stdout=log,
-            stderr=subprocess.STDOUT,
+            stderr=log,
         )
         self.processes.append(process)
         return process
 
-    def coordinator(self, island: int, **environment: str) -> subprocess.Popen[bytes]:
+    def coordinator(self, island: int, **environment: str) -> programs.Program:
         words = ("--host", SERVICE, "--port", str(PORT), "--wanted", "2", "--minimum", "2", "--heartbeat-limit", "1")
         return self.start(island, "-m", "virtualflow", "coordinator", *words, **environment)
 
-    def worker(self, island: int, script: Path, name: str = "") -> subprocess.Popen[bytes]:
+    def worker(self, island: int, script: Path, name: str = "") -> programs.Program:
         return self.start(
             island,
             str(script),
@@ -289,6 +304,7 @@ def undisturbed(script: Path, tmp_path: Path) -> str:
     report = tmp_path / "report.json"
     words = ("run", "--plain", "--virtual-nodes", "4", "--report", str(report), str(script))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "trainer")}
-    subprocess.run([sys.executable, "-m", "virtualflow", *words], env=environment, check=True, capture_output=True)
+    done = programs.run([sys.executable, "-m", "virtualflow", *words], env=environment, timeout=90)
+    assert done.returncode == 0, done.stderr
     digest: str = json.loads(report.read_text())["digest"]
     return digest

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import programs
 import virtualflow as vf
+from tiers import nightly
 from virtualflow.state import digests
 
 ROOT = Path(__file__).parents[3]
@@ -38,19 +40,17 @@ BLOCKS = [
 ]
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments to its end, with the library to be found and none of its variables set."""
+def run(*command: str, cwd: Path, booted: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments to its end, with the library to be found and none of its variables set.
+
+    A fork of what has imported torch already (see ``programs``), or an interpreter that boots.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIRTUALFLOW_")}
     path = os.pathsep.join(filter(None, [str(ROOT / "trainer"), os.environ.get("PYTHONPATH", "")]))
-    return subprocess.run(
-        [sys.executable, *command],
-        check=False,
-        cwd=cwd,
-        env={**inherited, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=480,
-    )
+    options: dict[str, Any] = {"cwd": cwd, "env": {**inherited, "PYTHONPATH": path}, "timeout": 480}
+    if not booted:
+        return programs.run([sys.executable, *command], **options)
+    return subprocess.run([sys.executable, *command], check=False, capture_output=True, text=True, **options)
 
 
 class Squares(torch.utils.data.Dataset[Any]):
@@ -90,14 +90,15 @@ def test_there_are_blocks_to_run() -> None:
     assert len(BLOCKS) >= 9
 
 
-def test_the_first_tutorial_ends_in_the_same_digest_every_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("booted", [False, nightly(True)])
+def test_the_first_tutorial_ends_in_the_same_digest_every_time(booted: bool, tmp_path: Path) -> None:
     (script,) = fenced(TUTORIAL, "python")
     (tmp_path / "train.py").write_text(script)
     lines = [line for block in fenced(TUTORIAL, "sh") for line in block.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("virtualflow run ")]
     assert len(commands) == 3
     for command in commands:
-        done = run("-m", "virtualflow", *command, cwd=tmp_path)
+        done = run("-m", "virtualflow", *command, cwd=tmp_path, booted=booted)
         assert done.returncode == 0, done.stderr
     reports = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two", "three")]
     assert len({report["digest"] for report in reports}) == 1
