@@ -147,8 +147,7 @@ class Membership:
         pending = self._training.update.pending is not None
         # What was damaged on its way may have been so before it set out.
         self._training.update.abandon(keep=not isinstance(error, Damaged))
-        if isinstance(error, Damaged):
-            session.note("warning", str(error))
+        self._note_damage(error)
         convicted = error.incarnation if isinstance(error, Convicted) else None
         self._state.convicted = self._state.convicted or convicted == session.incarnation
         # A conviction holds whatever has become of the generation since.
@@ -170,6 +169,7 @@ class Membership:
                 repair = self._synchronize(session.enter(plan))
                 break
             except CommunicatorBroken as error:
+                self._note_damage(error)
                 # A worker without a state says so even when a newer plan has called it away: those who have agreed on
                 # this one would wait for it.
                 if session.interruption(plan) is None or not self._state.has_state:
@@ -184,6 +184,11 @@ class Membership:
         self._agreed = None
         self._training.update.enter()
         self._on_entry()
+
+    def _note_damage(self, error: CommunicatorBroken) -> None:
+        """Tell who sent what arrived damaged: cards and memory that do so are to be found."""
+        if isinstance(error, Damaged):
+            self._session.note("warning", str(error))
 
     def _synchronize(self, communicator: Communicator) -> Repair | None:
         """Come to one state with the other members of a generation, and agree on how to go on from there.
