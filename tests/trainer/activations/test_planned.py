@@ -40,8 +40,9 @@ def run(activations: Activations, model: nn.Module, micro_batches: int = 1) -> N
 
 
 def planned(model: nn.Module, name: str, device: str | int = PLENTY, activations: str = "auto") -> Activations:
-    memory = vf.Memory(device, activations=activations, blocks=FAMILIES[name].blocks)  # type: ignore[arg-type]
-    made = Activations(model, CPU, memory, micro_batch=4, sums=0, optimizer_bytes=lambda: 0, settings=SETTINGS)
+    # On a CPU nothing is swapped unless the host's memory is named.
+    memory = vf.Memory(device, PLENTY, activations=activations, blocks=FAMILIES[name].blocks)  # type: ignore[arg-type]
+    made = Activations(model, CPU, memory, micro_batch=4, virtual_nodes=1, optimizer_bytes=lambda: 0, settings=SETTINGS)
     run(made, model, SETTINGS.warm_up + SETTINGS.samples)
     made.committed()
     return made
@@ -65,7 +66,7 @@ def test_what_is_counted_never_exceeds_what_was_predicted(
     bandwidth = 1e12 if copies == "fast" else 1e3
     monkeypatch.setattr(measuring, "measure_copies", lambda *rest: (bandwidth, bandwidth))
     planner = Planner(profile_of(name), SETTINGS.planner)
-    unlimited = vf.Memory(PLENTY).budget
+    unlimited = vf.Memory(PLENTY, PLENTY).budget
     least, most = planner.smallest(unlimited), planner.keep_bytes(unlimited)
     model = build(name)
     made = planned(model, name, least + int(share * (most - least)))
@@ -129,7 +130,7 @@ def test_blocks_that_do_not_run_are_left_out() -> None:
     model = build("unet")
     model.unused = nn.Linear(2, 2)
     memory = vf.Memory(PLENTY, blocks=["down.0", "unused", "down.1", "down.2"])
-    made = Activations(model, CPU, memory, micro_batch=4, sums=0, optimizer_bytes=lambda: 0, settings=SETTINGS)
+    made = Activations(model, CPU, memory, micro_batch=4, virtual_nodes=1, optimizer_bytes=lambda: 0, settings=SETTINGS)
     run(made, model, 4)
     made.committed()
     assert made.profile is not None
@@ -145,7 +146,7 @@ def test_blocks_of_which_none_runs_are_refused() -> None:
         CPU,
         vf.Memory(PLENTY, blocks=["unused"]),
         micro_batch=4,
-        sums=0,
+        virtual_nodes=1,
         optimizer_bytes=lambda: 0,
         settings=SETTINGS,
     )

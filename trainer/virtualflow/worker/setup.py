@@ -320,8 +320,7 @@ def _open_activations(request: Request, trains: bool, resources: ExitStack) -> A
         device,
         memory,
         micro_batch=request.micro_batch,
-        # While the last virtual node of all runs, the sums of the tree's largest whole parts are there.
-        sums=request.virtual_nodes.bit_length() - 1,
+        virtual_nodes=request.virtual_nodes,
         optimizer_bytes=lambda: bytes_of_state(request.optimizer, device),
         settings=request.settings.activations,
     )
@@ -395,6 +394,7 @@ def _open_profiling(request: Request, source: Source, samples: int | None, situa
         settings=request.settings,
     )
 
+        request.optimizer,
 
 def _open_audit(request: Request, session: AnySession, resources: ExitStack) -> Audit | None:
     directory = request.environment.audit_dir
