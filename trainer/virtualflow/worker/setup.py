@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from virtualflow.activations import Activations, bytes_of_state
+from virtualflow.activations import Activations, Memory, bytes_of_state
 from virtualflow.data import Orders, Source, Staging, micro_batch, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
 from virtualflow.protocol import messages as m
@@ -80,6 +80,15 @@ class Request:
     def bitwise(self) -> bool:
         """Whether it is the same to the bit."""
         return self.reproducibility == "bitwise"
+
+    @property
+    def memory(self) -> Memory | None:
+        """How much memory this worker may use; ``None``: nobody says."""
+        device, host = self.environment.device_memory, self.environment.host_memory
+        said = self.options.memory
+        if device is None:
+            return said
+        return Memory(device, host) if said is None else replace(said, device=device, host=host)
 
     @property
     def micro_batch(self) -> int:
@@ -312,7 +321,7 @@ def _open_guard(request: Request, companions: Companions, resources: ExitStack) 
 
 
 def _open_activations(request: Request, trains: bool, resources: ExitStack) -> Activations | None:
-    memory, device = request.options.memory, device_of(request.model)
+    memory, device = request.memory, device_of(request.model)
     if memory is None or not trains:
         return None
     activations = Activations(
@@ -330,7 +339,7 @@ def _open_activations(request: Request, trains: bool, resources: ExitStack) -> A
 
 def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:
     cap = request.environment.max_fused or request.options.max_fused
-    if request.bitwise or not source.fuses or request.options.memory is not None:
+    if request.bitwise or not source.fuses or request.memory is not None:
         cap = 1
     settings = request.settings
     fusion = MicrobatchFusion(
@@ -385,6 +394,7 @@ def _open_profiling(request: Request, source: Source, samples: int | None, situa
     source.close()
     return Profiling(
         request.model,
+        request.optimizer,
         request.dataset,
         request.options,
         request.environment,
@@ -394,7 +404,6 @@ def _open_profiling(request: Request, source: Source, samples: int | None, situa
         settings=request.settings,
     )
 
-        request.optimizer,
 
 def _open_audit(request: Request, session: AnySession, resources: ExitStack) -> Audit | None:
     directory = request.environment.audit_dir
