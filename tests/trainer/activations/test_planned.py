@@ -9,7 +9,7 @@ from activation_models import FAMILIES
 from torch import Tensor, nn
 
 import virtualflow as vf
-from virtualflow.activations import Activations, ActivationSettings, measuring
+from virtualflow.activations import Activations, ActivationSettings, limit, measuring
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, DoesNotFit, Planner, Profile
 from virtualflow.memory.settings import PlannerSettings
@@ -112,6 +112,25 @@ def test_sizes_are_those_of_storages_each_once() -> None:
         # The ReLU needs what it hands over; that of the last block is needed by no block.
         assert block.workspace_bytes == (activation if index < 4 else 0)
     assert profile.blocks[0].name == "blocks.0"
+
+
+SAID = vf.Memory("4GiB", "8GiB", "recompute", ["a"])
+
+
+@pytest.mark.parametrize(
+    ("said", "device", "host", "found"),
+    [
+        pytest.param(None, None, None, None, id="nobody says"),
+        pytest.param(SAID, None, None, SAID, id="the script"),
+        pytest.param(None, 5, None, vf.Memory(5), id="the environment"),
+        pytest.param(SAID, 5, None, vf.Memory(5, "8GiB", "recompute", ["a"]), id="the device alone"),
+        pytest.param(SAID, 5, 6, vf.Memory(5, 6, "recompute", ["a"]), id="both"),
+    ],
+)
+def test_whoever_runs_a_script_may_allow_other_memory(
+    said: vf.Memory | None, device: int | None, host: int | None, found: vf.Memory | None
+) -> None:
+    assert limit(said, device, host) == found
 
 
 def test_the_same_bits_and_nothing_left_behind_on_the_model() -> None:

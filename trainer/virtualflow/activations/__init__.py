@@ -6,8 +6,8 @@ may enter: what knows of torch's autograd and of memory, and nothing of workers.
 """
 
 from virtualflow.activations.chain import ChainMeasurement
-from virtualflow.activations.options import Memory
+from virtualflow.activations.options import Memory, limit
 from virtualflow.activations.planned import Activations, bytes_of_state
 from virtualflow.activations.settings import ActivationSettings
 
-__all__ = ["ActivationSettings", "Activations", "ChainMeasurement", "Memory", "bytes_of_state"]
+__all__ = ["ActivationSettings", "Activations", "ChainMeasurement", "Memory", "bytes_of_state", "limit"]

@@ -96,6 +96,11 @@ class WorkerEnvironment:
             raise ConfigurationError(
                 f"{names.ENV_COORDINATOR} is set but {names.ENV_TOKEN} is not; set both, or neither to run alone"
             )
+        device_memory, host_memory = _whole(names.ENV_DEVICE_MEMORY), _whole(names.ENV_HOST_MEMORY)
+        if host_memory is not None and device_memory is None:
+            raise ConfigurationError(
+                f"{names.ENV_HOST_MEMORY} is set but {names.ENV_DEVICE_MEMORY} is not; set both, or let the script say"
+            )
         directory = os.environ.get(names.ENV_CHECKPOINT_DIR, "").strip()
         audit = os.environ.get(names.ENV_AUDIT_DIR, "").strip()
         return cls(
@@ -115,8 +120,8 @@ class WorkerEnvironment:
             on_non_finite=_choice(names.ENV_ON_NON_FINITE, ON_NON_FINITE) or "Continue",
             verify=_share(names.ENV_VERIFY),
             checkpoint_memory=_choice(names.ENV_CHECKPOINT_MEMORY, {"1": "1", "0": "0"}) == "1",
-            device_memory=_whole(names.ENV_DEVICE_MEMORY),
-            host_memory=_whole(names.ENV_HOST_MEMORY),
+            device_memory=device_memory,
+            host_memory=host_memory,
             profile=_path(names.ENV_PROFILE),
             profile_out=_path(names.ENV_PROFILE_OUT),
             profile_sizes=_sizes(),

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from virtualflow.activations import Activations, Memory, bytes_of_state
+from virtualflow.activations import Activations, Memory, bytes_of_state, limit
 from virtualflow.data import Orders, Source, Staging, micro_batch, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
 from virtualflow.protocol import messages as m
@@ -84,11 +84,7 @@ class Request:
     @property
     def memory(self) -> Memory | None:
         """How much memory this worker may use; ``None``: nobody says."""
-        device, host = self.environment.device_memory, self.environment.host_memory
-        said = self.options.memory
-        if device is None:
-            return said
-        return Memory(device, host) if said is None else replace(said, device=device, host=host)
+        return limit(self.options.memory, self.environment.device_memory, self.environment.host_memory)
 
     @property
     def micro_batch(self) -> int:
