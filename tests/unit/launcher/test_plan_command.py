@@ -116,6 +116,30 @@ def test_the_data_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["seconds"] == max(span["end"] for span in plan["timeline"]["spans"] if span["resource"] == "compute")
 
 
+def test_a_trace_has_every_span_and_the_memory_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["v100.json", "--device", "1500MiB", "--virtual-nodes", "8", "--trace", "trace.json"]
+    plan = answer(capsys, *words)["memory"][0]["fits"][0]["plan"]
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    drawn = [
+        (rows[event["tid"]], event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["ph"] == "X"
+    ]
+    spans = plan["timeline"]["spans"]
+    assert {span["resource"] for span in spans} == set(rows.values()) == {"compute", "copy-out", "copy-in"}
+    assert drawn == [
+        (
+            span["resource"],
+            f"{span['kind']} layer",
+            pytest.approx(1e6 * span["start"]),
+            pytest.approx(1e6 * span["end"]),
+        )
+        for span in spans
+    ]
+    assert max(event["args"]["bytes"] for event in events if event["ph"] == "C") == plan["peak_bytes"]
+
+
 def test_the_optimizer_on_the_host_frees_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["v100.json", "--virtual-nodes", "64"]
     device, host = (
@@ -207,6 +231,8 @@ def test_a_device_that_is_too_small_is_left_out_with_its_reason(capsys: pytest.C
         pytest.param(["nowhere.py", "--device", "0"], "'0' is no size of memory", id="no size for a script"),
         pytest.param(["nowhere.json", "nowhere.py"], "cannot be read", id="no profile before a script"),
         pytest.param(["v100-times.json"], "says nothing of the model's blocks: it is an old one", id="no blocks"),
+        pytest.param(["t4-times.json", "--devices", "T4", "--trace", "x"], "name a profile that has", id="no trace"),
+        pytest.param(["v100.json", "--trace", "no/x"], "--trace no/x: it cannot be written", id="no place for it"),
         pytest.param(["v100.json", "--device", "much"], "'much' is no size of memory", id="no size"),
         pytest.param(
             ["v100.json", "--device", "600MiB"], "not even micro-batches of 1 fit into 600 MiB", id="too small"

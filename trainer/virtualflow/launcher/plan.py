@@ -13,8 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from virtualflow.errors import ConfigurationError
-from virtualflow.launcher.plan_text import describe_advice, describe_command, describe_fits
+from virtualflow.atomic_file import write_whole
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.launcher.options import check_target
+from virtualflow.launcher.plan_text import describe_advice, describe_command, describe_fits, fastest_of
+from virtualflow.launcher.plan_trace import trace_of
 from virtualflow.launcher.profile import measure, target_of
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.usage import complain
@@ -64,6 +67,8 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
         complain(f"the profile is written to {target}")
         profiles = [measured, *profiles]
     answer = answer_for(profiles, arguments, settings)
+    if arguments.trace is not None:
+        _write_trace(Path(arguments.trace), answer, profiles)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
         return 0
@@ -76,6 +81,25 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
         parts.append(describe_command(first.fits, command, device, arguments.host))
     print("\n\n".join(parts))
     return 0
+
+
+def _write_trace(path: Path, answer: Answer, profiles: Sequence[DeviceProfile]) -> None:
+    """Write down how the first device spends a virtual node.
+
+    Raises:
+        ConfigurationError: no profile has blocks.
+        VirtualFlowError: it cannot be written.
+    """
+    if not answer.memory:
+        raise ConfigurationError("--trace shows what becomes of blocks; name a profile that has some")
+    memory = answer.memory[0]
+    chain = next(each.chain for each in profiles if each.chain is not None and each.device == memory.device)
+    fastest, _ = fastest_of(memory.fits)
+    trace = trace_of(memory.device, fastest, [block.name for block in chain.sizes[0].blocks])
+    try:
+        write_whole(path, msgspec.json.encode(trace))
+    except OSError as error:
+        raise VirtualFlowError(f"the trace cannot be written to {path}: {error.strerror}") from error
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -95,6 +119,8 @@ def _check_words(arguments: Namespace) -> None:
             parse_bytes(size)
     if arguments.devices is not None:
         parse_devices(arguments.devices)
+    if arguments.trace is not None:
+        check_target(Path(arguments.trace), "--trace")
 
 
 def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings: LauncherSettings) -> Answer:

@@ -356,6 +356,9 @@ def _add_plan(parser: Parser) -> None:
         "--devices", metavar="NAME:N,...", help="those that could be had; a name is a part of a profile's device"
     )
     parser.add_argument("--json", action="store_true", help="all of it, with the timelines, as JSON")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="a virtual node of the first device as a Chrome trace, for ui.perfetto.dev"
+    )
     parser.epilog = "What a script prints goes to standard error. Arguments that begin with a dash need -- before it."
 
 
