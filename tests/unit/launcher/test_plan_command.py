@@ -206,6 +206,17 @@ def test_nobody_who_reads_the_answer_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_without_a_size_of_memory_they_share_by_measured_speed_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """As on CPUs, whose profiles have blocks but no memory of the device."""
+    known = read_profile(Path("t4.json"))
+    assert known.chain is not None
+    unknown = msgspec.structs.replace(known, chain=msgspec.structs.replace(known.chain, device_bytes=None))
+    Path("t4.json").write_bytes(encode(unknown))
+    found = [answer(capsys, name, "--devices", "T4") for name in ("t4.json", "t4-times.json")]
+    assert found[0] == found[1]
+    assert answer(capsys, "t4.json", "--devices", "T4", "--device", "2GiB")["memory"] != []
+
+
 def test_in_a_bitwise_job_nothing_is_fused(capsys: pytest.CaptureFixture[str]) -> None:
     (share,) = answer(capsys, "t4-times.json", "--devices", "T4")["advice"]["best"]["shares"]
     assert share == {"name": "T4", "virtual_nodes": [8], "fused": 1, "seconds": pytest.approx(4.8)}

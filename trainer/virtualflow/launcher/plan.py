@@ -226,7 +226,8 @@ def _seconds(
         [1] if profile.reproducibility == "bitwise" else [1 << power for power in range(virtual_nodes.bit_length())]
     )
     widths = [width for width in widths if width <= virtual_nodes]
-    if profile.chain is None:
+    unknown = profile.chain is not None and profile.chain.device_bytes is None and arguments.device is None
+    if profile.chain is None or unknown:  # that all fits is then the user's business
         measured = range(profile.sizes[0].micro_batch, profile.sizes[-1].micro_batch + 1)
         if micro_batch not in measured:
             raise ConfigurationError(
