@@ -9,7 +9,7 @@ from activation_models import FAMILIES
 from torch import Tensor, nn
 
 import virtualflow as vf
-from virtualflow.activations import Activations, ActivationSettings, measuring
+from virtualflow.activations import Activations, ActivationSettings, limit, measuring
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, DoesNotFit, Planner, Profile
 from virtualflow.memory.settings import PlannerSettings
@@ -40,8 +40,9 @@ def run(activations: Activations, model: nn.Module, micro_batches: int = 1) -> N
 
 
 def planned(model: nn.Module, name: str, device: str | int = PLENTY, activations: str = "auto") -> Activations:
-    memory = vf.Memory(device, activations=activations, blocks=FAMILIES[name].blocks)  # type: ignore[arg-type]
-    made = Activations(model, CPU, memory, micro_batch=4, sums=0, optimizer_bytes=lambda: 0, settings=SETTINGS)
+    # On a CPU nothing is swapped unless the host's memory is named.
+    memory = vf.Memory(device, PLENTY, activations=activations, blocks=FAMILIES[name].blocks)  # type: ignore[arg-type]
+    made = Activations(model, CPU, memory, micro_batch=4, virtual_nodes=1, optimizer_bytes=lambda: 0, settings=SETTINGS)
     run(made, model, SETTINGS.warm_up + SETTINGS.samples)
     made.committed()
     return made
@@ -65,7 +66,7 @@ def test_what_is_counted_never_exceeds_what_was_predicted(
     bandwidth = 1e12 if copies == "fast" else 1e3
     monkeypatch.setattr(measuring, "measure_copies", lambda *rest: (bandwidth, bandwidth))
     planner = Planner(profile_of(name), SETTINGS.planner)
-    unlimited = vf.Memory(PLENTY).budget
+    unlimited = vf.Memory(PLENTY, PLENTY).budget
     least, most = planner.smallest(unlimited), planner.keep_bytes(unlimited)
     model = build(name)
     made = planned(model, name, least + int(share * (most - least)))
@@ -113,6 +114,25 @@ def test_sizes_are_those_of_storages_each_once() -> None:
     assert profile.blocks[0].name == "blocks.0"
 
 
+SAID = vf.Memory("4GiB", "8GiB", "recompute", ["a"])
+
+
+@pytest.mark.parametrize(
+    ("said", "device", "host", "found"),
+    [
+        pytest.param(None, None, None, None, id="nobody says"),
+        pytest.param(SAID, None, None, SAID, id="the script"),
+        pytest.param(None, 5, None, vf.Memory(5), id="the environment"),
+        pytest.param(SAID, 5, None, vf.Memory(5, "8GiB", "recompute", ["a"]), id="the device alone"),
+        pytest.param(SAID, 5, 6, vf.Memory(5, 6, "recompute", ["a"]), id="both"),
+    ],
+)
+def test_whoever_runs_a_script_may_allow_other_memory(
+    said: vf.Memory | None, device: int | None, host: int | None, found: vf.Memory | None
+) -> None:
+    assert limit(said, device, host) == found
+
+
 def test_the_same_bits_and_nothing_left_behind_on_the_model() -> None:
     model = build("convolutional")
     hooks = [dict(module._forward_hooks) for module in model.modules()]
@@ -129,7 +149,7 @@ def test_blocks_that_do_not_run_are_left_out() -> None:
     model = build("unet")
     model.unused = nn.Linear(2, 2)
     memory = vf.Memory(PLENTY, blocks=["down.0", "unused", "down.1", "down.2"])
-    made = Activations(model, CPU, memory, micro_batch=4, sums=0, optimizer_bytes=lambda: 0, settings=SETTINGS)
+    made = Activations(model, CPU, memory, micro_batch=4, virtual_nodes=1, optimizer_bytes=lambda: 0, settings=SETTINGS)
     run(made, model, 4)
     made.committed()
     assert made.profile is not None
@@ -145,7 +165,7 @@ def test_blocks_of_which_none_runs_are_refused() -> None:
         CPU,
         vf.Memory(PLENTY, blocks=["unused"]),
         micro_batch=4,
-        sums=0,
+        virtual_nodes=1,
         optimizer_bytes=lambda: 0,
         settings=SETTINGS,
     )

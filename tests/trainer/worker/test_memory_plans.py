@@ -21,9 +21,9 @@ from virtualflow.protocol.settings import ENV_WORKER
 MEMORY: dict[str, dict[str, Any]] = {
     "worker-0": {"device": "1GiB", "activations": "swap"},
     "worker-1": {"device": "1GiB", "activations": "recompute"},
-    "worker-2": {"device": 60_000, "activations": "auto"},
+    "worker-2": {"device": 60_000, "host": "1GiB", "activations": "auto"},
     "worker-3": {"device": "1GiB", "activations": "keep"},
-    "worker-4": {"device": 75_000, "activations": "auto"},
+    "worker-4": {"device": 75_000, "host": "1GiB", "activations": "auto"},
 }
 
 

@@ -73,6 +73,17 @@ def test_a_script_is_measured_as_it_is_and_trains_nothing(tmp_path: Path) -> Non
     assert peaks == sorted(peaks)
     assert (found.script, found.threads, found.batch_size, found.virtual_nodes) == ("train.py", 1, 32, 8)
     assert (found.device_type, found.reproducibility, found.stopped) == ("cpu", "bitwise", "all were measured")
+    assert found.blocks == "the blocks are the 3 modules in the model itself"
+    chain = found.chain
+    assert chain is not None
+    assert [size.micro_batch for size in chain.sizes] == [4, 8, 16, 32]
+    for size in chain.sizes:
+        linear, norm, last = size.blocks
+        assert (linear.name, norm.boundary_bytes, last.boundary_bytes) == ("0", *(2 * [4 * 32 * size.micro_batch]))
+        assert size.other_bytes == 4 * 64 * size.micro_batch, "its samples"
+    assert (chain.sum_bytes, chain.optimizer_bytes) == (gradients, 2 * gradients + 6 * 4), "AdamW's moments, and steps"
+    assert (chain.fixed_bytes, chain.host_bytes) == (4 * 2 * 32 + 8, 0), "batch norm's buffers; a CPU swaps nothing"
+    assert found.blocks in out
     assert "written to train.profile.json" in out
     assert "a step was made" not in out
     assert "the training is over" not in out
@@ -142,6 +153,8 @@ def measured(path: Path, script: Callable[[], None]) -> DeviceProfile:
 def test_short_micro_batches_are_not_measured_and_weights_stay(dataset: Any, tmp_path: Path) -> None:
     seen: list[int] = []
     found = measured(tmp_path / "p.json", lambda: train(dataset, seen))
+    assert found.chain is None
+    assert "no blocks were measured, so that no memory can be planned: the model has no nn.ModuleList" in found.blocks
     assert [size.micro_batch for size in found.sizes] == [4, 8, 16]
     assert set(seen) == {4, 8, 16}
     assert seen == sorted(seen)
@@ -155,6 +168,54 @@ def test_memory_that_is_used_up_ends_the_measurement_and_not_the_profile(tmp_pat
     with pytest.raises(ConfigurationError, match=r"4 samples does not fit into the memory .*; use more virtual nodes"):
         alone(lambda: train(dataset, fail_above=3), environment={ENV_PROFILE_OUT: str(tmp_path / "q.json")})
     assert not (tmp_path / "q.json").exists()
+
+
+def test_where_memory_is_used_up_the_blocks_and_the_optimizer_are_known_as_well(tmp_path: Path) -> None:
+    def script() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        data = TensorDataset(torch.ones(8, 3))
+        with vf.elastic(model, optimizer, data, batch_size=8, steps=5, virtual_nodes=2) as run:
+            for step in run:
+                for (x,) in step:
+                    if len(x) > 4:
+                        raise MemoryError("as torch would say on a GPU")
+                    model(x).square().mean().backward()
+
+    chain = measured(tmp_path / "p.json", script).chain
+    assert chain is not None
+    assert [size.micro_batch for size in chain.sizes] == [4]
+    assert chain.optimizer_bytes == 2 * 4 * (3 * 3 + 3)
+
+
+class Growing(torch.nn.Module):
+    """Larger micro-batches go through one more of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts[: 2 if len(x) < 8 else 3]:
+            x = part(x)
+        return x
+
+
+def test_blocks_that_differ_between_sizes_are_no_chain(tmp_path: Path) -> None:
+    def script() -> None:
+        model = Growing()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with vf.elastic(
+            model, optimizer, TensorDataset(torch.ones(8, 3)), batch_size=8, steps=5, virtual_nodes=2
+        ) as run:
+            for step in run:
+                for (x,) in step:
+                    model(x).square().mean().backward()
+
+    found = measured(tmp_path / "p.json", script)
+    assert found.chain is None
+    assert found.blocks.endswith("other blocks run in micro-batches of 8 samples than in smaller ones")
+    assert [size.micro_batch for size in found.sizes] == [4, 8]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from virtualflow.launcher import cli
+from virtualflow.launcher.plan import split
 from virtualflow.memory import parse_bytes
 from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
 from virtualflow.protocol.device_profile import DeviceProfile, SizeProfile, encode, read_profile
@@ -71,7 +75,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "t4-times": profile("Tesla T4", 3.0, chain=False),
     }.items():
         Path(f"{name}.json").write_bytes(encode(content))
-    Path("train.py").write_text("print('no profile')\n")
+    Path("train.json").write_text("{}\n")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
@@ -112,6 +116,30 @@ def test_the_data_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["seconds"] == max(span["end"] for span in plan["timeline"]["spans"] if span["resource"] == "compute")
 
 
+def test_a_trace_has_every_span_and_the_memory_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["v100.json", "--device", "1500MiB", "--virtual-nodes", "8", "--trace", "trace.json"]
+    plan = answer(capsys, *words)["memory"][0]["fits"][0]["plan"]
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    drawn = [
+        (rows[event["tid"]], event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["ph"] == "X"
+    ]
+    spans = plan["timeline"]["spans"]
+    assert {span["resource"] for span in spans} == set(rows.values()) == {"compute", "copy-out", "copy-in"}
+    assert drawn == [
+        (
+            span["resource"],
+            f"{span['kind']} layer",
+            pytest.approx(1e6 * span["start"]),
+            pytest.approx(1e6 * span["end"]),
+        )
+        for span in spans
+    ]
+    assert max(event["args"]["bytes"] for event in events if event["ph"] == "C") == plan["peak_bytes"]
+
+
 def test_the_optimizer_on_the_host_frees_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["v100.json", "--virtual-nodes", "64"]
     device, host = (
@@ -138,6 +166,57 @@ def test_without_blocks_they_share_by_measured_speed_and_fuse_where_the_job_may(
     assert slow == {"name": "T4", "virtual_nodes": [1], "fused": 1, "seconds": pytest.approx(0.6)}
 
 
+def test_sums_of_gradients_grow_with_the_virtual_nodes_and_samples_with_the_micro_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = profile("Tesla T4", 3.0)
+    chain = plain.chain
+    assert chain is not None
+    sizes = tuple(ChainSize(size.micro_batch, size.blocks, MIB * size.micro_batch) for size in chain.sizes)
+    fuller = msgspec.structs.replace(chain, sum_bytes=180 * MIB, sizes=sizes)
+    Path("fuller.json").write_bytes(encode(msgspec.structs.replace(plain, chain=fuller)))
+    for virtual_nodes, micro_batch, sums in ((4, 16, 2), (8, 8, 3), (64, 1, 6)):
+        words = ("--device", "1TiB", "--virtual-nodes", str(virtual_nodes))
+        (less,), (more,) = (answer(capsys, name, *words)["memory"][0]["fits"] for name in ("t4.json", "fuller.json"))
+        assert more["keep_bytes"] - less["keep_bytes"] == (180 * sums + micro_batch) * MIB
+
+
+@pytest.mark.parametrize(
+    ("words", "profiles", "command"),
+    [
+        (["a.json", "b.json"], ["a.json", "b.json"], []),
+        (["train.py", "3", "--fast"], [], ["train.py", "3", "--fast"]),
+        (["t4.json", "train.py", "c.json"], ["t4.json"], ["train.py", "c.json"]),
+    ],
+)
+def test_profiles_stand_before_a_script_and_its_arguments_behind(
+    words: list[str], profiles: list[str], command: list[str]
+) -> None:
+    assert split(words) == (profiles, command)
+
+
+def test_nobody_who_reads_the_answer_is_no_traceback() -> None:
+    """As ``| head`` does: the pipe is closed before anything is written."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "virtualflow", "plan", "v100.json"]
+    own = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    with os.fdopen(writes, "wb") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, env=own, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_without_a_size_of_memory_they_share_by_measured_speed_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """As on CPUs, whose profiles have blocks but no memory of the device."""
+    known = read_profile(Path("t4.json"))
+    assert known.chain is not None
+    unknown = msgspec.structs.replace(known, chain=msgspec.structs.replace(known.chain, device_bytes=None))
+    Path("t4.json").write_bytes(encode(unknown))
+    found = [answer(capsys, name, "--devices", "T4") for name in ("t4.json", "t4-times.json")]
+    assert found[0] == found[1]
+    assert answer(capsys, "t4.json", "--devices", "T4", "--device", "2GiB")["memory"] != []
+
+
 def test_in_a_bitwise_job_nothing_is_fused(capsys: pytest.CaptureFixture[str]) -> None:
     (share,) = answer(capsys, "t4-times.json", "--devices", "T4")["advice"]["best"]["shares"]
     assert share == {"name": "T4", "virtual_nodes": [8], "fused": 1, "seconds": pytest.approx(4.8)}
@@ -158,8 +237,13 @@ def test_a_device_that_is_too_small_is_left_out_with_its_reason(capsys: pytest.C
     ("words", "sentence"),
     [
         pytest.param(["absent.json"], "cannot be read", id="no file"),
-        pytest.param(["train.py"], "train.py is no device profile", id="a script"),
-        pytest.param(["v100-times.json"], "says nothing of the model's blocks", id="no blocks"),
+        pytest.param(["train.json"], "train.json is no device profile", id="no profile"),
+        pytest.param(["nowhere.py"], "there is no script nowhere.py", id="no script"),
+        pytest.param(["nowhere.py", "--device", "0"], "'0' is no size of memory", id="no size for a script"),
+        pytest.param(["nowhere.json", "nowhere.py"], "cannot be read", id="no profile before a script"),
+        pytest.param(["v100-times.json"], "says nothing of the model's blocks: it is an old one", id="no blocks"),
+        pytest.param(["t4-times.json", "--devices", "T4", "--trace", "x"], "name a profile that has", id="no trace"),
+        pytest.param(["v100.json", "--trace", "no/x"], "--trace no/x: it cannot be written", id="no place for it"),
         pytest.param(["v100.json", "--device", "much"], "'much' is no size of memory", id="no size"),
         pytest.param(
             ["v100.json", "--device", "600MiB"], "not even micro-batches of 1 fit into 600 MiB", id="too small"

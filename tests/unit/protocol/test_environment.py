@@ -9,6 +9,8 @@ from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_MEMORY,
     ENV_CHECKPOINT_SECONDS,
+    ENV_DEVICE_MEMORY,
+    ENV_HOST_MEMORY,
     ENV_ON_NON_FINITE,
     ENV_REPRODUCIBILITY,
     ENV_VERIFY,
@@ -42,6 +44,15 @@ def test_checkpoints_without_time_between_them_are_refused_as_on_the_command_lin
     monkeypatch.setenv(ENV_CHECKPOINT_SECONDS, value)
     with pytest.raises(ConfigurationError, match=f"{ENV_CHECKPOINT_SECONDS}='{value}' must be a number above 0"):
         WorkerEnvironment.read()
+
+
+def test_the_host_s_memory_is_beside_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_HOST_MEMORY, "8000")
+    with pytest.raises(ConfigurationError, match=f"{ENV_HOST_MEMORY} is set but {ENV_DEVICE_MEMORY} is not"):
+        WorkerEnvironment.read()
+    monkeypatch.setenv(ENV_DEVICE_MEMORY, "4000")
+    read = WorkerEnvironment.read()
+    assert (read.device_memory, read.host_memory) == (4000, 8000)
 
 
 def test_any_time_between_checkpoints_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] | None) -> t
     """
     if any(_is_compiled(module) for module in model.modules()):
         raise ConfigurationError(
-            "a compiled model has no blocks that could be told apart; leave out memory, and set "
+            "a compiled model has no blocks that could be told apart; instead of memory, set "
             "torch._functorch.config.activation_memory_budget, by which the compiler itself recomputes"
         )
     if wanted is None:

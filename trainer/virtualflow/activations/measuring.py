@@ -207,23 +207,21 @@ class Probe:
                     workspace_bytes=most(lambda seen: seen.workspace),
                 )
             )
-        return ChainSize(micro_batch, tuple(rows))
+        other = max(sum(each.inputs.values()) + each.left for each in self._measured)
+        return ChainSize(micro_batch, tuple(rows), other)
 
-    def fixed_bytes(self, sums: int) -> int:
-        """What else is on the device while a virtual node runs, as far as it can be known from tensors.
-
-        Parameters outside of blocks with their gradients, buffers, the samples, and ``sums`` sums of gradients.
-        """
+    def fixed_bytes(self) -> int:
+        """What else is on the device all the time: parameters outside of blocks with their gradients, and buffers."""
         parameters = list(self._model.parameters())
         inside = {id(parameter) for block in self.ran for parameter in self._blocks[block][1].parameters()}
         outside = [parameter for parameter in parameters if id(parameter) not in inside]
-        gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        return (
-            sum(parameter.nbytes * (2 if parameter.requires_grad else 1) for parameter in outside)
-            + sum(buffer.nbytes for buffer in self._model.buffers())
-            + sums * gradients
-            + max(sum(each.inputs.values()) + each.left for each in self._measured)
+        return sum(parameter.nbytes * (2 if parameter.requires_grad else 1) for parameter in outside) + sum(
+            buffer.nbytes for buffer in self._model.buffers()
         )
+
+    def sum_bytes(self) -> int:
+        """A sum of all gradients."""
+        return sum(parameter.nbytes for parameter in self._model.parameters() if parameter.requires_grad)
 
 
 def measure_copies(copies: Copies, settings: ActivationSettings) -> tuple[float, float]:
@@ -249,7 +247,7 @@ def measure_copies(copies: Copies, settings: ActivationSettings) -> tuple[float,
 
 
 def chain_profile(
-    probe: Probe, sizes: Sequence[ChainSize], copies: Copies, settings: ActivationSettings, *, optimizer: int, sums: int
+    probe: Probe, sizes: Sequence[ChainSize], copies: Copies, settings: ActivationSettings, *, optimizer: int
 ) -> ChainProfile:
     """All of it, as a file has it.
 
@@ -259,16 +257,18 @@ def chain_profile(
         copies: of the device.
         settings: how copies are measured.
         optimizer: bytes of the optimizer's state.
-        sums: how many sums of gradients are at rest while a virtual node runs.
     """
     out, back = measure_copies(copies, settings)
     return ChainProfile(
         out_bytes_per_second=out,
         in_bytes_per_second=back,
         optimizer_bytes=optimizer,
-        fixed_bytes=probe.fixed_bytes(sums),
+        fixed_bytes=probe.fixed_bytes(),
+        sum_bytes=probe.sum_bytes(),
         device_bytes=torch.cuda.get_device_properties(copies.device).total_memory
         if copies.device.type == "cuda"
         else None,
+        # A copy of what is on a CPU would lie in the same memory.
+        host_bytes=0 if copies.device.type == "cpu" else None,
         sizes=tuple(sizes),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch import nn
@@ -47,6 +47,15 @@ class Memory:
     def budget(self) -> Budget:
         """The same in bytes."""
         return Budget(_bytes(self.device), None if self.host is None else _bytes(self.host))
+
+
+def limit(said: Memory | None, device: int | None, host: int | None) -> Memory | None:
+    """What a script says of memory, with the bytes that whoever runs it allows instead; ``None``: nobody says."""
+    if device is None:
+        return said
+    if said is None:
+        return Memory(device, host)
+    return replace(said, device=device, host=said.host if host is None else host)
 
 
 def _bytes(size: str | int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class Activations:
         device: of the model.
         memory: what the user says.
         micro_batch: samples of a virtual node.
-        sums: how many sums of gradients are at rest while a virtual node runs.
+        virtual_nodes: of the job.
         optimizer_bytes: asks for the bytes of the optimizer's state on the device.
         settings: how much is measured.
 
@@ -46,12 +47,12 @@ class Activations:
         memory: Memory,
         *,
         micro_batch: int,
-        sums: int,
+        virtual_nodes: int,
         optimizer_bytes: Callable[[], int],
         settings: ActivationSettings,
     ) -> None:
         blocks, said = find_blocks(model, memory.blocks)
-        self._memory, self._micro_batch, self._sums = memory, micro_batch, sums
+        self._memory, self._micro_batch, self._virtual_nodes = memory, micro_batch, virtual_nodes
         self._optimizer_bytes, self._settings = optimizer_bytes, settings
         self._length = len(blocks)
         self.plan: Plan | None = None
@@ -93,11 +94,13 @@ class Activations:
         ran, budget = self._probe.ran, self._memory.budget
         copies = self.executor.ledger.copies
         limit, copies.ring.limit = copies.ring.limit, None
-        chain = chain_profile(self._probe, [size], copies, settings, optimizer=self._optimizer_bytes(), sums=self._sums)
+        chain = chain_profile(self._probe, [size], copies, settings, optimizer=self._optimizer_bytes())
         copies.ring.limit = limit
-        self.profile = profile_for(chain, self._micro_batch)
+        self.profile = profile_for(chain, self._micro_batch, self._virtual_nodes)
         planner = Planner(self.profile, settings.planner)
         chosen = self._memory.activations
+        if chosen == "auto" and budget.host is None:
+            budget = replace(budget, host=chain.host_bytes)
         self.plan = planner.plan(budget) if chosen == "auto" else planner.uniform(Action(chosen), budget)
         self.executor.observer = None
         whole = [_KEEP] * self._length

@@ -6,14 +6,15 @@ Commands of other parts of the project (``virtualflow simulate``) are found by t
 
 What is wrong with a request is said in one line on standard error. Exit codes: 0 success; 1 the job failed or
 the coordinator said no; 2 the request makes no sense and nothing was started; 130 and 143 stopped by SIGINT
-and SIGTERM. Modules are imported when a command needs them, so that the command line starts fast; none of
-them imports torch.
+and SIGTERM; 141 nobody reads its output any more, as a shell has it of SIGPIPE. Modules are imported when a
+command needs them, so that the command line starts fast; none of them imports torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, CoordinatorSettin
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.subcommands import EXTERNAL, Subcommand, build_parser
-from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, Parser, complain
+from virtualflow.launcher.usage import EXIT_FAILED, EXIT_UNREAD, EXIT_USAGE, Parser, complain
 from virtualflow.protocol.environment import read_number
 from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_COORDINATOR, ENV_HANG_SECONDS, ENV_TOKEN
 
@@ -45,10 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = LauncherSettings()
     try:
         if given and given[0] in EXTERNAL:
-            return _external(given[0])(given[1:])
-        parsed = parser(settings).parse_args(given)
-        action: Subcommand = parsed.action
-        return action(parsed, settings)
+            code = _external(given[0])(given[1:])
+        else:
+            parsed = parser(settings).parse_args(given)
+            action: Subcommand = parsed.action
+            code = action(parsed, settings)
+        sys.stdout.flush()  # a reader that has gone is noticed here
+        return code
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        return EXIT_UNREAD
     except ConfigurationError as error:
         complain(str(error))
         return EXIT_USAGE
@@ -57,6 +65,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return 130
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads standard output any more (``| head``); then what is left of it goes nowhere."""
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)
+    if not any(state & select.POLLERR for _, state in pipe.poll(0)):
+        return False  # it was another pipe or a connection
+    # The interpreter flushes once more at its end, and would complain.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return True
 
 
 def parser(settings: LauncherSettings) -> Parser:

@@ -16,6 +16,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.launcher.fault_schedule import Group, most_workers, parse_schedule
 from virtualflow.launcher.manifest import JobManifest, load_manifest, local_command
 from virtualflow.launcher.usage import complain
+from virtualflow.memory import parse_bytes
 from virtualflow.protocol.device_profile import read_profile
 from virtualflow.protocol.environment import read_number
 from virtualflow.protocol.settings import (
@@ -24,6 +25,8 @@ from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_MEMORY,
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
+    ENV_DEVICE_MEMORY,
+    ENV_HOST_MEMORY,
     ENV_ON_NON_FINITE,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
@@ -81,6 +84,7 @@ def resolve(arguments: Namespace) -> RunOptions:
     verify = arguments.verify if arguments.verify is not None else job.verify
     if verify is not None:
         environment[ENV_VERIFY] = str(verify)
+    environment |= _memory(arguments)
     if arguments.profile is not None:
         read_profile(Path(arguments.profile))
         environment[ENV_PROFILE] = str(Path(arguments.profile).absolute())
@@ -143,6 +147,18 @@ def _asked_for(arguments: Namespace) -> tuple[JobManifest, Path]:
     if job.command[0] == sys.executable and "PYTHONPATH" not in job.environment:
         check_trainer()
     return job, source
+
+
+def _memory(arguments: Namespace) -> dict[str, str]:
+    """What workers are told of the memory that they may use.
+
+    Raises:
+        ConfigurationError: it is no size, or the host's alone.
+    """
+    given = {ENV_DEVICE_MEMORY: arguments.device_memory, ENV_HOST_MEMORY: arguments.host_memory}
+    if arguments.host_memory is not None and arguments.device_memory is None:
+        raise ConfigurationError("--host-memory says what may be swapped beside --device-memory; give both")
+    return {name: str(parse_bytes(size)) for name, size in given.items() if size is not None}
 
 
 def check_trainer() -> None:

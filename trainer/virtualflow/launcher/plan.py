@@ -1,7 +1,11 @@
-"""``virtualflow plan``: from profiles to what fits into a device's memory, and to the devices worth asking for."""
+"""``virtualflow plan``: from profiles to what fits into a device's memory, and to the devices worth asking for.
+
+A script is profiled first, as ``virtualflow profile`` does it.
+"""
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from virtualflow.errors import ConfigurationError
-from virtualflow.launcher.plan_text import describe_advice, describe_fits
+from virtualflow.atomic_file import write_whole
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.launcher.options import check_target
+from virtualflow.launcher.plan_text import describe_advice, describe_command, describe_fits, fastest_of
+from virtualflow.launcher.plan_trace import trace_of
+from virtualflow.launcher.profile import measure, target_of
 from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.usage import complain
 from virtualflow.memory import Advice, Budget, DeviceType, DoesNotFit, Fit, advise, fit, parse_bytes, what_fits
 from virtualflow.protocol.chain_profile import ChainProfile
 from virtualflow.protocol.device_profile import DeviceProfile, read_profile, seconds_for
@@ -48,16 +57,70 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
     Raises:
         ConfigurationError: a profile or a size makes no sense, or nothing fits; the sentence says what would.
     """
-    profiles = [read_profile(Path(name)) for name in arguments.profiles]
+    names, command = split(arguments.profiles)
+    profiles = [read_profile(Path(name)) for name in names]
+    _check_words(arguments)
+    if command:
+        target = target_of(Path(command[0]))
+        # What the script prints is none of the answer.
+        measured = measure(command, target, virtual_nodes=arguments.virtual_nodes, output=sys.stderr.buffer)
+        complain(f"the profile is written to {target}")
+        profiles = [measured, *profiles]
     answer = answer_for(profiles, arguments, settings)
+    if arguments.trace is not None:
+        _write_trace(Path(arguments.trace), answer, profiles)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
         return 0
     parts = [describe_fits(each.device, each.batch, each.budget, each.fits, settings) for each in answer.memory]
     if answer.advice is not None:
         parts.append("\n".join([describe_advice(answer.advice), *answer.left_out]))
+    elif command:
+        first = answer.memory[0]  # that of the script
+        device = arguments.device or str(first.budget.device)
+        parts.append(describe_command(first.fits, command, device, arguments.host))
     print("\n\n".join(parts))
     return 0
+
+
+def _write_trace(path: Path, answer: Answer, profiles: Sequence[DeviceProfile]) -> None:
+    """Write down how the first device spends a virtual node.
+
+    Raises:
+        ConfigurationError: no profile has blocks.
+        VirtualFlowError: it cannot be written.
+    """
+    if not answer.memory:
+        raise ConfigurationError("--trace shows what becomes of blocks; name a profile that has some")
+    memory = answer.memory[0]
+    chain = next(each.chain for each in profiles if each.chain is not None and each.device == memory.device)
+    fastest, _ = fastest_of(memory.fits)
+    trace = trace_of(memory.device, fastest, [block.name for block in chain.sizes[0].blocks])
+    try:
+        write_whole(path, msgspec.json.encode(trace))
+    except OSError as error:
+        raise VirtualFlowError(f"the trace cannot be written to {path}: {error.strerror}") from error
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The profiles, and the script with its arguments: what ends in ``.py`` is one, and all behind it is its own."""
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
+    return list(words[:script]), list(words[script:])
+
+
+def _check_words(arguments: Namespace) -> None:
+    """Refuse what makes no sense before a script is measured for it.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    for size in (arguments.device, arguments.host):
+        if size is not None:
+            parse_bytes(size)
+    if arguments.devices is not None:
+        parse_devices(arguments.devices)
+    if arguments.trace is not None:
+        check_target(Path(arguments.trace), "--trace")
 
 
 def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings: LauncherSettings) -> Answer:
@@ -69,8 +132,9 @@ def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings
     without = [profile for profile in profiles if profile.chain is None]
     if without and arguments.devices is None:
         raise ConfigurationError(
-            f"the profile of {without[0].device} says nothing of the model's blocks, so that no memory can be planned; "
-            "name one with a chain, or --devices to divide virtual nodes by speed alone"
+            f"the profile of {without[0].device} says nothing of the model's blocks: "
+            f"{without[0].blocks or 'it is an old one, so measure it anew'}; give --devices to divide virtual nodes by "
+            "speed alone"
         )
     if arguments.devices is None:
         planned = [_memory(profile, profile.chain, arguments, settings) for profile in profiles if profile.chain]
@@ -162,7 +226,8 @@ def _seconds(
         [1] if profile.reproducibility == "bitwise" else [1 << power for power in range(virtual_nodes.bit_length())]
     )
     widths = [width for width in widths if width <= virtual_nodes]
-    if profile.chain is None:
+    unknown = profile.chain is not None and profile.chain.device_bytes is None and arguments.device is None
+    if profile.chain is None or unknown:  # that all fits is then the user's business
         measured = range(profile.sizes[0].micro_batch, profile.sizes[-1].micro_batch + 1)
         if micro_batch not in measured:
             raise ConfigurationError(
@@ -175,8 +240,7 @@ def _seconds(
     one = fit_or_refuse(profile.chain, batch, virtual_nodes, budget, settings)
     seconds: dict[int, float] = {}
     for width in widths:
-        # The samples of several virtual nodes at once are those of one virtual node of a part of the batch.
-        fused = one if width == 1 else fit(profile.chain, micro_batch * width, 1, budget, settings.planner)
+        fused = one if width == 1 else fit(profile.chain, batch, virtual_nodes, budget, settings.planner, fused=width)
         if fused.plan is None:
             break
         seconds[width] = fused.plan.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ def describe_fits(device: str, batch: int, budget: Budget, fits: Sequence[Fit], 
     lines += [_row(fit) for fit in fits]
     planned = [(fit, fit.plan) for fit in fits if fit.plan is not None]
     smallest, _ = planned[0]
-    fastest, plan = min(planned, key=lambda each: each[1].seconds * each[0].virtual_nodes)
+    fastest, plan = fastest_of(fits)
     if len(planned) > 1:
         lines.append(
             f"the smallest number of virtual nodes that fits is {smallest.virtual_nodes}; the step is shortest with "
@@ -34,6 +35,22 @@ def describe_fits(device: str, batch: int, budget: Budget, fits: Sequence[Fit], 
         )
     lines += ["", f"with {counted(fastest.virtual_nodes, 'virtual node')}: {plan.reason}"]
     return "\n".join([*lines, *describe_plan(plan), *draw(plan.timeline, settings.plan_width)])
+
+
+def describe_command(fits: Sequence[Fit], command: Sequence[str], device: str, host: str | None) -> str:
+    """How to run a script with the fastest number of virtual nodes, and within this memory."""
+    fastest, plan = fastest_of(fits)
+    words = ["virtualflow", "run", "--workers", "1", "--virtual-nodes", str(fastest.virtual_nodes)]
+    if plan.count(Action.KEEP) < len(plan.blocks):
+        words += ["--device-memory", device]
+        words += ["--host-memory", host] if host is not None else []
+    return f"to run it so: {shlex.join([*words, *command])}"
+
+
+def fastest_of(fits: Sequence[Fit]) -> tuple[Fit, Plan]:
+    """The number of virtual nodes with the shortest step, and its plan."""
+    planned = [(fit, fit.plan) for fit in fits if fit.plan is not None]
+    return min(planned, key=lambda each: each[1].seconds * each[0].virtual_nodes)
 
 
 def describe_plan(plan: Plan) -> list[str]:

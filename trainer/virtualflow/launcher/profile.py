@@ -6,14 +6,16 @@ import os
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_script, check_target, check_trainer
 from virtualflow.launcher.settings import KEEP_FREED_MEMORY
 from virtualflow.launcher.supervisor import describe_exit, run_to_end
-from virtualflow.protocol.device_profile import describe, encode, read_profile
+from virtualflow.protocol.device_profile import DeviceProfile, describe, encode, read_profile
 from virtualflow.protocol.settings import (
     ENV_AUDIT_DIR,
     ENV_COORDINATOR,
@@ -40,22 +42,55 @@ def profile(arguments: Namespace) -> int:
         ConfigurationError: something cannot be done; nothing has been started.
         VirtualFlowError: the script failed, or trained nothing.
     """
-    script = Path(arguments.script)
+    target = target_of(Path(arguments.script)) if arguments.out is None else Path(arguments.out)
+    command = [arguments.script, *arguments.args]
+    measured = measure(command, target, virtual_nodes=arguments.virtual_nodes, sizes=arguments.sizes)
+    print(describe(measured))
+    print(f"written to {target}: name it with virtualflow run --profile, or as the profile of a worker group")
+    return 0
+
+
+def target_of(script: Path) -> Path:
+    """Where the profile of a script goes unless a user says otherwise."""
+    return Path(f"{script.stem}.profile.json")
+
+
+def measure(
+    command: Sequence[str],
+    target: Path,
+    *,
+    virtual_nodes: int | None = None,
+    sizes: str | None = None,
+    output: IO[bytes] | None = None,
+) -> DeviceProfile:
+    """Measure a script and write its profile.
+
+    Args:
+        command: the script and its arguments.
+        target: the file.
+        virtual_nodes: instead of those that the script says.
+        sizes: in virtual nodes, with commas between them, instead of those that suggest themselves.
+        output: where what the script writes goes; ``None``: where ours goes.
+
+    Raises:
+        ConfigurationError: something cannot be done; nothing has been started.
+        VirtualFlowError: the script failed, or trained nothing.
+    """
+    script = Path(command[0])
     check_script(script)
     check_trainer()
-    target = Path(arguments.out) if arguments.out is not None else Path(f"{script.stem}.profile.json")
     check_target(target, "--out")
     environment = _QUIET | {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
-    if arguments.virtual_nodes is not None:
-        environment[ENV_VIRTUAL_NODES] = str(arguments.virtual_nodes)
-    if arguments.sizes is not None:
-        if not all(word.strip().isdecimal() and int(word) > 0 for word in arguments.sizes.split(",")):
-            raise ConfigurationError(f"--sizes {arguments.sizes}: write numbers of virtual nodes like 1,2,4")
-        environment[ENV_PROFILE_SIZES] = arguments.sizes
+    if virtual_nodes is not None:
+        environment[ENV_VIRTUAL_NODES] = str(virtual_nodes)
+    if sizes is not None:
+        if not all(word.strip().isdecimal() and int(word) > 0 for word in sizes.split(",")):
+            raise ConfigurationError(f"--sizes {sizes}: write numbers of virtual nodes like 1,2,4")
+        environment[ENV_PROFILE_SIZES] = sizes
     with tempfile.TemporaryDirectory(prefix="virtualflow-") as directory:
         written = Path(directory) / "profile.json"
         environment[ENV_PROFILE_OUT] = str(written)
-        code = run_to_end([sys.executable, "-u", arguments.script, *arguments.args], environment)
+        code = run_to_end([sys.executable, "-u", *command], environment, output=output)
         if code != 0:
             raise VirtualFlowError(
                 f"{script} ended with {describe_exit(code)} before it was measured; no profile was written"
@@ -70,6 +105,4 @@ def profile(arguments: Namespace) -> int:
         write_whole(target, encode(measured))
     except OSError as error:
         raise VirtualFlowError(f"the profile cannot be written to {target}: {error.strerror}") from error
-    print(describe(measured))
-    print(f"written to {target}: name it with virtualflow run --profile, or as the profile of a worker group")
-    return 0
+    return measured

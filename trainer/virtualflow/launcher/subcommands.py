@@ -154,6 +154,10 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
         "gradients are wrong is evicted before they are used (default 0: nobody does)",
         **_range(float, 0, 1, "it must be from {0} to {1}"),
     )
+    for option, whose in (("--device-memory", "the device's memory"), ("--host-memory", "the host's for it")):
+        running.add_argument(
+            option, metavar="SIZE", help=f"{whose} that each worker may use, like 24GiB: overrides the script's memory="
+        )
     running.add_argument(
         "--profile",
         metavar="FILE",
@@ -324,13 +328,19 @@ def _add_explain(parser: Parser) -> None:
 
 
 def _add_plan(parser: Parser) -> None:
-    parser.usage = "virtualflow plan [OPTIONS] PROFILE ..."
+    parser.usage = "virtualflow plan [OPTIONS] (PROFILE ... | [PROFILE ...] SCRIPT.py [ARGS ...])"
     parser.description = (
-        "From a measured profile: for each number of virtual nodes that fits into a device's memory, which blocks of "
-        "the model are kept, swapped to the host and recomputed, how long a step takes, and how much memory. With "
-        "several types of device, also which of them are worth asking for, and how they share the virtual nodes."
+        "From a measured profile, or a script that is measured first: for each number of virtual nodes that fits "
+        "into a device's memory, which blocks of the model are kept, swapped to the host and recomputed, how long a "
+        "step takes, and how much memory. With several types of device, also which of them are worth asking for, and "
+        "how they share the virtual nodes."
     )
-    parser.add_argument("profiles", nargs="+", metavar="PROFILE", help="one for each type of device")
+    parser.add_argument(
+        "profiles",
+        nargs="+",
+        metavar="PROFILE",
+        help="one for each type of device; or a script that ends in .py, to be measured on this one, and its arguments",
+    )
     parser.add_argument("--device", metavar="SIZE", help="the device's memory, like 24GiB (default: as in the profile)")
     parser.add_argument(
         "--host", metavar="SIZE", help="the host's memory for it (default: as in the profile; without: what is needed)"
@@ -346,6 +356,10 @@ def _add_plan(parser: Parser) -> None:
         "--devices", metavar="NAME:N,...", help="those that could be had; a name is a part of a profile's device"
     )
     parser.add_argument("--json", action="store_true", help="all of it, with the timelines, as JSON")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="a virtual node of the first device as a Chrome trace, for ui.perfetto.dev"
+    )
+    parser.epilog = "What a script prints goes to standard error. Arguments that begin with a dash need -- before it."
 
 
 def _add_coordinator(parser: Parser, settings: LauncherSettings) -> None:

@@ -10,6 +10,7 @@ from virtualflow.errors import ConfigurationError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_UNREAD = 141
 
 
 def complain(sentence: str) -> None:

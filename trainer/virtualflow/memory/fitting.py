@@ -35,8 +35,18 @@ class Fit:
         return None if self.plan is None else self.plan.seconds * self.virtual_nodes
 
 
-def fit(chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, settings: PlannerSettings) -> Fit:
+def fit(
+    chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, settings: PlannerSettings, *, fused: int = 1
+) -> Fit:
     """What becomes of that many virtual nodes, which divide the batch.
+
+    Args:
+        chain: as measured.
+        batch: samples of a step.
+        virtual_nodes: of the job.
+        budget: what may be used.
+        settings: how hard the search tries.
+        fused: how many of them are computed as one micro-batch.
 
     Raises:
         ConfigurationError: they do not, or the profile makes no sense.
@@ -46,7 +56,8 @@ def fit(chain: ChainProfile, batch: int, virtual_nodes: int, budget: Budget, set
         raise ConfigurationError(
             f"{virtual_nodes} virtual nodes do not divide a batch of {batch}; name a divisor of it"
         )
-    planner = Planner(profile_for(chain, micro_batch), settings)
+    micro_batch *= fused
+    planner = Planner(profile_for(chain, micro_batch, virtual_nodes), settings)
     try:
         plan = planner.plan(budget)
     except DoesNotFit as error:

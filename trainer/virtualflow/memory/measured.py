@@ -10,8 +10,8 @@ from virtualflow.memory.model import Block, Profile
 from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
 
 
-def profile_for(chain: ChainProfile, micro_batch: int) -> Profile:
-    """The profile for micro-batches of so many samples.
+def profile_for(chain: ChainProfile, micro_batch: int, virtual_nodes: int = 1) -> Profile:
+    """The profile for micro-batches of so many samples, in a job of so many virtual nodes.
 
     Everything lies on the line through the two measured sizes next to it. If only one size was measured, activations
     and times are in proportion to the samples; smaller micro-batches then look faster than they are.
@@ -30,25 +30,24 @@ def profile_for(chain: ChainProfile, micro_batch: int) -> Profile:
         _on_line(chain.sizes[low], one, chain.sizes[high], two, micro_batch)
         for one, two in zip(chain.sizes[low].blocks, chain.sizes[high].blocks, strict=True)
     ]
+    ends = chain.sizes[low], chain.sizes[high]
+    other = _at(*ends, micro_batch, ends[0].other_bytes, ends[1].other_bytes)
+    # While the last virtual node of all runs, the sums of the tree's largest whole parts are there.
+    sums = chain.sum_bytes * (virtual_nodes.bit_length() - 1)
     return Profile(
         tuple(blocks),
         chain.out_bytes_per_second,
         chain.in_bytes_per_second,
         chain.optimizer_bytes,
-        chain.fixed_bytes,
+        chain.fixed_bytes + math.ceil(other) + sums,
     )
 
 
 def _on_line(low: ChainSize, one: BlockProfile, high: ChainSize, two: BlockProfile, micro_batch: int) -> Block:
     """One block for so many samples, from itself at two sizes; at the same size twice if only one was measured."""
-    growth = micro_batch / low.micro_batch
 
     def at(read: Callable[[BlockProfile], float]) -> float:
-        if low is high:
-            return read(one) * growth
-        share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
-        # Noise may let the line fall: nothing becomes less by more samples, nor by fewer than in proportion.
-        return max(read(one) + share * (read(two) - read(one)), read(one) * min(1.0, growth))
+        return _at(low, high, micro_batch, read(one), read(two))
 
     return Block(
         one.name,
@@ -60,3 +59,13 @@ def _on_line(low: ChainSize, one: BlockProfile, high: ChainSize, two: BlockProfi
         one.gradient_bytes,
         math.ceil(at(lambda block: block.workspace_bytes)),
     )
+
+
+def _at(low: ChainSize, high: ChainSize, micro_batch: int, one: float, two: float) -> float:
+    """What is ``one`` at the lower size and ``two`` at the higher, for so many samples."""
+    growth = micro_batch / low.micro_batch
+    if low is high:
+        return one * growth
+    share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
+    # Noise may let the line fall: nothing becomes less by more samples, nor by fewer than in proportion.
+    return max(one + share * (two - one), one * min(1.0, growth))

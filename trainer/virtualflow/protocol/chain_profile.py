@@ -40,6 +40,8 @@ class ChainSize(msgspec.Struct, frozen=True):
     micro_batch: _Count
     """Samples."""
     blocks: Annotated[tuple[BlockProfile, ...], msgspec.Meta(min_length=1, max_length=4_096)]
+    other_bytes: _Bytes = 0
+    """What else is on the device for such a micro-batch: its samples, and what no plan frees."""
 
 
 class ChainProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +55,11 @@ class ChainProfile(msgspec.Struct, frozen=True, kw_only=True):
     """The optimizer's state."""
     fixed_bytes: _Bytes
     """What else is on the device all the time."""
+    sum_bytes: _Bytes = 0
+    """A sum of all gradients: as many are at rest at a time as the number of virtual nodes has bits, but one."""
     device_bytes: _Count | None = None
     """The device's memory."""
-    host_bytes: _Count | None = None
-    """The host's."""
+    host_bytes: _Bytes | None = None
+    """The host's for what is swapped; 0 where the two are the same memory."""
     sizes: Annotated[tuple[ChainSize, ...], msgspec.Meta(min_length=1, max_length=64)]
     """From the smallest to the largest."""

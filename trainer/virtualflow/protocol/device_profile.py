@@ -78,6 +78,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """From the smallest to the largest."""
     chain: ChainProfile | None = None
     """What plans of memory are made from; ``None`` where it was not measured."""
+    blocks: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
+    """Which blocks that is of, or why there are none, in words."""
 
 
 def encode(profile: DeviceProfile) -> bytes:
@@ -185,4 +187,6 @@ def describe(profile: DeviceProfile) -> str:
             f"{1e3 * size.loading_seconds:>13.2f} ms  {1e3 * size.seconds_per_virtual_node:>19.2f}  {peak:>8}"
         )
     lines.append(f"no larger sizes: {profile.stopped}")
+    if profile.blocks:
+        lines.append(profile.blocks)
     return "\n".join(lines)

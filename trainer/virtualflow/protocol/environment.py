@@ -64,6 +64,10 @@ class WorkerEnvironment:
     """In which share of the steps another worker computes one virtual node again."""
     checkpoint_memory: bool = False
     """Whether the only worker of a job keeps a copy of the state in the coordinator's memory."""
+    device_memory: int | None = None
+    """Bytes of the device that this worker may use; ``None``: the script says."""
+    host_memory: int | None = None
+    """Bytes of the host for what is swapped; ``None``: as much as is needed, or as the script says."""
     profile: Path | None = None
     """A profile of this device, for a first guess of its speed."""
     profile_out: Path | None = None
@@ -92,6 +96,11 @@ class WorkerEnvironment:
             raise ConfigurationError(
                 f"{names.ENV_COORDINATOR} is set but {names.ENV_TOKEN} is not; set both, or neither to run alone"
             )
+        device_memory, host_memory = _whole(names.ENV_DEVICE_MEMORY), _whole(names.ENV_HOST_MEMORY)
+        if host_memory is not None and device_memory is None:
+            raise ConfigurationError(
+                f"{names.ENV_HOST_MEMORY} is set but {names.ENV_DEVICE_MEMORY} is not; set both, or let the script say"
+            )
         directory = os.environ.get(names.ENV_CHECKPOINT_DIR, "").strip()
         audit = os.environ.get(names.ENV_AUDIT_DIR, "").strip()
         return cls(
@@ -111,6 +120,8 @@ class WorkerEnvironment:
             on_non_finite=_choice(names.ENV_ON_NON_FINITE, ON_NON_FINITE) or "Continue",
             verify=_share(names.ENV_VERIFY),
             checkpoint_memory=_choice(names.ENV_CHECKPOINT_MEMORY, {"1": "1", "0": "0"}) == "1",
+            device_memory=device_memory,
+            host_memory=host_memory,
             profile=_path(names.ENV_PROFILE),
             profile_out=_path(names.ENV_PROFILE_OUT),
             profile_sizes=_sizes(),

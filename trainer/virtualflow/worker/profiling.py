@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from virtualflow.activations import ChainMeasurement, bytes_of_state
 from virtualflow.atomic_file import write_whole
 from virtualflow.data import MicroBatch, Source, Staging, micro_batch, open_source, seed_virtual_node
 from virtualflow.device import device_name, device_of
@@ -100,6 +101,7 @@ class Profiling:
 
     Args:
         model: of the user.
+        optimizer: likewise.
         dataset: likewise.
         options: what else the script asks for.
         environment: says where the profile goes.
@@ -115,6 +117,7 @@ class Profiling:
     def __init__(
         self,
         model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         dataset: Any,
         options: Options,
         environment: WorkerEnvironment,
@@ -125,7 +128,7 @@ class Profiling:
         settings: WorkerSettings,
     ) -> None:
         assert environment.profile_out is not None
-        self._model = model
+        self._model, self._optimizer = model, optimizer
         self._dataset = dataset
         self._options = options
         self._device = device_of(model)
@@ -138,6 +141,9 @@ class Profiling:
         self._loading = settings.loading
         self._measured: list[SizeProfile] = []
         self._sums: list[Tensor] = []
+        wanted = None if options.memory is None else options.memory.blocks
+        self._chain = ChainMeasurement(model, self._device, wanted, settings.activations)
+        self._warm_up = settings.activations.warm_up
         self._blank = DeviceProfile(
             device_type=situation.device_type,
             device=situation.device,
@@ -177,7 +183,10 @@ class Profiling:
             Profiled: always, when it is written.
             ConfigurationError: it cannot be written.
         """
-        profile = msgspec.structs.replace(self._blank, sizes=tuple(self._measured), stopped=stopped)
+        chain = self._chain.finish(self._optimizer_bytes) if self._chain.wanted else None
+        profile = msgspec.structs.replace(
+            self._blank, sizes=tuple(self._measured), stopped=stopped, chain=chain, blocks=self._chain.said
+        )
         try:
             write_whole(self._path, encode(profile))
         except OSError as error:
@@ -219,6 +228,8 @@ class Profiling:
                 len(times) < settings.least or time.perf_counter() - began < settings.seconds
             ):
                 yield from self._one(batches, times)
+            if self._chain.wanted:
+                yield from self._measure_blocks(batches, size * self._micro_batch)
         finally:
             source.close()
             self._sums = []
@@ -236,6 +247,22 @@ class Profiling:
                 peak_bytes=peak[0],
             )
         )
+
+    def _measure_blocks(self, batches: Iterator[MicroBatch], samples: int) -> Iterator[Any]:
+        """The same with hooks on the blocks, which take time themselves."""
+        with self._chain.size(samples) as done:
+            for _ in range(self._warm_up + self._settings.least):
+                yield from self._one(batches, [])
+                done()
+
+    def _optimizer_bytes(self) -> int:
+        """Of its state, which it makes in its first step: the script is over, and nobody will see the weights."""
+        if not self._optimizer.state:
+            for parameter in self._model.parameters():
+                if parameter.requires_grad and parameter.grad is None:  # the script has ended before its backward pass
+                    parameter.grad = torch.zeros_like(parameter)
+            self._optimizer.step()
+        return bytes_of_state(self._optimizer, self._device)
 
     def _open_source(self, samples: int) -> Source:
         """Micro-batches that hold so many samples."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from virtualflow.activations import Activations, bytes_of_state
+from virtualflow.activations import Activations, Memory, bytes_of_state, limit
 from virtualflow.data import Orders, Source, Staging, micro_batch, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
 from virtualflow.protocol import messages as m
@@ -80,6 +80,11 @@ class Request:
     def bitwise(self) -> bool:
         """Whether it is the same to the bit."""
         return self.reproducibility == "bitwise"
+
+    @property
+    def memory(self) -> Memory | None:
+        """How much memory this worker may use; ``None``: nobody says."""
+        return limit(self.options.memory, self.environment.device_memory, self.environment.host_memory)
 
     @property
     def micro_batch(self) -> int:
@@ -312,7 +317,7 @@ def _open_guard(request: Request, companions: Companions, resources: ExitStack) 
 
 
 def _open_activations(request: Request, trains: bool, resources: ExitStack) -> Activations | None:
-    memory, device = request.options.memory, device_of(request.model)
+    memory, device = request.memory, device_of(request.model)
     if memory is None or not trains:
         return None
     activations = Activations(
@@ -320,8 +325,7 @@ def _open_activations(request: Request, trains: bool, resources: ExitStack) -> A
         device,
         memory,
         micro_batch=request.micro_batch,
-        # While the last virtual node of all runs, the sums of the tree's largest whole parts are there.
-        sums=request.virtual_nodes.bit_length() - 1,
+        virtual_nodes=request.virtual_nodes,
         optimizer_bytes=lambda: bytes_of_state(request.optimizer, device),
         settings=request.settings.activations,
     )
@@ -331,7 +335,7 @@ def _open_activations(request: Request, trains: bool, resources: ExitStack) -> A
 
 def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:
     cap = request.environment.max_fused or request.options.max_fused
-    if request.bitwise or not source.fuses or request.options.memory is not None:
+    if request.bitwise or not source.fuses or request.memory is not None:
         cap = 1
     settings = request.settings
     fusion = MicrobatchFusion(
@@ -386,6 +390,7 @@ def _open_profiling(request: Request, source: Source, samples: int | None, situa
     source.close()
     return Profiling(
         request.model,
+        request.optimizer,
         request.dataset,
         request.options,
         request.environment,
