@@ -110,6 +110,19 @@ def test_a_whole_training_of_two_optimizers_and_a_scheduler(
     assert memory.moved > 0
 
 
+def test_activations_may_have_a_plan_beside_it(memory: CountedMemory) -> None:
+    def train(**more: Any) -> Any:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        with start(model, optimizer, **more) as run:
+            loop(run, model)
+        return trained(run, model, optimizer)
+
+    planned = vf.Memory("1GiB", "1GiB", activations="recompute", blocks=["0", "2"], optimizer="host")
+    assert train(memory=planned) == train()
+    assert memory.moved > 0
+
+
 def test_one_that_needs_all_parameters_at_once_gets_them_at_once(memory: CountedMemory) -> None:
     def train(**more: Any) -> Any:
         model = mlp()

@@ -29,7 +29,8 @@ class Memory:
         blocks: the model's blocks, in the order in which they run: modules, or their names. Without them, the longest
             ``nn.ModuleList`` or ``nn.Sequential`` of the model, and others of the same class of children.
         optimizer: ``"host"``: its state is in the host's memory, and it steps there. That may round otherwise than the
-            device does, so it is the same in all workers, for a job's life. On the CPU it changes nothing.
+            device does, so it is the same in all workers, for a job's life. It changes nothing where a device has no
+            memory of its own, like the CPU.
 
     Raises:
         ConfigurationError: a size or a word makes no sense, or there is nothing to do.
