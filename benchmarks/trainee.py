@@ -3,7 +3,7 @@
 ``plain`` accumulates gradients over micro-batches, and with ``WORLD_SIZE`` above 1 it is DistributedDataParallel with
 all micro-batches but the last under ``no_sync``, as the documentation of PyTorch has it. ``bitwise`` and
 ``statistical`` are the elastic loop, ``unguarded`` is ``bitwise`` without any checksum. Micro-batches, optimizer and
-threads are the same.
+threads are the same. ``hosted`` is ``bitwise`` with the optimizer on the host of a device that is played.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
+from benchmarks.played_device import play
 from benchmarks.tasks import TASKS, VIRTUAL_NODES, Task, elastic_mode, loss_of
 from benchmarks.turns import Pace, Turns
 from benchmarks.unguarded import leave_unguarded
@@ -55,12 +56,16 @@ def train_plain(task: Task, pace: Pace) -> None:
         dist.destroy_process_group()
 
 
-def train_elastic(task: Task, pace: Pace, reproducibility: str) -> None:
-    """With VirtualFlow."""
+def train_elastic(task: Task, pace: Pace, reproducibility: str, *, hosted: bool = False) -> None:
+    """With VirtualFlow; ``hosted``: the optimizer is on the host."""
     import virtualflow as vf
 
     model, optimizer, data = task.make()
     mode = elastic_mode(reproducibility)
+    memory = None
+    if hosted:
+        memory = play()
+        mode["memory"] = vf.Memory(optimizer="host")
     with vf.elastic(
         model,
         optimizer,
@@ -74,13 +79,15 @@ def train_elastic(task: Task, pace: Pace, reproducibility: str) -> None:
         for step in run:
             if step.number and not pace.goes_on():
                 break
+            if memory is not None:
+                memory.back.wait()  # as what runs on the device would
             for batch in step:
                 loss_of(model, batch).backward()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("side", choices=["plain", "bitwise", "statistical", "unguarded"])
+    parser.add_argument("side", choices=["plain", "bitwise", "statistical", "unguarded", "hosted"])
     parser.add_argument("task", choices=list(TASKS))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -90,6 +97,8 @@ def main() -> None:
         elif args.side == "unguarded":
             leave_unguarded()
             train_elastic(TASKS[args.task], Pace(turns), "bitwise")
+        elif args.side == "hosted":
+            train_elastic(TASKS[args.task], Pace(turns), "bitwise", hosted=True)
         else:
             train_elastic(TASKS[args.task], Pace(turns), args.side)
 

@@ -49,7 +49,18 @@ def halves(device: torch.device) -> str:
     return train(model, adamw(model), device, data=images(torch.bfloat16))
 
 
-@pytest.mark.parametrize("training", [single, autocast, scaled, halves], ids=lambda training: training.__name__)
+def hosted(device: torch.device) -> str:
+    """The optimizer on the host: parameters return to the device, and its state does not."""
+    model = network(device)
+    optimizer = adamw(model)
+    digest = train(model, optimizer, device, clip_grad_norm=1.0, memory=vf.Memory(optimizer="host"))
+    assert all(parameter.device.type == device.type for parameter in model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert {value.device.type for value in states} == {"cpu"}
+    return digest
+
+
+@pytest.mark.parametrize("training", [single, autocast, scaled, halves, hosted], ids=lambda training: training.__name__)
 def test_a_training_gives_the_same_bits_again(training: Callable[[torch.device], str], device: torch.device) -> None:
     assert training(device) == training(device)
 

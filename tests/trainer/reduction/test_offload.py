@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from counted_memory import CountedMemory
 from hypothesis import given
 from hypothesis import strategies as st
 from test_gradient_memory import living
@@ -29,47 +28,6 @@ from virtualflow.reduction.tree import Key
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import OptimizerOptions, Update
 from virtualflow.transport.interface import ALONE
-
-
-@dataclass(frozen=True)
-class There:
-    tensor: Tensor
-
-    def get(self) -> Tensor:
-        return self.tensor
-
-
-class CountedMemory:
-    """Host memory that counts; what is in it must not be read before it has arrived."""
-
-    def __init__(self) -> None:
-        self.moved = self.brought = 0
-        self._inside: list[weakref.ref[Tensor]] = []
-        self._arriving: list[tuple[Tensor, Tensor]] = []
-
-    def store(self, tensor: Tensor) -> Tensor:
-        self.moved += tensor.nbytes
-        host = torch.full_like(tensor, float("nan"))
-        self._inside.append(weakref.ref(host))
-        self._arriving.append((host, tensor.clone()))
-        self.finish() if len(self._arriving) > 3 else None
-        return host
-
-    def bring(self, tensor: Tensor) -> There:
-        self.brought += tensor.nbytes
-        self.finish()  # as moves of one stream are in order
-        return There(tensor.clone())
-
-    def finish(self) -> None:
-        for host, tensor in self._arriving:
-            host.copy_(tensor)
-        self._arriving.clear()
-
-    @property
-    def bytes(self) -> int:
-        self.finish()
-        return sum(tensor.nbytes for tensor in (ref() for ref in self._inside) if tensor is not None)
-
 
 # --- which ------------------------------------------------------------------------------------------------------------
 

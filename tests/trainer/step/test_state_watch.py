@@ -28,6 +28,7 @@ from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import Shards, Update
+from virtualflow.step.placement import DevicePlacement
 from virtualflow.step.settings import StateWatchSettings
 from virtualflow.step.state_watch import Diverged, Divergence, StateWatch, find_divergence
 from virtualflow.worker.divergence import describe_divergence
@@ -185,6 +186,7 @@ def sharing(
             clip_value=None,
             reduction=ReductionSettings(norm_block=block),
             transfer=TransferSettings(),
+            placement=DevicePlacement(),
         )
         shards.enter(rank, size)
         shards.claim(shards.mine)

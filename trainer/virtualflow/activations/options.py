@@ -9,44 +9,68 @@ from typing import Literal, get_args
 from torch import nn
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory import Budget, parse_bytes
+from virtualflow.memory import Budget, Placement, parse_bytes
 
 Activations = Literal["auto", "keep", "recompute", "swap"]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """How much memory a worker may use, and what becomes of activations.
+    """How much memory a worker may use, what becomes of activations, and where the optimizer is.
 
-    No bits depend on it, so each worker may have its own, and another one after a restart.
+    No bits depend on it but for ``optimizer``, so each worker may have its own, and another one after a restart.
 
     Args:
-        device: the device's memory for this training, like ``"24GiB"``, or bytes.
-        host: the host's memory for what is swapped; without it, as much as is needed.
+        device: the device's memory for this training, like ``"24GiB"``, or bytes. Without it, all activations are kept.
+        host: the host's memory for what is swapped, and for an optimizer that is there; without it, as much as is
+            needed.
         activations: ``"auto"``: for each block of the model what makes steps shortest within this memory. ``"keep"``,
             ``"recompute"`` or ``"swap"``: the same for all blocks, refused if it does not fit.
         blocks: the model's blocks, in the order in which they run: modules, or their names. Without them, the longest
             ``nn.ModuleList`` or ``nn.Sequential`` of the model, and others of the same class of children.
+        optimizer: ``"host"``: its state is in the host's memory, and it steps there. That may round otherwise than the
+            device does, so it is the same in all workers, for a job's life. It changes nothing where a device has no
+            memory of its own, like the CPU.
 
     Raises:
-        ConfigurationError: a size or a word makes no sense.
+        ConfigurationError: a size or a word makes no sense, or there is nothing to do.
     """
 
-    device: str | int
+    device: str | int | None = None
     host: str | int | None = None
     activations: Activations = "auto"
     blocks: Sequence[str | nn.Module] | None = None
+    optimizer: Placement = "device"
 
     def __post_init__(self) -> None:
-        if self.activations not in get_args(Activations):
-            words = ", ".join(f'"{word}"' for word in get_args(Activations))
-            raise ConfigurationError(f"activations is {self.activations!r}; it must be one of {words}")
-        _ = self.budget
+        for name, word, known in (
+            ("activations", self.activations, get_args(Activations)),
+            ("optimizer", self.optimizer, get_args(Placement)),
+        ):
+            if word not in known:
+                words = ", ".join(f'"{one}"' for one in known)
+                raise ConfigurationError(f"{name} is {word!r}; it must be one of {words}")
+        if self.device is not None:
+            _ = self.budget
+        elif self.activations != "auto" or self.host is not None or self.blocks is not None:
+            raise ConfigurationError(
+                'vf.Memory plans activations for a size of device memory; pass device="24GiB", or whatever there is'
+            )
+        elif self.optimizer == "device":
+            raise ConfigurationError(
+                'vf.Memory() says nothing; pass device="24GiB" to plan activations, or optimizer="host"'
+            )
+
+    @property
+    def plans_activations(self) -> bool:
+        """Whether anything is to become of activations."""
+        return self.device is not None
 
     @property
     def budget(self) -> Budget:
-        """The same in bytes."""
-        return Budget(_bytes(self.device), None if self.host is None else _bytes(self.host))
+        """The same in bytes, where activations are planned."""
+        assert self.device is not None
+        return Budget(_bytes(self.device), None if self.host is None else _bytes(self.host), self.optimizer)
 
 
 def limit(said: Memory | None, device: int | None, host: int | None) -> Memory | None:

@@ -33,7 +33,7 @@ class Activations:
         memory: what the user says.
         micro_batch: samples of a virtual node.
         virtual_nodes: of the job.
-        optimizer_bytes: asks for the bytes of the optimizer's state on the device.
+        optimizer_bytes: asks for the bytes of the optimizer's state, where ``memory`` has it.
         settings: how much is measured.
 
     Raises:
@@ -111,7 +111,8 @@ class Activations:
         room = [budget.device] * self._length
         for number, block, boundary in zip(ran, blocks, following, strict=True):
             room[number] = budget.device - resident - block.saved_bytes - block.workspace_bytes - boundary
-        self.executor.follow(whole, budget.host, room)
+        state = self.profile.optimizer_bytes if budget.optimizer == "host" else 0
+        self.executor.follow(whole, None if budget.host is None else budget.host - state, room)
         logger.warning("memory: %s; %s", self._said, self.plan.reason)
 
 

@@ -10,7 +10,19 @@ decisions about them, no torch, no clock. docs/explanation/memory.md has the mod
 from virtualflow.memory.devices import Advice, DeviceType, Division, Share, advise, costs, divide
 from virtualflow.memory.fitting import Fit, fit, what_fits
 from virtualflow.memory.measured import profile_for
-from virtualflow.memory.model import Action, Block, BlockPlan, Budget, Placement, Plan, Point, Profile, Span, Timeline
+from virtualflow.memory.model import (
+    Action,
+    Block,
+    BlockPlan,
+    Budget,
+    Placement,
+    Plan,
+    Point,
+    Profile,
+    Span,
+    Timeline,
+    UpdateCopies,
+)
 from virtualflow.memory.planner import DoesNotFit, Planner, plan
 from virtualflow.memory.sizes import format_bytes, parse_bytes
 
@@ -32,6 +44,7 @@ __all__ = [
     "Share",
     "Span",
     "Timeline",
+    "UpdateCopies",
     "advise",
     "costs",
     "divide",

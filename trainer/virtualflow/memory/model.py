@@ -56,6 +56,16 @@ class Block:
 
 
 @dataclass(frozen=True)
+class UpdateCopies:
+    """Bytes that one update copies, in a worker that has all of the optimizer's state."""
+
+    out_bytes: int
+    """From the device to the host,"""
+    back_bytes: int
+    """and back."""
+
+
+@dataclass(frozen=True)
 class Profile:
     """A model on one type of device, for micro-batches of one size.
 
@@ -86,6 +96,13 @@ class Profile:
         """What is on the device whatever the plan: parameters, the fixed part, and the optimizer's state if it is."""
         state = self.optimizer_bytes if optimizer == "device" else 0
         return sum(block.parameter_bytes for block in self.blocks) + self.fixed_bytes + state
+
+    def update_copies(self, optimizer: Placement) -> UpdateCopies:
+        """What an update copies: of all parameters in blocks that are trained, gradients and values go out, and values
+        come back. (With several workers gradients go out in any case, and come back to an optimizer on the device.)
+        """
+        trained = sum(block.gradient_bytes for block in self.blocks) if optimizer == "host" else 0
+        return UpdateCopies(2 * trained, trained)
 
 
 @dataclass(frozen=True)

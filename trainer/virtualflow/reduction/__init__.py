@@ -6,7 +6,7 @@ from virtualflow.reduction.accumulation import Accumulator, Addition, Parts, Ten
 from virtualflow.reduction.bucket_exchange import as_raw
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.norm import block_norms, clip_by_norm, count_blocks, total_norm
-from virtualflow.reduction.offload import HostMemory, Offload, choose_offloaded, plan_offload
+from virtualflow.reduction.offload import HostMemory, Landing, Offload, choose_offloaded, host_memory, plan_offload
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap, Settled
 from virtualflow.reduction.ownership import (
     Move,
@@ -34,6 +34,7 @@ __all__ = [
     "Early",
     "Exchange",
     "HostMemory",
+    "Landing",
     "Move",
     "Offload",
     "Overlap",
@@ -58,6 +59,7 @@ __all__ = [
     "count_blocks",
     "covers",
     "difference",
+    "host_memory",
     "intersection",
     "lost",
     "plan_hand_over",

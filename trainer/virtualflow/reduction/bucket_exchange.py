@@ -45,6 +45,8 @@ class ReductionPlan:
     total: Sum
     templates: Sequence[Tensor]
     """One tensor per place, with its shape and device."""
+    results: Sequence[Tensor]
+    """Likewise, with the device that its sum comes to."""
     buckets: Sequence[Bucket]
     """In the order in which they set out."""
     routes: Sequence[Route]
@@ -108,7 +110,7 @@ class _Exchange:
         return needed_by is None or self._collectives.rank in needed_by[place]
 
     def _unflatten(self, row: Tensor, places: Sequence[int]) -> list[tuple[int, Tensor]]:
-        return list(zip(places, unflatten(row, [self._plan.templates[place] for place in places]), strict=True))
+        return list(zip(places, unflatten(row, [self._plan.results[place] for place in places]), strict=True))
 
     def _sums_of_all(self, row: Tensor) -> list[tuple[int, Tensor]]:
         return [

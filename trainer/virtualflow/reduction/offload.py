@@ -1,7 +1,8 @@
-"""Sums that wait long for their other half do so in host memory: an accelerator holds a constant number of them.
+"""Host memory beside a device: sums wait there, and it may be where an optimizer steps.
 
 Up to log2(V) sums of a worker wait at a time, and the sum of 2^k virtual nodes is touched once in as many. So the
-widest are moved out, and come back place by place as their additions need them, a bounded number of bytes ahead.
+widest are moved out, and come back place by place as their additions need them, a bounded number of bytes ahead: an
+accelerator holds a constant number of them.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class HostMemory(Protocol):
     def bring(self, tensor: Tensor) -> Coming:
         """Begin to bring one back; it stays where it was, too."""
 
+    def write(self, source: Tensor, target: Tensor) -> None:
+        """Begin to copy a tensor of host memory to memory of the device, for what runs on the current stream from now
+        on; nobody writes to ``source`` any more.
+        """
+
     def finish(self) -> None:
         """Wait until all that was moved out is there, to be read in host memory."""
 
@@ -66,15 +72,26 @@ class Offload:
     """Bytes that are brought back before they are needed, but at least one tensor."""
 
 
-def plan_offload(device: torch.device, settings: ReductionSettings) -> Offload | None:
-    """Where the sums of gradients on ``device`` wait; ``None``: all where they are.
+@dataclass(frozen=True)
+class Landing:
+    """Sums that come to host memory, since whoever uses them is there."""
 
-    That is so where the device has no memory of its own.
-    """
+    memory: HostMemory
+    places: int
+    """The first so many; further ones come to where their tensors are."""
+
+
+def host_memory(device: torch.device) -> HostMemory | None:
+    """Host memory beside that device; ``None``: it has no memory of its own."""
     if device.type in ("cpu", "meta", "mps"):
         return None
-    memory = PinnedMemory(device) if device.type == "cuda" else PlainMemory(device)
-    return Offload(memory, settings.sums_on_device, settings.fetch_ahead)
+    return PinnedMemory(device) if device.type == "cuda" else PlainMemory(device)
+
+
+def plan_offload(device: torch.device, settings: ReductionSettings) -> Offload | None:
+    """Where the sums of gradients on ``device`` wait; ``None``: all where they are."""
+    memory = host_memory(device)
+    return None if memory is None else Offload(memory, settings.sums_on_device, settings.fetch_ahead)
 
 
 class Fetch:
@@ -142,6 +159,10 @@ class PlainMemory:
         """See :class:`HostMemory`."""
         return _There(tensor.to(self._device))
 
+    def write(self, source: Tensor, target: Tensor) -> None:
+        """See :class:`HostMemory`."""
+        target.copy_(source)
+
     def finish(self) -> None:
         """Everything is there."""
 
@@ -189,6 +210,10 @@ class PinnedMemory:
         with torch.cuda.stream(self._stream):
             moved = tensor.to(self._device, non_blocking=True)
             return _OnStream(moved, self._stream.record_event())
+
+    def write(self, source: Tensor, target: Tensor) -> None:
+        """See :class:`HostMemory`. It takes the current stream, on which the target is used before and behind it."""
+        target.copy_(source, non_blocking=True)
 
     def finish(self) -> None:
         """See :class:`HostMemory`."""

@@ -26,6 +26,7 @@ from virtualflow.reduction.early import Early
 from virtualflow.reduction.exchanger import Exchanger
 from virtualflow.reduction.message_buffers import Buffers
 from virtualflow.reduction.network import agree_on_network
+from virtualflow.reduction.offload import Landing
 from virtualflow.reduction.ownership import Owners
 from virtualflow.reduction.pipeline import Pipeline
 from virtualflow.reduction.program import Facts, UpdateRule
@@ -53,6 +54,7 @@ class Reducer:
         settings: how tensors travel.
         rule: what happens to the sums of the first places.
         choose: chooses the way of each bucket.
+        landing: which sums come to host memory; ``None``: each to where its tensors are.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class Reducer:
         settings: ReductionSettings,
         rule: UpdateRule | None = None,
         choose: Choose = choose_programs,
+        landing: Landing | None = None,
     ) -> None:
         self._summation = summation
         self._settings = settings
         self._rule = rule or UpdateRule()
         self._choose = choose
+        self._landing = landing
         self._terms = Terms(settings.exchange, settings.network)
         self._buffers = Buffers()
         self._owners: Owners | None = None
@@ -162,7 +166,8 @@ class Reducer:
             scale: the factor of the sum, the same on every worker.
 
         Returns:
-            One contiguous tensor per present place, views of buffers that the next call overwrites.
+            One contiguous tensor per present place, views of buffers that the next call overwrites. What comes to host
+            memory (see :class:`Landing`) must not be read before that memory has finished.
         """
         result: Tensors = [None] * len(templates)
         places = tuple(place for place, there in enumerate(present) if there)
@@ -171,8 +176,10 @@ class Reducer:
             # What is present was contributed by this worker: there is no other.
             found = [tensor.contiguous() for tensor in (total[place] for place in places) if tensor is not None]
             multiply(found, scale)
+            landing = self._landing
             for place, tensor in zip(places, found, strict=True):
-                result[place] = tensor
+                lands = landing is not None and place < landing.places
+                result[place] = landing.memory.store(tensor) if landing is not None and lands else tensor
             return result
         scheduled = self._scheduled(holdings, templates, places[::-1], Facts(collectives.size)) if places else []
         self.schedule, self._begun = [*self._begun, *scheduled], []
@@ -301,11 +308,21 @@ class Reducer:
             self._keys(holdings),
             total,
             templates,
+            self._results(templates),
             [one.bucket for one in scheduled],
             [one.choice.route for one in scheduled],
             scale,
             self._needed_by(templates, collectives.size),
         )
+
+    def _results(self, templates: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._landing is None:
+            return templates
+        count = self._landing.places
+        return [
+            *(torch.empty((), dtype=like.dtype).expand(like.shape) for like in templates[:count]),
+            *templates[count:],
+        ]
 
     def _keys(self, holdings: Sequence[Sequence[int]]) -> Keys:
         if self._holdings[0] != holdings:

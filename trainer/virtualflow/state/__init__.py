@@ -2,6 +2,7 @@
 checkpoints on disk. Also the pure decision who gives it to whom.
 """
 
+from virtualflow.state.capture import placed
 from virtualflow.state.checkpoint_format import JobIdentity
 from virtualflow.state.checkpoint_writer import CheckpointPolicy
 from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy
@@ -46,6 +47,7 @@ __all__ = [
     "move_state",
     "optimizers_of",
     "pack_state",
+    "placed",
     "plan_transfer",
     "schedulers_of",
     "share_out",

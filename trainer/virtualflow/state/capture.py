@@ -205,19 +205,23 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], 
                 loaded[key] = value.to(group[key].device)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in saved["param_groups"] for index in group["params"]]
-    optimizer.load_state_dict(saved)
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(saved)
         return  # It knows better what its state means.
-    # torch casts state to its parameter's dtype, which loses bits where an optimizer keeps another one, and
-    # moves all but "step" to its device; so what it loaded is replaced by exactly what was saved.
+    # torch casts state to its parameter's dtype, which loses bits where an optimizer keeps another one, and moves all
+    # but "step" to its device, where there may be no room for it; so it loads only what is not of a parameter.
+    exact = {index for index in indices if isinstance(saved["state"].get(index), dict)}
+    rest = {key: value for key, value in saved["state"].items() if key not in exact}
+    optimizer.load_state_dict({**saved, "state": rest})
     for index, parameter in zip(indices, parameters, strict=True):
-        if isinstance(saved["state"].get(index), dict):
+        if index in exact:
             optimizer.state[parameter] = {
-                key: _placed(value, torch.device("cpu") if (index, key) in hosted else parameter.device)
+                key: placed(value, torch.device("cpu") if (index, key) in hosted else parameter.device)
                 for key, value in saved["state"][index].items()
             }
 
 
-def _placed(tree: Tree, device: torch.device) -> Tree:
+def placed(tree: Tree, device: torch.device) -> Tree:
+    """The same with its tensors on a device; those that are there already are not copied."""
     skeleton, tensors = flatten(tree)
     return unflatten(skeleton, [tensor.to(device) for tensor in tensors])

@@ -115,6 +115,12 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
             return f"parameter {name} is {_tie(ours.get(name))} here and {_tie(theirs.get(name))} there"
     if here.get("optimizer") != there.get("optimizer"):
         return f"the optimizer is {here.get('optimizer')} here and {there.get('optimizer')} there"
+    ours, theirs = here.get("placement", "device"), there.get("placement", "device")
+    if ours != theirs:
+        return (
+            f"the optimizer is on the {ours} here and on the {theirs} there (vf.Memory(optimizer=...) stays the same "
+            "for a job's life)"
+        )
     ours, theirs = here.get("state", []), there.get("state", [])
     if ours != theirs:
         return f"state holds {', '.join(ours) or 'nothing'} here and {', '.join(theirs) or 'nothing'} there"

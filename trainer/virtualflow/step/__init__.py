@@ -8,6 +8,7 @@ from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
 from virtualflow.step.partial_step import is_separable, why_not_separable
+from virtualflow.step.placement import HOST
 from virtualflow.step.repetition import Repetition, copy_data
 from virtualflow.step.sharded_optimizer import Holding, Shards
 from virtualflow.step.spot_checker import Doubted, SpotChecker
@@ -16,6 +17,7 @@ from virtualflow.step.state_watch import Diverged, Divergence
 from virtualflow.step.update import Update
 
 __all__ = [
+    "HOST",
     "BatchNorm",
     "Diverged",
     "Divergence",

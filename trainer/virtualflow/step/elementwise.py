@@ -48,7 +48,9 @@ class Verdict:
     all slices have the same."""
 
 
-_verdicts: WeakKeyDictionary[torch.optim.Optimizer, dict[int, Verdict]] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, torch.device | None], Verdict]] = (
+    WeakKeyDictionary()
+)
 
 
 def cut_unit(parameter: Tensor, block: int) -> int:
@@ -61,7 +63,7 @@ def cut_unit(parameter: Tensor, block: int) -> int:
     return math.lcm(block, max(1, _ALIGNMENT // parameter.itemsize))
 
 
-def try_slices(optimizer: torch.optim.Optimizer, block: int) -> Verdict:
+def try_slices(optimizer: torch.optim.Optimizer, block: int, device: torch.device | None = None) -> Verdict:
     """Whether stepping slices of parameters is stepping the parameters.
 
     Tried once for each optimizer, which takes a few milliseconds.
@@ -69,24 +71,28 @@ def try_slices(optimizer: torch.optim.Optimizer, block: int) -> Verdict:
     Args:
         optimizer: any; a copy of it is stepped.
         block: see :func:`cut_unit`.
+        device: on which it steps; ``None``: on that of its parameters.
     """
-    known = _verdicts.setdefault(optimizer, {})
-    if block not in known:
+    known, key = _verdicts.setdefault(optimizer, {}), (block, device)
+    if key not in known:
         try:
             with seeded(0), torch.no_grad():
-                known[block] = _try(optimizer, block)
+                known[key] = _try(optimizer, block, device)
         except Exception as error:  # noqa: BLE001 - it may be anybody's code, and whatever it raises is the answer
             reason = f"a copy of it could not step slices of parameters ({type(error).__name__}: {error})"
-            known[block] = Verdict(reason)
-    return known[block]
+            known[key] = Verdict(reason)
+    return known[key]
 
 
 def grains_of(
-    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, block: int
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    block: int,
+    device: torch.device | None = None,
 ) -> list[Mapping[str, int]]:
     """For each parameter the ``Verdict.grains`` of whoever steps it; ``optimizer`` may be several."""
     found = {
-        id(parameter): try_slices(part, block).grains
+        id(parameter): try_slices(part, block, device).grains
         for part in optimizers_of(optimizer)
         for group in part.param_groups
         for parameter in group["params"]
@@ -94,9 +100,9 @@ def grains_of(
     return [found.get(id(parameter), {}) for parameter in parameters]
 
 
-def _try(optimizer: torch.optim.Optimizer, block: int) -> Verdict:
+def _try(optimizer: torch.optim.Optimizer, block: int, device: torch.device | None) -> Verdict:
     groups = _distinct_groups(optimizer)
-    whole, sliced, apart = (_Trial(optimizer, groups, block, cut=cut) for cut in (False, True, True))
+    whole, sliced, apart = (_Trial(optimizer, groups, block, device, cut=cut) for cut in (False, True, True))
     for number in range(_STEPS):
         gradients = [whole.draw_gradient(number, place) for place in range(len(whole.parameters))]
         whole.step(gradients, lambda _: True)
@@ -121,7 +127,13 @@ class _Trial:
     """A copy of an optimizer with a random parameter for each kind that it has, whole or in slices."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, groups: list[tuple[int, nn.Parameter]], block: int, *, cut: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: list[tuple[int, nn.Parameter]],
+        block: int,
+        device: torch.device | None,
+        *,
+        cut: bool,
     ) -> None:
         self._optimizer = _copy_without_parameters(optimizer)
         self._values: list[Tensor] = []
@@ -130,7 +142,8 @@ class _Trial:
         kept: list[dict[str, Any]] = []
         for number, like in groups:
             draw = torch.Generator().manual_seed(number)
-            value = torch.randn(_shape(like.dim(), cut_unit(like, block)), generator=draw).to(like.device, like.dtype)
+            value = torch.randn(_shape(like.dim(), cut_unit(like, block)), generator=draw)
+            value = value.to(device or like.device, like.dtype)
             bounds = [*(cut_unit(like, block) * at for at in _CUTS), value.numel()] if cut and like.dim() else []
             pieces = [value.view(-1)[begin:end] for begin, end in itertools.pairwise(bounds)]
             self._values.append(value)
@@ -207,7 +220,7 @@ class _Trial:
 def _state_like(state: dict[str, Any], like: nn.Parameter, parameter: nn.Parameter) -> dict[str, Any]:
     """The state that a parameter may have where another one has this."""
     return {
-        key: value.new_full(parameter.shape, value.reshape(-1)[0].item())
+        key: value.new_full(parameter.shape, value.reshape(-1)[0].item(), device=parameter.device)
         if isinstance(value, Tensor) and value.shape == like.shape and value.numel()
         else copy.deepcopy(value)
         for key, value in state.items()

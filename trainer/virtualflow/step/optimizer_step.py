@@ -6,19 +6,20 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from virtualflow.reduction import Tensors, block_norms, clip_by_norm, total_norm
+from virtualflow.reduction import HostMemory, Tensors, block_norms, clip_by_norm, total_norm
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import optimizers_of
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step.gradient_sync import Portion
 from virtualflow.step.partial_step import StepInPortions, is_separable
+from virtualflow.step.placement import DevicePlacement, HostPlacement, OptimizerPlacement
 from virtualflow.step.sharded_optimizer import Shards
 
 SchedulerInterval = Literal["step", "epoch", "manual"]
@@ -35,6 +36,8 @@ class OptimizerOptions:
     clip_norm: float | None = None
     clip_value: float | None = None
     sharded: bool = False
+    host: HostMemory | None = None
+    """In which the optimizer steps; ``None``: on the device of its parameters."""
 
 
 class OptimizerStep:
@@ -55,6 +58,11 @@ class OptimizerStep:
         self._norm_block = reduction.norm_block
         self._clips = options.clip_norm is not None or options.clip_value is not None
         self._in_portions = StepInPortions(options.optimizer)
+        self._placement: OptimizerPlacement = DevicePlacement()
+        if options.host is not None:
+            self._placement = HostPlacement(
+                options.optimizer, options.host, portion=reduction.bucket, norm_block=reduction.norm_block
+            )
         self.shards: Shards | None = None
         """This worker's share of a sharded optimizer."""
         if options.sharded:
@@ -65,6 +73,7 @@ class OptimizerStep:
                 clip_value=options.clip_value,
                 reduction=reduction,
                 transfer=transfer,
+                placement=self._placement,
             )
 
     @property
@@ -85,37 +94,60 @@ class OptimizerStep:
         return None if whole else self._step_portion
 
     def _step_portion(self, gradients: Mapping[int, Tensor]) -> None:
-        if is_separable(self._wanted.optimizer, self._norm_block):
-            self._in_portions.step([self._parameters[place] for place in gradients], list(gradients.values()))
+        if is_separable(self._wanted.optimizer, self._norm_block, self._placement.device):
+            given = {self._parameters[place]: gradient for place, gradient in gradients.items()}
+
+            def work(parameters: Sequence[nn.Parameter]) -> None:
+                self._in_portions.step(parameters, [given[parameter] for parameter in parameters])
+
+            self._placement.visit(list(given), work, at_once=False)
 
     def step(self, gradients: Tensors) -> None:
         """Clip and step whatever no portion has stepped."""
         wanted, stepped = self._wanted, set(self._in_portions.stepped)
+        given: dict[nn.Parameter, Tensor] = {}
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = None if parameter in stepped else gradient
-        parameters = [p for p in self._parameters if p.grad is not None]
-        scaled: list[torch.optim.Optimizer] = []
-        if wanted.scaler is not None:
-            # It looks at the gradients of each for itself, and cannot where there is none.
-            scaled = [part for part in optimizers_of(wanted.optimizer) if _has_gradients(part)]
-        for part in scaled if self._clips else ():
-            wanted.scaler.unscale_(part)
-        if wanted.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(parameters, wanted.clip_value)
+            parameter.grad = None
+            if gradient is not None and parameter not in stepped:
+                given[parameter] = gradient
+        self._placement.await_gradients()
+        if wanted.scaler is None:
+            self._clip(list(given.values()))
+
+        def work(parameters: Sequence[nn.Parameter]) -> None:
+            for parameter in parameters:
+                parameter.grad = given[parameter]
+            if wanted.scaler is None:
+                wanted.optimizer.step()
+            else:
+                self._step_scaled(list(given.values()))
+
+        self._placement.visit(list(given), work, at_once=wanted.scaler is not None)
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        wanted = self._wanted
+        if wanted.clip_value is not None and gradients:
+            torch._foreach_clamp_min_(gradients, -wanted.clip_value)
+            torch._foreach_clamp_max_(gradients, wanted.clip_value)
         if wanted.clip_norm is not None:
-            given = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            clip_by_norm(given, wanted.clip_norm, total_norm(block_norms(given, self._norm_block)))
-        if wanted.scaler is not None:
+            clip_by_norm(gradients, wanted.clip_norm, total_norm(block_norms(gradients, self._norm_block)))
+
+    def _step_scaled(self, gradients: list[Tensor]) -> None:
+        scaler = self._wanted.scaler
+        # It looks at the gradients of each for itself, and cannot where there is none.
+        scaled = [part for part in optimizers_of(self._wanted.optimizer) if _has_gradients(part)]
+        if self._clips:
             for part in scaled:
-                wanted.scaler.step(part)
-            wanted.scaler.update()
-        else:
-            wanted.optimizer.step()
+                scaler.unscale_(part)
+            self._clip(gradients)
+        for part in scaled:
+            scaler.step(part)
+        scaler.update()
 
     def commit(self, gradients: Tensors) -> None:
-        """The step counts: leave the gradients for the user to look at."""
+        """The step counts: leave the gradients for the user to look at, if they are on the device."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient if self._placement.shows_gradients else None
         self._in_portions = StepInPortions(self._wanted.optimizer)
 
     def schedule(self, epoch_ends: bool) -> None:

@@ -23,12 +23,12 @@ HARMLESS = "_virtualflow_harmless"
 """The attribute of a hook that changes nothing and does not care how often it is called."""
 
 
-def is_separable(optimizer: torch.optim.Optimizer, block: int) -> bool:
+def is_separable(optimizer: torch.optim.Optimizer, block: int, device: torch.device | None = None) -> bool:
     """Whether stepping some parameters and then the others is as good as stepping all, and nobody sees it."""
-    return why_not_separable(optimizer, block) is None
+    return why_not_separable(optimizer, block, device) is None
 
 
-def why_not_separable(optimizer: torch.optim.Optimizer, block: int) -> str | None:
+def why_not_separable(optimizer: torch.optim.Optimizer, block: int, device: torch.device | None = None) -> str | None:
     """What speaks against stepping one part of the parameters, or of one of them, apart from the others.
 
     Somebody would see that who has replaced ``step`` (learning rate schedulers do, only to count) or has hooked it.
@@ -36,6 +36,7 @@ def why_not_separable(optimizer: torch.optim.Optimizer, block: int) -> str | Non
     Args:
         optimizer: any.
         block: see ``elementwise.cut_unit``.
+        device: see ``elementwise.try_slices``.
     """
     for part in optimizers_of(optimizer):
         step: Any = vars(part).get("step")
@@ -49,7 +50,7 @@ def why_not_separable(optimizer: torch.optim.Optimizer, block: int) -> str | Non
             return "its step has been replaced"
         if any(not hasattr(hook, HARMLESS) for registered in hooks for hook in registered.values()):
             return "its step has been hooked"
-        reason = try_slices(part, block).reason
+        reason = try_slices(part, block, device).reason
         if reason is not None:
             return reason
     return None

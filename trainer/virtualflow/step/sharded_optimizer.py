@@ -36,6 +36,7 @@ from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import Moving, codec
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step.elementwise import cut_unit, grains_of
+from virtualflow.step.placement import OptimizerPlacement
 from virtualflow.step.share_states import ShareStates, flat
 from virtualflow.step.state_watch import Kept, bytes_of_state
 from virtualflow.transport import Collectives, Message, Pending
@@ -69,6 +70,7 @@ class Shards:
         clip_value: the most that each of its elements may be.
         reduction: how new values travel, and of what a norm is made.
         transfer: how states do.
+        placement: where the optimizer steps.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Shards:
         clip_value: float | None,
         reduction: ReductionSettings,
         transfer: TransferSettings,
+        placement: OptimizerPlacement,
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
@@ -87,10 +90,11 @@ class Shards:
         self._clip_value = clip_value
         self._settings = reduction
         self._transfer = transfer
+        self._placement = placement
         self.row = row_of(parameters, optimizer, reduction.norm_block)
         """Where each parameter stands."""
         self._kept = ShareStates(
-            optimizer, parameters, self.row, grains_of(parameters, optimizer, reduction.norm_block)
+            optimizer, parameters, self.row, grains_of(parameters, optimizer, reduction.norm_block, placement.device)
         )
         self.values: Spans = self.row.all
         """Of what the values are here, for the last step that counts."""
@@ -196,7 +200,14 @@ class Shards:
             given = [gradient for gradient in self._gradients if gradient is not None]
             clip_by_norm(given, self._clip_norm, torch.tensor(known, dtype=torch.float64))
         self._kept.keep(self.mine)
-        self._kept.step(self._gradients_of([piece for piece in self._my_pieces if self._present[piece.place]]))
+        pieces: dict[nn.Parameter, dict[Piece, Tensor]] = {}
+        for piece, gradient in self._gradients_of([p for p in self._my_pieces if self._present[p.place]]).items():
+            pieces.setdefault(self._parameters[piece.place], {})[piece] = gradient
+
+        def work(parameters: Sequence[nn.Parameter]) -> None:
+            self._kept.step({piece: of for parameter in parameters for piece, of in pieces[parameter].items()})
+
+        self._placement.visit(list(pieces), work, at_once=False)
         unchanged = union([self.row.span(place) for place, there in enumerate(self._present) if not there])
         self.values = union(self.mine, intersection(self.values, unchanged))
         self._stepped = True

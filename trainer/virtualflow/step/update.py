@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Choose, Exchange, Reducer, Summation, UpdateRule, choose_programs
+from virtualflow.reduction import Choose, Exchange, Landing, Reducer, Summation, UpdateRule, choose_programs
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step.gradient_sync import GradientSync, Reduced
@@ -58,7 +58,8 @@ class Update:
             clip_norm=options.clip_norm is not None,
             clip_value=options.clip_value is not None,
         )
-        self.reducer = Reducer(summation, reduction, rule, choose)
+        landing = None if options.host is None else Landing(options.host, len(list(model.parameters())))
+        self.reducer = Reducer(summation, reduction, rule, choose, landing)
         """Knows how gradients travel."""
         self.sync = GradientSync(model, summation, micro_batch, reduction, self.reducer)
         """Takes what each virtual node has left in the model."""

@@ -91,9 +91,10 @@ def elastic(
         device: where the inner loop gets its micro-batches, that of the model: tensors in lists, tuples and dicts, and
             whatever has a method ``to``. A CUDA device gets them through pinned memory, beside its computation, and the
             next one ahead of its turn. Without it they come as ``collate_fn`` made them.
-        memory: how much memory this worker may use, and what becomes of activations: they are kept, recomputed or
-            swapped to the host. No bits depend on it. With it, a ``statistical`` job's worker runs its virtual nodes
-            one by one.
+        memory: how much memory this worker may use, what becomes of activations (they are kept, recomputed or swapped
+            to the host), and whether the optimizer is on the host. No bits depend on it but for the last, which is
+            alike in all workers. With a plan of activations, a ``statistical`` job's worker runs its virtual nodes one
+            by one.
         **loader: passed through to the ``DataLoader``.
 
     Returns:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from virtualflow.activations import Memory
@@ -60,6 +60,11 @@ class Options:
             return None
         by_epochs = self.epochs * steps_per_epoch
         return by_epochs if self.steps is None else min(by_epochs, self.steps)
+
+    @property
+    def host_optimizer(self) -> bool:
+        """Whether the optimizer is on the host."""
+        return self.memory is not None and self.memory.optimizer == "host"
 
     def reduction(self, settings: ReductionSettings) -> ReductionSettings:
         """How gradients travel, where ``settings`` say it by default."""
@@ -238,7 +243,38 @@ def fused_sgd_steps(dtype: torch.dtype) -> bool:
     return bool((parameter == 0.5).all())
 
 
-def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, block: int) -> None:
+def check_host_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that this optimizer can step in host memory.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    for part in optimizers_of(optimizer):
+        name = type(part).__name__
+        for group in part.param_groups:
+            if group.get("capturable"):
+                raise ConfigurationError(
+                    f"{name} has capturable=True, so it steps on a device only; leave that out, or leave the optimizer "
+                    'on the device (vf.Memory(optimizer="device"))'
+                )
+            for key, value in group.items():
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    raise ConfigurationError(
+                        f"{key} of {name} is a tensor of {value.device}, which an optimizer on the host cannot use; "
+                        "make it a tensor of the CPU, or a number"
+                    )
+    for key, parameter in model.named_parameters():
+        if not torch._has_compatible_shallow_copy_type(parameter, torch.empty(0, dtype=parameter.dtype)):
+            raise ConfigurationError(
+                f"parameter {key} is no plain tensor of {parameter.device} that could be on the host for a step; leave "
+                'the optimizer on the device (vf.Memory(optimizer="device"))'
+            )
+    _refuse_overlaps(model, "and each would be stepped apart on the host", 'vf.Memory(optimizer="host")')
+
+
+def check_sharding(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, block: int, device: torch.device | None
+) -> None:
     """Check that this optimizer can be sharded.
 
     Args:
@@ -246,12 +282,13 @@ def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: A
         optimizer: the optimizer.
         scaler: a ``GradScaler``, or nothing.
         block: see ``step.why_not_separable``.
+        device: likewise.
 
     Raises:
         ConfigurationError: it cannot.
     """
     for part in optimizers_of(optimizer):
-        reason = why_not_separable(part, block)
+        reason = why_not_separable(part, block, device)
         if reason is not None:
             raise ConfigurationError(
                 f"{type(part).__name__} cannot be sharded, because {reason}; use an optimizer that treats each element "
@@ -262,11 +299,15 @@ def check_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: A
             "a GradScaler looks at the whole gradient, which no worker has when the optimizer is sharded; train in "
             "bfloat16 without a scaler, or leave out shard_optimizer"
         )
+    _refuse_overlaps(model, "so two workers would step it", "shard_optimizer")
+
+
+def _refuse_overlaps(model: nn.Module, consequence: str, without: str) -> None:
     pair = _overlapping(model)
     if pair is not None:
         raise ConfigurationError(
-            f"parameters {pair[0]} and {pair[1]} lie in the same memory, so two workers would step it; let the model "
-            "have one nn.Parameter in both places, or leave out shard_optimizer"
+            f"parameters {pair[0]} and {pair[1]} lie in the same memory, {consequence}; let the model have one "
+            f"nn.Parameter in both places, or leave out {without}"
         )
 
 

@@ -22,10 +22,10 @@ from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
-from virtualflow.reduction import choose_summation
+from virtualflow.reduction import choose_summation, host_memory
 from virtualflow.state import Checkpointer, Companions, JobIdentity, MemoryCopies, choose_policy, schedulers_of
 from virtualflow.state import signature as signature_of
-from virtualflow.step import Guard, MicrobatchFusion, OptimizerOptions, SpotChecker, Update
+from virtualflow.step import HOST, Guard, MicrobatchFusion, OptimizerOptions, SpotChecker, Update
 from virtualflow.transport import CopyClient
 from virtualflow.verify import Opened
 from virtualflow.worker.audit import Audit
@@ -36,6 +36,7 @@ from virtualflow.worker.options import (
     Options,
     check_device,
     check_exchange,
+    check_host_optimizer,
     check_optimizer,
     check_reproducibility,
     check_scheduler,
@@ -174,6 +175,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     profiling = _open_profiling(request, source, samples, situation)
     if orders is not None:
         signature["sampler"] = orders.fingerprint
+    if options.host_optimizer:  # it is on the device where nothing is said
+        signature["placement"] = "host"
     identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, signature)
     checkpointer = _open_checkpointer(request, identity, session, profiling is None, resources)
     total_steps = options.total_steps(source.steps_per_epoch)
@@ -249,8 +252,12 @@ def _check(request: Request) -> None:
     check_optimizer(request.model, request.optimizer)
     check_scheduler(options.scheduler, options.scheduler_interval)
     check_device(options.device, request.model)
+    if options.host_optimizer:
+        check_host_optimizer(request.model, request.optimizer)
     if options.shard_optimizer:
-        check_sharding(request.model, request.optimizer, options.scaler, request.settings.reduction.norm_block)
+        block = request.settings.reduction.norm_block
+        device = HOST if options.host_optimizer else None
+        check_sharding(request.model, request.optimizer, options.scaler, block, device)
 
 
 def _open_source(request: Request, orders: Orders | None, resources: ExitStack) -> Source:
@@ -281,6 +288,7 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
         clip_norm=options.clip_grad_norm,
         clip_value=options.clip_grad_value,
         sharded=options.shard_optimizer,
+        host=host_memory(device_of(request.model)) if options.host_optimizer else None,
     )
     sample = request.environment.verify
     spot_checker = (
@@ -318,7 +326,7 @@ def _open_guard(request: Request, companions: Companions, resources: ExitStack) 
 
 def _open_activations(request: Request, trains: bool, resources: ExitStack) -> Activations | None:
     memory, device = request.memory, device_of(request.model)
-    if memory is None or not trains:
+    if memory is None or not memory.plans_activations or not trains:
         return None
     activations = Activations(
         request.model,
@@ -326,7 +334,7 @@ def _open_activations(request: Request, trains: bool, resources: ExitStack) -> A
         memory,
         micro_batch=request.micro_batch,
         virtual_nodes=request.virtual_nodes,
-        optimizer_bytes=lambda: bytes_of_state(request.optimizer, device),
+        optimizer_bytes=lambda: bytes_of_state(request.optimizer, HOST if memory.optimizer == "host" else device),
         settings=request.settings.activations,
     )
     resources.callback(activations.close)
@@ -335,7 +343,8 @@ def _open_activations(request: Request, trains: bool, resources: ExitStack) -> A
 
 def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:
     cap = request.environment.max_fused or request.options.max_fused
-    if request.bitwise or not source.fuses or request.memory is not None:
+    memory = request.memory
+    if request.bitwise or not source.fuses or (memory is not None and memory.plans_activations):
         cap = 1
     settings = request.settings
     fusion = MicrobatchFusion(
