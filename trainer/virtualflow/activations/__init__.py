@@ -1,12 +1,26 @@
 """Plans of memory carried out: what autograd saves in a model's blocks is kept, swapped to the host or computed again.
 
 Plans are made in :mod:`virtualflow.memory`; here blocks are found (:mod:`blocks`), measured (:mod:`measuring`) and run
-under a plan (:mod:`executor`), in the user's own loop. No bits depend on any of it. What may enter: what knows of
-torch's autograd and of memory, and nothing of workers.
+under a plan (:mod:`executor`), in the user's own loop; or block by block for all virtual nodes (:mod:`layer_major`). No
+bits depend on any of it. What may enter: what knows of torch's autograd and of memory, and nothing of workers.
 """
 
+from virtualflow.activations.carrier import Carrier
+from virtualflow.activations.chain import Chain
+from virtualflow.activations.layer_major import Flight, LayerMajor, Loss, Summed
 from virtualflow.activations.options import Memory
 from virtualflow.activations.planned import Activations, bytes_of_state
 from virtualflow.activations.settings import ActivationSettings
 
-__all__ = ["ActivationSettings", "Activations", "Memory", "bytes_of_state"]
+__all__ = [
+    "ActivationSettings",
+    "Activations",
+    "Carrier",
+    "Chain",
+    "Flight",
+    "LayerMajor",
+    "Loss",
+    "Memory",
+    "Summed",
+    "bytes_of_state",
+]

@@ -12,6 +12,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget, parse_bytes
 
 Activations = Literal["auto", "keep", "recompute", "swap"]
+Order = Literal["node-major", "layer-major"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class Memory:
             ``"recompute"`` or ``"swap"``: the same for all blocks, refused if it does not fit.
         blocks: the model's blocks, in the order in which they run: modules, or their names. Without them, the longest
             ``nn.ModuleList`` or ``nn.Sequential`` of the model, and others of the same class of children.
+        order: ``"node-major"``: one virtual node after the other goes through the whole model. ``"layer-major"``: one
+            block after the other runs for all virtual nodes of a worker, for models whose weights do not fit. The model
+            is a sequence of blocks, stays on the host, and is trained by :meth:`virtualflow.Step.layer_major`.
 
     Raises:
         ConfigurationError: a size or a word makes no sense.
@@ -36,12 +40,25 @@ class Memory:
     host: str | int | None = None
     activations: Activations = "auto"
     blocks: Sequence[str | nn.Module] | None = None
+    order: Order = "node-major"
 
     def __post_init__(self) -> None:
         if self.activations not in get_args(Activations):
             words = ", ".join(f'"{word}"' for word in get_args(Activations))
             raise ConfigurationError(f"activations is {self.activations!r}; it must be one of {words}")
+        if self.order not in get_args(Order):
+            words = " or ".join(f'"{word}"' for word in get_args(Order))
+            raise ConfigurationError(f"order is {self.order!r}; it must be {words}")
+        if self.layer_major and self.activations in ("keep", "swap"):
+            raise ConfigurationError(
+                f'activations is "{self.activations}", and in layer-major order every block is recomputed; leave it out'
+            )
         _ = self.budget
+
+    @property
+    def layer_major(self) -> bool:
+        """Whether blocks come before virtual nodes."""
+        return self.order == "layer-major"
 
     @property
     def budget(self) -> Budget:

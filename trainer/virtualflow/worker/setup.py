@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from virtualflow.activations import Activations, bytes_of_state
+from virtualflow.activations import Activations, Carrier, Chain, LayerMajor, bytes_of_state
 from virtualflow.data import Orders, Source, Staging, micro_batch, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
 from virtualflow.protocol import messages as m
@@ -36,6 +36,7 @@ from virtualflow.worker.options import (
     Options,
     check_device,
     check_exchange,
+    check_layer_major,
     check_optimizer,
     check_reproducibility,
     check_scheduler,
@@ -82,6 +83,17 @@ class Request:
         return self.reproducibility == "bitwise"
 
     @property
+    def layer_major(self) -> bool:
+        """Whether the model is on the host, and its blocks come to the device one after the other."""
+        return self.options.memory is not None and self.options.memory.layer_major
+
+    @property
+    def device(self) -> torch.device:
+        """What computes: where the model is, but in layer-major order."""
+        there = device_of(self.model)
+        return self.options.device or there if self.layer_major else there
+
+    @property
     def micro_batch(self) -> int:
         """Samples of a virtual node."""
         return micro_batch(self.options.batch_size, self.virtual_nodes)
@@ -117,7 +129,9 @@ class Context:
     guard: Guard
     """Watches the user's code."""
     activations: Activations | None
-    """``None``: nothing was said of memory."""
+    """``None``: nothing was said of memory, or that blocks run in layer-major order,"""
+    layers: tuple[Chain, LayerMajor] | None
+    """and here otherwise."""
 
     @property
     def is_over(self) -> bool:
@@ -132,7 +146,7 @@ def open_session(request: Request, resources: ExitStack) -> AnySession:
         max(1, request.virtual_nodes),
         fingerprint(environment.threads, request.reproducibility),
         reproducibility=request.reproducibility,
-        device=describe_device(device_of(request.model)),
+        device=describe_device(request.device),
     )
     session: AnySession
     if environment.coordinator is None or environment.profile_out is not None:
@@ -174,7 +188,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     total_steps = options.total_steps(source.steps_per_epoch)
     stopwatch, pace = Stopwatch(), Pace(settings.pace)
     # "cuda" alone may be another one than the model's.
-    staging = Staging(None if options.device is None else device_of(request.model))
+    staging = Staging(None if options.device is None or request.layer_major else device_of(request.model))
     loading = Loading(source, fusion, training, options, staging)
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
     guard = _open_guard(request, companions, resources)
@@ -214,6 +228,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         situation,
         guard,
         _open_activations(request, profiling is None, resources),
+        _open_layers(request),
     )
 
 
@@ -229,7 +244,7 @@ def connect(context: Context) -> None:
     if session.coordinated:
         session.state.pace, warning = foretell_pace(request.environment, context.situation)
         if request.bitwise:
-            session.state.self_test = bit_probe.digest(device_of(request.model))
+            session.state.self_test = bit_probe.digest(request.device)
     session.start()
     if warning is not None:
         session.note("warning", warning)
@@ -243,7 +258,8 @@ def _check(request: Request) -> None:
     check_exchange(options.exchange)
     check_optimizer(request.model, request.optimizer)
     check_scheduler(options.scheduler, options.scheduler_interval)
-    check_device(options.device, request.model)
+    check_device(options.device, request.model, layer_major=request.layer_major)
+    check_layer_major(options.memory, request.environment, options.scaler)
     if options.shard_optimizer:
         check_sharding(request.model, request.optimizer, options.scaler, request.settings.reduction.norm_block)
 
@@ -313,7 +329,7 @@ def _open_guard(request: Request, companions: Companions, resources: ExitStack) 
 
 def _open_activations(request: Request, trains: bool, resources: ExitStack) -> Activations | None:
     memory, device = request.options.memory, device_of(request.model)
-    if memory is None or not trains:
+    if memory is None or memory.layer_major or not trains:
         return None
     activations = Activations(
         request.model,
@@ -327,6 +343,15 @@ def _open_activations(request: Request, trains: bool, resources: ExitStack) -> A
     )
     resources.callback(activations.close)
     return activations
+
+
+def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
+    memory = request.options.memory
+    if memory is None or not memory.layer_major:
+        return None
+    chain = Chain(request.model, memory.blocks)
+    summation = choose_summation(request.virtual_nodes, request.reproducibility)
+    return chain, LayerMajor(chain, Carrier(request.device), summation, memory.budget)
 
 
 def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:
