@@ -1,104 +1,187 @@
-"""Measures a model's blocks for ``virtualflow profile``, at one size of micro-batches after the other."""
+"""A model as a chain of blocks that are on a device one at a time; between their turns they are on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from virtualflow.activations.blocks import Named, find_blocks
-from virtualflow.activations.copies import open_copies
-from virtualflow.activations.executor import Executor
-from virtualflow.activations.measuring import Probe, chain_profile
-from virtualflow.activations.settings import ActivationSettings
+from virtualflow.activations.carrier import Carrier
+from virtualflow.activations.streams import same_bits
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.chain_profile import ChainProfile, ChainSize
 
 
-class ChainMeasurement:
-    """What a profile says of a model's blocks. While they are measured everything is kept.
+@dataclass(frozen=True)
+class Link:
+    """One block."""
 
-    A model whose blocks cannot be measured is no error: :attr:`said` says why.
+    name: str
+    module: nn.Module
+    places: list[int]
+    """Of its parameters among all of the model's."""
 
-    Args:
-        model: whose blocks.
-        device: of the model.
-        wanted: its blocks, as the user says; ``None``: they are found.
-        settings: how copies are measured, and how many micro-batches do not count.
-    """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        wanted: Sequence[str | nn.Module] | None,
-        settings: ActivationSettings,
-    ) -> None:
-        self._model, self._device, self._settings = model, device, settings
-        self._blocks: list[Named] = []
-        self._sizes: list[ChainSize] = []
-        self._probe: Probe | None = None
-        """Of the last size."""
-        self.said = ""
-        """Which blocks are measured, or why there are none."""
-        try:
-            self._blocks, self.said = find_blocks(model, wanted)
-        except ConfigurationError as error:
-            self._give_up(str(error))
+@dataclass(frozen=True)
+class _Buffer:
+    name: str
+    """In the model."""
+    value: Tensor
+    """What every virtual node begins with, on the device."""
+    places: list[tuple[nn.Module, str]]
+    """The modules that have it, and what they call it."""
 
     @property
-    def wanted(self) -> bool:
-        """Whether there is something to measure."""
-        return bool(self._blocks)
+    def present(self) -> Tensor | None:
+        module, attribute = self.places[0]
+        return module._buffers[attribute]
+
+    def renew(self) -> None:
+        copy = self.value.clone()
+        for module, attribute in self.places:
+            module._buffers[attribute] = copy
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A block while it is on the device, in place of the module's own parameters and buffers."""
+
+    link: Link
+    trained: dict[int, nn.Parameter]
+    """Those of its parameters that are trained, by place."""
+    tensors: list[Tensor]
+    """All of them, and the buffers that every virtual node begins with."""
+    buffers: list[_Buffer]
+
+    def renew_buffers(self) -> None:
+        """A virtual node begins: it finds the buffers that every one finds."""
+        for buffer in self.buffers:
+            buffer.renew()
+
+    def changed_buffers(self, carrier: Carrier) -> dict[str, Tensor]:
+        """Copies on the host of the buffers that the virtual node has changed, by their names in the model."""
+        present = [(buffer, buffer.present) for buffer in self.buffers]
+        return {b.name: carrier.take(now) for b, now in present if now is not None and not same_bits(now, b.value)}
+
+
+class Chain:
+    """A model's blocks, of which each gets the output of the one before.
+
+    Args:
+        model: on the host.
+        wanted: its blocks, see ``Memory``; ``None``: the children of the model, an ``nn.Sequential``.
+
+    Raises:
+        ConfigurationError: they are not the whole model, or two share a parameter.
+    """
+
+    def __init__(self, model: nn.Module, wanted: Sequence[str | nn.Module] | None) -> None:
+        if wanted is None and type(model).forward is not nn.Sequential.forward:
+            raise ConfigurationError(
+                f"in layer-major order the model must be an nn.Sequential, and is {type(model).__name__}; make it one, "
+                "or name the modules that it is a sequence of: vf.Memory(..., blocks=[...])"
+            )
+        blocks, _ = find_blocks(model, [name for name, _ in model.named_children()] if wanted is None else wanted)
+        self._model = model
+        places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+        self.links = [
+            Link(name, module, [places[id(parameter)] for parameter in module.parameters()]) for name, module in blocks
+        ]
+        self.parameters = list(model.parameters())
+        self._check(blocks)
+        several = Counter(id(buffer) for link in self.links for buffer in link.module.buffers())
+        self._shared = {name for name, buffer in _all_buffers(model) if several[id(buffer)] > 1}
+        """Buffers that more than one block has."""
+
+    def _check(self, blocks: Sequence[Named]) -> None:
+        named, owner = list(self._model.named_parameters()), dict[int, str]()
+        for link in self.links:
+            for place in link.places:
+                if place in owner:
+                    raise ConfigurationError(
+                        f"blocks {owner[place]} and {link.name} share parameter {named[place][0]}, so in layer-major "
+                        "order its gradient would never be whole; put both into one block, or give each its own"
+                    )
+                owner[place] = link.name
+        inside = {id(part) for _, module in blocks for part in module.modules()}
+        for prefix, module in self._model.named_modules():
+            if id(module) in inside:
+                continue
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            if own or not any(module.children()):
+                name = ".".join(filter(None, (prefix, own[0][0] if own else "")))
+                raise ConfigurationError(
+                    f"{name} is in none of the blocks, so in layer-major order nobody would use it; make it part of one"
+                )
+        for name, parameter in named:
+            if parameter._backward_hooks:
+                raise ConfigurationError(
+                    f"parameter {name} has a gradient hook, which layer-major order does not call; remove it"
+                )
+
+    def put_buffers(self, values: dict[str, Tensor]) -> None:
+        """Set buffers of the model as a virtual node has left them.
+
+        Raises:
+            ConfigurationError: two blocks have one of them, and one did not see what the other one did.
+        """
+        for name, value in values.items():
+            if name in self._shared:
+                raise ConfigurationError(
+                    f"buffer {name} is shared by two blocks and changes in a forward pass, so in layer-major order "
+                    "each would see another one; put both into one block, or give each its own"
+                )
+            prefix, _, attribute = name.rpartition(".")
+            module = self._model.get_submodule(prefix)
+            present = module._buffers[attribute]
+            if present is not None and present.shape == value.shape and present.dtype == value.dtype:
+                with torch.no_grad():
+                    present.copy_(value)
+            else:
+                module._buffers[attribute] = value
 
     @contextmanager
-    def size(self, micro_batch: int) -> Iterator[Callable[[], None]]:
-        """All that the user's code computes meanwhile is measured, as micro-batches of so many samples.
+    def load(self, index: int, carrier: Carrier) -> Iterator[Loaded]:
+        """A block is on the device; behind it, all is as it was."""
+        link = self.links[index]
+        with ExitStack() as back:
+            parameters, trained = _load_parameters(link, carrier, back)
+            buffers: dict[int, _Buffer] = {}
+            for prefix, module in link.module.named_modules(prefix=link.name):
+                for attribute, buffer in module._buffers.items():
+                    if buffer is not None:
+                        if id(buffer) not in buffers:
+                            buffers[id(buffer)] = _Buffer(f"{prefix}.{attribute}", carrier.bring(buffer), [])
+                        buffers[id(buffer)].places.append((module, attribute))
+                        back.callback(module._buffers.__setitem__, attribute, buffer)
+            there: list[Tensor] = [*parameters, *(buffer.value for buffer in buffers.values())]
+            carrier.weight_bytes += sum(tensor.untyped_storage().nbytes() for tensor in there)
+            yield Loaded(link, trained, there, list(buffers.values()))
 
-        Yields:
-            What is to be called between two of them, and behind the last one.
-        """
-        executor = Executor(self._model, self._blocks, self._device)
-        probe = executor.observer = Probe(self._model, self._blocks, self._device)
-        executor.begin()
 
-        def done() -> None:
-            probe.end_micro_batch()
-            executor.begin()
+def _all_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every place of each."""
+    return model.named_buffers(remove_duplicate=False)
 
-        try:
-            yield done
-        finally:
-            executor.close()
-        try:
-            size = probe.size(micro_batch, self._settings.warm_up)
-        except ConfigurationError as error:
-            self._give_up(str(error))
-            return
-        names = [block.name for block in size.blocks]
-        if self._sizes and names != [block.name for block in self._sizes[0].blocks]:
-            self._give_up(f"other blocks run in micro-batches of {micro_batch} samples than in smaller ones")
-            return
-        self._probe = probe
-        self._sizes.append(size)
 
-    def finish(self, optimizer_bytes: Callable[[], int]) -> ChainProfile | None:
-        """What was measured; ``None``: no blocks were.
-
-        Args:
-            optimizer_bytes: asks for those of the optimizer's state on the device.
-        """
-        if self._probe is None:
-            return None
-        copies = open_copies(self._device, self._settings.streams)
-        try:
-            return chain_profile(self._probe, self._sizes, copies, self._settings, optimizer=optimizer_bytes())
-        except torch.OutOfMemoryError:
-            self._give_up("the optimizer's state does not fit beside them")
-            return None
-
-    def _give_up(self, why: str) -> None:
-        self._blocks, self._sizes, self._probe = [], [], None
-        self.said = f"no blocks were measured, so that no memory can be planned: {why}"
+def _load_parameters(
+    link: Link, carrier: Carrier, back: ExitStack
+) -> tuple[list[nn.Parameter], dict[int, nn.Parameter]]:
+    """Bring a block's parameters, each once: all of them, and the trained ones by place."""
+    made: dict[int, nn.Parameter] = {}
+    trained: dict[int, nn.Parameter] = {}
+    for place, parameter in zip(link.places, link.module.parameters(), strict=True):
+        made[id(parameter)] = copy = nn.Parameter(carrier.bring(parameter), parameter.requires_grad)
+        if parameter.requires_grad:
+            trained[place] = copy
+    for module in link.module.modules():
+        for attribute, own in list(module._parameters.items()):
+            if own is not None:
+                # By setattr: recurrent modules have a list of them besides.
+                back.callback(setattr, module, attribute, own)
+                setattr(module, attribute, made[id(own)])
+    return list(made.values()), trained

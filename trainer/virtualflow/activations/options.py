@@ -12,6 +12,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget, Placement, parse_bytes
 
 Activations = Literal["auto", "keep", "recompute", "swap"]
+Order = Literal["node-major", "layer-major"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Memory:
         optimizer: ``"host"``: its state is in the host's memory, and it steps there. That may round otherwise than the
             device does, so it is the same in all workers, for a job's life. It changes nothing where a device has no
             memory of its own, like the CPU.
+        order: ``"node-major"``: one virtual node after the other goes through the whole model. ``"layer-major"``: one
+            block after the other runs for all virtual nodes of a worker, for models whose weights do not fit. The model
+            is a sequence of blocks, stays on the host, and is trained by :meth:`virtualflow.Step.layer_major`.
 
     Raises:
         ConfigurationError: a size or a word makes no sense, or there is nothing to do.
@@ -41,17 +45,25 @@ class Memory:
     activations: Activations = "auto"
     blocks: Sequence[str | nn.Module] | None = None
     optimizer: Placement = "device"
+    order: Order = "node-major"
 
     def __post_init__(self) -> None:
         for name, word, known in (
             ("activations", self.activations, get_args(Activations)),
             ("optimizer", self.optimizer, get_args(Placement)),
+            ("order", self.order, get_args(Order)),
         ):
             if word not in known:
                 words = ", ".join(f'"{one}"' for one in known)
                 raise ConfigurationError(f"{name} is {word!r}; it must be one of {words}")
+        if self.layer_major and self.activations in ("keep", "swap"):
+            raise ConfigurationError(
+                f'activations is "{self.activations}", and in layer-major order every block is recomputed; leave it out'
+            )
         if self.device is not None:
             _ = self.budget
+        elif self.layer_major:
+            raise ConfigurationError('layer-major order needs the size of the device; pass device="24GiB"')
         elif self.activations != "auto" or self.host is not None or self.blocks is not None:
             raise ConfigurationError(
                 'vf.Memory plans activations for a size of device memory; pass device="24GiB", or whatever there is'
@@ -63,8 +75,13 @@ class Memory:
 
     @property
     def plans_activations(self) -> bool:
-        """Whether anything is to become of activations."""
-        return self.device is not None
+        """Whether a plan says what becomes of activations."""
+        return self.device is not None and not self.layer_major
+
+    @property
+    def layer_major(self) -> bool:
+        """Whether blocks come before virtual nodes."""
+        return self.order == "layer-major"
 
     @property
     def budget(self) -> Budget:

@@ -26,7 +26,7 @@ class Surroundings:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._streams = _read_streams(device)
+        self._streams = read_streams(device)
         self._autocast = [_read_autocast(kind) for kind in sorted({"cpu", device.type})]
         self._buffers = [
             (part, name, buffer.detach().clone())
@@ -45,19 +45,19 @@ class Surroundings:
         self._buffers = [
             (part, name, before)
             for part, name, before in self._buffers
-            if (now := part._buffers[name]) is None or not _same(now, before)
+            if (now := part._buffers[name]) is None or not same_bits(now, before)
         ]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """All is as it was; behind it, as before it. To be used once: buffers change in their copies."""
-        present = _read_streams(self._device)
+        present = read_streams(self._device)
         with ExitStack() as back:
             for part, name, before in self._buffers:
                 back.callback(part._buffers.__setitem__, name, part._buffers[name])
                 part._buffers[name] = before
-            back.callback(_write_streams, present)
-            _write_streams(self._streams)
+            back.callback(write_streams, present)
+            write_streams(self._streams)
             for autocast in self._autocast:
                 back.enter_context(autocast())
             yield
@@ -67,7 +67,8 @@ Streams = list[tuple[Callable[[Any], object], Any]]
 """What sets each generator, and its state."""
 
 
-def _read_streams(device: torch.device) -> Streams:
+def read_streams(device: torch.device) -> Streams:
+    """The states of all global generators that a block may draw from."""
     states: Streams = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -81,7 +82,8 @@ def _read_streams(device: torch.device) -> Streams:
     return states
 
 
-def _write_streams(states: Streams) -> None:
+def write_streams(states: Streams) -> None:
+    """Let each generator go on from there."""
     for write, state in states:
         write(state)
 
@@ -96,7 +98,7 @@ def _read_autocast(kind: str) -> Callable[[], Any]:
     return enter
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
+def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether they are equal to the bit, not a number included."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False

@@ -89,6 +89,25 @@ class Contributions:
         self._records[node] = record
         self.accumulator.add(node, [*gradients, *sums], weight=weight, count=record.virtual_nodes, added=added)
 
+    def add_summed(self, records: Mapping[int, NodeRecord], parts: Parts, given: Sequence[bool], unit: int) -> None:
+        """Add those of several virtual nodes whose gradients are summed up already.
+
+        Args:
+            records: of each of them.
+            parts: sums of their gradients; they are used up.
+            given: which of these any of them had.
+            unit: samples of a contribution whose weight is 1.
+        """
+        sums = Accumulator(self._summation)
+        for node in sorted(records):
+            record = self._records[node] = records[node]
+            values: Tensors = self._take_buffers(record.averaged) if record.samples else [None] * len(self._summed)
+            sums.add(node, values, weight=record.samples / unit)
+        for place, there in enumerate(given):
+            self._given[place] |= there
+        for ((left, right), gradients), (_, buffers) in zip(parts, sums.parts, strict=True):
+            self.accumulator.add(left, [*gradients, *buffers], count=right - left)
+
     def _take_buffers(self, averaged: dict[str, Tensor]) -> Tensors:
         """Move the values that are added up with the gradients out of what a virtual node has changed."""
         found = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol import messages as m
-from virtualflow.reduction import Overlap, Owners, Reducer, Settled, Summation, Tensors, plan_offload
+from virtualflow.reduction import Overlap, Owners, Parts, Reducer, Settled, Summation, Tensors, plan_offload
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.buffers import BufferTracker, summed_as
 from virtualflow.step.contributions import Contributions, take_gradients
@@ -189,14 +189,28 @@ class GradientSync:
         """
         self.computed()
         settled, self._outcome = self._outcome, Settled()
-        averaged, copied = self._buffers.collect(self.schema) if samples else ({}, {})
+        record = self.collect(samples, metrics, virtual_nodes)
         gradients, given = take_gradients(self._named, self._trained, settled)
-        record = NodeRecord(samples, metrics, averaged, copied, virtual_nodes)
         node, weight = self._order[self._taken], samples / self._unit
         self._contributions.add(node, record, gradients, given, weight, settled.added)
         if settled.sent:
             self._contributions.note_sent(self._overlap.early, self._overlap.steady)
         self._taken += virtual_nodes
+
+    def collect(self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1) -> NodeRecord:
+        """What a virtual node has left behind beside gradients; the buffers are put back."""
+        averaged, copied = self._buffers.collect(self.schema) if samples else ({}, {})
+        return NodeRecord(samples, metrics, averaged, copied, virtual_nodes)
+
+    def take_summed(self, records: Mapping[int, NodeRecord], parts: Parts, given: Sequence[bool]) -> None:
+        """In place of :meth:`take`: all virtual nodes of the attempt at once; see ``Contributions.add_summed``."""
+        self._contributions.add_summed(records, parts, given, self._unit)
+        self._taken = len(self._order)
+
+    @property
+    def unit(self) -> int:
+        """Samples of a contribution whose weight is 1, in the present attempt."""
+        return self._unit
 
     @property
     def finished(self) -> Sequence[int]:

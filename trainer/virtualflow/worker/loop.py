@@ -24,6 +24,7 @@ from virtualflow.step import Diverged, Doubted, Reduced, Repetition, StepHeader,
 from virtualflow.worker.divergence import end_by_divergence
 from virtualflow.worker.explaining import write_explanation
 from virtualflow.worker.finish import complete_leader
+from virtualflow.worker.layers import LayeredAttempts
 from virtualflow.worker.script import check_averages
 from virtualflow.worker.setup import Context
 from virtualflow.worker.spot_checking import SpotChecking
@@ -49,6 +50,7 @@ class Loop:
         self._open_step: Step | None = None
         self._spot_checking = SpotChecking(context, self._present)
         self._repetition = Repetition(context.request.model)
+        self._layers = None if context.layers is None else LayeredAttempts(context, *context.layers, self._begin_log)
         self._unproven = context.request.bitwise and context.session.coordinated
         """Whether no virtual node was computed twice yet."""
         self._step_is_new = False
@@ -106,6 +108,15 @@ class Loop:
         self.context.membership.join()
         return self.context.training.completed_steps + 1, self.context.training.position[0]
 
+    @property
+    def layer_major(self) -> bool:
+        """Whether all virtual nodes are computed together, block by block."""
+        return self._layers is not None
+
+    def _begin_log(self) -> dict[str, float | Tensor]:
+        self._metrics = {}
+        return self._metrics
+
     def log_metrics(self, metrics: dict[str, float | Tensor]) -> None:
         """Note metrics of the present virtual node (``Step.log``)."""
         for name, value in metrics.items():
@@ -122,7 +133,7 @@ class Loop:
         self._activity.mark("warming up", 0)
         batch = self.context.loading.first()
         self.context.update.begin(range(1))
-        yield from self._present(batch, 0)
+        yield from self._present(batch, 0) if self._layers is None else self._layers.warm_up(batch)
         self.context.update.abandon()
 
     def make(self, number: int) -> Iterator[Any]:
@@ -229,6 +240,16 @@ class Loop:
         if state.repair is not None and context.audit is not None:
             context.audit.kept(context.session.generation, number, update.sync.kept)
         yield from self._spot_checking.begin(number)
+        yield from self._one_by_one(number) if self._layers is None else self._layers.attempt(computes, number)
+        context.guard.forget()  # also where nothing was left to compute
+        fusion.end()
+        if len(state.ranges) > 1:
+            context.loading.read_ahead()
+
+    def _one_by_one(self, number: int) -> Iterator[Any]:
+        """Give this worker's micro-batches to the script, and contribute what comes of each."""
+        context, state = self.context, self._state
+        update, fusion, pace, computes = context.update, context.fusion, context.pace, state.computes
         for nodes in fusion.begin() if state.repair is None else [range(node, node + 1) for node in computes]:
             context.membership.check()
             self._activity.mark("loading samples", number)
@@ -268,10 +289,6 @@ class Loop:
             if context.trace is not None:
                 context.trace.computed(context.session.generation, number, batch.virtual_node, self._metrics)
             update.sync.take(batch.size, self._metrics, len(nodes))
-        context.guard.forget()  # also where nothing was left to compute
-        fusion.end()
-        if len(state.ranges) > 1:
-            context.loading.read_ahead()
 
     def _compute_once_more(self, batch: MicroBatch, number: int) -> Iterator[Any]:
         """Compute the first virtual node of all an additional time before; a joiner runs what others have run so."""

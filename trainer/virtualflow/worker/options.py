@@ -16,6 +16,7 @@ from virtualflow.activations import Memory
 from virtualflow.data import LoaderOptions, Sampler, micro_batch
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
@@ -147,8 +148,10 @@ def read_device(device: torch.device | str | None) -> torch.device | None:
         raise ConfigurationError(f'device is {device!r}; pass a device of torch, such as "cuda"') from None
 
 
-def check_device(device: torch.device | None, model: nn.Module) -> None:
+def check_device(device: torch.device | None, model: nn.Module, *, layer_major: bool = False) -> None:
     """Check that the model is where its micro-batches go, and that new tensors are where the library needs its own.
+
+    In ``layer_major`` order it is on the host, whatever the device is.
 
     Raises:
         ConfigurationError: they are not.
@@ -160,10 +163,37 @@ def check_device(device: torch.device | None, model: nn.Module) -> None:
             f"'with torch.device({name!r}):' instead, and call vf.elastic outside of it"
         )
     there = device_of(model)
+    if layer_major:
+        if any(tensor.device.type != "cpu" for tensor in [*model.parameters(), *model.buffers()]):
+            raise ConfigurationError(
+                f"in layer-major order the model stays on the host, and it is on {there}; leave it there, and pass "
+                f"device={str(there)!r} to vf.elastic"
+            )
+        return
     if device is not None and (device.type != there.type or device.index not in (None, there.index or 0)):
         raise ConfigurationError(
             f"micro-batches are to go to device={str(device)!r} and the model is on {there}; move the model there "
             "before vf.elastic"
+        )
+
+
+def check_layer_major(memory: Memory | None, environment: WorkerEnvironment, scaler: Any) -> None:
+    """Check that nothing is asked for that needs the gradients of one virtual node by itself.
+
+    Raises:
+        ConfigurationError: something is.
+    """
+    if memory is None or not memory.layer_major:
+        return
+    if environment.verify or environment.trace_dir is not None or environment.profile_out is not None:
+        raise ConfigurationError(
+            "verify, virtualflow check and virtualflow profile look at virtual nodes one by one, and in layer-major "
+            'order they run together; leave out order="layer-major" for them'
+        )
+    if scaler is not None:
+        raise ConfigurationError(
+            "a GradScaler cannot scale in layer-major order, because gradients are on the host; train in bfloat16 "
+            "without a scaler"
         )
 
 

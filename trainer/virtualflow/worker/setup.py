@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from virtualflow.activations import Activations, Memory, bytes_of_state, limit
+from virtualflow.activations import Activations, Carrier, Chain, LayerMajor, Memory, bytes_of_state, limit
 from virtualflow.data import Orders, Source, Staging, micro_batch, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
 from virtualflow.protocol import messages as m
@@ -37,6 +37,7 @@ from virtualflow.worker.options import (
     check_device,
     check_exchange,
     check_host_optimizer,
+    check_layer_major,
     check_optimizer,
     check_reproducibility,
     check_scheduler,
@@ -88,6 +89,17 @@ class Request:
         return limit(self.options.memory, self.environment.device_memory, self.environment.host_memory)
 
     @property
+    def layer_major(self) -> bool:
+        """Whether the model is on the host, and its blocks come to the device one after the other."""
+        return self.memory is not None and self.memory.layer_major
+
+    @property
+    def device(self) -> torch.device:
+        """What computes: where the model is, but in layer-major order."""
+        there = device_of(self.model)
+        return self.options.device or there if self.layer_major else there
+
+    @property
     def micro_batch(self) -> int:
         """Samples of a virtual node."""
         return micro_batch(self.options.batch_size, self.virtual_nodes)
@@ -123,7 +135,9 @@ class Context:
     guard: Guard
     """Watches the user's code."""
     activations: Activations | None
-    """``None``: nothing was said of memory."""
+    """``None``: nothing was said of memory, or that blocks run in layer-major order,"""
+    layers: tuple[Chain, LayerMajor] | None
+    """and here otherwise."""
 
     @property
     def is_over(self) -> bool:
@@ -138,7 +152,7 @@ def open_session(request: Request, resources: ExitStack) -> AnySession:
         max(1, request.virtual_nodes),
         fingerprint(environment.threads, request.reproducibility),
         reproducibility=request.reproducibility,
-        device=describe_device(device_of(request.model)),
+        device=describe_device(request.device),
     )
     session: AnySession
     if environment.coordinator is None or environment.profile_out is not None:
@@ -175,14 +189,15 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     profiling = _open_profiling(request, source, samples, situation)
     if orders is not None:
         signature["sampler"] = orders.fingerprint
-    if options.host_optimizer:  # it is on the device where nothing is said
+    # It is on the device where nothing is said. In layer-major order it steps where the model is.
+    if options.host_optimizer or (request.layer_major and request.device.type != "cpu"):
         signature["placement"] = "host"
     identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, signature)
     checkpointer = _open_checkpointer(request, identity, session, profiling is None, resources)
     total_steps = options.total_steps(source.steps_per_epoch)
     stopwatch, pace = Stopwatch(), Pace(settings.pace)
     # "cuda" alone may be another one than the model's.
-    staging = Staging(None if options.device is None else device_of(request.model))
+    staging = Staging(None if options.device is None or request.layer_major else device_of(request.model))
     loading = Loading(source, fusion, training, options, staging)
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
     guard = _open_guard(request, companions, resources)
@@ -222,6 +237,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         situation,
         guard,
         _open_activations(request, profiling is None, resources),
+        _open_layers(request),
     )
 
 
@@ -237,7 +253,7 @@ def connect(context: Context) -> None:
     if session.coordinated:
         session.state.pace, warning = foretell_pace(request.environment, context.situation)
         if request.bitwise:
-            session.state.self_test = bit_probe.digest(device_of(request.model))
+            session.state.self_test = bit_probe.digest(request.device)
     session.start()
     if warning is not None:
         session.note("warning", warning)
@@ -251,7 +267,8 @@ def _check(request: Request) -> None:
     check_exchange(options.exchange)
     check_optimizer(request.model, request.optimizer)
     check_scheduler(options.scheduler, options.scheduler_interval)
-    check_device(options.device, request.model)
+    check_device(options.device, request.model, layer_major=request.layer_major)
+    check_layer_major(request.memory, request.environment, options.scaler)
     if options.host_optimizer:
         check_host_optimizer(request.model, request.optimizer)
     if options.shard_optimizer:
@@ -339,6 +356,15 @@ def _open_activations(request: Request, trains: bool, resources: ExitStack) -> A
     )
     resources.callback(activations.close)
     return activations
+
+
+def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
+    memory = request.memory
+    if memory is None or not memory.layer_major:
+        return None
+    chain = Chain(request.model, memory.blocks)
+    summation = choose_summation(request.virtual_nodes, request.reproducibility)
+    return chain, LayerMajor(chain, Carrier(request.device), summation, memory.budget)
 
 
 def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:

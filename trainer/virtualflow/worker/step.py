@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 
+Loss = Callable[..., Tensor]
+"""Gets what the model returns, and the elements of the micro-batch behind its first: ``loss(output, target)``."""
+
 
 class Attempts(Protocol):
     """What makes a step."""
+
+    @property
+    def layer_major(self) -> bool:
+        """Whether it yields what computes all micro-batches of an attempt, given a loss, and not each for itself."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -89,6 +96,35 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of this worker, again when an attempt was aborted; then commit the step."""
+        if self._attempts.layer_major:
+            raise ConfigurationError(
+                'with vf.Memory(..., order="layer-major") a step has no micro-batches to iterate over; call '
+                "step.layer_major(loss)"
+            )
+        yield from self._iterate()
+
+    def layer_major(self, loss: Loss) -> None:
+        """Make this update block by block, in place of the loop over the micro-batches.
+
+        The first element of each micro-batch enters the model, the others are for the loss, whose value is logged as
+        ``loss``. For runs with ``vf.Memory(..., order="layer-major")``.
+
+        Args:
+            loss: called once a virtual node, ``loss(output, *rest)``; returns a tensor of one number. It may call
+                :meth:`log`.
+
+        Raises:
+            ConfigurationError: the run is in another order, or micro-batches or the loss are not of this kind.
+        """
+        if not self._attempts.layer_major:
+            raise ConfigurationError(
+                'step.layer_major belongs to a run with vf.Memory(..., order="layer-major"); iterate over the step: '
+                "for batch in step: ..."
+            )
+        for compute in self._iterate():
+            compute(loss)
+
+    def _iterate(self) -> Iterator[Any]:
         if self.complete:
             raise VirtualFlowError(f"step {self._number} was iterated over twice; take the next one from the run")
         self._iterating = True
