@@ -10,18 +10,14 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
-from virtualflow.activations import Activations, Carrier, Chain, LayerMajor, Memory, bytes_of_state, limit
-from virtualflow.data import Orders, Source, Staging, micro_batch, open_orders, open_source
+from virtualflow.activations import Activations, Carrier, Chain, LayerMajor, bytes_of_state
+from virtualflow.data import Orders, Source, Staging, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
-from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction import choose_summation, host_memory
 from virtualflow.state import Checkpointer, Companions, JobIdentity, MemoryCopies, choose_policy, schedulers_of
 from virtualflow.state import signature as signature_of
@@ -32,77 +28,16 @@ from virtualflow.worker.audit import Audit
 from virtualflow.worker.loading import Loading
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.membership import Membership
-from virtualflow.worker.options import (
-    Options,
-    check_device,
-    check_exchange,
-    check_host_optimizer,
-    check_layer_major,
-    check_optimizer,
-    check_reproducibility,
-    check_scheduler,
-    check_sharding,
-    check_sizes,
-    check_verify,
-    describe_samples,
-)
+from virtualflow.worker.options import describe_samples
 from virtualflow.worker.pace import Pace
 from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace
 from virtualflow.worker.reporter import Reporter
+from virtualflow.worker.request import Request, check_request
 from virtualflow.worker.session import Session
-from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.standalone import AnySession, StandaloneSession
 from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.trace import TraceWriter
 from virtualflow.worker.train_state import Training
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asks for, and what the environment says to it."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    dataset: Any
-    options: Options
-    environment: WorkerEnvironment
-    settings: WorkerSettings
-
-    @property
-    def virtual_nodes(self) -> int:
-        """Of the job."""
-        return self.environment.virtual_nodes or self.options.virtual_nodes
-
-    @property
-    def reproducibility(self) -> Reproducibility:
-        """Whether the result is the same to the bit on any number of workers, or in distribution."""
-        return self.environment.reproducibility or self.options.reproducibility
-
-    @property
-    def bitwise(self) -> bool:
-        """Whether it is the same to the bit."""
-        return self.reproducibility == "bitwise"
-
-    @property
-    def memory(self) -> Memory | None:
-        """How much memory this worker may use; ``None``: nobody says."""
-        return limit(self.options.memory, self.environment.device_memory, self.environment.host_memory)
-
-    @property
-    def layer_major(self) -> bool:
-        """Whether the model is on the host, and its blocks come to the device one after the other."""
-        return self.memory is not None and self.memory.layer_major
-
-    @property
-    def device(self) -> torch.device:
-        """What computes: where the model is, but in layer-major order."""
-        there = device_of(self.model)
-        return self.options.device or there if self.layer_major else there
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples of a virtual node."""
-        return micro_batch(self.options.batch_size, self.virtual_nodes)
 
 
 @dataclass(frozen=True)
@@ -169,7 +104,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     Raises:
         ConfigurationError: it cannot be done.
     """
-    _check(request)
+    check_request(request)
     options, environment, settings = request.options, request.environment, request.settings
     resources.callback(pin(environment.threads, request.reproducibility).undo)
     # First what forks loader processes, then what opens connections that they should not inherit.
@@ -257,24 +192,6 @@ def connect(context: Context) -> None:
     session.start()
     if warning is not None:
         session.note("warning", warning)
-
-
-def _check(request: Request) -> None:
-    options = request.options
-    check_sizes(options.batch_size, request.virtual_nodes, options.epochs, options.steps)
-    check_reproducibility(request.reproducibility, options.max_fused, options.batch_norm)
-    check_verify(request.environment.verify, request.reproducibility)
-    check_exchange(options.exchange)
-    check_optimizer(request.model, request.optimizer)
-    check_scheduler(options.scheduler, options.scheduler_interval)
-    check_device(options.device, request.model, layer_major=request.layer_major)
-    check_layer_major(request.memory, request.environment, options.scaler)
-    if options.host_optimizer:
-        check_host_optimizer(request.model, request.optimizer)
-    if options.shard_optimizer:
-        block = request.settings.reduction.norm_block
-        device = HOST if options.host_optimizer else None
-        check_sharding(request.model, request.optimizer, options.scaler, block, device)
 
 
 def _open_source(request: Request, orders: Orders | None, resources: ExitStack) -> Source:
@@ -370,7 +287,7 @@ def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
 def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:
     cap = request.environment.max_fused or request.options.max_fused
     memory = request.memory
-    if request.bitwise or not source.fuses or (memory is not None and memory.plans_activations):
+    if request.bitwise or not source.fuses or (memory is not None and memory.device is not None):
         cap = 1
     settings = request.settings
     fusion = MicrobatchFusion(

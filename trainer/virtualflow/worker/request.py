@@ -1,0 +1,101 @@
+"""What a user asks for, and what the environment of a worker says to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from virtualflow.activations import Memory, limit
+from virtualflow.data import micro_batch
+from virtualflow.device import device_of
+from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.settings import Reproducibility
+from virtualflow.step import HOST
+from virtualflow.worker.options import (
+    Options,
+    check_device,
+    check_exchange,
+    check_host_optimizer,
+    check_layer_major,
+    check_optimizer,
+    check_reproducibility,
+    check_scheduler,
+    check_sharding,
+    check_sizes,
+    check_verify,
+)
+from virtualflow.worker.settings import WorkerSettings
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for, and what the environment says to it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    dataset: Any
+    options: Options
+    environment: WorkerEnvironment
+    settings: WorkerSettings
+
+    @property
+    def virtual_nodes(self) -> int:
+        """Of the job."""
+        return self.environment.virtual_nodes or self.options.virtual_nodes
+
+    @property
+    def reproducibility(self) -> Reproducibility:
+        """Whether the result is the same to the bit on any number of workers, or in distribution."""
+        return self.environment.reproducibility or self.options.reproducibility
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether it is the same to the bit."""
+        return self.reproducibility == "bitwise"
+
+    @property
+    def memory(self) -> Memory | None:
+        """How much memory this worker may use; ``None``: nobody says."""
+        return limit(self.options.memory, self.environment.device_memory, self.environment.host_memory)
+
+    @property
+    def layer_major(self) -> bool:
+        """Whether the model is on the host, and its blocks come to the device one after the other."""
+        return self.memory is not None and self.memory.layer_major
+
+    @property
+    def device(self) -> torch.device:
+        """What computes: where the model is, but in layer-major order."""
+        there = device_of(self.model)
+        return self.options.device or there if self.layer_major else there
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of a virtual node."""
+        return micro_batch(self.options.batch_size, self.virtual_nodes)
+
+
+def check_request(request: Request) -> None:
+    """Check all that can be known before anything is opened.
+
+    Raises:
+        ConfigurationError: it cannot be done.
+    """
+    options = request.options
+    check_sizes(options.batch_size, request.virtual_nodes, options.epochs, options.steps)
+    check_reproducibility(request.reproducibility, options.max_fused, options.batch_norm)
+    check_verify(request.environment.verify, request.reproducibility)
+    check_exchange(options.exchange)
+    check_optimizer(request.model, request.optimizer)
+    check_scheduler(options.scheduler, options.scheduler_interval)
+    check_device(options.device, request.model, layer_major=request.layer_major)
+    check_layer_major(request.memory, request.environment, options.scaler)
+    if options.host_optimizer:
+        check_host_optimizer(request.model, request.optimizer)
+    if options.shard_optimizer:
+        block = request.settings.reduction.norm_block
+        device = HOST if options.host_optimizer else None
+        check_sharding(request.model, request.optimizer, options.scaler, block, device)
