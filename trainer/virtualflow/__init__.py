@@ -14,7 +14,7 @@ from virtualflow._version import __version__
 from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError
 
 if TYPE_CHECKING:
-    from virtualflow.activations import Memory
+    from virtualflow.memory.activations import Memory
     from virtualflow.reduction.settings import Exchange
     from virtualflow.state import CheckpointPolicy
     from virtualflow.worker.entry import elastic
@@ -39,7 +39,7 @@ __all__ = [
 _LAZY = {
     "CheckpointPolicy": "virtualflow.state.checkpoint_writer",
     "Exchange": "virtualflow.reduction.settings",
-    "Memory": "virtualflow.activations.options",
+    "Memory": "virtualflow.memory.activations.options",
     "Run": "virtualflow.worker.run",
     "Step": "virtualflow.worker.step",
     "elastic": "virtualflow.worker.entry",

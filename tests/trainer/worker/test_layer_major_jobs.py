@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
-from virtualflow.activations import layer_major
-from virtualflow.activations.carrier import Carrier
-from virtualflow.activations.live_bytes import LiveBytes
+from virtualflow.memory.activations import layer_major
+from virtualflow.memory.activations.carrier import Carrier
+from virtualflow.memory.activations.live_bytes import LiveBytes
 from virtualflow.protocol.settings import ENV_WORKER
 
 BLOCKS, WIDTH, STEPS = 24, 16, 6

@@ -4,7 +4,8 @@ The decision is pure: from a profile of the model as a chain of blocks and a bud
 (:mod:`planner`), by a simulation of the device and its two copy engines (:mod:`simulation`) and a search
 (:mod:`search`); which number of virtual nodes fits (:mod:`fitting`), and which devices are worth asking for
 (:mod:`devices`). No plan changes a bit of the result, so each worker may have its own. What may enter: values and
-decisions about them, no torch, no clock. docs/explanation/memory.md has the model.
+decisions about them, no torch, no clock; what carries plans out is in :mod:`virtualflow.memory.activations`, which this
+package does not import. docs/explanation/memory.md has the model.
 """
 
 from virtualflow.memory.devices import Advice, DeviceType, Division, Share, advise, costs, divide

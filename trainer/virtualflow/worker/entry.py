@@ -9,8 +9,8 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import nn
 
-from virtualflow.activations import Memory
 from virtualflow.data import LoaderOptions, Sampler
+from virtualflow.memory.activations import Memory
 from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
 from virtualflow.reduction.settings import Exchange
 from virtualflow.state import CheckpointPolicy, join_schedulers

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from virtualflow.activations import Chain, Flight, LayerMajor, Summed
 from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
+from virtualflow.memory.activations import Chain, Flight, LayerMajor, Summed
 from virtualflow.worker.setup import Context
 from virtualflow.worker.step import Loss
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from virtualflow.activations import Memory
 from virtualflow.data import LoaderOptions, Sampler, micro_batch
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
+from virtualflow.memory.activations import Memory
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings

@@ -21,11 +21,11 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from virtualflow.activations import ChainMeasurement, bytes_of_state
 from virtualflow.atomic_file import write_whole
 from virtualflow.data import MicroBatch, Source, Staging, micro_batch, open_source, seed_virtual_node
 from virtualflow.device import device_name, device_of
 from virtualflow.errors import ConfigurationError, Profiled
+from virtualflow.memory.activations import ChainMeasurement, bytes_of_state
 from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.worker.memory_use import free_bytes, peak_of_cpu

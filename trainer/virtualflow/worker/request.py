@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from virtualflow.activations import Memory, limit
 from virtualflow.data import micro_batch
 from virtualflow.device import device_of
+from virtualflow.memory.activations import Memory, limit
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.step import HOST

@@ -24,8 +24,8 @@ from virtualflow.worker.finish import agree_on_end, complete_leader
 from virtualflow.worker.loop import Loop
 from virtualflow.worker.options import Options
 from virtualflow.worker.reporter import report_failure
-from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.request import Request
+from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.setup import Context, connect, open_session, set_up
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.step import Step

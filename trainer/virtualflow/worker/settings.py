@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from virtualflow.activations.settings import ActivationSettings
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.device.settings import MemorySettings
+from virtualflow.memory.activations.settings import ActivationSettings
 from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import MemoryCopySettings, TransferSettings

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from virtualflow.activations import Activations, Carrier, Chain, LayerMajor, bytes_of_state
 from virtualflow.data import Orders, Source, Staging, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
+from virtualflow.memory.activations import Activations, Carrier, Chain, LayerMajor, bytes_of_state
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
 from virtualflow.reduction import choose_summation, host_memory

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from virtualflow.activations.blocks import find_blocks
-from virtualflow.activations.executor import Executor
-from virtualflow.activations.measuring import Probe, chain_profile
-from virtualflow.activations.options import Memory
-from virtualflow.activations.settings import ActivationSettings
 from virtualflow.memory import Action, BlockPlan, Plan, Planner, Profile, profile_for
+from virtualflow.memory.activations.blocks import find_blocks
+from virtualflow.memory.activations.executor import Executor
+from virtualflow.memory.activations.measuring import Probe, chain_profile
+from virtualflow.memory.activations.options import Memory
+from virtualflow.memory.activations.settings import ActivationSettings
 
 logger = logging.getLogger("virtualflow.worker")
 

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from virtualflow.activations.copies import Copies, HostCopy
+from virtualflow.memory.activations.copies import Copies, HostCopy
 
 
 class Packed(Protocol):

@@ -9,9 +9,9 @@ from activation_models import FAMILIES
 from torch import Tensor, nn
 
 import virtualflow as vf
-from virtualflow.activations import Activations, ActivationSettings, limit, measuring
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, DoesNotFit, Planner, Profile
+from virtualflow.memory.activations import Activations, ActivationSettings, limit, measuring
 from virtualflow.memory.settings import PlannerSettings
 
 CPU = torch.device("cpu")

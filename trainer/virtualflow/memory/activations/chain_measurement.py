@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from virtualflow.activations.blocks import Named, find_blocks
-from virtualflow.activations.copies import open_copies
-from virtualflow.activations.executor import Executor
-from virtualflow.activations.measuring import Probe, chain_profile
-from virtualflow.activations.settings import ActivationSettings
 from virtualflow.errors import ConfigurationError
+from virtualflow.memory.activations.blocks import Named, find_blocks
+from virtualflow.memory.activations.copies import open_copies
+from virtualflow.memory.activations.executor import Executor
+from virtualflow.memory.activations.measuring import Probe, chain_profile
+from virtualflow.memory.activations.settings import ActivationSettings
 from virtualflow.protocol.chain_profile import ChainProfile, ChainSize
 
 

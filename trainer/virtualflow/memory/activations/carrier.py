@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from virtualflow.activations.live_bytes import LiveBytes
+from virtualflow.memory.activations.live_bytes import LiveBytes
 
 
 class Carrier:

@@ -6,13 +6,13 @@ all virtual nodes (:mod:`layer_major`). No bits depend on any of it. What may en
 of memory, and nothing of workers.
 """
 
-from virtualflow.activations.carrier import Carrier
-from virtualflow.activations.chain import Chain
-from virtualflow.activations.chain_measurement import ChainMeasurement
-from virtualflow.activations.layer_major import Flight, LayerMajor, Loss, Summed
-from virtualflow.activations.options import Memory, limit
-from virtualflow.activations.planned import Activations, bytes_of_state
-from virtualflow.activations.settings import ActivationSettings
+from virtualflow.memory.activations.carrier import Carrier
+from virtualflow.memory.activations.chain import Chain
+from virtualflow.memory.activations.chain_measurement import ChainMeasurement
+from virtualflow.memory.activations.layer_major import Flight, LayerMajor, Loss, Summed
+from virtualflow.memory.activations.options import Memory, limit
+from virtualflow.memory.activations.planned import Activations, bytes_of_state
+from virtualflow.memory.activations.settings import ActivationSettings
 
 __all__ = [
     "ActivationSettings",

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
-from virtualflow.activations.blocks import Named
-from virtualflow.activations.copies import open_copies
-from virtualflow.activations.ledger import Entry, Ledger, Packed, key_of
-from virtualflow.activations.visits import Recomputation, Segment, Visit, find_links
 from virtualflow.memory import Action, BlockPlan, Point
+from virtualflow.memory.activations.blocks import Named
+from virtualflow.memory.activations.copies import open_copies
+from virtualflow.memory.activations.ledger import Entry, Ledger, Packed, key_of
+from virtualflow.memory.activations.visits import Recomputation, Segment, Visit, find_links
 
 
 class Observer(Protocol):

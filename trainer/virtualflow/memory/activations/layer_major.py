@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from virtualflow.activations.carrier import Carrier
-from virtualflow.activations.chain import Chain, Loaded
-from virtualflow.activations.live_bytes import LiveBytes
-from virtualflow.activations.streams import Streams, read_streams, write_streams
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget, DoesNotFit, format_bytes
+from virtualflow.memory.activations.carrier import Carrier
+from virtualflow.memory.activations.chain import Chain, Loaded
+from virtualflow.memory.activations.live_bytes import LiveBytes
+from virtualflow.memory.activations.streams import Streams, read_streams, write_streams
 from virtualflow.reduction import Accumulator, Parts, Summation, Tensors, separate
 
 logger = logging.getLogger("virtualflow.worker")

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from virtualflow.activations.blocks import Named
-from virtualflow.activations.copies import Copies
-from virtualflow.activations.ledger import key_of
-from virtualflow.activations.settings import ActivationSettings
-from virtualflow.activations.visits import Visit
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Point
+from virtualflow.memory.activations.blocks import Named
+from virtualflow.memory.activations.copies import Copies
+from virtualflow.memory.activations.ledger import key_of
+from virtualflow.memory.activations.settings import ActivationSettings
+from virtualflow.memory.activations.visits import Visit
 from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
 
 _LEAST = 1e-9

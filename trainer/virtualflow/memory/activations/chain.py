@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from virtualflow.activations.blocks import Named, find_blocks
-from virtualflow.activations.carrier import Carrier
-from virtualflow.activations.streams import same_bits
 from virtualflow.errors import ConfigurationError
+from virtualflow.memory.activations.blocks import Named, find_blocks
+from virtualflow.memory.activations.carrier import Carrier
+from virtualflow.memory.activations.streams import same_bits
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from virtualflow.activations.blocks import find_blocks
-from virtualflow.activations.executor import Executor
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, BlockPlan, Point
+from virtualflow.memory.activations.blocks import find_blocks
+from virtualflow.memory.activations.executor import Executor
 
 CPU = torch.device("cpu")
 

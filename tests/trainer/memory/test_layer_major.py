@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from activation_models import Layer, Residual, Stateful
 from torch import Tensor, nn
 
-from virtualflow.activations import layer_major
-from virtualflow.activations.carrier import Carrier
-from virtualflow.activations.chain import Chain
-from virtualflow.activations.layer_major import Flight, LayerMajor, Summed
-from virtualflow.activations.live_bytes import LiveBytes
-from virtualflow.activations.streams import read_streams
 from virtualflow.data.rng import seed_process
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget
+from virtualflow.memory.activations import layer_major
+from virtualflow.memory.activations.carrier import Carrier
+from virtualflow.memory.activations.chain import Chain
+from virtualflow.memory.activations.layer_major import Flight, LayerMajor, Summed
+from virtualflow.memory.activations.live_bytes import LiveBytes
+from virtualflow.memory.activations.streams import read_streams
 from virtualflow.reduction import Accumulator, choose_summation
 
 CPU = torch.device("cpu")

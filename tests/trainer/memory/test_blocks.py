@@ -9,8 +9,8 @@ import torch
 from activation_models import Convolutional, Residual, Transformer, UNet
 from torch import nn
 
-from virtualflow.activations.blocks import find_blocks
 from virtualflow.errors import ConfigurationError
+from virtualflow.memory.activations.blocks import find_blocks
 
 FOUND = {
     "the children of a Sequential": (Convolutional, [f"blocks.{index}" for index in range(5)]),

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from virtualflow.activations.ledger import Entry, Kept, Ledger, Packed, is_plain, key_of
-from virtualflow.activations.streams import Surroundings
 from virtualflow.errors import ConfigurationError
+from virtualflow.memory.activations.ledger import Entry, Kept, Ledger, Packed, is_plain, key_of
+from virtualflow.memory.activations.streams import Surroundings
 
 
 class Slot:
