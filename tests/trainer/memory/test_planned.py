@@ -87,7 +87,11 @@ def test_what_is_counted_never_exceeds_what_was_predicted(
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("activations", ["keep", "swap", "recompute"])
-def test_all_blocks_alike_stay_within_the_prediction_too(name: str, activations: str) -> None:
+def test_all_blocks_alike_stay_within_the_prediction_too(
+    name: str, activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A busy machine measures copies so slow that what is fetched at once comes earlier than predicted.
+    monkeypatch.setattr(measuring, "measure_copies", lambda *rest: (1e12, 1e12))
     model = build(name)
     made = planned(model, name, PLENTY, activations)
     assert made.plan is not None
