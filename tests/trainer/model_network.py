@@ -210,15 +210,14 @@ class Network:
     def say_who_lives(self) -> None:
         """Say who may be in a generation: all workers that live, but for those whose deletion is recorded.
 
-        And a coordinator that was told this, and has not begun: it may yet.
+        And the other coordinator: it begins anew with whoever comes to it, if it may begin or once could.
         """
-        coordinator = self.coordinators[self.ear]
+        coordinator, other = self.coordinators[self.ear], self.coordinators[1 - self.ear]
         if coordinator is None or coordinator.state.ticket is None:
             return
         workers = [x for x in self.workers.values() if x.alive and not x.strand.over and not x.doomed]
         living = [http_api.LivingWorker(x.name, x.address) for x in workers]
-        other = self.coordinators[1 - self.ear]
-        if other is not None and not other.state.trained and other.state.others is not None:
+        if other is not None:
             living.append(http_api.LivingWorker("coordinator"))
         coordinator.call(http_api.BeginCall(coordinator.state.ticket, tuple(living)))
         self.decide(coordinator)

@@ -336,3 +336,48 @@ def test_who_has_missed_that_others_took_over_does_not_go_on_when_those_before_h
     assert other is not None
     assert "worker-3 may train elsewhere" in other.state.reason
     model.settle()
+
+
+def test_nobody_begins_beside_a_coordinator_that_begins_anew_since_its_workers_are_gone(model: Lineages) -> None:
+    """What it trained is lost, and whoever comes to it begins: so the other one waits for its end."""
+    model.begin(workers=1, second=True, steps=8)
+    model.a_worker_dies(which=0, lose=False, silent=False)
+    model.the_authority_turns_to_the_other_coordinator()
+    model.a_worker_starts(where=0)
+    model.a_worker_starts(where=1)
+    model.all_go_on(rounds=3)
+    assert {worker.name: worker.plan is not None for worker in model.living} == {"worker-0": True, "worker-1": False}
+    model.settle()
+
+
+def test_a_survivor_left_behind_does_not_wait_for_one_that_is_here_and_has_left(model: Lineages) -> None:
+    """Nobody but the drained worker knows what became of the others; it waits itself for the survivor to go on."""
+    model.begin(workers=4, second=True, steps=11)
+    model.a_worker_is_cut_off_from_its_coordinator_for_a_moment(which=1)
+    model.the_authority_turns_to_the_other_coordinator()
+    model.a_drain_is_announced(which=3, coordinator=0)
+    model.all_go_on(rounds=4)
+    model.a_worker_dies(which=0, lose=False, silent=False)
+    model.a_worker_dies(which=1, lose=False, silent=False)
+    model.the_network_parts(side=1, one_way="", lose=True, where=False)
+    model.settle()
+
+
+def test_who_was_to_leave_and_lacks_the_last_step_is_told_that_nobody_calls_it_any_more(model: Lineages) -> None:
+    """It could not complete the step after which the others went on, and waited until it was killed."""
+    model.begin(workers=3, second=False, steps=9)
+    model.a_connection_breaks(one=0, other=1, lose=False)
+    model.a_drain_is_announced(which=0, coordinator=0)
+    model.settle()
+
+
+def test_who_was_to_leave_does_not_keep_a_state_that_others_have_passed(model: Lineages) -> None:
+    """All who had passed it end; what begins anew then begins beside nobody."""
+    model.begin(workers=4, second=False, steps=8)
+    model.a_drain_is_announced(which=0, coordinator=0)
+    model.an_end_is_confirmed_beforehand(which=1, within=1.0)
+    model.all_go_on(rounds=5)
+    model.an_end_is_confirmed_beforehand(which=1, within=1.0)
+    model.an_end_is_confirmed_beforehand(which=2, within=1.0)
+    model.a_connection_breaks(one=0, other=1, lose=True)
+    model.settle()

@@ -37,6 +37,24 @@ def test_a_survivor_left_behind_in_the_former_generation_is_recovered(entered_fi
     assert [member.worker for member in recovery.members] == ["a", "c"]
 
 
+@pytest.mark.parametrize("entered_first", [True, False], ids=["the others' news first", "its own news first"])
+def test_who_was_to_leave_and_is_left_behind_is_told_so(entered_first: bool) -> None:
+    job, first = first_job()
+    job.call(http_api.DrainCall(("b",)))
+    job.decide()
+    planned = job.state.proposed
+    assert planned is not None
+
+    # b has not got all of the step in which all agreed on the change.
+    news = [("ic", m.Entered(planned, 10, False)), ("ib", m.Broken(first.generation, 9, "peer closed"))]
+    for incarnation, message in news if entered_first else reversed(news):
+        job.hear(incarnation, message)
+        job.decide()
+    told = [message.reason for i, message in job.take_outbox() if i == "ib" and isinstance(message, m.Refuse)]
+    assert told == [f"declared lost: the job went on in generation {planned.generation} without this process"]
+    assert job.state.running == planned
+
+
 def test_a_recovery_is_not_broken_because_not_all_have_entered_it_yet() -> None:
     job, first = first_job()
     for incarnation in ("ia", "ic"):

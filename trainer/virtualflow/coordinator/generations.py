@@ -87,7 +87,7 @@ def learn(state: JobState, plan: m.Plan, now: float) -> None:
         # It could not complete the step after which the others entered: only a recovery calls it away.
         state.broken.setdefault(plan.generation, now)
     if plan.members:
-        _declare_those_left_behind_lost(state)
+        declare_those_left_behind_lost(state)
     state.note_news()
 
 
@@ -145,14 +145,16 @@ def confirm_end(state: JobState, incarnation: str) -> None:
         state.note_news()
 
 
-def _declare_those_left_behind_lost(state: JobState) -> None:
+def declare_those_left_behind_lost(state: JobState) -> None:
     """What is said to whoever comes later holds for those who came before: the job went on without them.
 
-    An earlier coordinator declared them lost and they have not heard of it; their state may be of another training.
+    An earlier coordinator declared them lost and they have not heard of it; their state may be of another training. Or
+    they were to leave, and lack the step after which the others went on: nobody calls them any more.
     """
     running = state.running_generation
     for incarnation, worker in list(state.roster.workers.items()):
         behind = worker.entered is not None and worker.entered < running
-        awaited = worker.draining or worker.through or any(plan.includes(incarnation) for plan in state.newest)
+        leaves = worker.draining and not worker.stranded
+        awaited = leaves or worker.through or any(plan.includes(incarnation) for plan in state.newest)
         if behind and not awaited:
             declare_lost(state, incarnation, f"the job went on in generation {running} without this process")

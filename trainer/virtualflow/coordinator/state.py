@@ -131,7 +131,7 @@ class JobState:
         if self.others is None:
             return None
         workers, contacts = self.roster.workers, self.roster.contacts
-        here = {(x.name, contacts[i].address) for i, x in workers.items() if x.connected and x.present}
+        here = {(x.name, contacts[i].address) for i, x in workers.items() if x.connected and x.gone is None}
         here |= {(name, "") for name, _ in here}
         return frozenset(x.worker for x in self.others if (x.worker, x.address) not in here)
 

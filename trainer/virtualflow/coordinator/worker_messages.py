@@ -12,7 +12,13 @@ from typing import get_args
 from msgspec import structs
 
 from virtualflow.coordinator.admission import fault_in_plan
-from virtualflow.coordinator.generations import confirm_end, declare_lost, learn, mark_draining
+from virtualflow.coordinator.generations import (
+    confirm_end,
+    declare_lost,
+    declare_those_left_behind_lost,
+    learn,
+    mark_draining,
+)
 from virtualflow.coordinator.hangs import describe, least_delay
 from virtualflow.coordinator.settings import KNOWN_GENERATIONS
 from virtualflow.coordinator.snapshot import Worker
@@ -181,6 +187,8 @@ def _broke(state: JobState, worker: Worker, generation: m.Generation, step: int,
         return
     if generation == worker.entered:
         state.roster.update(worker.incarnation, stranded=True)
+        if running is not None:
+            declare_those_left_behind_lost(state)
         if running is not None and running.mode == "planned" and running.includes(worker.incarnation):
             generation = max(generation, state.running_generation)
     if generation < state.running_generation or generation in state.broken:
