@@ -25,8 +25,8 @@ from virtualflow.protocol.http_client import CoordinatorClient
 from virtualflow.protocol.settings import SignalSettings
 from virtualflow_operator.constants import COORDINATOR_PORT
 
-STEPS = 2400
-PAUSE = 0.25
+STEPS = 1200
+PAUSE = 0.5
 """Seconds that each step takes longer: the training lasts until all has happened, and leaves the processors alone."""
 
 

@@ -78,6 +78,7 @@ async def kill_at_every_write(
     raise AssertionError("it never comes to an end")
 
 
+@pytest.mark.nightly
 def test_an_operator_killed_at_any_write_of_a_jobs_creation_leaves_work_that_another_ends(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         writes = await kill_at_every_write(stage, stage.apply, stage.trains)

@@ -117,7 +117,8 @@ def work(job: ElasticJob, script: Path, name: str, **environment: str) -> subpro
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this CPU has no vectors to do without"
 )
-@pytest.mark.parametrize("reproducibility", ["Bitwise", pytest.param("Statistical", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("reproducibility", ["Bitwise", "Statistical"])
 def test_machines_that_compute_other_bits_share_only_a_statistical_job(tmp_path: Path, reproducibility: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

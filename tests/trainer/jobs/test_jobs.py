@@ -67,6 +67,7 @@ def test_interpreters_of_their_own_give_the_same_bits(workers: int, undisturbed:
     check_audit(finished, DIGITS, 8)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_comes_much_later_than_others_does_not_stop_a_schedule(tmp_path: Path) -> None:
     """The first one's change is ready while the job is held for both, and the second one's waits for it."""
     finished = run_job(

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -57,6 +57,7 @@ RANGES = {
     "unaligned": [range(3), range(3, 8)],
     "one and the rest": [range(1), range(1, 8)],
 }
+BY_DAY = {("gathered whole", "alone"), ("in buckets", "unaligned")}
 
 
 @dataclass
@@ -172,9 +173,9 @@ def reference(script: Callable[[Body], None]) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "ranges", ["alone", "unaligned", *(nightly(name) for name in RANGES if name not in ("alone", "unaligned"))]
+    ("how", "ranges"),
+    [pair if pair in BY_DAY else nightly(*pair, id=f"{pair[0]}-{pair[1]}") for pair in product(HOT, RANGES)],
 )
-@pytest.mark.parametrize("how", HOT)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_the_bits_and_what_a_script_sees_are_those_of_waiting(
     script: Callable[[Body], None], how: str, ranges: str, hot: list[int]

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
+from tiers import nightly
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.launcher.status_text import describe_change
 from virtualflow.protocol.settings import ENV_WORKER
@@ -179,8 +180,17 @@ def train(victim: str = "", number: int = 0, how: str = "", checkpoints: Path | 
     return trained(run, model, optimizer, dict(run.metrics))
 
 
-@pytest.mark.parametrize("how", ["killed", "broke"])
-@pytest.mark.parametrize("victim", ["worker-0", "worker-1", "worker-2"], ids=["first donor", "other donor", "joiner"])
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        pytest.param("worker-0", "killed", id="first donor, killed"),
+        pytest.param("worker-1", "broke", id="other donor, broke"),
+        pytest.param("worker-2", "killed", id="joiner, killed"),
+        nightly("worker-0", "broke", id="first donor, broke"),
+        nightly("worker-1", "killed", id="other donor, killed"),
+        nightly("worker-2", "broke", id="joiner, broke"),
+    ],
+)
 def test_a_state_is_whole_whoever_is_lost_while_it_is_on_its_way(
     victim: str, how: str, start_job: Callable[..., ElasticJob]
 ) -> None:

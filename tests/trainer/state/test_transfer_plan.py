@@ -12,6 +12,7 @@ from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, trained
 from injected import inject
 
 import virtualflow as vf
+from tiers import nightly
 from virtualflow.errors import ConfigurationError, Evicted
 from virtualflow.protocol.lineage import Claim
 from virtualflow.protocol.messages import NO_GENERATION, Generation
@@ -44,9 +45,11 @@ def train(victim: str = "", number: int = 0, how: str = "") -> Trained:
 COLLECTIVES = pytest.mark.parametrize(
     ("exchange", "numbers"),
     [
-        pytest.param("late", range(2, 19, 2), id="late", marks=pytest.mark.nightly),
-        pytest.param("early", range(3, 28, 3), id="early"),
-        pytest.param("behind", range(4, 28, 6), id="behind"),
+        pytest.param("early", range(6, 28, 9), id="early"),
+        pytest.param("behind", range(4, 28, 18), id="behind"),
+        nightly("late", range(2, 19, 2), id="late"),
+        nightly("early", range(3, 28, 3), id="early, more"),
+        nightly("behind", range(4, 28, 6), id="behind, more"),
     ],
 )
 """Which of a worker's collectives fails; exchanges that begin during the backward pass take more of them."""

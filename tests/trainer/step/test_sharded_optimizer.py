@@ -140,8 +140,8 @@ def test_shares_make_the_bits_of_a_whole(
 COLLECTIVES = pytest.mark.parametrize(
     ("exchange", "numbers"),
     [
-        pytest.param("late", range(12, 36, 20), id="late"),
-        pytest.param("early", range(10, 54, 21), id="early"),
+        pytest.param("late", range(12, 13), id="late"),
+        pytest.param("early", range(10, 54, 42), id="early"),
         pytest.param("behind", range(26, 27), id="behind"),
         nightly("late", range(2, 36, 5), id="late, more"),
         nightly("early", range(3, 54, 7), id="early, more"),
@@ -174,13 +174,11 @@ def test_a_worker_is_killed_at_any_collective(
 Change = Callable[[ElasticJob], object]
 
 CHANGES: list[Any] = [
-    pytest.param(1, [lambda job: job.join(1), lambda job: job.join(2)], id="grows from one to two to four"),
+    nightly(1, [lambda job: job.join(1), lambda job: job.join(2)], id="grows from one to two to four"),
     pytest.param(4, [lambda job: job.drain("worker-1"), lambda job: job.join(1)], id="one leaves and another comes"),
     pytest.param(4, [lambda job: job.drain("worker-1", "worker-2")], id="both owners of a parameter leave at once"),
-    pytest.param(4, [lambda job: job.drain("worker-0", "worker-1", "worker-3")], id="all but one leave"),
-    pytest.param(
-        3, [lambda job: job.kill("worker-2"), lambda job: job.kill("worker-0")], id="one is lost after another"
-    ),
+    nightly(4, [lambda job: job.drain("worker-0", "worker-1", "worker-3")], id="all but one leave"),
+    nightly(3, [lambda job: job.kill("worker-2"), lambda job: job.kill("worker-0")], id="one is lost after another"),
     pytest.param(2, [lambda job: job.kill("worker-0"), lambda job: job.join(2)], id="a lone worker gets company again"),
 ]
 
@@ -205,8 +203,8 @@ DOMINANT = 500
 @pytest.mark.parametrize(
     ("workers", "clip", "exchange", "make", "changes"),
     [
-        pytest.param(4, 0.5, "early", "AdamW", [], id="clipped by norm"),
-        pytest.param(4, None, "late", "Lion", [lambda job: job.kill("worker-3")], id="a script's own optimizer"),
+        nightly(4, 0.5, "early", "AdamW", [], id="clipped by norm"),
+        nightly(4, None, "late", "Lion", [lambda job: job.kill("worker-3")], id="a script's own optimizer"),
         pytest.param(
             2, None, "late", "blocks", [lambda job: job.join(2), lambda job: job.kill("worker-0")], id="one with blocks"
         ),
@@ -286,7 +284,7 @@ def count_memory() -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [nightly(2), 4])
 def test_a_worker_keeps_its_share_twice_whatever_the_largest_parameter_is(
     workers: int, start_job: Callable[..., ElasticJob]
 ) -> None:
@@ -321,11 +319,11 @@ def fail_at_the_hand_over(victim: str, when: str) -> Trained:
     ("victim", "when"),
     [
         ("worker-0", "killed before"),
-        ("worker-1", "killed after"),
-        ("worker-0", "broke after"),
+        ("worker-1", "broke after"),
+        nightly("worker-1", "killed after"),
+        nightly("worker-0", "broke after"),
         nightly("worker-1", "killed before"),
         nightly("worker-0", "killed after"),
-        nightly("worker-1", "broke after"),
     ],
 )
 def test_one_more_may_be_lost_where_others_leave(victim: str, when: str, start_job: Callable[..., ElasticJob]) -> None:

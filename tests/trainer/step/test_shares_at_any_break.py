@@ -254,8 +254,8 @@ def reference(make: str, clip: float | None) -> tuple[Any, str]:
 KINDS = pytest.mark.parametrize(
     ("make", "clip", "victims"),
     [
-        ("blocks", None, 1),
         ("AdamW", 0.5, 1),
+        nightly("blocks", None, 1),
         *(nightly(make, clip, 4) for make in ("AdamW", "blocks") for clip in (None, 0.5)),
     ],
 )

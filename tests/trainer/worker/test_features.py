@@ -42,11 +42,18 @@ CHANGES_GRADIENTS = {"gradients_clipped_in_each_virtual_node", "a_second_backwar
 """Those whose code changes gradients after ``backward``, so that none of them may set out before."""
 
 CASES: dict[str, Callable[[], Case]] = {}
+BY_NIGHT: set[str] = set()
+"""Those of which another case has the essence."""
 
 
 def case(build: Callable[[], Case]) -> Callable[[], Case]:
     CASES[build.__name__] = build
     return build
+
+
+def nightly_case(build: Callable[[], Case]) -> Callable[[], Case]:
+    BY_NIGHT.add(build.__name__)
+    return case(build)
 
 
 def squares(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -63,13 +70,13 @@ def mlp(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 7), *more, nn.Tanh(), nn.Linear(7, 3))
 
 
-@case
+@nightly_case
 def clipping_by_norm() -> Case:
     model = mlp()
     return Case(model, torch.optim.AdamW(model.parameters(), 0.05), squares, {"clip_grad_norm": 0.05})
 
 
-@case
+@nightly_case
 def clipping_by_value() -> Case:
     model = mlp()
     return Case(model, torch.optim.SGD(model.parameters(), 0.5), squares, {"clip_grad_value": 0.003})
@@ -79,7 +86,7 @@ def clip_here(step: Any, model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.02)
 
 
-@case
+@nightly_case
 def gradients_clipped_in_each_virtual_node() -> Case:
     model = mlp()
     return Case(model, torch.optim.SGD(model.parameters(), 0.5), squares, inside=clip_here)
@@ -108,7 +115,7 @@ def gradients_that_are_replaced_in_some_steps() -> Case:
     return Case(model, torch.optim.SGD(model.parameters(), 0.5), squares, inside=replace)
 
 
-@case
+@nightly_case
 def norms_of_gradients_that_are_logged_in_some_steps() -> Case:
     """The first time they may be gone already: that attempt is repeated, and what it has logged is forgotten."""
 
@@ -121,7 +128,7 @@ def norms_of_gradients_that_are_logged_in_some_steps() -> Case:
     return Case(model, optimizer, squares, inside=log, after=lambda step, model: step.metrics.get("norm"))
 
 
-@case
+@nightly_case
 def gradients_set_by_hand_without_backward() -> Case:
     def by_hand(step: Any, model: nn.Module) -> None:
         model.by_hand.grad = torch.full((3,), 0.01 * step.number)  # type: ignore[union-attr]
@@ -141,7 +148,7 @@ def channels_last_convolutions_with_clipping() -> Case:
     )
 
 
-@case
+@nightly_case
 def parameter_groups() -> Case:
     model = mlp()
     groups = [
@@ -151,7 +158,7 @@ def parameter_groups() -> Case:
     return Case(model, torch.optim.SGD(groups, 0.01, momentum=0.9, nesterov=False), squares)
 
 
-@case
+@nightly_case
 def frozen_parameters() -> Case:
     model = mlp(nn.Linear(7, 7))
     model[1].requires_grad_(False)
@@ -217,14 +224,14 @@ def a_grad_scaler_with_an_overflow() -> Case:
     return made
 
 
-@case
+@nightly_case
 def a_scheduler_each_step() -> Case:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     return Case(model, optimizer, squares, {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, STEPS)})
 
 
-@case
+@nightly_case
 def a_scheduler_each_epoch() -> Case:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -232,7 +239,7 @@ def a_scheduler_each_epoch() -> Case:
     return Case(model, optimizer, squares, options)
 
 
-@case
+@nightly_case
 def a_scheduler_by_hand() -> Case:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -337,7 +344,7 @@ def parameters_of_several_types() -> Case:
     return Case(model, torch.optim.AdamW(model.parameters(), 0.05), squares, {"clip_grad_norm": 0.1})
 
 
-@case
+@nightly_case
 def double_precision() -> Case:
     model = mlp().double()
     return Case(
@@ -364,7 +371,7 @@ class Signs(nn.Module):
         return out + x[:, :3] * self.b * -0.0 if x[0, 0] > 0.5 else out
 
 
-@case
+@nightly_case
 def zeros_keep_the_sign_that_the_rule_gives_them() -> Case:
     model = Signs()
     made = Case(model, torch.optim.SGD(model.parameters(), 0.1), squares)
@@ -413,7 +420,7 @@ def train(name: str, virtual_nodes: int, victim: str = "") -> Trained:
 
 
 @pytest.mark.parametrize("exchange", [nightly("late"), "early"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [nightly(name) if name in BY_NIGHT else name for name in CASES])
 def test_a_training_of_any_make_gives_the_same_bits(
     name: str, exchange: str, start_job: Callable[..., ElasticJob]
 ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tiers import nightly
 from virtualflow.state import content_hash
 from virtualflow.verify import Trace, describe_shortly, first_difference, read_trace
 
@@ -47,12 +48,12 @@ def test_a_sound_script_has_the_same_trace_again_also_when_a_step_is_repeated(tr
     ("habit", "found"),
     [
         pytest.param("counter", "step 3, virtual node 0: gradient of first.weight", id="a counter in forward"),
-        pytest.param("generator", "step 3, virtual node 0: gradient of first.weight", id="its own generator"),
-        pytest.param("recurrent", "step 3, virtual node 0: gradient of first.weight", id="a hidden state"),
-        pytest.param("criterion", "step 3, virtual node 0: gradient of first.weight", id="a criterion with a state"),
+        nightly("generator", "step 3, virtual node 0: gradient of first.weight", id="its own generator"),
+        nightly("recurrent", "step 3, virtual node 0: gradient of first.weight", id="a hidden state"),
+        nightly("criterion", "step 3, virtual node 0: gradient of first.weight", id="a criterion with a state"),
         pytest.param("counting dataset", "step 3, virtual node 0: the data of its samples", id="a counting dataset"),
         pytest.param("running metric", "step 3, virtual node 0: metric loss", id="a running metric"),
-        pytest.param("draws", "step 3, virtual node 0: the random numbers drawn", id="more random numbers each time"),
+        nightly("draws", "step 3, virtual node 0: the random numbers drawn", id="more random numbers each time"),
     ],
 )
 def test_what_outlives_a_virtual_node_shows_when_a_step_is_repeated(trace_of, habit: str, found: str) -> None:  # type: ignore[no-untyped-def]

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from coordinator_server import RIGHT, TOKEN, hello, told
 
+from tiers import nightly
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_api import ScaleCall
 from virtualflow.protocol.http_client import CoordinatorClient
@@ -123,7 +124,9 @@ async def serves(url: str) -> None:
         assert isinstance(await told(stream), m.Welcome)
 
 
-@pytest.mark.parametrize("descriptors", [None, 256], ids=["as many descriptors as it may have", "256 descriptors"])
+@pytest.mark.parametrize(
+    "descriptors", [nightly(None, id="as many descriptors as it may have"), pytest.param(256, id="256 descriptors")]
+)
 def test_thousands_of_half_open_requests_keep_nobody_out(tmp_path: Path, descriptors: int | None) -> None:
     with many_descriptors() as limit, serving(tmp_path, descriptors) as coordinator:
         count = min(MOST, limit - RESERVE)
