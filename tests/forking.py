@@ -22,6 +22,7 @@ FORKING.set_forkserver_preload(
         "virtualflow.worker.evaluation",
         "safetensors.torch",
         "pytest",
+        "hypothesis.stateful",
         "elastic_jobs",
         "virtualflow_operator.controllers.main",
         "kopf",

@@ -45,6 +45,8 @@ from virtualflow.state import codec, digests, join_optimizers
 TOKEN = "a-token-for-tests"
 PATIENCE = 60.0
 """Seconds until a wait fails; far more than anything takes."""
+PAUSE = 0.01
+"""Seconds between two looks, which take a third of that: the workers need the processors."""
 
 # The coordinators here replace nobody, so there is nobody to wait for; and what a busy machine does to the speed of
 # workers must not add changes to those that a test makes, nor divide one among workers that start at different speeds.
@@ -273,7 +275,7 @@ class ElasticJob:
             if status.phase == "failed" or time.monotonic() > deadline:
                 logs = "\n".join(f"--- {w.name}\n{w.log.read_text()}" for w in self.workers.values())
                 raise AssertionError(f"in vain waited for: {what}\n{status}\n{logs}")
-            time.sleep(0.003)
+            time.sleep(PAUSE)
 
     # --- what a test does to a job ------------------------------------------------------------------------------------
 
@@ -363,7 +365,7 @@ class ElasticJob:
         deadline = time.monotonic() + PATIENCE
         found: dict[str, Outcome] = {}
         for name, worker in self.workers.items():
-            while worker.process.exitcode is None and not worker.pipe.poll(0.02):
+            while worker.process.exitcode is None and not worker.pipe.poll(5 * PAUSE):
                 self.status()
                 self._note_children()
                 assert time.monotonic() < deadline, f"{name} does not end:\n{worker.log.read_text()}\n{self.status()}"

@@ -369,7 +369,8 @@ class Session:
 
     def _told_to_leave(self) -> Leave | None:
         if self.link.refused is not None:
-            return Evicted(self.link.refused)
+            # Whoever is to leave, and hears that the job has gone on without it, has nothing more to hand over.
+            return Drained(self.link.refused) if self.draining else Evicted(self.link.refused)
         if self.link.ended is not None:
             return (JobFailed if self.link.ended.failed else JobEnded)(self.link.ended.reason)
         return None
@@ -412,7 +413,7 @@ class Session:
     def _on_over(self) -> None:
         """This process is not to go on (link's thread): see that it ends even if the training thread hangs."""
         leave = self._told_to_leave()
-        if isinstance(leave, Evicted | JobFailed):
+        if isinstance(leave, Evicted | JobFailed | Drained):
             threading.Thread(target=self._see_to_end, args=(leave,), name="virtualflow-end", daemon=True).start()
 
     def _see_to_end(self, leave: Leave) -> None:
