@@ -75,16 +75,14 @@ def _fits(status: JobStatus, told: Status) -> Aspect | None:
 
 
 def _offloads(status: JobStatus, told: Status) -> Aspect | None:
-    report = told.memory
+    report, known = told.memory, status.condition("FitsWithOffload") is not None
+    if told.does_not_fit:
+        return ("FitsWithOffload", "False", reasons.NO_PLAN_FITS, "No plan fits.") if known else None
     if report is not None and report.offloading:
         others = f" and {counted(report.offloading - 1, 'other')}" if report.offloading > 1 else ""
         message = f"Activations are swapped or recomputed by {report.worker}{others}: {report.plan}."
         return ("FitsWithOffload", "True", reasons.ACTIVATIONS_OFFLOADED, message)
-    if status.condition("FitsWithOffload") is None:
-        return None
-    if told.does_not_fit:
-        return ("FitsWithOffload", "False", reasons.NO_PLAN_FITS, "No plan fits.")
-    if report is None or report.planned < report.budgets:
+    if not known or report is None or report.planned < report.budgets:
         return None
     return ("FitsWithOffload", "False", reasons.ACTIVATIONS_KEPT, "All workers keep all activations.")
 
