@@ -118,9 +118,9 @@ def find_problems(spec: JobSpec) -> list[str]:
             "verify compares bits, which are not equal if reproducibility is Statistical; remove one of them."
         )
     for index, group in enumerate(spec.worker_groups):
-        problems += _template_problems(group.template, f"workerGroups[{index}].template", _WorkerTemplate)
         if group.memory is not None:
             problems += _memory_problems(group.memory, f"workerGroups[{index}].memory")
+        problems += _template_problems(group.template, f"workerGroups[{index}].template", _WorkerTemplate)
     place = "coordinator.template"
     problems += _template_problems(spec.coordinator.template, place, _CoordinatorTemplate)
     problems += _program_problems(spec.coordinator.template, place)

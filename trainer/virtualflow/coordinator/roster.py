@@ -35,7 +35,7 @@ class Contact:
     asked_for_stacks: bool = False
     """Since it has made no progress."""
     memory: m.MemoryPlan | None = None
-    """``None``: it has no budget of memory."""
+    """``None``: it has no budget of memory to plan within."""
     told_end: bool = False
     """It knows that the job is over."""
 

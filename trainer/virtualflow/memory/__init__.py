@@ -25,6 +25,7 @@ from virtualflow.memory.model import (
 )
 from virtualflow.memory.planner import DoesNotFit, Planner, plan
 from virtualflow.memory.sizes import format_bytes, parse_bytes
+from virtualflow.protocol.settings import Placement
 
 __all__ = [
     "Action",
@@ -36,6 +37,7 @@ __all__ = [
     "Division",
     "DoesNotFit",
     "Fit",
+    "Placement",
     "Plan",
     "Planner",
     "Point",

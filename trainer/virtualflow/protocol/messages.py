@@ -219,7 +219,7 @@ class Hello(Base, frozen=True, tag="hello"):
     failing: bool = False
     """It has failed before it could take part, and before its self-test: it comes only to say why."""
     memory: MemoryPlan | None = None
-    """``None``: it has no budget of memory, and keeps all activations."""
+    """``None``: it has no budget of memory to plan within."""
 
 
 class Doing(Base, frozen=True, tag=False):
@@ -385,7 +385,8 @@ class Note(Base, frozen=True, tag="note"):
     """One of ``NoteKind``, or of those of a newer version."""
     text: Sentence
     memory: MemoryPlan | None = None
-    """The plan that this is about, which was just made: ``Hello`` tells it to coordinators to come."""
+    """The plan that this is about, which was just made. It is no event then, but for a coordinator that does not know
+    this field. ``Hello`` tells it to coordinators to come."""
 
 
 class Checkpointed(Base, frozen=True, tag="checkpointed"):

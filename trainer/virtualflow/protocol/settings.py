@@ -123,9 +123,6 @@ OnNonFinite = Literal["Continue", "Stop"]
 
 ON_NON_FINITE: dict[str, OnNonFinite] = {"Continue": "Continue", "Stop": "Stop"}
 
-HEARTBEAT_LIMIT = 5.0
-"""A worker that was silent for this long is lost."""
-
 ActivationsChoice = Literal["auto", "keep", "recompute", "swap"]
 """What becomes of the activations of a model's blocks under a budget of memory."""
 
@@ -137,6 +134,9 @@ Placement = Literal["device", "host"]
 """Where the optimizer steps, and has its state."""
 
 PLACEMENTS: dict[str, Placement] = {"Device": "device", "Host": "host"}
+
+HEARTBEAT_LIMIT = 5.0
+"""A worker that was silent for this long is lost."""
 
 DRAIN_GRACE = 30.0
 """The deadline of a drain that names none: what Kubernetes gives a pod."""

@@ -24,7 +24,7 @@ class MemberState:
     pace: float | None = None
     """Seconds per virtual node by a profile of this device."""
     memory: m.MemoryPlan | None = None
-    """What becomes of activations; ``None``: this worker has no budget of memory."""
+    """What becomes of activations; ``None``: this worker has no budget of memory to plan within."""
     total_steps: int | None = None
     running: bool = False
     """Whether the job ran already when this worker was connected."""

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory import Budget, parse_bytes
-from virtualflow.protocol.settings import ActivationsChoice, Placement
+from virtualflow.memory import Budget, Placement, parse_bytes
+from virtualflow.protocol.settings import ActivationsChoice
 
 Order = Literal["node-major", "layer-major"]
 
