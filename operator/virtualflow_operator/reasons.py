@@ -39,6 +39,11 @@ METRICS_FINITE = "MetricsFinite"
 # CheckpointFailed
 CHECKPOINT_NOT_WRITTEN = "CheckpointNotWritten"
 CHECKPOINT_WRITTEN = "CheckpointWritten"
+# DoesNotFit, FitsWithOffload
+NO_PLAN_FITS = "NoPlanFits"
+PLANS_FIT = "PlansFit"
+ACTIVATIONS_OFFLOADED = "ActivationsOffloaded"
+ACTIVATIONS_KEPT = "ActivationsKept"
 # Complete, Failed
 COMPLETE = "Complete"
 NOT_FINISHED = "NotFinished"

@@ -70,6 +70,7 @@ def test_a_changed_template_rolls_through_the_workers_without_a_repeated_step(st
     job.wait_training(2, STARTS)
     before = {pod["metadata"]["uid"] for pod in job.workers()}
     container(manifest)["env"] = [{"name": "ROLLED", "value": "1"}]
+    manifest["spec"]["workerGroups"][0]["memory"] = {"device": "1Gi", "activations": "Recompute"}
     job.create(manifest)
 
     def rolled() -> Object | None:
@@ -85,6 +86,8 @@ def test_a_changed_template_rolls_through_the_workers_without_a_repeated_step(st
     status = until("all workers are of the new template, and have made a step", rolled, 2 * STARTS)
     assert status.get("repeatedSteps", 0) == 0
     assert job.wait_training(2, STARTS).get("repeatedSteps", 0) == 0
+    until("a worker tells of its plan", lambda: job.condition("FitsWithOffload").get("status") == "True", 60)
+    assert "every block: recompute" in job.condition("FitsWithOffload")["message"]
 
 
 def test_a_crash_in_the_users_code_fails_the_job_with_the_last_lines_of_the_traceback(start: Start) -> None:
@@ -248,9 +251,9 @@ def test_a_failed_over_operator_does_no_work_twice(installed: Installed, start: 
     assert {"WorkersCreated", "Complete"} <= kinds.keys()
 
 
-@pytest.mark.parametrize("field", ["virtualNodes", "reproducibility"])
+@pytest.mark.parametrize("field", ["virtualNodes", "reproducibility", "optimizerPlacement"])
 def test_what_the_result_depends_on_cannot_be_changed(start: Start, field: str) -> None:
     job = start(digits("fixed", steps=3000, pause=0.05))
-    other: dict[str, object] = {"virtualNodes": 16, "reproducibility": "Statistical"}
+    other: dict[str, object] = {"virtualNodes": 16, "reproducibility": "Statistical", "optimizerPlacement": "Host"}
     with pytest.raises(AssertionError, match="cannot be changed"):
         job.patch({field: other[field]})

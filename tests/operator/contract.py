@@ -238,6 +238,15 @@ async def cluster_of(where: str) -> AsyncIterator[Cluster]:
 
 def on_both(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a test with a cluster on the fake API server and one on the real one."""
+    return _on(test, "fake", "real")
+
+
+def on_the_real(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test of what the fake API server does not do with a cluster on the real one."""
+    return _on(test, "real")
+
+
+def _on(test: Callable[..., Awaitable[None]], *places: str) -> Callable[..., None]:
 
     async def within(where: str, others: dict[str, Any]) -> None:
         async with asyncio.timeout(LIMIT), cluster_of(where) as cluster:
@@ -252,4 +261,4 @@ def on_both(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     asked = [parameter for name, parameter in inspect.signature(test).parameters.items() if name != "cluster"]
     where = inspect.Parameter("where", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     run.__signature__ = inspect.Signature([where, *asked])  # type: ignore[attr-defined]
-    return pytest.mark.parametrize("where", ["fake", "real"])(run)
+    return pytest.mark.parametrize("where", places)(run)

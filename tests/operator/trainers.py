@@ -50,6 +50,7 @@ class Trainer:
         self.training, self.name, self.incarnation, self.address = training, name, incarnation, address
         self.plan: m.Plan | None = None
         self.newest: m.Plan | None = None
+        self.memory: m.MemoryPlan | None = None
         self.draining = False
         self.leaving = False
         self.hung = False
@@ -118,6 +119,7 @@ class Trainer:
             total_steps=None,
             done=False,
             changes=(),
+            memory=self.memory,
         )
 
     async def _run(self) -> None:

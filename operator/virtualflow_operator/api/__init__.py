@@ -1,6 +1,6 @@
 """The resources as the operator reads and writes them, and what their schema cannot say: pure, and open to all."""
 
-from virtualflow_operator.api.job_spec import JobSpec, Object, WorkerGroup, without_nulls
+from virtualflow_operator.api.job_spec import JobSpec, Object, WorkerGroup, WorkerMemory, without_nulls
 from virtualflow_operator.api.job_status import (
     Allocation,
     Condition,
@@ -79,6 +79,7 @@ __all__ = [
     "Standing",
     "Truth",
     "WorkerGroup",
+    "WorkerMemory",
     "find_problems",
     "format_time",
     "merge_patch",

@@ -22,6 +22,8 @@ from virtualflow.protocol.settings import (
 )
 
 Reproducibility = Literal["Bitwise", "Statistical"]
+Activations = Literal["Auto", "Keep", "Recompute", "Swap"]
+OptimizerPlacement = Literal["Device", "Host"]
 Ground = Literal["Any", "OnDemand"]
 """Where ``minReplicas`` workers are to run."""
 Object = dict[str, Any]
@@ -32,6 +34,14 @@ class Base(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """Common ground: immutable, camelCase outside, unknown fields ignored (a newer schema may have more)."""
 
 
+class WorkerMemory(Base, frozen=True):
+    """How much memory a worker may use, as quantities."""
+
+    device: str
+    host: str | None = None
+    activations: Activations | None = None
+
+
 class WorkerGroup(Base, frozen=True):
     """Workers made from one pod template; groups stand in order of preference."""
 
@@ -40,6 +50,7 @@ class WorkerGroup(Base, frozen=True):
     max_replicas: int | None = None
     device_type: str | None = None
     profile: str | None = None
+    memory: WorkerMemory | None = None
 
 
 class CoordinatorSpec(Base, frozen=True):
@@ -87,6 +98,8 @@ class JobSpec(Base, frozen=True):
     worker_groups: Annotated[tuple[WorkerGroup, ...], msgspec.Meta(min_length=1)]
     virtual_nodes: int = VIRTUAL_NODES
     reproducibility: Reproducibility = "Bitwise"
+    optimizer_placement: OptimizerPlacement | None = None
+    """Fixed; ``None``: the script says."""
     replicas: int = WORKERS
     min_replicas: int = 1
     max_replicas: int | None = None

@@ -17,6 +17,8 @@ ConditionType = Literal[
     "Degraded",
     "NonFinite",
     "CheckpointFailed",
+    "DoesNotFit",
+    "FitsWithOffload",
     "Suspended",
     "Allocated",
     "Complete",

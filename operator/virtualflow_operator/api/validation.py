@@ -12,10 +12,14 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from virtualflow.protocol.settings import (
+    ENV_ACTIVATIONS,
     ENV_ADDRESS,
     ENV_CHECKPOINT_DIR,
     ENV_COORDINATOR,
+    ENV_DEVICE_MEMORY,
+    ENV_HOST_MEMORY,
     ENV_ON_NON_FINITE,
+    ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_TERMINATION_LOG,
@@ -24,7 +28,8 @@ from virtualflow.protocol.settings import (
     ENV_VIRTUAL_NODES,
     ENV_WORKER,
 )
-from virtualflow_operator.api.job_spec import JobSpec, Object, without_nulls
+from virtualflow_operator.api.job_spec import JobSpec, Object, WorkerMemory, without_nulls
+from virtualflow_operator.api.quantities import parse_quantity
 from virtualflow_operator.constants import CHECKPOINT_VOLUME
 
 OPERATOR_VARIABLES: Final = (
@@ -39,6 +44,10 @@ OPERATOR_VARIABLES: Final = (
     ENV_PROFILE,
     ENV_ON_NON_FINITE,
     ENV_VERIFY,
+    ENV_DEVICE_MEMORY.removesuffix("_MEMORY"),
+    ENV_HOST_MEMORY.removesuffix("_MEMORY"),
+    ENV_ACTIVATIONS.removesuffix("ATIONS"),
+    ENV_OPTIMIZER_PLACEMENT.removesuffix("IZER_PLACEMENT"),
 )
 """Environment variables whose names begin like this are the operator's to set; a rule of the schema says the same."""
 
@@ -109,6 +118,8 @@ def find_problems(spec: JobSpec) -> list[str]:
             "verify compares bits, which are not equal if reproducibility is Statistical; remove one of them."
         )
     for index, group in enumerate(spec.worker_groups):
+        if group.memory is not None:
+            problems += _memory_problems(group.memory, f"workerGroups[{index}].memory")
         problems += _template_problems(group.template, f"workerGroups[{index}].template", _WorkerTemplate)
     place = "coordinator.template"
     problems += _template_problems(spec.coordinator.template, place, _CoordinatorTemplate)
@@ -116,6 +127,12 @@ def find_problems(spec: JobSpec) -> list[str]:
     if spec.checkpoint is not None and (problem := _too_large(spec.checkpoint.volume, "checkpoint.volume")) is not None:
         problems.append(problem)
     return problems
+
+
+def _memory_problems(memory: WorkerMemory, place: str) -> Iterator[str]:
+    for key, size in (("device", memory.device), ("host", memory.host)):
+        if size is not None and (parse_quantity(size) or 0) < 1:
+            yield f"{place}.{key} is {size!r}, which is no size of memory; write one like 24Gi."
 
 
 def _template_problems(

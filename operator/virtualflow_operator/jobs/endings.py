@@ -14,10 +14,12 @@ from virtualflow_operator.api import JobStatus, parse_time
 from virtualflow_operator.jobs import event_messages, phases
 from virtualflow_operator.jobs.actions import DeleteJob
 from virtualflow_operator.jobs.backoff import count_crash, count_failed_attempt, count_refusal
+from virtualflow_operator.jobs.conditions import amend
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.job_status_builder import build_status
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.scene import Facts
+from virtualflow_operator.jobs.training_health import training_health
 
 
 def completed(facts: Facts, draft: Draft) -> JobStatus | None:
@@ -72,7 +74,9 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
     draft.events.append(event_messages.attempt_failed(attempt, message))
     draft.amend(attempt=attempt, coordinator=None, start_ticket=None)
     draft.wake(facts.now + 0.01)
-    return phases.back_off(build_status(facts.without_link(), draft.status), facts.job, facts.now)
+    status = build_status(facts.without_link(), draft.status)
+    status = amend(status, facts.job, facts.now, *training_health(draft.status, remote))
+    return phases.back_off(status, facts.job, facts.now)
 
 
 def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:

@@ -10,7 +10,7 @@ from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, JobStatus
 from virtualflow_operator.jobs.actions import EventMessage
 
-_AMISS: tuple[ConditionType, ...] = ("NonFinite", "CheckpointFailed")
+_AMISS: tuple[ConditionType, ...] = ("NonFinite", "CheckpointFailed", "DoesNotFit")
 """Conditions that are bad news as they become true."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from virtualflow.protocol.settings import (
     DRAIN_GRACE,
+    ENV_ACTIVATIONS,
     ENV_ADDRESS,
     ENV_CHECKPOINT_DIR,
     ENV_CHECKPOINT_KEEP,
@@ -21,9 +22,12 @@ from virtualflow.protocol.settings import (
     ENV_CHECKPOINT_STEPS,
     ENV_CONFIRMED_START,
     ENV_COORDINATOR,
+    ENV_DEVICE_MEMORY,
     ENV_HANG_SECONDS,
     ENV_HASH_SEED,
+    ENV_HOST_MEMORY,
     ENV_ON_NON_FINITE,
+    ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_TERMINATION_LOG,
@@ -33,7 +37,15 @@ from virtualflow.protocol.settings import (
     ENV_WORKER,
     HASH_SEED,
 )
-from virtualflow_operator.api import OF_THE_COORDINATOR, Job, Object, WorkerGroup, without_nulls
+from virtualflow_operator.api import (
+    OF_THE_COORDINATOR,
+    Job,
+    Object,
+    WorkerGroup,
+    WorkerMemory,
+    parse_quantity,
+    without_nulls,
+)
 from virtualflow_operator.constants import (
     ANNOTATION_CONTAINER,
     ANNOTATION_TEMPLATE,
@@ -150,6 +162,10 @@ def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings:
     }
     if group.profile is not None:
         values[ENV_PROFILE] = group.profile
+    if group.memory is not None:
+        values |= _memory(group.memory)
+    if spec.optimizer_placement is not None:
+        values[ENV_OPTIMIZER_PLACEMENT] = spec.optimizer_placement
     if spec.verify is not None:
         values[ENV_VERIFY] = str(spec.verify.sample)
     if spec.checkpoint is not None:
@@ -167,6 +183,12 @@ def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings:
         {"name": ENV_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         *({"name": name, "value": value} for name, value in values.items()),
     ]
+
+
+def _memory(memory: WorkerMemory) -> dict[str, str]:
+    sizes = {ENV_DEVICE_MEMORY: memory.device, ENV_HOST_MEMORY: memory.host}
+    told = {name: str(int(parse_quantity(size) or 0)) for name, size in sizes.items() if size is not None}
+    return told if memory.activations is None else told | {ENV_ACTIVATIONS: memory.activations}
 
 
 def _token_variable(job: Job, settings: OperatorSettings) -> Object:

@@ -26,6 +26,8 @@ def template_hash(job: Job, group: WorkerGroup) -> str:
         made_from["onNonFinite"] = job.spec.on_non_finite
     if job.spec.checkpoint is not None and job.spec.checkpoint.memory:
         made_from["checkpointMemory"] = True
+    if group.memory is not None:
+        made_from["memory"] = [group.memory.device, group.memory.host, group.memory.activations]
     return hash_of(made_from)
 
 

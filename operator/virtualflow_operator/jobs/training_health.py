@@ -8,6 +8,7 @@ from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.messages import CheckpointState, NonFinite
 from virtualflow.protocol.metrics import Metric, show_metric
 from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, JobStatus
 from virtualflow_operator.jobs.conditions import Aspect
@@ -32,7 +33,12 @@ def training_health(status: JobStatus, told: Status | TerminationMessage | None)
     finite = _finite(told.metrics, told.non_finite) if told is not None else None
     checkpoint = told.checkpoint if isinstance(told, Status) else None
     saved = _saved(status, checkpoint) if checkpoint is not None else None
-    aspects = (finite or _former(status, "NonFinite"), saved or _former(status, "CheckpointFailed"))
+    aspects = (
+        finite or _former(status, "NonFinite"),
+        saved or _former(status, "CheckpointFailed"),
+        (_fits(status, told) if isinstance(told, Status) else None) or _former(status, "DoesNotFit"),
+        (_offloads(status, told) if isinstance(told, Status) else None) or _former(status, "FitsWithOffload"),
+    )
     return [aspect for aspect in aspects if aspect is not None]
 
 
@@ -56,6 +62,29 @@ def _saved(status: JobStatus, checkpoint: CheckpointState) -> Aspect | None:
         return None
     message = f"The checkpoint of step {checkpoint.step} is complete."
     return ("CheckpointFailed", "False", reasons.CHECKPOINT_WRITTEN, message)
+
+
+def _fits(status: JobStatus, told: Status) -> Aspect | None:
+    if told.does_not_fit:
+        why = told.error or ""
+        return ("DoesNotFit", "True", reasons.NO_PLAN_FITS, f"{why[:1].upper()}{why[1:]}.")
+    report = told.memory
+    if status.condition("DoesNotFit") is None or report is None or report.planned < report.budgets:
+        return None
+    return ("DoesNotFit", "False", reasons.PLANS_FIT, "All workers fit into the memory that they may use.")
+
+
+def _offloads(status: JobStatus, told: Status) -> Aspect | None:
+    report, known = told.memory, status.condition("FitsWithOffload") is not None
+    if told.does_not_fit:
+        return ("FitsWithOffload", "False", reasons.NO_PLAN_FITS, "No plan fits.") if known else None
+    if report is not None and report.offloading:
+        others = f" and {counted(report.offloading - 1, 'other')}" if report.offloading > 1 else ""
+        message = f"Activations are swapped or recomputed by {report.worker}{others}: {report.plan}."
+        return ("FitsWithOffload", "True", reasons.ACTIVATIONS_OFFLOADED, message)
+    if not known or report is None or report.planned < report.budgets:
+        return None
+    return ("FitsWithOffload", "False", reasons.ACTIVATIONS_KEPT, "All workers keep all activations.")
 
 
 def _former(status: JobStatus, kind: ConditionType) -> Aspect | None:

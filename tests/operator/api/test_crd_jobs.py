@@ -32,6 +32,11 @@ VALID = {
     "a job that stops growing": {"elasticity": {"minEfficiency": 60, "minReplicasOn": "OnDemand"}},
     "workers that check one another": {"verify": {"sample": 0.01}},
     "workers that check one another in each step": {"verify": {"sample": 1}},
+    "a group with a budget of memory": {"workerGroups": [template()[0] | {"memory": {"device": "24Gi"}}]},
+    "a group with all of one": {
+        "workerGroups": [template()[0] | {"memory": {"device": "1.5G", "host": "96Gi", "activations": "Swap"}}]
+    },
+    "an optimizer on the host": {"optimizerPlacement": "Host"},
     "resources of the coordinator": {"coordinator": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},
 }
 
@@ -92,6 +97,22 @@ INVALID = {
         {"workerGroups": [template()[0] | {"profile": "../secrets"}]},
         "spec.workerGroups[0].profile",
     ),
+    **{
+        f"memory of {size!r}": (
+            {"workerGroups": [template()[0] | {"memory": {"device": size}}]},
+            "spec.workerGroups[0].memory.device",
+        )
+        for size in ("", "0", "0Gi", "-1Gi", "24GB", "24gi", "24Ei", "24m", "much", "1.Gi", 24)
+    },
+    "memory of the host alone": (
+        {"workerGroups": [template()[0] | {"memory": {"host": "96Gi"}}]},
+        "spec.workerGroups[0].memory",
+    ),
+    "activations in lower case": (
+        {"workerGroups": [template()[0] | {"memory": {"device": "24Gi", "activations": "swap"}}]},
+        "spec.workerGroups[0].memory.activations",
+    ),
+    "an optimizer elsewhere": ({"optimizerPlacement": "Disk"}, "spec.optimizerPlacement"),
     "a template without containers": (
         {"workerGroups": [{"name": "workers", "template": {"spec": {"containers": []}}}]},
         "spec.workerGroups[0].template.spec.containers",

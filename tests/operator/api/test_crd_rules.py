@@ -137,6 +137,7 @@ FIXED = {
     "virtualNodes": "virtualNodes cannot be changed, because the result depends on it; create a new job.",
     "reproducibility": "reproducibility cannot be changed, because the result depends on it; create a new job.",
     "managedBy": "managedBy cannot be changed; create a new job for the other controller.",
+    "optimizerPlacement": ("optimizerPlacement cannot be changed, because the result depends on it; create a new job."),
     "verify": "verify cannot be changed, because all workers must check the same; create a new job.",
 }
 CHANGES: dict[str, tuple[Spec, Spec, list[str]]] = {
@@ -145,6 +146,20 @@ CHANGES: dict[str, tuple[Spec, Spec, list[str]]] = {
     "the template": ({}, {"workerGroups": [group(pod={"nodeSelector": {"a": "b"}})]}, []),
     "all worker groups": ({}, {"workerGroups": [group("others")]}, []),
     "suspend": ({}, {"suspend": True}, []),
+    "memory given": ({}, {"workerGroups": [group(memory={"device": "24Gi"})]}, []),
+    "other memory": (
+        {"workerGroups": [group(memory={"device": "24Gi"})]},
+        {"workerGroups": [group(memory={"device": "16Gi", "activations": "Swap"})]},
+        [],
+    ),
+    "the same place of the optimizer": ({"optimizerPlacement": "Host"}, {"optimizerPlacement": "Host"}, []),
+    "another place of the optimizer": (
+        {"optimizerPlacement": "Host"},
+        {"optimizerPlacement": "Device"},
+        ["optimizerPlacement"],
+    ),
+    "a place of the optimizer given": ({}, {"optimizerPlacement": "Device"}, ["optimizerPlacement"]),
+    "a place of the optimizer taken away": ({"optimizerPlacement": "Host"}, {}, ["optimizerPlacement"]),
     "the default written out": ({}, {"virtualNodes": 8, "reproducibility": "Bitwise"}, []),
     "more virtual nodes": ({"virtualNodes": 8}, {"virtualNodes": 16}, ["virtualNodes"]),
     "virtual nodes back to the default": ({"virtualNodes": 4}, {}, ["virtualNodes"]),

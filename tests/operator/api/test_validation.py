@@ -70,6 +70,17 @@ BEYOND: dict[str, tuple[Any, str]] = {
     "a checkpoint without a volume": ({"checkpoint": {}}, UNREAD),
     "a coordinator in words": ({"coordinator": "small"}, UNREAD),
     "a coordinator's template in words": ({"coordinator": {"template": "small"}}, UNREAD),
+    "memory of no size": (
+        {"workerGroups": [group(memory={"device": "much"})]},
+        "workerGroups[0].memory.device is 'much', which is no size of memory",
+    ),
+    "memory of nothing": (
+        {"workerGroups": [group(), group("b", memory={"device": "1Gi", "host": "0Gi"})]},
+        "workerGroups[1].memory.host is '0Gi', which is no size of memory",
+    ),
+    "memory in words": ({"workerGroups": [group(memory="24Gi")]}, UNREAD),
+    "memory of the host alone": ({"workerGroups": [group(memory={"host": "96Gi"})]}, UNREAD),
+    "an optimizer elsewhere": ({"optimizerPlacement": "Disk"}, UNREAD),
     "a template without a pod": ({"workerGroups": [{"name": "a", "template": {}}]}, f"{TEMPLATE} cannot"),
     "metadata in words": (template(metadata="labels"), f"{TEMPLATE} cannot"),
     "a label that is a number": (template(metadata={"labels": {"a": 1}}), f"{TEMPLATE} cannot"),

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from fake_api import Fault
-from stage import NAMESPACE, Stage, play, running
+from stage import NAMESPACE, Stage, job, play, running
 
 from virtualflow.protocol import http_api
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import ENV_DEVICE_MEMORY
 from virtualflow_operator.constants import WORKER
 from virtualflow_operator.k8s.resources import JOBS, PODS
 
@@ -129,6 +131,54 @@ def test_a_changed_template_rolls_without_a_repeated_step(tmp_path: Path) -> Non
         await stage.until(rolled)
         assert stage.most[WORKER, "digits"] == 3, "one more than wanted"
         assert stage.status("digits").get("repeatedSteps", 0) == 0
+
+    play(tmp_path, story)
+
+
+def test_changed_memory_rolls_without_a_repeated_step(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        group = job("digits")["spec"]["workerGroups"][0]
+        stage.change("digits", workerGroups=[group | {"memory": {"device": "24Gi", "activations": "Swap"}}])
+
+        def rolled() -> bool:
+            pods = [pod["spec"]["containers"][0] for pod in stage.pods("digits", WORKER) if running(pod)]
+            told = {entry["value"] for pod in pods for entry in pod["env"] if entry["name"] == ENV_DEVICE_MEMORY}
+            return told == {str(24 << 30)} and stage.trains("digits")
+
+        await stage.until(rolled)
+        assert stage.status("digits").get("repeatedSteps", 0) == 0
+
+    play(tmp_path, story)
+
+
+def test_conditions_tell_whether_the_job_fits(tmp_path: Path) -> None:
+    plan = m.MemoryPlan(9, 0, 5, "of 14 blocks 9 stay, 0 are swapped and 5 recomputed")
+    too_small = (
+        "the model does not fit into 1.00 MiB of the device's memory: the smallest budget that works is 2.00 MiB"
+    )
+
+    async def story(stage: Stage) -> None:
+        stage.start()
+        stage.apply("digits", backoffLimit=0)
+        await stage.until(lambda: stage.trains("digits"))
+        assert stage.condition("digits", "FitsWithOffload") == stage.condition("digits", "DoesNotFit") == {}
+        one, other = stage.kubelet.trainers.values()
+        one.memory = plan
+        one.say(m.Note("info", plan.reason, plan))
+        await stage.until(lambda: stage.condition("digits", "FitsWithOffload").get("status") == "True")
+        assert plan.reason in stage.condition("digits", "FitsWithOffload")["message"]
+        other.say(m.Failed(0, too_small, "", does_not_fit=True))
+        await stage.until(lambda: stage.status("digits").get("phase") == "Failed")
+        told = {kind: stage.condition("digits", kind) for kind in ("DoesNotFit", "FitsWithOffload")}
+        assert {kind: condition["status"] for kind, condition in told.items()} == {
+            "DoesNotFit": "True",
+            "FitsWithOffload": "False",
+        }
+        assert told["DoesNotFit"]["message"] == f"T{too_small[1:]}."
+        await stage.until(lambda: any("NoPlanFits" in event for event in stage.events("digits")))
 
     play(tmp_path, story)
 

@@ -18,8 +18,12 @@ from scenes import SETTINGS, body, container, group
 from tiers import examples
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import (
+    ENV_ACTIVATIONS,
     ENV_ADDRESS,
+    ENV_DEVICE_MEMORY,
     ENV_HASH_SEED,
+    ENV_HOST_MEMORY,
+    ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
     ENV_TOKEN,
     ENV_WORKER,
@@ -257,6 +261,51 @@ def test_a_job_that_is_to_stop_at_nan_says_so_to_its_workers_old_and_new() -> No
 def test_workers_are_told_how_often_they_check_one_another() -> None:
     assert "VIRTUALFLOW_VERIFY" not in environment(worker_of(job_of()))
     assert environment(worker_of(job_of(verify={"sample": 0.01})))["VIRTUALFLOW_VERIFY"]["value"] == "0.01"
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("memory", "told"),
+    [
+        pytest.param({}, {}, id="nobody says"),
+        pytest.param({"device": "24Gi"}, {ENV_DEVICE_MEMORY: str(24 * GIB)}, id="the device"),
+        pytest.param(
+            {"device": "1.5G", "host": "96Gi", "activations": "Recompute"},
+            {ENV_DEVICE_MEMORY: "1500000000", ENV_HOST_MEMORY: str(96 * GIB), ENV_ACTIVATIONS: "Recompute"},
+            id="all of it",
+        ),
+    ],
+)
+def test_workers_are_told_how_much_memory_their_group_may_use(memory: Spec, told: dict[str, str]) -> None:
+    groups = [group(**({"memory": memory} if memory else {})), group("others")]
+    job = job_of(workerGroups=groups)
+    names = {ENV_DEVICE_MEMORY, ENV_HOST_MEMORY, ENV_ACTIVATIONS}
+    found = [
+        {name: entry["value"] for name, entry in environment(pod).items() if name in names}
+        for pod in (manifests.worker_pod(job, of, 0, "10.0.0.1", SETTINGS) for of in job.spec.worker_groups)
+    ]
+    assert found == [told, {}]
+
+
+def test_a_worker_reads_the_memory_and_the_place_of_the_optimizer_that_the_operator_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = {"device": "24Gi", "host": "96Gi", "activations": "Swap"}
+    job = job_of(workerGroups=[group(memory=memory)], optimizerPlacement="Host")
+    for name, entry in environment(worker_of(job)).items():
+        monkeypatch.setenv(name, entry.get("value", "x"))
+    read = WorkerEnvironment.read()
+    found = (read.device_memory, read.host_memory, read.activations, read.optimizer)
+    assert found == (24 * GIB, 96 * GIB, "swap", "host")
+
+
+@pytest.mark.parametrize("place", ["Device", "Host"])
+def test_workers_are_told_where_the_optimizer_steps(place: str) -> None:
+    assert ENV_OPTIMIZER_PLACEMENT not in environment(worker_of(job_of()))
+    told = environment(worker_of(job_of(optimizerPlacement=place)))
+    assert told[ENV_OPTIMIZER_PLACEMENT]["value"] == place
 
 
 def test_a_limit_of_hangs_is_told_to_the_coordinator_old_and_new_in_its_environment() -> None:

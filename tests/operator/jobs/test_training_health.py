@@ -23,6 +23,7 @@ from scenes import (
     training,
 )
 
+from virtualflow.protocol.http_api import MemoryReport
 from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.messages import CheckpointState, NonFinite
 from virtualflow.protocol.metrics import Metric
@@ -30,6 +31,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import format_time
 from virtualflow_operator.controllers.job_controller import sample
+from virtualflow_operator.jobs.actions import Plan
 
 FOUND = NonFinite("loss", "NaN", 41)
 
@@ -225,3 +227,98 @@ def test_a_suspension_whose_checkpoint_fails_is_not_held_up_and_says_so() -> Non
     plan = left(stage).decide(NOW + 2)
     assert reason_of(plan, "CheckpointFailed")[0] == "True"
     assert "it resumes from that of step 20" in message_of(plan, "Suspended")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+PLAN = "of 14 blocks 9 stay, 0 are swapped and 5 recomputed"
+TOO_SMALL = "the model does not fit into 10.0 KiB of the device's memory: the smallest budget that works is 38.6 KiB"
+SWAPS = MemoryReport(2, 2, 2, "digits-workers-0", PLAN)
+MEASURES = MemoryReport(1, 0, 0)
+KEEPS = MemoryReport(1, 1, 0)
+
+
+def memory_of(plan: Plan) -> dict[str, tuple[str, str]]:
+    """What a plan says of memory: status and reason of the two conditions that there are."""
+    return {
+        condition.type: (condition.status, condition.reason)
+        for condition in plan.status.conditions
+        if condition.type in ("DoesNotFit", "FitsWithOffload")
+    }
+
+
+OFFLOADS = {"FitsWithOffload": ("True", reasons.ACTIVATIONS_OFFLOADED)}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        pytest.param(None, None, {}, id="nobody says anything"),
+        pytest.param(None, MemoryReport(0, 0, 0), {}, id="nobody has a budget"),
+        pytest.param(None, MEASURES, {}, id="blocks are measured"),
+        pytest.param(None, KEEPS, {}, id="all is kept"),
+        pytest.param(None, SWAPS, OFFLOADS, id="activations are swapped"),
+        pytest.param(None, MemoryReport(3, 1, 1, "digits-workers-0", PLAN), OFFLOADS, id="one of three has a plan"),
+        pytest.param(SWAPS, None, OFFLOADS, id="a new coordinator does not know yet"),
+        pytest.param(SWAPS, MEASURES, OFFLOADS, id="its successor measures"),
+        pytest.param(SWAPS, KEEPS, {"FitsWithOffload": ("False", reasons.ACTIVATIONS_KEPT)}, id="its successor keeps"),
+        pytest.param(
+            SWAPS,
+            MemoryReport(0, 0, 0),
+            {"FitsWithOffload": ("False", reasons.ACTIVATIONS_KEPT)},
+            id="the budget is taken away",
+        ),
+    ],
+)
+def test_a_job_says_whether_it_fits_with_offload(
+    before: MemoryReport | None, now: MemoryReport | None, found: dict[str, tuple[str, str]]
+) -> None:
+    stage = tells(training(), memory=before).settle()
+    assert memory_of(tells(stage, memory=now).decide()) == found
+
+
+@pytest.mark.parametrize(
+    ("offloading", "who"),
+    [(1, "digits-workers-0"), (2, "digits-workers-0 and 1 other"), (4, "digits-workers-0 and 3 others")],
+)
+def test_the_plan_that_offloads_is_told_in_words(offloading: int, who: str) -> None:
+    report = MemoryReport(4, 4, offloading, "digits-workers-0", PLAN)
+    told = message_of(tells(training(), memory=report).decide(), "FitsWithOffload")
+    assert told == f"Activations are swapped or recomputed by {who}: {PLAN}."
+
+
+def test_a_job_that_does_not_fit_says_what_would_until_it_does() -> None:
+    stage = tells(training(backoffLimit=5), memory=SWAPS).settle()
+    stage.link = link(remote("failed", error=TOO_SMALL, does_not_fit=True, memory=SWAPS))
+    plan = stage.decide()
+    assert plan.status.phase == "BackOff"
+    no_plan = {kind: (status, reasons.NO_PLAN_FITS) for kind, status in
+               (("DoesNotFit", "True"), ("FitsWithOffload", "False"))}  # fmt: skip
+    assert memory_of(plan) == no_plan
+    assert message_of(plan, "DoesNotFit") == f"T{TOO_SMALL[1:]}."
+    assert (reasons.NO_PLAN_FITS, True) in [(event.reason, event.warning) for event in plan.events]
+    stage.write(plan)
+
+    fresh = training(attempt=1, backoffLimit=5)
+    for report, found in (
+        (None, no_plan),
+        (MEASURES, no_plan),
+        (KEEPS, {"DoesNotFit": ("False", reasons.PLANS_FIT), "FitsWithOffload": ("False", reasons.ACTIVATIONS_KEPT)}),
+    ):
+        fresh.raw["status"]["conditions"] = stage.raw["status"]["conditions"]
+        assert memory_of(tells(fresh, memory=report).decide()) == found
+
+
+def test_a_job_that_never_fits_has_failed_and_says_what_would() -> None:
+    stage = training(backoffLimit=0)
+    stage.link = link(remote("failed", error=TOO_SMALL, does_not_fit=True))
+    plan = stage.decide()
+    assert plan.status.phase == "Failed"
+    assert memory_of(plan) == {"DoesNotFit": ("True", reasons.NO_PLAN_FITS)}
+    assert TOO_SMALL in message_of(plan, "Failed")
+
+
+def test_a_failure_of_another_kind_says_nothing_of_memory() -> None:
+    stage = training(backoffLimit=0)
+    stage.link = link(remote("failed", error="ValueError: odd batch"))
+    assert memory_of(stage.decide()) == {}

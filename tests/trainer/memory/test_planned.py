@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,22 +122,35 @@ def test_sizes_are_those_of_storages_each_once() -> None:
 
 
 SAID = vf.Memory("4GiB", "8GiB", "recompute", ["a"])
+THERE = vf.Memory(optimizer="host")
 
 
 @pytest.mark.parametrize(
-    ("said", "device", "host", "found"),
+    ("said", "told", "found"),
     [
-        pytest.param(None, None, None, None, id="nobody says"),
-        pytest.param(SAID, None, None, SAID, id="the script"),
-        pytest.param(None, 5, None, vf.Memory(5), id="the environment"),
-        pytest.param(SAID, 5, None, vf.Memory(5, "8GiB", "recompute", ["a"]), id="the device alone"),
-        pytest.param(SAID, 5, 6, vf.Memory(5, 6, "recompute", ["a"]), id="both"),
+        pytest.param(None, (None, None), None, id="nobody says"),
+        pytest.param(SAID, (None, None), SAID, id="the script"),
+        pytest.param(None, (5, None), vf.Memory(5), id="the environment"),
+        pytest.param(SAID, (5, None), vf.Memory(5, "8GiB", "recompute", ["a"]), id="the device alone"),
+        pytest.param(SAID, (5, 6), vf.Memory(5, 6, "recompute", ["a"]), id="both"),
+        pytest.param(SAID, (5, None, "swap"), vf.Memory(5, "8GiB", "swap", ["a"]), id="other activations"),
+        pytest.param(None, (None, None, None, "host"), THERE, id="the optimizer on the host"),
+        pytest.param(None, (None, None, None, "device"), None, id="the optimizer where it is"),
+        pytest.param(THERE, (None, None, None, "device"), None, id="the optimizer back on the device"),
+        pytest.param(THERE, (None, None), THERE, id="the optimizer where the script has it"),
+        pytest.param(THERE, (5, None), vf.Memory(5, optimizer="host"), id="a size beside the script's optimizer"),
+        pytest.param(
+            SAID,
+            (None, None, None, "host"),
+            replace(SAID, optimizer="host"),
+            id="the optimizer beside a size",
+        ),
     ],
 )
 def test_whoever_runs_a_script_may_allow_other_memory(
-    said: vf.Memory | None, device: int | None, host: int | None, found: vf.Memory | None
+    said: vf.Memory | None, told: tuple[Any, ...], found: vf.Memory | None
 ) -> None:
-    assert limit(said, device, host) == found
+    assert limit(said, *told) == found
 
 
 def test_the_same_bits_and_nothing_left_behind_on_the_model() -> None:

@@ -25,6 +25,7 @@ import virtualflow as vf
 from tiers import nightly
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.memory import Block, Profile
+from virtualflow.protocol.settings import ENV_OPTIMIZER_PLACEMENT
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state import digests
 from virtualflow.state.settings import TransferSettings
@@ -238,21 +239,38 @@ def test_copies_are_what_the_model_of_memory_predicts(clip: float | None, memory
 # --- one place for a job's life ---------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_the_other_place_is_refused(tmp_path: Path, memory: CountedMemory) -> None:
-    def train(steps: int, **more: Any) -> Any:
-        model = mlp()
-        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-        with start(model, optimizer, checkpoint=tmp_path, steps=steps, **more) as run:
-            loop(run, model)
-        return trained(run, model, optimizer)
+def train(checkpoints: Path, steps: int, place: vf.Memory | None = None) -> Any:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    with start(model, optimizer, checkpoint=checkpoints, steps=steps, memory=place) as run:
+        loop(run, model)
+    return trained(run, model, optimizer)
 
-    train(2, memory=ON_HOST)
-    with pytest.raises(VirtualFlowError, match=r"the optimizer is on the .* here and on the .* there"):
-        train(4)
-    resumed = train(4, memory=ON_HOST)
+
+OTHER_PLACE = r"the optimizer is on the .* here and on the .* there"
+
+
+def test_a_checkpoint_of_the_other_place_is_refused(tmp_path: Path, memory: CountedMemory) -> None:
+    train(tmp_path, 2, ON_HOST)
+    with pytest.raises(VirtualFlowError, match=OTHER_PLACE):
+        train(tmp_path, 4)
+    resumed = train(tmp_path, 4, ON_HOST)
     for path in tmp_path.iterdir():
         path.rename(path.with_name(f"former-{path.name}"))
-    assert train(4, memory=ON_HOST) == resumed
+    assert train(tmp_path, 4, ON_HOST) == resumed
+
+
+def test_the_place_that_the_job_names_goes_before_the_scripts(
+    tmp_path: Path, memory: CountedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, 2, ON_HOST)
+    monkeypatch.setenv(ENV_OPTIMIZER_PLACEMENT, "Device")
+    with pytest.raises(VirtualFlowError, match=OTHER_PLACE):
+        train(tmp_path, 4, ON_HOST)
+    monkeypatch.setenv(ENV_OPTIMIZER_PLACEMENT, "Host")
+    moved = memory.moved
+    train(tmp_path, 4)
+    assert memory.moved > moved
 
 
 def test_members_with_different_places_end_with_a_sentence() -> None:

@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from tiers import nightly
-from virtualflow.protocol.settings import ENV_WORKER
+from virtualflow.protocol.http_api import MemoryReport
+from virtualflow.protocol.settings import ENV_ACTIVATIONS, ENV_DEVICE_MEMORY, ENV_OPTIMIZER_PLACEMENT, ENV_WORKER
 
 MEMORY: dict[str, dict[str, Any]] = {
     "worker-0": {"device": "1GiB", "activations": "swap"},
@@ -65,6 +66,7 @@ def test_four_workers_with_four_plans_come_to_the_bits_of_none(
     assert "every block: keep" in logs["worker-3"]
     for name in ("worker-2", "worker-4"):
         assert re.search(r"the 5 modules in blocks; to keep everything takes .* [1-4] stay", logs[name])
+    assert job.status().memory == MemoryReport(4, 4, 3, "worker-0", "every block: swap")
 
 
 @pytest.mark.parametrize(
@@ -74,3 +76,33 @@ def test_four_workers_with_four_plans_come_to_the_bits_of_none(
 def test_a_budget_that_is_too_small_is_said_with_what_would_do(activations: str, sentence: str) -> None:
     with pytest.raises(vf.ConfigurationError, match=sentence):
         train(vf.Memory("10KiB", activations=activations))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("budget", "activations", "report"),
+    [
+        pytest.param("1000000000", "Swap", MemoryReport(1, 1, 1, "worker-0", "every block: swap"), id="swapped"),
+        pytest.param("1000000000", "Auto", MemoryReport(1, 1, 0), id="kept"),
+    ],
+)
+def test_a_job_tells_of_the_plan_that_its_environment_asks_for(
+    budget: str, activations: str, report: MemoryReport, start_job: Callable[..., ElasticJob]
+) -> None:
+    environment = {ENV_DEVICE_MEMORY: budget, ENV_ACTIVATIONS: activations}
+    job = start_job(train, None, workers=1, environment=environment)
+    job.results()
+    assert job.status().memory == report
+
+
+def test_a_job_that_does_not_fit_fails_with_what_would(start_job: Callable[..., ElasticJob]) -> None:
+    job = start_job(train, None, workers=1, environment={ENV_DEVICE_MEMORY: "10240"})
+    job.finish()
+    status = job.status()
+    assert (status.phase, status.does_not_fit) == ("failed", True)
+    assert re.match(r"the model does not fit into 10.0 KiB .*: the smallest budget that works is", status.error or "")
+
+
+def test_an_optimizer_of_the_device_does_not_go_with_layer_major_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_OPTIMIZER_PLACEMENT, "Device")
+    with pytest.raises(vf.ConfigurationError, match="in layer-major order the optimizer steps on the host"):
+        train(vf.Memory("1GiB", order="layer-major"))

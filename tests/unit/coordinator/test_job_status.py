@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 from coordinator_server import hello
-from simulated import done, generation, running_world
+from simulated import World, done, generation, running_world
 
 from virtualflow.coordinator.admission import admit
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_view import describe
+from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_VIRTUAL_NODES, MAX_WORKERS
@@ -200,3 +201,63 @@ def test_the_brief_status_of_the_largest_job_is_below_a_megabyte() -> None:
     assigned = 10 * MAX_WORKERS  # what their ranges of virtual nodes would add
     assert len(m.encode(brief)) + assigned < (1 << 20) - 65_536
     assert msgspec.json.decode(m.encode(brief), type=Status) == brief
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+SWAPS = m.MemoryPlan(kept=9, swapped=5, reason="5 are swapped")
+KEEPS = m.MemoryPlan(kept=14, reason="everything fits")
+MEASURES = m.MemoryPlan()
+
+
+def with_plans(*plans: m.MemoryPlan | None) -> World:
+    """A job of a worker with each of these: it has no budget, or a plan, or none yet."""
+    world = running_world(len(plans))
+    for number, plan in enumerate(plans):
+        worker = world.workers[f"worker-{number}.{number}"]
+        world.admit(msgspec.structs.replace(worker.hello(world.now), memory=plan))
+    return world
+
+
+@pytest.mark.parametrize(
+    ("plans", "report"),
+    [
+        pytest.param((None, None), http_api.MemoryReport(0, 0, 0), id="nobody has a budget"),
+        pytest.param((MEASURES, None), http_api.MemoryReport(1, 0, 0), id="one has, and no plan yet"),
+        pytest.param((KEEPS, MEASURES), http_api.MemoryReport(2, 1, 0), id="one keeps all"),
+        pytest.param(
+            (KEEPS, SWAPS, SWAPS, None), http_api.MemoryReport(3, 3, 2, "worker-1", "5 are swapped"), id="two swap"
+        ),
+    ],
+)
+def test_the_status_tells_what_becomes_of_activations(
+    plans: tuple[m.MemoryPlan | None, ...], report: http_api.MemoryReport
+) -> None:
+    assert with_plans(*plans).status(brief=True).memory == report
+
+
+def test_a_plan_that_was_just_made_is_news_and_no_event() -> None:
+    world = with_plans(MEASURES, None)
+    news, events = world.state.news, world.status().events
+    world.hear("worker-0.0", m.Note("info", "5 are swapped", SWAPS))
+    assert world.status().memory == http_api.MemoryReport(1, 1, 1, "worker-0", "5 are swapped")
+    assert (world.state.news, world.status().events) == (news + 1, events)
+
+
+def test_what_becomes_of_activations_is_not_known_before_all_members_have_come() -> None:
+    world = running_world(2)
+    plan = world.state.running
+    world.start_coordinator()
+    assert world.status().memory is None
+    first = world.workers["worker-0.0"]
+    assert world.admit(msgspec.structs.replace(first.hello(world.now), memory=SWAPS)) is None
+    assert (world.state.running, world.status().memory) == (plan, None)
+
+
+def test_a_worker_into_whose_memory_nothing_fits_says_so() -> None:
+    world = running_world(2)
+    assert not world.status().does_not_fit
+    world.hear("worker-1.1", m.Failed(0, "use more virtual nodes", "", does_not_fit=True))
+    world.hear("worker-0.0", m.Failed(0, "it has failed elsewhere", ""))
+    status = world.status()
+    assert (status.phase, status.error, status.does_not_fit) == ("failed", "use more virtual nodes", True)

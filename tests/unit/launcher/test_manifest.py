@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from virtualflow.launcher.manifest import JobManifest, expand, load_manifest, lo
 from virtualflow.launcher.options import RunOptions, resolve
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.protocol.settings import (
+    ENV_ACTIVATIONS,
     ENV_CHECKPOINT_KEEP,
     ENV_CHECKPOINT_MEMORY,
     ENV_CHECKPOINT_SECONDS,
     ENV_CHECKPOINT_STEPS,
+    ENV_DEVICE_MEMORY,
+    ENV_HOST_MEMORY,
     ENV_ON_NON_FINITE,
+    ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_VERIFY,
@@ -192,6 +197,58 @@ def test_another_share_to_verify_is_refused(share: object, tmp_path: Path) -> No
 def test_another_word_for_what_to_do_about_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"spec\.onNonFinite must be Continue or Stop, not 'stop'"):
         _resolve(_manifest(tmp_path, onNonFinite="stop"))
+
+
+def _with_memory(tmp_path: Path, memory: object, **spec: object) -> Path:
+    document = _document()
+    _container(document).update(command=[sys.executable], args=["-c", "pass"])
+    groups = document["spec"]["workerGroups"]
+    return _manifest(tmp_path, workerGroups=[groups[0] | {"memory": memory}], **spec)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "told"),
+    [
+        pytest.param(None, [], (None, None, None), id="nobody says"),
+        pytest.param({"device": "24Gi"}, [], (24 * GIB, None, None), id="the device"),
+        pytest.param({"device": "24G", "host": "96Gi"}, [], (24 * 10**9, 96 * GIB, None), id="the host, too"),
+        pytest.param({"device": "1Gi", "activations": "Swap"}, [], (GIB, None, "Swap"), id="activations"),
+        pytest.param(
+            {"device": "24Gi", "host": "96Gi"}, ["--device-memory", "2GiB"], (2 * GIB, 96 * GIB, None), id="an option"
+        ),
+        pytest.param({"device": "24Gi"}, ["--host-memory", "2GiB"], (24 * GIB, 2 * GIB, None), id="one beside it"),
+    ],
+)
+def test_workers_are_told_how_much_memory_their_group_may_use(
+    memory: object, options: list[str], told: tuple[object, ...], tmp_path: Path
+) -> None:
+    environment = _resolve(_with_memory(tmp_path, memory), *options).environment
+    found = tuple(environment.get(name) for name in (ENV_DEVICE_MEMORY, ENV_HOST_MEMORY, ENV_ACTIVATIONS))
+    assert found == tuple(None if word is None else str(word) for word in told)
+
+
+@pytest.mark.parametrize(
+    ("memory", "sentence"),
+    [
+        pytest.param("24Gi", "memory must be a mapping", id="a size alone"),
+        pytest.param({"host": "96Gi"}, "memory.device is missing", id="the host alone"),
+        pytest.param({"device": 24}, "memory.device must be a size like 24Gi, not 24", id="a number"),
+        pytest.param({"device": "much"}, "'much' is no size of memory", id="no size"),
+        pytest.param({"device": "1Gi", "activations": "swap"}, "Auto or Keep or Recompute or Swap", id="another word"),
+    ],
+)
+def test_memory_that_makes_no_sense_is_refused(memory: object, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        _resolve(_with_memory(tmp_path, memory))
+
+
+@pytest.mark.parametrize("place", [None, "Device", "Host"])
+def test_workers_are_told_where_the_optimizer_steps(place: str | None, tmp_path: Path) -> None:
+    environment = _resolve(_manifest(tmp_path, optimizerPlacement=place)).environment
+    assert environment.get(ENV_OPTIMIZER_PLACEMENT) == place
 
 
 def test_a_profile_is_looked_for_beside_the_manifest(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import pytest
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import (
+    ENV_ACTIVATIONS,
     ENV_CHECKPOINT_MEMORY,
     ENV_CHECKPOINT_SECONDS,
     ENV_DEVICE_MEMORY,
     ENV_HOST_MEMORY,
     ENV_ON_NON_FINITE,
+    ENV_OPTIMIZER_PLACEMENT,
     ENV_REPRODUCIBILITY,
     ENV_VERIFY,
 )
@@ -53,6 +55,40 @@ def test_the_host_s_memory_is_beside_the_device_s(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(ENV_DEVICE_MEMORY, "4000")
     read = WorkerEnvironment.read()
     assert (read.device_memory, read.host_memory) == (4000, 8000)
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [("Auto", "auto"), ("Keep", "keep"), ("Recompute", "recompute"), ("Swap", "swap"), ("", None)],
+)
+def test_a_worker_is_told_what_becomes_of_activations(
+    word: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_DEVICE_MEMORY, "4000")
+    monkeypatch.setenv(ENV_ACTIVATIONS, word)
+    assert WorkerEnvironment.read().activations == found
+
+
+def test_activations_are_treated_within_some_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_ACTIVATIONS, "Swap")
+    with pytest.raises(ConfigurationError, match=f"{ENV_ACTIVATIONS} is set but {ENV_DEVICE_MEMORY} is not"):
+        WorkerEnvironment.read()
+
+
+@pytest.mark.parametrize(("word", "found"), [("Device", "device"), ("Host", "host"), ("", None)])
+def test_a_worker_is_told_where_the_optimizer_steps(
+    word: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_OPTIMIZER_PLACEMENT, word)
+    assert WorkerEnvironment.read().optimizer == found
+
+
+@pytest.mark.parametrize("name", [ENV_ACTIVATIONS, ENV_OPTIMIZER_PLACEMENT])
+def test_a_word_of_memory_that_nobody_knows_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_DEVICE_MEMORY, "4000")
+    monkeypatch.setenv(name, "host")
+    with pytest.raises(ConfigurationError, match=f"{name}='host' must be "):
+        WorkerEnvironment.read()
 
 
 def test_any_time_between_checkpoints_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     worker = _described(state, hello, known, now)
     # Nobody is compared with a machine whose self-test did not come to pass.
     fingerprint = "" if hello.failing else hello.fingerprint
-    state.roster.add(worker, Contact(hello.pid, hello.address, fingerprint, hello.device, hello.self_test))
+    contact = Contact(hello.pid, hello.address, fingerprint, hello.device, hello.self_test, memory=hello.memory)
+    state.roster.add(worker, contact)
     state.trained = state.trained or hello.plan is not None
     for change in hello.changes:
         state.history.merge_change(change, fresh=False)

@@ -43,6 +43,8 @@ class History:
         self.checkpoint: m.CheckpointState | None = None
         self.error: str | None = None
         self.traceback: str | None = None
+        self.does_not_fit = False
+        """Whether ``error`` is that nothing fits into a worker's budget of memory."""
         self._number = 0
 
     def tell(self, kind: http_api.EventKind, text: str, refusal: http_api.Refusal | None = None) -> None:

@@ -34,6 +34,8 @@ class Contact:
     waits_for_release: bool = False
     asked_for_stacks: bool = False
     """Since it has made no progress."""
+    memory: m.MemoryPlan | None = None
+    """``None``: it has no budget of memory to plan within."""
     told_end: bool = False
     """It knows that the job is over."""
 

@@ -69,7 +69,23 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         checkpoint=history.checkpoint,
         memory_copy=job.memory_copy,
         start_ticket=job.ticket,
+        memory=_memory(job),
+        does_not_fit=history.does_not_fit,
     )
+
+
+def _memory(job: JobState) -> http_api.MemoryReport | None:
+    """What becomes of activations, once all members have said so: a new coordinator does not know it of some yet."""
+    members = job.running.members if job.running is not None else ()
+    known = job.roster.workers
+    if not members or not all(x.incarnation in known and known[x.incarnation].known_in_person for x in members):
+        return None
+    plans = [(member.worker, job.roster.contacts[member.incarnation].memory) for member in members]
+    budgets = [(worker, plan) for worker, plan in plans if plan is not None]
+    offloading = [(worker, plan.reason) for worker, plan in budgets if plan.offloads]
+    planned = sum(1 for _, plan in budgets if plan.reason)
+    worker, words = offloading[0] if offloading else ("", "")
+    return http_api.MemoryReport(len(budgets), planned, len(offloading), worker, words)
 
 
 def _worker(job: JobState, incarnation: str, assigned: range, brief: bool) -> http_api.WorkerStatus:

@@ -88,12 +88,15 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
             state.note_non_finite(found)
             _note_odd(state, worker, message.odd)
             if state.phase not in ENDED:
+                state.history.does_not_fit = message.does_not_fit
                 where = f" in step {step}" if step else ""
                 state.fail(error, traceback, event=f"{worker.name} failed{where}: {error}")
         case m.Done():
             _done(state, worker, message)
-        case m.Note(kind, text):
+        case m.Note(kind, text, None):
             state.tell(_NOTES.get(kind, "info"), text)
+        case m.Note(memory=plan):  # its own log has it in words
+            state.roster.contacts[incarnation].memory = plan
         case m.Checkpointed(checkpoint):
             state.history.take_checkpoint(checkpoint)
         case m.Publish():

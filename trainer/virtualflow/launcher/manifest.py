@@ -8,11 +8,20 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.settings import ON_NON_FINITE, REPRODUCIBILITY
+from virtualflow.memory import parse_bytes
+from virtualflow.protocol.settings import (
+    ACTIVATIONS,
+    ENV_ACTIVATIONS,
+    ENV_DEVICE_MEMORY,
+    ENV_HOST_MEMORY,
+    ON_NON_FINITE,
+    PLACEMENTS,
+    REPRODUCIBILITY,
+)
 
 API_GROUP = "virtualflow.dev/"
 KIND = "VirtualFlowJob"
@@ -38,6 +47,9 @@ class JobManifest:
     hang_seconds: int | None = None
     profile: str | None = None
     """Of its first group: the name of a file."""
+    budget: Mapping[str, str] = field(default_factory=dict)
+    """Of its first group: how much memory a worker may use, as its environment says it."""
+    optimizer_placement: str | None = None
     every_steps: int | None = None
     every_seconds: int | None = None
     keep: int | None = None
@@ -122,6 +134,8 @@ def read_manifest(document: object) -> JobManifest:
         verify=_share(verify, "sample", "spec.verify."),
         hang_seconds=_count(elasticity, "hangSeconds", "spec.elasticity."),
         profile=_profile(group),
+        budget=_budget(group),
+        optimizer_placement=_choice(spec, "optimizerPlacement", PLACEMENTS),
         every_steps=_count(checkpoint, "everySteps", "spec.checkpoint."),
         every_seconds=_count(checkpoint, "everySeconds", "spec.checkpoint."),
         keep=_count(checkpoint, "keep", "spec.checkpoint."),
@@ -195,12 +209,30 @@ def _profile(group: Mapping[str, object]) -> str | None:
     return name
 
 
-def _choice(spec: Mapping[str, object], key: str, choices: Collection[str]) -> str | None:
+def _budget(group: Mapping[str, object]) -> dict[str, str]:
+    if group.get("memory") is None:
+        return {}
+    place = "spec.workerGroups[0].memory."
+    memory = _mapping(group, "memory", "spec.workerGroups[0].")
+    if memory.get("device") is None:
+        raise ConfigurationError(f"{place}device is missing; say how much memory of the device a worker may use")
+    budget = {}
+    for key, name in (("device", ENV_DEVICE_MEMORY), ("host", ENV_HOST_MEMORY)):
+        size = memory.get(key)
+        if size is not None:
+            if not isinstance(size, str):
+                raise ConfigurationError(f"{place}{key} must be a size like 24Gi, not {size!r}")
+            budget[name] = str(parse_bytes(size))
+    activations = _choice(memory, "activations", ACTIVATIONS, place)
+    return budget if activations is None else budget | {ENV_ACTIVATIONS: activations}
+
+
+def _choice(spec: Mapping[str, object], key: str, choices: Collection[str], place: str = "spec.") -> str | None:
     wanted = spec.get(key)
     if wanted is None:
         return None
     if not isinstance(wanted, str) or wanted not in choices:
-        raise ConfigurationError(f"spec.{key} must be {' or '.join(choices)}, not {wanted!r}")
+        raise ConfigurationError(f"{place}{key} must be {' or '.join(choices)}, not {wanted!r}")
     return wanted
 
 

@@ -28,6 +28,7 @@ from virtualflow.protocol.settings import (
     ENV_DEVICE_MEMORY,
     ENV_HOST_MEMORY,
     ENV_ON_NON_FINITE,
+    ENV_OPTIMIZER_PLACEMENT,
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_TRACE_DIR,
@@ -84,7 +85,9 @@ def resolve(arguments: Namespace) -> RunOptions:
     verify = arguments.verify if arguments.verify is not None else job.verify
     if verify is not None:
         environment[ENV_VERIFY] = str(verify)
-    environment |= _memory(arguments)
+    environment |= {**job.budget, **_memory(arguments, job)}
+    if job.optimizer_placement is not None:
+        environment[ENV_OPTIMIZER_PLACEMENT] = job.optimizer_placement
     if arguments.profile is not None:
         read_profile(Path(arguments.profile))
         environment[ENV_PROFILE] = str(Path(arguments.profile).absolute())
@@ -149,14 +152,14 @@ def _asked_for(arguments: Namespace) -> tuple[JobManifest, Path]:
     return job, source
 
 
-def _memory(arguments: Namespace) -> dict[str, str]:
-    """What workers are told of the memory that they may use.
+def _memory(arguments: Namespace, job: JobManifest) -> dict[str, str]:
+    """What workers are told of the memory that they may use, where that is not as the manifest says.
 
     Raises:
         ConfigurationError: it is no size, or the host's alone.
     """
     given = {ENV_DEVICE_MEMORY: arguments.device_memory, ENV_HOST_MEMORY: arguments.host_memory}
-    if arguments.host_memory is not None and arguments.device_memory is None:
+    if arguments.host_memory is not None and arguments.device_memory is None and not job.budget:
         raise ConfigurationError("--host-memory says what may be swapped beside --device-memory; give both")
     return {name: str(parse_bytes(size)) for name, size in given.items() if size is not None}
 

@@ -16,7 +16,6 @@ from virtualflow.memory.model import (
     Block,
     BlockPlan,
     Budget,
-    Placement,
     Plan,
     Point,
     Profile,
@@ -26,6 +25,7 @@ from virtualflow.memory.model import (
 )
 from virtualflow.memory.planner import DoesNotFit, Planner, plan
 from virtualflow.memory.sizes import format_bytes, parse_bytes
+from virtualflow.protocol.settings import Placement
 
 __all__ = [
     "Action",

@@ -12,11 +12,10 @@ from enum import Enum
 from typing import Literal
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.settings import Placement
 
 Resource = Literal["compute", "copy-out", "copy-in"]
 Kind = Literal["forward", "recompute", "backward", "swap-out", "swap-in"]
-Placement = Literal["device", "host"]
-"""Where the optimizer's state is."""
 
 
 class Action(Enum):

@@ -11,7 +11,17 @@ from typing import TypeVar
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import settings as names
-from virtualflow.protocol.settings import ON_NON_FINITE, REPRODUCIBILITY, THREADS, OnNonFinite, Reproducibility
+from virtualflow.protocol.settings import (
+    ACTIVATIONS,
+    ON_NON_FINITE,
+    PLACEMENTS,
+    REPRODUCIBILITY,
+    THREADS,
+    ActivationsChoice,
+    OnNonFinite,
+    Placement,
+    Reproducibility,
+)
 
 Chosen = TypeVar("Chosen", bound=str)
 
@@ -68,6 +78,10 @@ class WorkerEnvironment:
     """Bytes of the device that this worker may use; ``None``: the script says."""
     host_memory: int | None = None
     """Bytes of the host for what is swapped; ``None``: as much as is needed, or as the script says."""
+    activations: ActivationsChoice | None = None
+    """What becomes of them within that; ``None``: the script says."""
+    optimizer: Placement | None = None
+    """Where the optimizer steps; ``None``: the script says."""
     profile: Path | None = None
     """A profile of this device, for a first guess of its speed."""
     profile_out: Path | None = None
@@ -97,10 +111,12 @@ class WorkerEnvironment:
                 f"{names.ENV_COORDINATOR} is set but {names.ENV_TOKEN} is not; set both, or neither to run alone"
             )
         device_memory, host_memory = _whole(names.ENV_DEVICE_MEMORY), _whole(names.ENV_HOST_MEMORY)
-        if host_memory is not None and device_memory is None:
-            raise ConfigurationError(
-                f"{names.ENV_HOST_MEMORY} is set but {names.ENV_DEVICE_MEMORY} is not; set both, or let the script say"
-            )
+        activations = _choice(names.ENV_ACTIVATIONS, ACTIVATIONS)
+        for name, given in ((names.ENV_HOST_MEMORY, host_memory), (names.ENV_ACTIVATIONS, activations)):
+            if given is not None and device_memory is None:
+                raise ConfigurationError(
+                    f"{name} is set but {names.ENV_DEVICE_MEMORY} is not; set both, or let the script say"
+                )
         directory = os.environ.get(names.ENV_CHECKPOINT_DIR, "").strip()
         audit = os.environ.get(names.ENV_AUDIT_DIR, "").strip()
         return cls(
@@ -122,6 +138,8 @@ class WorkerEnvironment:
             checkpoint_memory=_choice(names.ENV_CHECKPOINT_MEMORY, {"1": "1", "0": "0"}) == "1",
             device_memory=device_memory,
             host_memory=host_memory,
+            activations=activations,
+            optimizer=_choice(names.ENV_OPTIMIZER_PLACEMENT, PLACEMENTS),
             profile=_path(names.ENV_PROFILE),
             profile_out=_path(names.ENV_PROFILE_OUT),
             profile_sizes=_sizes(),

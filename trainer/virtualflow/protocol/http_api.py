@@ -186,6 +186,21 @@ class Event(Base, frozen=True, tag=False, omit_defaults=True):
     """Of kind ``refused``: who, and why."""
 
 
+class MemoryReport(Base, frozen=True, tag=False):
+    """What becomes of activations in the members of the generation that have a budget of memory."""
+
+    budgets: Count
+    """How many have one."""
+    planned: Count
+    """How many of these have a plan."""
+    offloading: Count
+    """How many of these swap or recompute."""
+    worker: Text = ""
+    """The first of them,"""
+    plan: Sentence = ""
+    """and its plan in words."""
+
+
 Phase = Literal["waiting", "training", "evaluating", "done", "stopped", "failed"]
 
 ENDED: frozenset[Phase] = frozenset({"done", "stopped", "failed"})
@@ -252,3 +267,7 @@ class Status(Base, frozen=True, tag=False):
     start_ticket: Count | None = None
     """A number of this process, by which ``BeginCall`` tells it whom it does not hear; ``None``: it needs no (further)
     word to begin."""
+    memory: MemoryReport | None = None
+    """``None``: there is no generation, or not all of its members have come to this coordinator yet."""
+    does_not_fit: bool = False
+    """The job has failed because nothing fits into a worker's budget of memory; ``error`` says what would."""

@@ -158,6 +158,22 @@ class NonFinite(Base, frozen=True, tag=False):
         return f"{self.metric} became {self.value} in step {self.step}"
 
 
+class MemoryPlan(Base, frozen=True, tag=False):
+    """What becomes of activations in a worker that has a budget of memory."""
+
+    kept: Count = 0
+    """Blocks whose activations stay on the device."""
+    swapped: Count = 0
+    recomputed: Count = 0
+    reason: Sentence = ""
+    """In words; empty: it still measures its blocks, and has no plan yet."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether some are not kept."""
+        return self.swapped + self.recomputed > 0
+
+
 # --- worker to coordinator --------------------------------------------------------------------------------------------
 
 
@@ -202,6 +218,8 @@ class Hello(Base, frozen=True, tag="hello"):
     it."""
     failing: bool = False
     """It has failed before it could take part, and before its self-test: it comes only to say why."""
+    memory: MemoryPlan | None = None
+    """``None``: it has no budget of memory to plan within."""
 
 
 class Doing(Base, frozen=True, tag=False):
@@ -344,6 +362,8 @@ class Failed(Base, frozen=True, tag="failed"):
     """The metric because of which it stopped."""
     odd: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
     """The processes of members whose state was another one than that of most: nobody else may trust their machines."""
+    does_not_fit: bool = False
+    """Nothing fits into its budget of memory, and ``error`` says what would."""
 
 
 class Done(Base, frozen=True, tag="done"):
@@ -364,6 +384,9 @@ class Note(Base, frozen=True, tag="note"):
     kind: Word
     """One of ``NoteKind``, or of those of a newer version."""
     text: Sentence
+    memory: MemoryPlan | None = None
+    """The plan that this is about, which was just made. It is no event then, but for a coordinator that does not know
+    this field. ``Hello`` tells it to coordinators to come."""
 
 
 class Checkpointed(Base, frozen=True, tag="checkpointed"):

@@ -30,6 +30,8 @@ ENV_ON_NON_FINITE = "VIRTUALFLOW_ON_NON_FINITE"
 ENV_VERIFY = "VIRTUALFLOW_VERIFY"
 ENV_DEVICE_MEMORY = "VIRTUALFLOW_DEVICE_MEMORY"
 ENV_HOST_MEMORY = "VIRTUALFLOW_HOST_MEMORY"
+ENV_ACTIVATIONS = "VIRTUALFLOW_ACTIVATIONS"
+ENV_OPTIMIZER_PLACEMENT = "VIRTUALFLOW_OPTIMIZER_PLACEMENT"
 ENV_PROFILE = "VIRTUALFLOW_PROFILE"
 ENV_PROFILE_OUT = "VIRTUALFLOW_PROFILE_OUT"
 ENV_PROFILE_SIZES = "VIRTUALFLOW_PROFILE_SIZES"
@@ -120,6 +122,18 @@ OnNonFinite = Literal["Continue", "Stop"]
 """What a job does once a metric is NaN or infinite: train on, or fail before it writes another checkpoint."""
 
 ON_NON_FINITE: dict[str, OnNonFinite] = {"Continue": "Continue", "Stop": "Stop"}
+
+ActivationsChoice = Literal["auto", "keep", "recompute", "swap"]
+"""What becomes of the activations of a model's blocks under a budget of memory."""
+
+ACTIVATIONS: dict[str, ActivationsChoice] = {
+    "Auto": "auto", "Keep": "keep", "Recompute": "recompute", "Swap": "swap"
+}  # fmt: skip
+
+Placement = Literal["device", "host"]
+"""Where the optimizer steps, and has its state."""
+
+PLACEMENTS: dict[str, Placement] = {"Device": "device", "Host": "host"}
 
 HEARTBEAT_LIMIT = 5.0
 """A worker that was silent for this long is lost."""

@@ -340,7 +340,9 @@ class Loop:
         if explained is not None and self._state.leader:
             write_explanation(explained, context.request.model, context.update, number)
         if context.activations is not None:
-            context.activations.committed()
+            plan = context.activations.committed()
+            if plan is not None:
+                context.reporter.plan(plan)
         if change is not None:
             session.remember(change)
         context.membership.note_offers(header.offer for header in reduced.headers)

@@ -23,6 +23,8 @@ class MemberState:
     self_test: str = ""
     pace: float | None = None
     """Seconds per virtual node by a profile of this device."""
+    memory: m.MemoryPlan | None = None
+    """What becomes of activations; ``None``: this worker has no budget of memory to plan within."""
     total_steps: int | None = None
     running: bool = False
     """Whether the job ran already when this worker was connected."""

@@ -62,11 +62,6 @@ class Options:
         by_epochs = self.epochs * steps_per_epoch
         return by_epochs if self.steps is None else min(by_epochs, self.steps)
 
-    @property
-    def host_optimizer(self) -> bool:
-        """Whether the optimizer is on the host."""
-        return self.memory is not None and self.memory.optimizer == "host"
-
     def reduction(self, settings: ReductionSettings) -> ReductionSettings:
         """How gradients travel, where ``settings`` say it by default."""
         return settings if self.exchange == "auto" else replace(settings, exchange=self.exchange)
@@ -189,6 +184,11 @@ def check_layer_major(memory: Memory | None, environment: WorkerEnvironment, sca
         raise ConfigurationError(
             "verify, virtualflow check and virtualflow profile look at virtual nodes one by one, and in layer-major "
             'order they run together; leave out order="layer-major" for them'
+        )
+    if environment.optimizer == "device":
+        raise ConfigurationError(
+            "in layer-major order the optimizer steps on the host, and the job wants it on the device; leave out "
+            "optimizerPlacement, or say Host"
         )
     if scaler is not None:
         raise ConfigurationError(

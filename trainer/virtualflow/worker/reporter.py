@@ -7,8 +7,10 @@ import traceback
 from typing import Literal
 
 from virtualflow.errors import NonFiniteMetric, StatesDiffer, VirtualFlowError
+from virtualflow.memory import Action, DoesNotFit, Plan
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import as_metrics
+from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.state import digests
 from virtualflow.worker.pace import Estimate, PaceReportPolicy
 from virtualflow.worker.settings import WorkerSettings
@@ -76,6 +78,12 @@ class Reporter:
             )
             session.send(told, keep=True)
 
+    def plan(self, plan: Plan) -> None:
+        """Tell what becomes of activations from now on."""
+        kept, swapped, recomputed = map(plan.count, (Action.KEEP, Action.SWAP, Action.RECOMPUTE))
+        told = self._session.state.memory = m.MemoryPlan(kept, swapped, recomputed, plan.reason[:MAX_TEXT])
+        self._session.send(m.Note("info", f"{self._session.worker}: {plan.reason}"[:MAX_TEXT], told))
+
     def entered(self) -> None:
         """A generation is entered."""
         self._pace_policy.enter()
@@ -108,7 +116,8 @@ def report_failure(session: AnySession, error: Exception, training: Training | N
         return
     if isinstance(error, VirtualFlowError):
         found = training.non_finite if training is not None and isinstance(error, NonFiniteMetric) else None
-        session.report_failed(str(error), "", found, error.odd if isinstance(error, StatesDiffer) else ())
+        odd = error.odd if isinstance(error, StatesDiffer) else ()
+        session.report_failed(str(error), "", found, odd, isinstance(error, DoesNotFit))
     else:
         line = traceback.format_exception_only(error)[-1].strip()
         session.report_failed(line, "".join(traceback.format_exception(error)))

@@ -59,7 +59,13 @@ class Request:
     @property
     def memory(self) -> Memory | None:
         """How much memory this worker may use; ``None``: nobody says."""
-        return limit(self.options.memory, self.environment.device_memory, self.environment.host_memory)
+        told = self.environment
+        return limit(self.options.memory, told.device_memory, told.host_memory, told.activations, told.optimizer)
+
+    @property
+    def host_optimizer(self) -> bool:
+        """Whether the optimizer is on the host."""
+        return self.memory is not None and self.memory.optimizer == "host"
 
     @property
     def layer_major(self) -> bool:
@@ -93,9 +99,9 @@ def check_request(request: Request) -> None:
     check_scheduler(options.scheduler, options.scheduler_interval)
     check_device(options.device, request.model, layer_major=request.layer_major)
     check_layer_major(request.memory, request.environment, options.scaler)
-    if options.host_optimizer:
+    if request.host_optimizer:
         check_host_optimizer(request.model, request.optimizer)
     if options.shard_optimizer:
         block = request.settings.reduction.norm_block
-        device = HOST if options.host_optimizer else None
+        device = HOST if request.host_optimizer else None
         check_sharding(request.model, request.optimizer, options.scaler, block, device)

@@ -346,11 +346,17 @@ class Session:
         logger.warning("nobody has taken the result of %s within %g s", self.worker, self._settings.goodbye)
 
     def report_failed(
-        self, error: str, trace: str, non_finite: m.NonFinite | None = None, odd: tuple[str, ...] = ()
+        self,
+        error: str,
+        trace: str,
+        non_finite: m.NonFinite | None = None,
+        odd: tuple[str, ...] = (),
+        does_not_fit: bool = False,
     ) -> None:
         """Report an error of the user's code, and see that it has left this process."""
         step = self.state.step + 1 if trace else 0
-        self.link.send(m.Failed(step, error[:MAX_TEXT], trace[-MAX_TRACEBACK:], non_finite, odd), keep=True)
+        failed = m.Failed(step, error[:MAX_TEXT], trace[-MAX_TRACEBACK:], non_finite, odd, does_not_fit)
+        self.link.send(failed, keep=True)
         self.link.flush(self._settings.connect_timeout)
 
     def remember(self, change: m.Change) -> None:
@@ -408,6 +414,7 @@ class Session:
             heard=m.NO_GENERATION if newest is None else newest.generation,
             floor=state.floor if newest is None else max(state.floor, newest.generation),
             failing=state.failing,
+            memory=state.memory,
         )
 
     def _on_over(self) -> None:

@@ -88,6 +88,7 @@ def open_session(request: Request, resources: ExitStack) -> AnySession:
         fingerprint(environment.threads, request.reproducibility),
         reproducibility=request.reproducibility,
         device=describe_device(request.device),
+        memory=m.MemoryPlan() if request.memory is not None and request.memory.plans_activations else None,
     )
     session: AnySession
     if environment.coordinator is None or environment.profile_out is not None:
@@ -125,7 +126,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     if orders is not None:
         signature["sampler"] = orders.fingerprint
     # It is on the device where nothing is said. In layer-major order it steps where the model is.
-    if options.host_optimizer or (request.layer_major and request.device.type != "cpu"):
+    if request.host_optimizer or (request.layer_major and request.device.type != "cpu"):
         signature["placement"] = "host"
     identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, signature)
     checkpointer = _open_checkpointer(request, identity, session, profiling is None, resources)
@@ -222,7 +223,7 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
         clip_norm=options.clip_grad_norm,
         clip_value=options.clip_grad_value,
         sharded=options.shard_optimizer,
-        host=host_memory(device_of(request.model)) if options.host_optimizer else None,
+        host=host_memory(device_of(request.model)) if request.host_optimizer else None,
     )
     sample = request.environment.verify
     spot_checker = (

@@ -141,7 +141,12 @@ class StandaloneSession:
         """There is nobody to tell."""
 
     def report_failed(
-        self, error: str, trace: str, non_finite: m.NonFinite | None = None, odd: tuple[str, ...] = ()
+        self,
+        error: str,
+        trace: str,
+        non_finite: m.NonFinite | None = None,
+        odd: tuple[str, ...] = (),
+        does_not_fit: bool = False,
     ) -> None:
         """There is nobody to tell."""
 

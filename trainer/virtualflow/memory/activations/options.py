@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget, Placement, parse_bytes
+from virtualflow.protocol.settings import ActivationsChoice
 
-Activations = Literal["auto", "keep", "recompute", "swap"]
 Order = Literal["node-major", "layer-major"]
 
 
@@ -42,14 +42,14 @@ class Memory:
 
     device: str | int | None = None
     host: str | int | None = None
-    activations: Activations = "auto"
+    activations: ActivationsChoice = "auto"
     blocks: Sequence[str | nn.Module] | None = None
     optimizer: Placement = "device"
     order: Order = "node-major"
 
     def __post_init__(self) -> None:
         for name, word, known in (
-            ("activations", self.activations, get_args(Activations)),
+            ("activations", self.activations, get_args(ActivationsChoice)),
             ("optimizer", self.optimizer, get_args(Placement)),
             ("order", self.order, get_args(Order)),
         ):
@@ -90,13 +90,25 @@ class Memory:
         return Budget(_bytes(self.device), None if self.host is None else _bytes(self.host), self.optimizer)
 
 
-def limit(said: Memory | None, device: int | None, host: int | None) -> Memory | None:
-    """What a script says of memory, with the bytes that whoever runs it allows instead; ``None``: nobody says."""
-    if device is None:
-        return said
+def limit(
+    said: Memory | None,
+    device: int | None,
+    host: int | None,
+    activations: ActivationsChoice | None = None,
+    optimizer: Placement | None = None,
+) -> Memory | None:
+    """What a script says of memory, with what whoever runs it says instead; ``None``: nobody says anything.
+
+    Raises:
+        ConfigurationError: together it makes no sense.
+    """
+    words = {"device": device, "host": host, "activations": activations, "optimizer": optimizer}
+    instead: dict[str, Any] = {name: word for name, word in words.items() if word is not None}
+    if instead == {"optimizer": "device"} and (said is None or said.device is None):
+        return None  # where it is anyway; a script without a size says no more than another place
     if said is None:
-        return Memory(device, host)
-    return replace(said, device=device, host=said.host if host is None else host)
+        return Memory(**instead) if instead else None
+    return replace(said, **instead)
 
 
 def _bytes(size: str | int) -> int:

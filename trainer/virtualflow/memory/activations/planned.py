@@ -80,8 +80,8 @@ class Activations:
         if self.plan is None and size == self._micro_batch:
             self._probe.end_micro_batch()
 
-    def committed(self) -> None:
-        """A step is made, so that the optimizer has its state: make the plan, if enough is measured.
+    def committed(self) -> Plan | None:
+        """A step is made, so that the optimizer has its state: make the plan, once enough is measured, and return it.
 
         Raises:
             DoesNotFit: there is none within the budget.
@@ -89,7 +89,7 @@ class Activations:
         """
         settings = self._settings
         if self.plan is not None or self._probe.micro_batches < settings.warm_up + settings.samples:
-            return
+            return None
         size = self._probe.size(self._micro_batch, settings.warm_up)
         ran, budget = self._probe.ran, self._memory.budget
         copies = self.executor.ledger.copies
@@ -114,6 +114,7 @@ class Activations:
         state = self.profile.optimizer_bytes if budget.optimizer == "host" else 0
         self.executor.follow(whole, None if budget.host is None else budget.host - state, room)
         logger.warning("memory: %s; %s", self._said, self.plan.reason)
+        return self.plan
 
 
 def renumber(plan: Plan, ran: list[int]) -> Iterable[BlockPlan]:
