@@ -235,7 +235,7 @@ def test_another_operator_takes_over_within_15_seconds(installed: Installed, sta
 
 
 def test_a_failed_over_operator_does_no_work_twice(installed: Installed, start: Start) -> None:
-    job = start(digits("once", steps=400, pause=0.05))
+    job = start(digits("once", steps=250, pause=0.05))
     job.wait_training(2)
     made = {pod["metadata"]["uid"] for pod in job.pods()}
     installed.cluster.fail_over()
