@@ -128,7 +128,8 @@ class Network:
         self.started.add(incarnation)
         coordinator = self.coordinators[which] = Coordinator(incarnation, self.wanted, self.now)
         # The first of all may begin at once; the word to it may come late.
-        coordinator.state.ticket = incarnation
+        coordinator.state.next_ticket = incarnation
+        coordinator.state.ask_who_may_train()
         if len(self.started) == 1:
             coordinator.call(http_api.BeginCall(incarnation))
 
@@ -364,7 +365,14 @@ class Network:
         for known in self.histories:
             shorter = min(len(steps), len(known))
             same = next((n for n in range(shorter) if steps[n] != known[n]), shorter)
-            assert shorter - same <= 1, f"two lineages: {known} and {steps}"
+            if shorter - same > 1:
+                # All who knew more of the other branch have ended: what is left goes on.
+                knew = [
+                    x.name
+                    for x in self.workers.values()
+                    if x.could_go_on and x.history.steps[: same + 2] == known[: same + 2]
+                ]
+                assert not knew, f"two lineages: {known}, which {knew} know, and {steps}"
         self.histories[steps] = None
         while len(self.histories) > KEPT:
             del self.histories[next(iter(self.histories))]

@@ -339,14 +339,14 @@ def test_who_has_missed_that_others_took_over_does_not_go_on_when_those_before_h
 
 
 def test_nobody_begins_beside_a_coordinator_that_begins_anew_since_its_workers_are_gone(model: Lineages) -> None:
-    """What it trained is lost, and whoever comes to it begins: so the other one waits for its end."""
+    """What it trained is lost, and whoever comes to it may begin: neither does before it is known who lives."""
     model.begin(workers=1, second=True, steps=8)
     model.a_worker_dies(which=0, lose=False, silent=False)
     model.the_authority_turns_to_the_other_coordinator()
     model.a_worker_starts(where=0)
     model.a_worker_starts(where=1)
     model.all_go_on(rounds=3)
-    assert {worker.name: worker.plan is not None for worker in model.living} == {"worker-0": True, "worker-1": False}
+    assert [worker.plan for worker in model.living] == [None, None]
     model.settle()
 
 
@@ -380,4 +380,36 @@ def test_who_was_to_leave_does_not_keep_a_state_that_others_have_passed(model: L
     model.an_end_is_confirmed_beforehand(which=1, within=1.0)
     model.an_end_is_confirmed_beforehand(which=2, within=1.0)
     model.a_connection_breaks(one=0, other=1, lose=True)
+    model.settle()
+
+
+def test_who_has_lost_all_its_workers_asks_who_lives_before_it_begins_anew(model: Lineages) -> None:
+    """Its only worker has handed the training on, by way of the other coordinator, and ended."""
+    model.begin(workers=1, second=True, steps=8)
+    model.the_address_leads_elsewhere(which=0, where=1)
+    model.a_worker_starts(where=0)
+    model.a_worker_starts(where=0)
+    model.all_go_on(rounds=2)
+    model.a_drain_is_announced(which=0, coordinator=1)
+    model.the_address_leads_elsewhere(which=1, where=1)
+    model.all_go_on(rounds=7)
+    model.ends_are_confirmed()
+    model.all_go_on(rounds=8)
+    first = model.network.coordinators[0]
+    assert first is not None
+    assert "worker-1" in first.state.reason
+    assert "may train elsewhere" in first.state.reason
+    model.settle()
+
+
+def test_a_recovery_proposed_before_a_newer_generation_was_known_takes_all_of_that_in(model: Lineages) -> None:
+    """A new coordinator hears first of one that is two generations behind."""
+    model.begin(workers=4, second=True, steps=8)
+    model.a_worker_dies(which=0, lose=False, silent=False)
+    model.ends_are_confirmed()
+    model.a_worker_starts(where=0)
+    model.the_address_leads_elsewhere(which=0, where=1)
+    model.all_go_on(rounds=8)
+    model.a_coordinator_dies(which=0)
+    model.an_end_is_confirmed_beforehand(which=1, within=1.0)
     model.settle()

@@ -51,6 +51,10 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
         if late:
             return Decision(f"waiting for {listed(late)} to leave")
         return Decision("the last worker has left", over=True)
+    if running is not None:
+        # It was proposed before the running generation was known here: those who are in that alone must agree, too.
+        there = (member.incarnation for member in running.members)
+        survivors += tuple(m for m in there if m not in members and m not in lost and workers[m].present)
     broken_since = cluster.broken.get(base.generation)
     if missing or not survivors or broken_since is not None:
         in_order = frozenset(i for i, worker in workers.items() if worker.left or worker.through)

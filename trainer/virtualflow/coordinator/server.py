@@ -58,7 +58,8 @@ class Coordinator:
         self._excused = 0.0
         self.state = JobState(time.time_ns() // 1_000_000, wanted, settings.membership, self._ticked_at, minimum)
         if settings.confirmed_start:
-            self.state.ticket = secrets.randbits(53)
+            self.state.next_ticket = secrets.randbits(52)
+            self.state.ask_who_may_train()
         self._lines: dict[str, Line] = {}
         self._writers: set[asyncio.Task[None]] = set()
         self.state.copy_limit = copy_limit(settings.memory_copy)

@@ -67,6 +67,8 @@ class JobState:
     """A generation has run."""
     ticket: int | None = None
     """While it is set, nothing begins without a predecessor: a word that bears it is needed (``BeginCall``)."""
+    next_ticket: int | None = None
+    """The number of the next one; ``None``: nobody is asked for such a word."""
     others: tuple[http_api.LivingWorker, ...] | None = None
     """Those that may be in a generation elsewhere, by the latest such word; ``None``: there was none."""
 
@@ -174,6 +176,11 @@ class JobState:
         )
 
     # --- what every change of it is made of --------------------------------------------------------------------------
+
+    def ask_who_may_train(self) -> None:
+        """Let nothing begin before whoever runs the workers has said who may train elsewhere, if it is to be asked."""
+        if self.next_ticket is not None:
+            self.ticket, self.others, self.next_ticket = self.next_ticket, None, self.next_ticket + 1
 
     def send(self, incarnation: str, message: m.ToWorker) -> None:
         """Queue a message for a worker, if it is connected."""
