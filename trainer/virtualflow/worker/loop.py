@@ -279,11 +279,11 @@ class Loop:
                 update.sync.expect(batch.size, len(nodes))
             yield from self._present(batch, number)
             context.loading.send_ahead(nodes)
+            self._spot_checking.note(batch.virtual_node)  # before gradients are used up
             update.sync.computed()
             context.guard.check(last=last)
             if self._repetition.under_way:
                 self._repetition.compare()
-            self._spot_checking.note(batch.virtual_node)
             if last:
                 if self._kernels_on is not None:
                     # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.
