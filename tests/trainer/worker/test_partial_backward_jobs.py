@@ -58,7 +58,11 @@ def train(victim: str = "", rotate: bool = True, sharded: bool = False) -> Train
 def test_a_job_that_grows_loses_one_and_shrinks_comes_to_the_bits_of_one_worker(
     workers: int, exchange: str, rotate: bool, sharded: bool, start_job: Callable[..., ElasticJob]
 ) -> None:
-    """Each step has a spot check, by a worker that computes another one's virtual node with that one's pass."""
+    """Each step has a spot check, by a worker that computes another one's virtual node with that one's pass.
+
+    Also in an epoch's last step, whose short batch weighs gradients in place ("behind", four workers): once that
+    convicted an honest one.
+    """
     reference = alone(train, "", rotate)
     environment = {EXCHANGE: exchange, ENV_VERIFY: "1"}
     job = start_job(train, "worker-1", rotate, sharded, workers=workers, hold=2, environment=environment)
@@ -68,4 +72,6 @@ def test_a_job_that_grows_loses_one_and_shrinks_comes_to_the_bits_of_one_worker(
     job.drain("worker-0")
     results = job.results()
     assert len(results) == 2 * workers - 3
-    assert all(result == reference for result in results), (results, reference)
+    assert {(result.digest, result.metrics) for result in results} == {(reference.digest, reference.metrics)}
+    optimizers = {result.optimizer for result in results}
+    assert optimizers == {reference.optimizer} or (sharded and reference.optimizer in optimizers)  # that of the leader
