@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(128, 10))
 
 
+@cache
 def characters() -> tuple[Data, Data]:
     """A part of the text, and what was held out."""
     train, test = windows(None)
@@ -75,7 +77,7 @@ TASKS = {
     "digits CNN": Task(DigitsNet, digits, 128, 160, 3e-3, ["0", "4", "10"]),
     "digits MLP, 6 layers": Task(perceptron, digits, 128, 160, 1e-3),
     "char transformer, 4 layers": Task(
-        lambda: CharacterModel(layers=4), characters, 32, 160, 3e-3, first=["character", "position"]
+        lambda: CharacterModel(layers=4), characters, 32, 80, 3e-3, first=["character", "position"]
     ),
 }
 

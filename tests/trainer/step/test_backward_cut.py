@@ -417,6 +417,22 @@ def test_it_is_another_training_and_that_of_a_plain_one_where_all_passes_are_who
     assert train(backward=vf.PartialBackward((1, 0.5), scale="sum")) != train(backward=PARTIAL)
 
 
+def test_a_statistical_job_runs_virtual_nodes_one_by_one_and_trains_the_same() -> None:
+
+    def weights(**more: Any) -> tuple[Tensor, int]:
+        model, sizes = mlp(), []
+        with start(model, sgd(model), steps=3, backward=PARTIAL, **more) as run:
+            for step in run:
+                for x, y in step:
+                    sizes.append(len(x))
+                    squares(model(x), y).backward()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), len(sizes)
+
+    wanted, found = weights(), weights(reproducibility="statistical", max_fused=2)
+    assert found[1] == wanted[1] == 18
+    torch.testing.assert_close(found[0], wanted[0])
+
+
 def test_an_identity_that_a_checkpoint_and_all_members_share(tmp_path: Path) -> None:
     train(2, backward=PARTIAL, checkpoint=tmp_path)
     with pytest.raises(VirtualFlowError, match=r"backward passes are whole here and rotating fractions 1.0, 0.5, mean"):
