@@ -49,11 +49,11 @@ def test_every_so_many_steps_all_passes_are_whole() -> None:
     [
         (vf.PartialBackward((0.5, 1)), 1),
         (vf.PartialBackward((1, 0.5, 0.25), rotate=False), 0.25),
-        (vf.PartialBackward((1, 0.5), rotate=False, full_every=5), 1),
+        (vf.PartialBackward((0.5, 0.25), rotate=False, full_every=5), 1),
     ],
     ids=["rotating", "fixed", "fixed, but for some steps"],
 )
-def test_a_joiner_warms_up_with_the_longest_pass_that_it_must_be_able_to_run(
+def test_a_joiner_warms_up_with_the_longest_pass_that_it_will_have_to_run(
     backward: vf.PartialBackward, fraction: float
 ) -> None:
     assert {backward.fraction(WARM_UP, node, 8) for node in range(8)} == {fraction}

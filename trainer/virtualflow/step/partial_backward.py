@@ -76,11 +76,11 @@ class PartialBackward:
     def fraction(self, step: int, virtual_node: int, virtual_nodes: int) -> float:
         """The part of the blocks that a virtual node's backward pass reaches in a step, from 1.
 
-        To a joiner, who does not know yet which virtual nodes it will be assigned, :data:`WARM_UP` is the longest pass
-        where it may have to run that, and else the shortest, for which alone there may be memory.
+        For :data:`WARM_UP`, to a joiner who does not know yet which virtual nodes it will be assigned, it is a whole
+        pass where it will have to run some, and else the shortest, for which alone there may be memory.
         """
         if step == WARM_UP:
-            return float(max(self.fractions) if self.rotate or self.full_every else min(self.fractions))
+            return 1.0 if self.rotate or self.full_every is not None else float(min(self.fractions))
         if self.full_every is not None and step % self.full_every == 0:
             return 1.0
         classes = len(self.fractions)
