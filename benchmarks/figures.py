@@ -212,6 +212,7 @@ FIGURES: dict[str, Figure] = {
     **_program("state_transfer", "A joiner with 50 million parameters"),
     **_program("memory_copy", "A copy in the coordinator's memory"),
     **_program("layer_major", "A model that is streamed block by block"),
+    **_program("partial_backward", "Backward passes that end early"),
     **_program("uneven", "Workers of unequal speed"),
     **_program("heterogeneous", "The paper's heterogeneous case"),
     **_program("scheduling_traces", "Sharing a cluster: the paper's 20 jobs"),

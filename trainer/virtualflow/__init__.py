@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from virtualflow.memory.activations import Memory
     from virtualflow.reduction.settings import Exchange
     from virtualflow.state import CheckpointPolicy
+    from virtualflow.step import PartialBackward
     from virtualflow.worker.entry import elastic
     from virtualflow.worker.evaluation import evaluate
     from virtualflow.worker.run import Run
@@ -28,6 +29,7 @@ __all__ = [
     "Drained",
     "Exchange",
     "Memory",
+    "PartialBackward",
     "Run",
     "Step",
     "VirtualFlowError",
@@ -40,6 +42,7 @@ _LAZY = {
     "CheckpointPolicy": "virtualflow.state.checkpoint_writer",
     "Exchange": "virtualflow.reduction.settings",
     "Memory": "virtualflow.memory.activations.options",
+    "PartialBackward": "virtualflow.step.partial_backward",
     "Run": "virtualflow.worker.run",
     "Step": "virtualflow.worker.step",
     "elastic": "virtualflow.worker.entry",

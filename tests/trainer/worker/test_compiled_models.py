@@ -13,6 +13,8 @@ from elastic_jobs import ElasticJob, Trained, alone, trained
 from habit_scripts import loop, mlp, sgd, squares, start
 from torch import nn
 
+import virtualflow as vf
+
 PATIENCE = 300.0
 """Seconds until the workers must have compiled."""
 
@@ -41,12 +43,22 @@ def a_compiled_model_that_is_given() -> Trained:
     return trained(run, model, optimizer)
 
 
+def a_compiled_model_whose_backward_passes_end_early() -> Trained:
+    model = mlp(nn.Dropout(0.2))
+    optimizer = sgd(model)
+    compiled = torch.compile(model)
+    with start(model, optimizer, backward=vf.PartialBackward((1, 0.5))) as run:
+        loop(run, model, loss=lambda x, y: squares(compiled(x), y))
+    return trained(run, model, optimizer)
+
+
 @pytest.mark.timeout(2 * PATIENCE)
 @pytest.mark.parametrize(
     "script",
     [
         a_compiled_model_beside_the_one_that_is_given,
         a_compiled_model_that_is_given,
+        a_compiled_model_whose_backward_passes_end_early,
     ],
     ids=lambda script: script.__name__.replace("_", " "),
 )

@@ -12,7 +12,7 @@ not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there wou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -199,6 +199,20 @@ class Reducer:
                 for place, tensor in pipeline.result(index).items():
                     result[place] = tensor
         return result
+
+    def multiply(self, found: Mapping[int, Tensor], factors: Mapping[int, float]) -> None:
+        """Multiply sums that have come by factors of their own, in place; what has none stays as it is.
+
+        Args:
+            found: sums by place.
+            factors: likewise, the same on every worker.
+        """
+        if not factors:
+            return
+        if self._landing is not None:
+            self._landing.memory.finish()
+        for place in found.keys() & factors.keys():
+            multiply([found[place]], factors[place])
 
     def begin(
         self,

@@ -18,6 +18,7 @@ from virtualflow.state.several import (
     optimizers_of,
     schedulers_of,
 )
+from virtualflow.state.staying_hook import StayingHook
 from virtualflow.state.striping import Path, Piece, share_out, size_of, split
 from virtualflow.state.transfer import Moving, move_state, pack_state
 from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer, someone_has_state
@@ -37,6 +38,7 @@ __all__ = [
     "Piece",
     "Reserve",
     "Standing",
+    "StayingHook",
     "Transfer",
     "choose_policy",
     "content_hash",

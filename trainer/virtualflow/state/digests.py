@@ -121,6 +121,9 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
             f"the optimizer is on the {ours} here and on the {theirs} there (vf.Memory(optimizer=...) stays the same "
             "for a job's life)"
         )
+    ours, theirs = here.get("backward", "whole"), there.get("backward", "whole")
+    if ours != theirs:
+        return f"backward passes are {ours} here and {theirs} there (vf.elastic(backward=...) stays for a job's life)"
     ours, theirs = here.get("state", []), there.get("state", [])
     if ours != theirs:
         return f"state holds {', '.join(ours) or 'nothing'} here and {', '.join(theirs) or 'nothing'} there"

@@ -1,12 +1,15 @@
 """One optimizer update: what every virtual node contributes, the header that goes before the gradients, the model's
-buffers, the optimizer's step whole, in portions or sharded, and virtual nodes that are run as one micro-batch.
+buffers, how far each backward pass goes, the optimizer's step whole, in portions or sharded, and virtual nodes that are
+run as one micro-batch.
 """
 
+from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.guard import Guard
 from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
+from virtualflow.step.partial_backward import PartialBackward
 from virtualflow.step.partial_step import is_separable, why_not_separable
 from virtualflow.step.placement import HOST
 from virtualflow.step.repetition import Repetition, copy_data
@@ -18,6 +21,7 @@ from virtualflow.step.update import Update
 
 __all__ = [
     "HOST",
+    "BackwardCut",
     "BatchNorm",
     "Diverged",
     "Divergence",
@@ -27,6 +31,7 @@ __all__ = [
     "Kind",
     "MicrobatchFusion",
     "OptimizerOptions",
+    "PartialBackward",
     "Reduced",
     "Repetition",
     "SchedulerInterval",

@@ -19,6 +19,7 @@ from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Overlap, Owners, Parts, Reducer, Settled, Summation, Tensors, plan_offload
 from virtualflow.reduction.settings import ReductionSettings
+from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.buffers import BufferTracker, summed_as
 from virtualflow.step.contributions import Contributions, take_gradients
 from virtualflow.step.header import (
@@ -76,6 +77,8 @@ class GradientSync:
         """Compares the state before this synchronization with the others'."""
         self.spot_checker: SpotChecker | None = None
         """Compares the gradients of one virtual node with those that another worker came to."""
+        self.cut: BackwardCut | None = None
+        """How far each backward pass goes; ``None``: all are whole."""
         self._named = list(model.named_parameters())
         self._parameters = list(model.parameters())
         self._buffers = BufferTracker(model)
@@ -191,6 +194,8 @@ class GradientSync:
         settled, self._outcome = self._outcome, Settled()
         record = self.collect(samples, metrics, virtual_nodes)
         gradients, given = take_gradients(self._named, self._trained, settled)
+        if self.cut is not None:
+            self.cut.check(given)
         node, weight = self._order[self._taken], samples / self._unit
         self._contributions.add(node, record, gradients, given, weight, settled.added)
         if settled.sent:
@@ -278,7 +283,8 @@ class GradientSync:
                 "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step"
             )
         begun = self._overlap.places
-        early = self._await_early(scale, steady, present, portion)
+        factors = {} if self.cut is None else self.cut.factors(_samples_of(headers, holdings))
+        early = self._await_early(scale, steady, present, portion, factors)
         sums = [tensor.to(summed_as(tensor.dtype)) for tensor in self._buffers.templates(self.schema.averaged)]
         reduced = self._reducer.reduce(
             communicator,
@@ -288,6 +294,7 @@ class GradientSync:
             present=[there and place not in begun for place, there in enumerate(present)],
             scale=scale,
         )
+        self._reducer.multiply({n: t for n, t in enumerate(reduced[:count]) if t is not None}, factors)
         for place, tensor in early.items():
             reduced[place] = tensor
         buffers = {n: t for n, t in zip(self.schema.averaged, reduced[count:], strict=True) if t is not None}
@@ -297,12 +304,18 @@ class GradientSync:
         return Reduced(headers, samples, metrics, reduced[:count], tuple(present[:count]), buffers)
 
     def _await_early(
-        self, scale: float, steady: bool, present: Sequence[bool], portion: Portion | None
+        self,
+        scale: float,
+        steady: bool,
+        present: Sequence[bool],
+        portion: Portion | None,
+        factors: Mapping[int, float],
     ) -> dict[int, Tensor]:
         """Wait for the gradients that are under way; what is there before the others is a portion."""
         arrived: dict[int, Tensor] = {}
         for found, complete in self._overlap.results(scale, steady):
             there = {place: tensor for place, tensor in found.items() if present[place]}
+            self._reducer.multiply(there, factors)
             arrived |= there
             if there and not complete and portion is not None:
                 portion(there)
@@ -412,3 +425,9 @@ class GradientSync:
     def close(self) -> None:
         """Leave the model as it was."""
         self._overlap.close()
+
+
+def _samples_of(headers: Sequence[StepHeader], holdings: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Of each virtual node, where each has a record of its own."""
+    nodes = [node for holding in holdings for node in holding]
+    return dict(zip(nodes, (samples for header in headers for samples in header.samples), strict=True))

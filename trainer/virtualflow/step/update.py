@@ -14,6 +14,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import Choose, Exchange, Landing, Reducer, Summation, UpdateRule, choose_programs
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
+from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import Schema
 from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
@@ -36,6 +37,7 @@ class Update:
         watch: how often states are compared.
         spot_checker: lets another worker compute a virtual node now and then; ``None``: nobody does.
         choose: chooses how each bucket of gradients travels.
+        cut: lets backward passes end early; ``None``: all are whole.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Update:
         watch: StateWatchSettings | None = None,
         spot_checker: SpotChecker | None = None,
         choose: Choose = choose_programs,
+        cut: BackwardCut | None = None,
     ) -> None:
         rule = UpdateRule(
             elementwise=True,  # No other optimizer is sharded, and none that is not sharded steps slices.
@@ -69,6 +72,7 @@ class Update:
         )
         """Compares the workers' states."""
         self.spot_checker = self.sync.spot_checker = spot_checker
+        self.cut = self.sync.cut = cut
         self.shards = self.optimizer_step.shards
         """This worker's share of a sharded optimizer."""
         self.contributed = False
@@ -200,3 +204,5 @@ class Update:
         """Leave the model as it was."""
         self.sync.close()
         self.optimizer_step.undo()
+        if self.cut is not None:
+            self.cut.close()

@@ -14,7 +14,7 @@ from virtualflow.memory.activations import Memory
 from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
 from virtualflow.reduction.settings import Exchange
 from virtualflow.state import CheckpointPolicy, join_schedulers
-from virtualflow.step import BatchNorm, SchedulerInterval
+from virtualflow.step import BatchNorm, PartialBackward, SchedulerInterval
 from virtualflow.worker.options import Options, read_device
 from virtualflow.worker.run import Run
 from virtualflow.worker.settings import WorkerSettings
@@ -47,6 +47,7 @@ def elastic(
     sampler: Sampler | None = None,
     device: torch.device | str | None = None,
     memory: Memory | None = None,
+    backward: PartialBackward | None = None,
     **loader: Unpack[LoaderOptions],
 ) -> Run:
     """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
@@ -95,6 +96,9 @@ def elastic(
             to the host), and whether the optimizer is on the host. No bits depend on it but for the last, which is
             alike in all workers. With a plan of activations, a ``statistical`` job's worker runs its virtual nodes one
             by one.
+        backward: lets the backward passes of some virtual nodes end before they have reached the model's first blocks
+            (structured partial backpropagation). It changes what is trained, alike on any number of workers, and stays
+            the same for a job's life. A ``statistical`` job then runs its virtual nodes one by one.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -126,6 +130,7 @@ def elastic(
             state or {},
             sampler,
             memory,
+            backward,
             loader,
             read_device(device),
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -232,6 +233,8 @@ class Loop:
         context.stopwatch.attempt(number)
         repairs, most = state.repair is not None, max(len(nodes) for nodes in state.holdings)
         context.guard.begin()
+        if update.cut is not None:
+            update.cut.begin(number)
         compared = context.request.bitwise and len(state.ranges) > 1
         update.begin(computes, most, resumes=repairs, watched=number if compared else None)
         pace.begin(time.monotonic(), len(computes))
@@ -276,11 +279,11 @@ class Loop:
                 update.sync.expect(batch.size, len(nodes))
             yield from self._present(batch, number)
             context.loading.send_ahead(nodes)
+            self._spot_checking.note(batch.virtual_node)  # before gradients are used up
             update.sync.computed()
             context.guard.check(last=last)
             if self._repetition.under_way:
                 self._repetition.compare()
-            self._spot_checking.note(batch.virtual_node)
             if last:
                 if self._kernels_on is not None:
                     # Kernels run on behind the script. The exchange needs their results at once: this is no other wait.
@@ -304,13 +307,14 @@ class Loop:
         self._metrics = {}
         if batch.size:
             self.context.fusion.present(batch)
-            activations = self.context.activations
+            activations, cut = self.context.activations, self.context.update.cut
             if activations is not None:
                 activations.begin()
             seed_virtual_node(self._seed, number, batch.virtual_node)
-            with self.context.guard.within("inner loop"):
+            ends = nullcontext(True) if cut is None else cut.within(batch.virtual_node, number)
+            with self.context.guard.within("inner loop"), ends as whole:
                 yield batch.data
-            if activations is not None:
+            if activations is not None and whole:  # a plan is for the longest
                 activations.end(batch.size)
 
     def _seed_between_steps(self) -> None:

@@ -20,7 +20,7 @@ from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
-from virtualflow.step import BatchNorm, SchedulerInterval, why_not_separable
+from virtualflow.step import BatchNorm, PartialBackward, SchedulerInterval, why_not_separable
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -50,6 +50,7 @@ class Options:
     state: Mapping[str, Any]
     sampler: Sampler | None
     memory: Memory | None
+    backward: PartialBackward | None
     loader: LoaderOptions
     device: torch.device | None
 
@@ -195,6 +196,24 @@ def check_layer_major(memory: Memory | None, environment: WorkerEnvironment, sca
             "a GradScaler cannot scale in layer-major order, because gradients are on the host; train in bfloat16 "
             "without a scaler"
         )
+
+
+def check_backward(backward: PartialBackward | None, virtual_nodes: int, *, layer_major: bool) -> None:
+    """Check that backward passes can end where they are to.
+
+    Raises:
+        ConfigurationError: they cannot, or some of the model would never be trained.
+    """
+    if backward is None:
+        return
+    if not isinstance(backward, PartialBackward):
+        raise ConfigurationError(f"backward is {backward!r}; it must be a vf.PartialBackward(...), or left out")
+    if layer_major:
+        raise ConfigurationError(
+            "in layer-major order each block runs backward for all virtual nodes together, so none can end earlier "
+            'than others; leave out backward=, or order="layer-major"'
+        )
+    backward.check(virtual_nodes)
 
 
 def check_verify(sample: float, reproducibility: str) -> None:

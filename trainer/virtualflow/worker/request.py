@@ -16,6 +16,7 @@ from virtualflow.protocol.settings import Reproducibility
 from virtualflow.step import HOST
 from virtualflow.worker.options import (
     Options,
+    check_backward,
     check_device,
     check_exchange,
     check_host_optimizer,
@@ -98,6 +99,7 @@ def check_request(request: Request) -> None:
     check_optimizer(request.model, request.optimizer)
     check_scheduler(options.scheduler, options.scheduler_interval)
     check_device(options.device, request.model, layer_major=request.layer_major)
+    check_backward(options.backward, request.virtual_nodes, layer_major=request.layer_major)
     check_layer_major(request.memory, request.environment, options.scaler)
     if request.host_optimizer:
         check_host_optimizer(request.model, request.optimizer)

@@ -15,13 +15,13 @@ import torch
 
 from virtualflow.data import Orders, Source, Staging, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
-from virtualflow.memory.activations import Activations, Carrier, Chain, LayerMajor, bytes_of_state
+from virtualflow.memory.activations import Activations, Carrier, Chain, LayerMajor, bytes_of_state, find_blocks
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
 from virtualflow.reduction import choose_summation, host_memory
 from virtualflow.state import Checkpointer, Companions, JobIdentity, MemoryCopies, choose_policy, schedulers_of
 from virtualflow.state import signature as signature_of
-from virtualflow.step import HOST, Guard, MicrobatchFusion, OptimizerOptions, SpotChecker, Update
+from virtualflow.step import HOST, BackwardCut, Guard, MicrobatchFusion, OptimizerOptions, SpotChecker, Update
 from virtualflow.transport import CopyClient
 from virtualflow.verify import Opened
 from virtualflow.worker.audit import Audit
@@ -128,6 +128,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     # It is on the device where nothing is said. In layer-major order it steps where the model is.
     if request.host_optimizer or (request.layer_major and request.device.type != "cpu"):
         signature["placement"] = "host"
+    if update.cut is not None:
+        signature["backward"] = update.cut.description
     identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, signature)
     checkpointer = _open_checkpointer(request, identity, session, profiling is None, resources)
     total_steps = options.total_steps(source.steps_per_epoch)
@@ -240,9 +242,23 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
         transfer=request.settings.transfer,
         watch=request.settings.watch,
         spot_checker=spot_checker,
+        cut=_open_cut(request),
     )
     resources.callback(update.close)
     return update
+
+
+def _open_cut(request: Request) -> BackwardCut | None:
+    backward = request.options.backward
+    if backward is None:
+        return None
+    blocks, _ = find_blocks(
+        request.model,
+        backward.blocks,
+        argument="vf.PartialBackward({})",
+        compiled="train the model as it is, or leave out backward=",
+    )
+    return BackwardCut(request.model, blocks, backward, request.virtual_nodes)
 
 
 def _open_guard(request: Request, companions: Companions, resources: ExitStack) -> Guard:
@@ -288,7 +304,8 @@ def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
 def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:
     cap = request.environment.max_fused or request.options.max_fused
     memory = request.memory
-    if request.bitwise or not source.fuses or (memory is not None and memory.device is not None):
+    by_themselves = request.options.backward is not None or (memory is not None and memory.device is not None)
+    if request.bitwise or not source.fuses or by_themselves:
         cap = 1
     settings = request.settings
     fusion = MicrobatchFusion(

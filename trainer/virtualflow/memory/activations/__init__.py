@@ -6,6 +6,7 @@ all virtual nodes (:mod:`layer_major`). No bits depend on any of it. What may en
 of memory, and nothing of workers.
 """
 
+from virtualflow.memory.activations.blocks import find_blocks
 from virtualflow.memory.activations.carrier import Carrier
 from virtualflow.memory.activations.chain import Chain
 from virtualflow.memory.activations.chain_measurement import ChainMeasurement
@@ -26,5 +27,6 @@ __all__ = [
     "Memory",
     "Summed",
     "bytes_of_state",
+    "find_blocks",
     "limit",
 ]

@@ -14,24 +14,37 @@ Named = tuple[str, nn.Module]
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] | None) -> tuple[list[Named], str]:
+MEMORY = "vf.Memory(..., {})"
+"""Where a user names blocks for a plan of memory."""
+RECOMPUTE = (
+    "instead of memory, set torch._functorch.config.activation_memory_budget, by which the compiler itself recomputes"
+)
+"""What else to do with a compiled model."""
+
+
+def find_blocks(
+    model: nn.Module,
+    wanted: Sequence[str | nn.Module] | None,
+    *,
+    argument: str = MEMORY,
+    compiled: str = RECOMPUTE,
+) -> tuple[list[Named], str]:
     """The blocks with their names, and a sentence that says which they are.
 
     Args:
         model: whose blocks.
         wanted: modules of it or their names, in the order in which they run; ``None``: found.
+        argument: what a user writes to name them.
+        compiled: what a user is to do who has compiled the model.
 
     Raises:
         ConfigurationError: there are none, one of them is not the model's or is within another one, or the model is
             compiled.
     """
     if any(_is_compiled(module) for module in model.modules()):
-        raise ConfigurationError(
-            "a compiled model has no blocks that could be told apart; instead of memory, set "
-            "torch._functorch.config.activation_memory_budget, by which the compiler itself recomputes"
-        )
+        raise ConfigurationError(f"a compiled model has no blocks that could be told apart; {compiled}")
     if wanted is None:
-        return _longest_chain(model)
+        return _longest_chain(model, argument)
     known = dict(model.named_modules())
     names = {id(module): name for name, module in known.items()}
     blocks: list[Named] = []
@@ -63,12 +76,12 @@ def _check_apart(blocks: Sequence[Named]) -> None:
             owner[id(part)] = name
 
 
-def _longest_chain(model: nn.Module) -> tuple[list[Named], str]:
+def _longest_chain(model: nn.Module, argument: str) -> tuple[list[Named], str]:
     chains = list(_chains(model))
     if not chains:
         raise ConfigurationError(
             "the model has no nn.ModuleList or nn.Sequential of two modules or more; name its blocks: "
-            'vf.Memory(..., blocks=["first", "second"])'
+            + argument.format('blocks=["first", "second"]')
         )
     longest = max(chains, key=lambda chain: len(chain[1]))
     kinds = {type(module) for _, module in longest[1]}

@@ -25,6 +25,7 @@ from virtualflow.memory.activations.blocks import Named
 from virtualflow.memory.activations.copies import open_copies
 from virtualflow.memory.activations.ledger import Entry, Ledger, Packed, key_of
 from virtualflow.memory.activations.visits import Recomputation, Segment, Visit, find_links
+from virtualflow.state import StayingHook
 
 
 class Observer(Protocol):
@@ -71,7 +72,7 @@ class Executor:
         self._before: tuple[Visit, Segment | None] | None = None
         """The last visit, and its segment."""
         self._swapped: dict[int, list[ref[Entry]]] = {}
-        before, after = _Hook(self._begin), _Hook(self._end)
+        before, after = StayingHook(self._begin), StayingHook(self._end)
         self._handles = [
             handle
             for _, module in blocks
@@ -225,23 +226,6 @@ class _Open:
     hooks: saved_tensors_hooks
     segment: Segment | None
     recomputation: Recomputation | None
-
-
-class _Hook:
-    """A hook that stays behind when the model is copied or written: the copy is somebody else's."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _Hook, (_ignore,)
-
-
-def _ignore(*arguments: Any) -> None:
-    """What a copy's hooks do."""
 
 
 def _load(packed: Packed) -> Tensor:

@@ -1,0 +1,98 @@
+"""How far the backward pass of each virtual node goes: a function of the virtual node and the step, checked early."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import virtualflow as vf
+from tiers import examples
+from virtualflow.errors import ConfigurationError
+from virtualflow.step.partial_backward import WARM_UP, blocks_reached
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(classes=st.integers(1, 6), each=st.integers(1, 4), step=st.integers(1, 10**6))
+def test_classes_that_rotate_are_equally_frequent_on_each_worker_and_over_time(
+    classes: int, each: int, step: int
+) -> None:
+    fractions = tuple((number + 1) / classes for number in range(classes))
+    backward, nodes = vf.PartialBackward(fractions), 3 * each * classes
+    for first in range(0, nodes, each * classes):
+        worker = range(first, first + each * classes)
+        assert Counter(backward.fraction(step, node, nodes) for node in worker) == dict.fromkeys(fractions, each)
+    for node in range(nodes):
+        over_time = Counter(backward.fraction(step + later, node, nodes) for later in range(classes))
+        assert over_time == dict.fromkeys(fractions, 1)
+
+
+def test_classes_that_do_not_rotate_stay_with_ranges_of_virtual_nodes() -> None:
+    backward = vf.PartialBackward(rotate=False)
+    for step in (1, 2, 77):
+        found = [backward.fraction(step, node, 8) for node in range(8)]
+        assert found == [1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_every_so_many_steps_all_passes_are_whole() -> None:
+    backward = vf.PartialBackward((0.5, 0.25), full_every=3)
+    whole = [step for step in range(1, 10) if all(backward.fraction(step, node, 8) == 1 for node in range(8))]
+    assert whole == [3, 6, 9]
+    assert all(backward.fraction(step, node, 8) < 1 for step in (1, 2, 4) for node in range(8))
+
+
+@pytest.mark.parametrize(
+    ("backward", "fraction"),
+    [
+        (vf.PartialBackward((0.5, 1)), 1),
+        (vf.PartialBackward((1, 0.5, 0.25), rotate=False), 0.25),
+        (vf.PartialBackward((0.5, 0.25), rotate=False, full_every=5), 1),
+    ],
+    ids=["rotating", "fixed", "fixed, but for some steps"],
+)
+def test_a_joiner_warms_up_with_the_longest_pass_that_it_will_have_to_run(
+    backward: vf.PartialBackward, fraction: float
+) -> None:
+    assert {backward.fraction(WARM_UP, node, 8) for node in range(8)} == {fraction}
+
+
+@pytest.mark.parametrize(
+    ("fraction", "blocks", "reached"),
+    [(1.0, 4, 4), (0.75, 4, 3), (0.25, 4, 1), (0.01, 4, 1), (0.5, 3, 2), (0.25, 3, 1), (0.99, 4, 4), (0.5, 1, 1)],
+)
+def test_a_fraction_is_the_nearest_number_of_blocks(fraction: float, blocks: int, reached: int) -> None:
+    assert blocks_reached(fraction, blocks) == reached
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"fractions": ()}, "needs one for each class"),
+        ({"fractions": 0.5}, "needs one for each class"),
+        ({"fractions": (1, 0)}, "fractions has 0; each must be above 0 and at most 1"),
+        ({"fractions": (1, 1.5)}, "fractions has 1.5; each must be"),
+        ({"fractions": (1, float("nan"))}, "fractions has nan; each must be"),
+        ({"fractions": (1, "half")}, "fractions has 'half'; each must be"),
+        ({"fractions": (True,)}, "fractions has True; each must be"),
+        ({"fractions": (0.5, 0.25)}, "no fraction is 1, so what is in front .* pass full_every="),
+        ({"scale": "median"}, 'scale is \'median\'; it must be "mean" or "sum"'),
+        ({"full_every": 0}, "full_every is 0; it must be"),
+        ({"full_every": 2.0}, "full_every is 2.0; it must be"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_in_a_sentence(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        vf.PartialBackward(**arguments)
+
+
+def test_virtual_nodes_of_which_none_runs_a_whole_pass_are_refused() -> None:
+    backward = vf.PartialBackward((0.25, 1), rotate=False)
+    backward.check(2)
+    with pytest.raises(ConfigurationError, match="none of the 1 virtual nodes has the class whose fraction is 1"):
+        backward.check(1)
+    vf.PartialBackward((0.25, 1)).check(1)
+    vf.PartialBackward((0.25, 1), rotate=False, full_every=4).check(1)

@@ -1,0 +1,211 @@
+"""Lets each virtual node's backward pass end where ``partial_backward`` says.
+
+What comes before that runs without a graph: autograd saves nothing of it, and has nothing to do there. Hooks see to
+that. They suspend autograd while a module runs that is not reached, one call at a time, so that they nest with whatever
+the model does itself.
+
+Which parameters a pass reaches must be known before any runs, since a mean must not depend on which worker has seen
+what. So it goes by the order of registration: what is registered between two blocks runs between them, what is
+registered before all of them runs first. That this is so is checked with every virtual node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.state import StayingHook
+from virtualflow.step.partial_backward import PartialBackward, blocks_reached
+
+WHOLE = -1
+"""The level of what comes before the first block, and where a whole pass ends."""
+
+
+class BackwardCut:
+    """The backward passes of one worker.
+
+    A level is the number of a block, from 0, and of what is registered between it and the next one.
+
+    Args:
+        model: whose backward passes.
+        blocks: of it with their names, in the order in which they run.
+        backward: how far each goes.
+        virtual_nodes: of the job.
+
+    Raises:
+        ConfigurationError: fewer than two of the blocks have parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[tuple[str, nn.Module]],
+        backward: PartialBackward,
+        virtual_nodes: int,
+    ) -> None:
+        blocks = [(name, block) for name, block in blocks if next(block.parameters(), None) is not None]
+        if len(blocks) < 2:
+            raise ConfigurationError(
+                f"vf.PartialBackward needs two blocks or more that have parameters, and the model has {len(blocks)}; "
+                'name others with blocks=["first", "second"], or leave out backward='
+            )
+        self.names = [name for name, _ in blocks]
+        """Of the blocks that have parameters."""
+        self._backward, self._virtual_nodes = backward, virtual_nodes
+        levels = _Levels(model, [block for _, block in blocks])
+        self._named = [name for name, _ in model.named_parameters()]
+        self._levels = [levels.parameters[id(parameter)] for parameter in model.parameters()]
+        self._step = 0
+        self._cut = self._last_cut = WHOLE
+        """The first level that the present virtual node's pass reaches, and the last one's."""
+        self._former: list[bool] = []
+        """Whether autograd was enabled when each of the modules was called that run now and are not reached."""
+        self._behind = ""
+        """The last module that was called of those that are reached."""
+        self._handles = [model.register_forward_pre_hook(StayingHook(self._on_model), prepend=True)]
+        names = {id(module): name for name, module in model.named_modules()}
+        for module, level in levels.modules:
+            before = StayingHook(partial(self._before, names[id(module)], level))
+            after = StayingHook(partial(self._after, level))
+            self._handles += [
+                module.register_forward_pre_hook(before, prepend=True),
+                module.register_forward_hook(after, always_call=True),
+            ]
+
+    @property
+    def description(self) -> str:
+        """What of it defines the result."""
+        return self._backward.describe(self.names)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    # --- the decision, in levels --------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """An attempt at a step begins."""
+        self._step = step
+
+    def cut(self, virtual_node: int, step: int) -> int:
+        """The first level that a virtual node's pass reaches."""
+        fraction = self._backward.fraction(step, virtual_node, self._virtual_nodes)
+        return WHOLE if fraction == 1 else len(self.names) - blocks_reached(fraction, len(self.names))
+
+    def factors(self, samples: Mapping[int, int]) -> dict[int, float]:
+        """What makes of a mean over all samples of the step that over those whose pass was to reach the parameter.
+
+        Args:
+            samples: of each virtual node of the job.
+
+        Returns:
+            The factors that are not 1, by the parameters' places.
+        """
+        if self._backward.scale == "sum":
+            return {}
+        cuts = {node: self.cut(node, self._step) for node in samples}
+        whole = sum(samples.values())
+        reached = {
+            level: sum(count for node, count in samples.items() if cuts[node] <= level) for level in set(self._levels)
+        }
+        # Where it is none, nobody has a gradient.
+        return {
+            place: whole / reached[level]
+            for place, level in enumerate(self._levels)
+            if reached[level] not in (0, whole)
+        }
+
+    # --- a virtual node -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def within(self, virtual_node: int, step: int) -> Iterator[bool]:
+        """The script computes a virtual node: whether with a whole backward pass."""
+        self._cut = self._last_cut = self.cut(virtual_node, step)
+        self._behind = ""
+        self._former.clear()
+        try:
+            yield self._cut == WHOLE
+        finally:
+            self._cut = WHOLE
+
+    def check(self, given: Sequence[bool]) -> None:
+        """The virtual node has run, and has a gradient for these of the parameters.
+
+        Raises:
+            ConfigurationError: one of them should not have been reached.
+        """
+        for place, there in enumerate(given):
+            if there and self._levels[place] < self._last_cut:
+                raise ConfigurationError(
+                    f"parameter {self._named[place]} got a gradient from a backward pass that should have ended behind "
+                    f"it, at block {self.names[self._last_cut]}; it must belong to a module that is called, and what "
+                    "runs behind the blocks must be registered behind them: move it there in the model's __init__"
+                )
+
+    def _on_model(self, module: nn.Module, arguments: Any) -> None:
+        self._behind = ""
+
+    def _before(self, name: str, level: int, module: nn.Module, arguments: Any) -> None:
+        if level >= self._cut:
+            self._behind = name
+            return
+        if self._behind:
+            raise ConfigurationError(
+                f"module {name} runs behind {self._behind}, which is registered behind it or named as a later block; "
+                "backward=vf.PartialBackward(...) needs modules in the order in which they run: change that in the "
+                "model's __init__, or name its blocks in their order"
+            )
+        self._former.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+
+    def _after(self, level: int, module: nn.Module, arguments: Any, output: Any) -> None:
+        if level < self._cut and self._former:
+            former = self._former.pop()
+            torch.set_grad_enabled(former)
+            if former:
+                # A weight that was cast here must be cast once more where it is reached, under a graph.
+                torch.clear_autocast_cache()
+
+
+class _Levels:
+    """On which level parameters and modules are.
+
+    Args:
+        model: whose.
+        blocks: of it, in the order in which they run.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self.parameters: dict[int, int] = {}
+        """By identity: of several places, the one that most passes reach."""
+        self._numbers = {id(block): number for number, block in enumerate(blocks)}
+        inside = {id(part) for block in blocks for part in block.modules() if part is not block}
+        self._level = WHOLE
+        self._modules: dict[int, tuple[nn.Module, set[int]]] = {}
+        self._visit(model)
+        self.modules = [
+            (module, min(levels))
+            for key, (module, levels) in self._modules.items()
+            if len(levels) == 1 and key not in inside
+        ]
+        """Those that a pass reaches or not, as a whole. What is in several places may be called in any of them."""
+
+    def _visit(self, module: nn.Module) -> None:
+        """In the order of registration, also what is there twice."""
+        number = self._numbers.get(id(module))
+        self._level = self._level if number is None else number
+        holds_blocks = number is None and any(id(part) in self._numbers for part in module.modules())
+        if not holds_blocks and next(module.parameters(), None) is not None:
+            self._modules.setdefault(id(module), (module, set()))[1].add(self._level)
+        for parameter in module.parameters(recurse=number is not None):
+            self.parameters[id(parameter)] = max(self.parameters.get(id(parameter), WHOLE), self._level)
+        for child in module._modules.values() if number is None else ():
+            if child is not None:
+                self._visit(child)

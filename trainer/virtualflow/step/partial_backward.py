@@ -1,0 +1,114 @@
+"""How far the backward pass of each virtual node goes: structured partial backpropagation (Kumar et al., 2021).
+
+Which part of the model a virtual node's backward pass reaches is a function of the virtual node and the step, never of
+the worker that computes it: so no bit depends on who does. This module is that function; ``backward_cut`` carries it
+out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from virtualflow.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Scale = Literal["mean", "sum"]
+
+WARM_UP = 0
+"""In place of a step: what a joiner warms up with."""
+
+
+@dataclass(frozen=True)
+class PartialBackward:
+    """Backward passes that end before they have reached the model's first blocks.
+
+    It changes what is trained, alike on any number of workers, and is the same for a job's life.
+
+    Args:
+        fractions: of the model's blocks, those that a backward pass reaches, counted from the last one: one for each
+            class of virtual nodes. 1 is the whole pass, through everything in front of the blocks, too.
+        rotate: whether a virtual node has another class in every step, neighbours different ones, so that workers with
+            as many virtual nodes as there are classes, or a multiple of it, have equal work. Otherwise the first
+            virtual nodes have the first class for the job's life, and so on: whoever is assigned none of the first
+            ones needs less memory.
+        scale: ``"mean"``: a parameter's gradient is the mean over the virtual nodes that have reached it. ``"sum"``:
+            those that have not count as zero.
+        full_every: in each step whose number is a multiple of it, all passes are whole.
+        blocks: the model's blocks, in the order in which they run: modules, or their names. Without them, the longest
+            ``nn.ModuleList`` or ``nn.Sequential`` of the model, and others of the same class of children. Those without
+            parameters do not count.
+
+    Raises:
+        ConfigurationError: a value makes no sense.
+    """
+
+    fractions: Sequence[float] = (1, 0.75, 0.5, 0.25)
+    rotate: bool = True
+    scale: Scale = "mean"
+    full_every: int | None = None
+    blocks: Sequence[str | nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        fractions: Any = self.fractions
+        if not isinstance(fractions, list | tuple) or not fractions:
+            raise ConfigurationError(
+                f"fractions is {fractions!r}; vf.PartialBackward needs one for each class, such as (1, 0.5)"
+            )
+        for fraction in fractions:
+            if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+                raise ConfigurationError(f"fractions has {fraction!r}; each must be above 0 and at most 1")
+        if self.scale not in get_args(Scale):
+            raise ConfigurationError(f'scale is {self.scale!r}; it must be "mean" or "sum"')
+        every: Any = self.full_every
+        if every is not None and (type(every) is not int or every < 1):
+            raise ConfigurationError(f"full_every is {every!r}; it must be a whole number of steps, at least 1")
+        if every is None and 1 not in fractions:
+            raise ConfigurationError(
+                "no fraction is 1, so what is in front of the model's last blocks would never be trained; add 1 to "
+                "fractions, pass full_every=, or freeze those blocks with requires_grad_(False)"
+            )
+
+    def fraction(self, step: int, virtual_node: int, virtual_nodes: int) -> float:
+        """The part of the blocks that a virtual node's backward pass reaches in a step, from 1.
+
+        For :data:`WARM_UP`, to a joiner who does not know yet which virtual nodes it will be assigned, it is a whole
+        pass where it will have to run some, and else the shortest, for which alone there may be memory.
+        """
+        if step == WARM_UP:
+            return 1.0 if self.rotate or self.full_every is not None else float(min(self.fractions))
+        if self.full_every is not None and step % self.full_every == 0:
+            return 1.0
+        classes = len(self.fractions)
+        at = (virtual_node + step) % classes if self.rotate else virtual_node * classes // virtual_nodes
+        return float(self.fractions[at])
+
+    def check(self, virtual_nodes: int) -> None:
+        """Check that a job of so many virtual nodes trains all of the model.
+
+        Raises:
+            ConfigurationError: it does not.
+        """
+        if self.rotate or self.full_every is not None:
+            return
+        if all(self.fraction(1, node, virtual_nodes) < 1 for node in range(virtual_nodes)):
+            raise ConfigurationError(
+                f"none of the {virtual_nodes} virtual nodes has the class whose fraction is 1; put it first in "
+                "fractions, use more virtual nodes, or pass rotate=True"
+            )
+
+    def describe(self, blocks: Sequence[str]) -> str:
+        """What defines the result, for blocks of these names."""
+        fractions = ", ".join(repr(float(fraction)) for fraction in self.fractions)
+        rotating = "rotating" if self.rotate else "fixed"
+        full = "" if self.full_every is None else f", whole every {self.full_every} steps"
+        return f"{rotating} fractions {fractions}{full}, {self.scale}, of {', '.join(blocks)}"
+
+
+def blocks_reached(fraction: float, blocks: int) -> int:
+    """How many of a model's blocks that is: the nearest number, at least one."""
+    return max(1, math.floor(fraction * blocks + 0.5))
