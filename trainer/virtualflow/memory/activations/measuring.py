@@ -238,11 +238,11 @@ def measure_copies(copies: Copies, settings: ActivationSettings) -> tuple[float,
         began = now()
         copy = copies.out(source, lambda size: None)
         assert copy is not None
+        copies.reclaim()
         gone = now()
-        copies.back(copy)
+        copies.arrive(copies.back(copy))
         out.append(gone - began)
         back.append(now() - gone)
-    copies.reclaim()
     return settings.probe / statistics.median(out[1:]), settings.probe / statistics.median(back[1:])
 
 
