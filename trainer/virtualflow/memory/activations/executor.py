@@ -31,7 +31,7 @@ from virtualflow.memory.activations.visits import Recomputation, Segment, Visit,
 class Observer(Protocol):
     """Somebody who measures blocks while they run."""
 
-    def begin(self, visit: Visit, inputs: list[Tensor]) -> None:
+    def begin(self, visit: Visit, inputs: list[Tensor], arguments: Any, options: Any) -> None:
         """A block's forward pass begins."""
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
@@ -141,7 +141,7 @@ class Executor:
         self._before = None  # that it is not kept while this one runs
         if self.observer is not None:
             pack = partial(self._observed, visit, pack)
-            self.observer.begin(visit, inputs)
+            self.observer.begin(visit, inputs, arguments, options)
         hooks = saved_tensors_hooks(pack, self._load)
         hooks.__enter__()
         self._open.append(_Open(visit, hooks, segment, recomputation))

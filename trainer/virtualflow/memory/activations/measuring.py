@@ -1,8 +1,8 @@
 """Measures a model as a chain of blocks, while the user's own loop runs: times, and the bytes of what autograd saves.
 
 Sizes are those of storages, each once. What a block has saved of its own output is the input of the next one, and is
-counted there; the block itself needs it in its backward pass, when it has come to be of nobody else's use, so it is
-also the block's *workspace*.
+counted there; the block itself needs it in its backward pass, when it has come to be of nobody else's use, so it is a
+part of the block's *workspace*. That is counted in the first micro-batch (:mod:`workspace`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from virtualflow.memory.activations.copies import Copies
 from virtualflow.memory.activations.ledger import key_of
 from virtualflow.memory.activations.settings import ActivationSettings
 from virtualflow.memory.activations.visits import Visit
+from virtualflow.memory.activations.workspace import Peaks, count_peaks
 from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
 
 _LEAST = 1e-9
@@ -36,6 +38,7 @@ class _Seen:
     backward: float = 0.0
     saved: int = 0
     boundary: int = 0
+    peaks: Peaks | None = None
     workspace: int = 0
 
 
@@ -55,15 +58,22 @@ class Probe:
         model: as a whole.
         blocks: of it, in the order in which they run.
         device: of the model.
+        clock: by which it computes.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Named], device: torch.device) -> None:
-        self._model, self._blocks, self._device = model, blocks, device
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Named],
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._model, self._blocks, self._device, self._clock = model, blocks, device, clock
         self._measured: list[_MicroBatch] = []
         self._held: dict[int, Tensor] = {}
         """What the running block has saved: held, so that no two of them get the same place."""
-        self._handed: dict[int, tuple[int, int]] = {}
-        """What the last block has saved of its outputs: whose they are, and bytes."""
+        self._handed: dict[int, int] = {}
+        """What the last block has saved of its outputs, in bytes."""
         self._began = 0.0
         self._current: int | None = None
         """The block whose backward pass runs."""
@@ -86,13 +96,13 @@ class Probe:
 
     def end_micro_batch(self) -> None:
         """Forward and backward pass are over, and count."""
-        self._now.left += sum(size for _, size in self._handed.values())
+        self._now.left += sum(self._handed.values())
         self._measured.append(self._now)
         self.begin_micro_batch()
 
     # --- what an executor tells ---------------------------------------------------------------------------------------
 
-    def begin(self, visit: Visit, inputs: list[Tensor]) -> None:
+    def begin(self, visit: Visit, inputs: list[Tensor], arguments: Any, options: Any) -> None:
         """A block's forward pass begins."""
         seen, boundary = self._now.blocks[visit.block], {}
         for tensor in inputs:
@@ -101,13 +111,13 @@ class Probe:
             elif key_of(tensor) not in visit.permanent:
                 self._now.inputs[key_of(tensor)] = tensor.untyped_storage().nbytes()
         seen.boundary += sum(boundary.values())
-        for key, (block, size) in self._handed.items():
-            if key in boundary:
-                self._now.blocks[block].workspace += size
-            else:
+        for key, size in self._handed.items():
+            if key not in boundary:
                 self._now.left += size
         self._handed = {}
-        self._entered = frozenset(boundary)
+        if not self._measured:
+            seen.peaks = count_peaks(visit.module, arguments, options, self._device)
+        self._entered = boundary
         self._began = self._time()
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
@@ -116,17 +126,26 @@ class Probe:
 
     def end(self, visit: Visit, outputs: list[Tensor]) -> None:
         """The forward pass is over."""
-        seen, out = self._now.blocks[visit.block], {key_of(tensor) for tensor in outputs}
+        seen = self._now.blocks[visit.block]
+        out = {key_of(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
+        saved = 0
         seen.forward += self._time() - self._began
         for key, tensor in self._held.items():
             size = tensor.untyped_storage().nbytes()
             if key in self._entered:
                 continue
             if key in out:
-                self._handed[key] = (visit.block, size)
+                self._handed[key] = size
             else:
-                seen.saved += size
+                saved += size
         self._held = {}
+        seen.saved += saved
+        if seen.peaks is not None:
+            made = sum(out.values())
+            gradients = sum(each.nbytes for each in visit.module.parameters() if each.requires_grad)
+            through = made + sum(self._entered.values()) + gradients
+            beyond = max(seen.peaks.forward - made, seen.peaks.backward - through) - saved
+            seen.workspace, seen.peaks = max(seen.workspace, beyond), None
 
     def reach(self, point: Point) -> None:
         """The backward pass begins with a block, or computes it again."""
@@ -157,7 +176,7 @@ class Probe:
     def _time(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return self._clock()
 
     # --- what it comes to ---------------------------------------------------------------------------------------------
 
