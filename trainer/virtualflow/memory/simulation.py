@@ -5,7 +5,7 @@ capacity-based prefetching, recomputation interleaved with copies):
 
 1. A copy out is queued when the block's forward pass is over. Its memory is free when the copy is.
 2. What computes waits until its memory is free. Only copies out can free memory beside the computation, so it waits for
-   these alone.
+   these alone. A block that will be recomputed needs as much in its forward pass as one that is kept, for a moment.
 3. A copy back is issued, in the order in which the backward pass needs them, at the first point of the backward pass
    from which on its memory is free until it is used: *when the capacity allows it*. It begins when the last copy out is
    over, so that it never takes memory for which the computation waits.
@@ -202,7 +202,7 @@ def _forward(chain: Chain, actions: Actions, capacity: int) -> _Turn | None:
     leaving = turn.leaving
     for block, action in enumerate(actions):
         stays = chain.boundary[block + 1] + (chain.saved[block] if action <= SWAP else 0)
-        need = stays + chain.workspace[block]
+        need = chain.boundary[block + 1] + chain.saved[block] + chain.workspace[block]
         while turn.gone < len(leaving) and (leaving[turn.gone][0] <= time or used + need > capacity):
             end, size = leaving[turn.gone]
             time = max(time, end)
@@ -232,7 +232,7 @@ def _forward_needs(chain: Chain, actions: Actions) -> tuple[list[int], int]:
     held, needs = boundary[0], []
     for block, action in enumerate(actions):
         stays = boundary[block + 1] + (saved[block] if action <= SWAP else 0)
-        needs.append(held + stays + workspace[block])
+        needs.append(held + boundary[block + 1] + saved[block] + workspace[block])
         held += stays
         if action == SWAP:
             held -= chain.both[block]
@@ -311,7 +311,8 @@ def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> 
         spans.append(Span("compute", "forward", block, start, end))
         stays = chain.boundary[block + 1] + (chain.saved[block] if action <= SWAP else 0)
         drop = chain.boundary[block] if action == JOIN else 0
-        changes += [(start, stays + chain.workspace[block]), (end, -chain.workspace[block] - drop)]
+        need = chain.boundary[block + 1] + chain.saved[block] + chain.workspace[block]
+        changes += [(start, need), (end, stays - need - drop)]
     for operation, start in zip(found.operations, found.starts, strict=True):
         block, workspace = operation.block, chain.workspace[operation.block]
         seconds = chain.forward[block] if operation.recompute else chain.backward[block]
