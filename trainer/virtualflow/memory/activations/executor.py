@@ -65,6 +65,7 @@ class Executor:
         self._model, self._blocks, self._device = model, list(blocks), device
         self._index = {id(module): index for index, (_, module) in enumerate(blocks)}
         self._plans: Sequence[BlockPlan] = [BlockPlan(Action.KEEP)] * len(blocks)
+        self._keeps = True
         self._fetched_at: dict[Point, list[int]] = {}
         self._leaving_at: dict[Point, int] = {}
         self._due: deque[int] = deque()
@@ -93,6 +94,7 @@ class Executor:
             waits: for copies out, where these take time.
         """
         self._plans = plans
+        self._keeps = all(plan.action is Action.KEEP for plan in plans)
         self._leaving_at = {wait.point: wait.leaving for wait in waits}
         self.ledger.copies.ring.limit = host_bytes
         self._fetched_at = {}
@@ -119,8 +121,8 @@ class Executor:
 
     def _begin(self, module: nn.Module, arguments: Any, options: Any) -> None:
         """A block is called."""
-        if not torch.is_grad_enabled():
-            self._open.append(None)
+        if not torch.is_grad_enabled() or (self._keeps and self.observer is None):
+            self._open.append(None)  # nothing is to be done, and nothing counted
             return
         block = self._index[id(module)]
         inputs = [leaf for leaf in tree_flatten((arguments, options))[0] if isinstance(leaf, Tensor)]
