@@ -128,6 +128,7 @@ def _three_resources(axes: Axes, found: Mapping[str, Any]) -> None:
     for name in ("forward", "backward", "recompute"):
         axes.barh(0, 0, color=colours[name], label=name)
     axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(f"seconds of one step of {found['family']} within 50 %")
 
 
