@@ -117,7 +117,10 @@ does; each with the least budget into which it fits. A plan is made for each bud
 profile that is measured anew in each turn; then all take turns. *Over the best* is the longest step of a plan over the
 fastest of the other three that fits into the same budget. *Predicted* is a plan's time over the measured one, *peak*
 its peak over the bytes that were counted (each storage once, as far as torch's operations show it), from the lowest to
-the highest budget. All have the same gradients, to the bit."""
+the highest budget. All have the same gradients, to the bit.
+
+Two blocks of VGG-16 need three quarters of its memory by themselves, so there is little to plan. A U-Net is no chain,
+since its skips enter a second block, and its peaks are foretold less well."""
 
 SOAK_TEXT = """\
 One job that changes between two and three workers all the time: it grows, loses its newest worker by SIGKILL, shrinks,

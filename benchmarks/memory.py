@@ -12,7 +12,7 @@ import copy
 import ctypes
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 MIDDLE = (0.7, 0.6, 0.5)
 TRACED = 0.5
 """The budget under which the three resources are shown."""
-TURNS = 5
+TURNS, QUICK_TURNS = 5, 2
 QUICK = ("resnet50", "gpt")
 CPU = torch.device("cpu")
 SETTINGS = ActivationSettings(probe=1 << 20, copies=1)
@@ -164,10 +164,12 @@ class Rig:
         copied = [(f"copy-{each.lane}", "", each.start, each.end) for each in self.copies.carried]
         made = [*(("compute", kind, start, end) for kind, start, end in spans.pieces), *copied]
         told = [(span.resource, span.kind, span.start, span.end) for span in plan.timeline.spans]
-        return {
-            "measured": [(lane, kind, start - began, end - began) for lane, kind, start, end in made],
-            "predicted": [*told],
-        }
+        return {"measured": _from(began, made), "predicted": _from(0.0, told)}
+
+
+def _from(began: float, pieces: Iterable[Piece]) -> list[Piece]:
+    """From then on; to ten microseconds."""
+    return [(lane, kind, round(start - began, 5), round(end - began, 5)) for lane, kind, start, end in pieces]
 
 
 class Spans:
@@ -218,7 +220,7 @@ def planned(rig: Rig, keep: int) -> dict[float, Plan]:
     return plans
 
 
-def measure(family: Family, turns: int, clock: Clock) -> dict[str, Any]:
+def measure(family: Family, turns: int, clock: Clock, *, traced: bool) -> dict[str, Any]:
     """All that is told of a family.
 
     In each turn the model is measured anew, planned, and makes a step of every kind.
@@ -256,7 +258,7 @@ def measure(family: Family, turns: int, clock: Clock) -> dict[str, Any]:
         "shares": {name: peak / keep for name, peak in peaks.items()},
         "seconds": took,
         "budgets": list(budgets.values()),
-        "trace": rig.trace(plans[TRACED]) if TRACED in plans else None,
+        "trace": rig.trace(plans[TRACED]) if traced else None,
     }
 
 
@@ -302,13 +304,14 @@ def main() -> None:
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
     clock = Clock(wall=args.wall)
-    found = []
+    turns = QUICK_TURNS if args.quick else TURNS
+    found: list[dict[str, Any]] = []
     for name in args.families or (QUICK if args.quick else FAMILIES):
-        found.append(measure(FAMILIES[name], 2 if args.quick else TURNS, clock))
+        found.append(measure(FAMILIES[name], turns, clock, traced=not found))
         print("  " + json.dumps(summary(found[-1])), flush=True)
     if args.json:
         rows = [summary(each) for each in found]
-        settings = {"bytes_per_second": BANDWIDTH, "turns": TURNS, "wall": args.wall}
+        settings = {"bytes_per_second": BANDWIDTH, "turns": turns, "wall": args.wall}
         args.json.write_text(json.dumps({"settings": settings, "rows": rows, "families": found}, indent=1) + "\n")
 
 
