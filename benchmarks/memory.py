@@ -258,7 +258,7 @@ def measure(family: Family, turns: int, clock: Clock, *, traced: bool) -> dict[s
         "shares": {name: peak / keep for name, peak in peaks.items()},
         "seconds": took,
         "budgets": list(budgets.values()),
-        "trace": rig.trace(plans[TRACED]) if traced else None,
+        "trace": rig.trace(plans[TRACED]) if traced and TRACED in plans else None,
     }
 
 

@@ -94,7 +94,8 @@ def budgets(axes: Axes, result: Mapping[str, Any]) -> None:
             panel.set_ylabel("step, keep-all = 1")
         if place // 3 == 1:
             panel.set_xlabel("budget, keep-all = 100 %")
-    _three_resources(figure.add_subplot(grid[3, :]), families[0])
+    if families[0]["trace"]:
+        _three_resources(figure.add_subplot(grid[3, :]), families[0])
 
 
 def _over_budgets(axes: Axes, found: Mapping[str, Any]) -> None:

@@ -3,6 +3,10 @@
 Sizes are those of storages, each once. What a block has saved of its own output is the input of the next one, and is
 counted there; the block itself needs it in its backward pass, when it has come to be of nobody else's use, so it is a
 part of the block's *workspace*. That is counted in the first micro-batch (:mod:`workspace`).
+
+What enters a second block later (a skip) is counted in the first one. It is there until the second one has it, whatever
+becomes of the first, and so is its gradient from the second one's backward pass to the first one's: so it is counted
+once more, as something that no plan frees.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +52,8 @@ class _MicroBatch:
     blocks: list[_Seen]
     inputs: dict[int, int] = field(default_factory=dict)
     """Bytes of the user's data that enter blocks."""
+    passing: dict[int, int] = field(default_factory=dict)
+    """Bytes of what enters a second block."""
     left: int = 0
     """Bytes that blocks have saved of outputs that no block gets."""
 
@@ -74,6 +81,8 @@ class Probe:
         """What the running block has saved: held, so that no two of them get the same place."""
         self._handed: dict[int, int] = {}
         """What the last block has saved of its outputs, in bytes."""
+        self._entering: dict[int, ref[Tensor]] = {}
+        """What has entered a block."""
         self._began = 0.0
         self._current: int | None = None
         """The block whose backward pass runs."""
@@ -92,6 +101,7 @@ class Probe:
         self._now = _MicroBatch([_Seen() for _ in self._blocks])
         self._held.clear()
         self._handed.clear()
+        self._entering.clear()
         self._current = self._recompute_began = None
 
     def end_micro_batch(self) -> None:
@@ -107,7 +117,13 @@ class Probe:
         seen, boundary = self._now.blocks[visit.block], {}
         for tensor in inputs:
             if tensor.grad_fn is not None:
-                boundary[key_of(tensor)] = tensor.untyped_storage().nbytes()
+                key, size = key_of(tensor), tensor.untyped_storage().nbytes()
+                before = self._entering.get(key)
+                if before is not None and before() is not None:
+                    self._now.passing[key] = size
+                else:
+                    boundary[key] = size
+                    self._entering[key] = ref(tensor)
             elif key_of(tensor) not in visit.permanent:
                 self._now.inputs[key_of(tensor)] = tensor.untyped_storage().nbytes()
         seen.boundary += sum(boundary.values())
@@ -226,7 +242,7 @@ class Probe:
                     workspace_bytes=most(lambda seen: seen.workspace),
                 )
             )
-        other = max(sum(each.inputs.values()) + each.left for each in self._measured)
+        other = max(sum(each.inputs.values()) + sum(each.passing.values()) + each.left for each in self._measured)
         return ChainSize(micro_batch, tuple(rows), other)
 
     def fixed_bytes(self) -> int:
