@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from activation_models import FAMILIES
 from benchmarks.memory_models import FAMILIES as LARGE
+from benchmarks.memory_models import UNet
 from benchmarks.throttled_copies import Clock, ThrottledCopies
 from torch import Tensor, nn
 
@@ -108,6 +109,23 @@ def test_plans_give_the_bits_of_the_run_without_one_within_their_memory(name: st
         copies.reclaim()
         assert executor.ledger.device_bytes == copies.ring.used == 0
     executor.close()
+
+
+def test_what_enters_a_second_block_is_set_aside_and_counted_once_as_a_boundary() -> None:
+    model = UNet(8, 2)
+    names = {id(module): each for each, module in model.named_modules()}
+    blocks, _ = find_blocks(model, [names[id(block)] for block in model.blocks])
+    executor = Executor(model, blocks, CPU)
+    probe = executor.observer = Probe(model, blocks, CPU)
+    samples = torch.randn(4, 3, 32, 32)
+    executor.begin()
+    step(model, samples, torch.randint(3, (4,)))
+    probe.end_micro_batch()
+    executor.close()
+    size = probe.size(4, 0)
+    wide, middle, deep = (4 * 4 * width * side * side for width, side in ((8, 32), (16, 16), (32, 8)))
+    assert [block.boundary_bytes for block in size.blocks] == [0, wide, middle, deep, middle, wide]
+    assert size.other_bytes == samples.nbytes + wide + middle
 
 
 class Sine(nn.Module):
