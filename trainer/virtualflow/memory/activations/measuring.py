@@ -66,6 +66,7 @@ class Probe:
         blocks: of it, in the order in which they run.
         device: of the model.
         clock: by which it computes.
+        again: whether a block may be called once more, to count what it needs for a moment.
     """
 
     def __init__(
@@ -74,8 +75,11 @@ class Probe:
         blocks: Sequence[Named],
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        again: bool = True,
     ) -> None:
         self._model, self._blocks, self._device, self._clock = model, blocks, device, clock
+        self._count = again
         self._measured: list[_MicroBatch] = []
         self._held: dict[int, Tensor] = {}
         """What the running block has saved: held, so that no two of them get the same place."""
@@ -131,7 +135,7 @@ class Probe:
             if key not in boundary:
                 self._now.left += size
         self._handed = {}
-        if not self._measured:
+        if self._count and not self._measured:
             seen.peaks = count_peaks(visit.module, arguments, options, self._device)
         self._entered = boundary
         self._began = self._time()
@@ -156,6 +160,7 @@ class Probe:
                 saved += size
         self._held = {}
         seen.saved += saved
+        seen.workspace = max(seen.workspace, sum(self._handed.values()))
         if seen.peaks is not None:
             made = sum(out.values())
             gradients = sum(each.nbytes for each in visit.module.parameters() if each.requires_grad)

@@ -59,10 +59,10 @@ class Activations:
         self.plan: Plan | None = None
         """``None``: not enough is measured yet."""
         self.profile: Profile | None = None
-        self._probe = Probe(model, blocks, device)
+        first = Action.RECOMPUTE if memory.activations == "auto" else Action(memory.activations)
+        self._probe = Probe(model, blocks, device, again=first is Action.RECOMPUTE)
         self.executor = Executor(model, blocks, device, open_copies(device, settings.streams))
         self.executor.observer = self._probe
-        first = Action.RECOMPUTE if memory.activations == "auto" else Action(memory.activations)
         segments = [block if first is Action.RECOMPUTE else None for block in range(len(blocks))]
         self.executor.follow([BlockPlan(first, segment) for segment in segments], memory.budget.host)
         self._said = said
