@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ INK = "#7d8590"
 WIDTH, DPI = 8.0, 110
 """Inches, and pixels an inch."""
 BAR = 0.3
+COLOURS = 128
+"""Of a picture."""
 
 
 def throughput(axes: Axes, result: Mapping[str, Any]) -> None:
@@ -77,9 +80,66 @@ def memory(axes: Axes, result: Mapping[str, Any]) -> None:
     axes.legend(frameon=False, labelcolor=INK, loc="upper center", bbox_to_anchor=(0.45, 1.1), ncols=3)
 
 
+def budgets(axes: Axes, result: Mapping[str, Any]) -> None:
+    """A step over budgets of memory, a panel a family; below, what three resources do under one plan."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    axes.remove()
+    figure.set_size_inches(WIDTH, 7.4)
+    families = result["families"]
+    grid = figure.add_gridspec(4, 3, height_ratios=[1.0, 1.0, 0.05, 0.75])
+    for place, found in enumerate(families):
+        panel = figure.add_subplot(grid[place // 3, place % 3])
+        _over_budgets(panel, found)
+        if place == 0:
+            figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", frameon=False, ncols=4)
+        if place % 3 == 0:
+            panel.set_ylabel("step, keep-all = 1")
+        if place // 3 == 1:
+            panel.set_xlabel("budget, keep-all = 100 %")
+    if families[0]["trace"]:
+        _three_resources(figure.add_subplot(grid[3, :]), families[0])
+
+
+def _over_budgets(axes: Axes, found: Mapping[str, Any]) -> None:
+    import statistics
+
+    keep = statistics.median(found["seconds"]["keep"])
+    for name, side, colour in (("keep all", "keep", INK), ("torch.utils.checkpoint", "recompute", ORANGE)):
+        height = statistics.median(found["seconds"][side]) / keep
+        axes.plot([100 * found["shares"][side], 104], [height, height], color=colour, linewidth=1.6, label=name)
+        axes.plot(100 * found["shares"][side], height, "|", color=colour, markersize=9)
+    shares = [100 * each["share"] for each in found["budgets"]]
+    for name, key, style in (("plan", "measured", "o-"), ("its prediction", "predicted", ":")):
+        heights = [statistics.median(each[key]) / keep for each in found["budgets"]]
+        axes.plot(shares, heights, style, color=BLUE, linewidth=1.4, markersize=3.5, label=name)
+    swap = statistics.median(found["seconds"]["swap"]) / keep
+    axes.set_title(f"{found['family']} (swap all: {swap:.1f})", fontsize=9, color=INK)
+    axes.set_xlim(104, 16)
+    axes.set_ylim(0.9, 1.9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _three_resources(axes: Axes, found: Mapping[str, Any]) -> None:
+    """As it was above as it was predicted."""
+    colours = {"forward": BLUE, "backward": "#1f5fb0", "recompute": ORANGE, "swap-out": GREY, "swap-in": GREY, "": GREY}
+    lanes = [(kind, lane) for kind in ("measured", "predicted") for lane in ("compute", "copy-out", "copy-in")]
+    for place, (kind, lane) in enumerate(lanes):
+        for resource, what, start, end in found["trace"][kind]:
+            if resource == lane:
+                axes.barh(-place, end - start, 0.75, start, color=colours[what], edgecolor="white", linewidth=0.3)
+    axes.set_yticks([-place for place in range(len(lanes))], [f"{lane}, {kind}" for kind, lane in lanes], fontsize=8)
+    for name in ("forward", "backward", "recompute"):
+        axes.barh(0, 0, color=colours[name], label=name)
+    axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(f"seconds of one step of {found['family']} within 50 %")
+
+
 def save(path: Path, draw: Callable[[Axes, Mapping[str, Any]], None], result: Mapping[str, Any]) -> None:
     """Draw a figure into a PNG file with a transparent background."""
     import matplotlib as mpl
+    from PIL import Image
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
@@ -89,5 +149,8 @@ def save(path: Path, draw: Callable[[Axes, Mapping[str, Any]], None], result: Ma
         figure, axes = plt.subplots(figsize=(WIDTH, 1.2 + 0.62 * len(result["rows"])), layout="constrained")
         draw(axes, result)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, dpi=DPI, transparent=True, metadata={"Software": None})
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=DPI, transparent=True)
         plt.close(figure)
+    # A palette takes a third of the bytes; this way of choosing it knows of transparency.
+    Image.open(drawn).quantize(COLOURS, method=Image.Quantize.FASTOCTREE).save(path, optimize=True)

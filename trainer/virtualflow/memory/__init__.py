@@ -22,6 +22,7 @@ from virtualflow.memory.model import (
     Span,
     Timeline,
     UpdateCopies,
+    Wait,
 )
 from virtualflow.memory.planner import DoesNotFit, Planner, plan
 from virtualflow.memory.sizes import format_bytes, parse_bytes
@@ -46,6 +47,7 @@ __all__ = [
     "Span",
     "Timeline",
     "UpdateCopies",
+    "Wait",
     "advise",
     "costs",
     "divide",

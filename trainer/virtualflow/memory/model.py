@@ -141,6 +141,16 @@ class BlockPlan:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """What the device must wait for."""
+
+    point: Point
+    """Before it does that,"""
+    leaving: int
+    """no more than so many bytes may still be on their way to the host: it needs the memory of the others."""
+
+
+@dataclass(frozen=True)
 class Span:
     """A time in which a resource is busy with a block; seconds from the beginning of the virtual node."""
 
@@ -189,6 +199,8 @@ class Plan:
     reason: str
     """In a sentence."""
     timeline: Timeline = field(repr=False)
+    waits: tuple[Wait, ...] = field(default=(), repr=False)
+    """In the order in which the device comes to them; anywhere else it waits for no copy out."""
 
     def count(self, action: Action) -> int:
         """How many blocks are treated so."""

@@ -25,6 +25,7 @@ from virtualflow.memory.simulation import (
     least_capacity,
     schedule,
     timeline,
+    waits,
 )
 from virtualflow.memory.sizes import format_bytes
 
@@ -164,12 +165,12 @@ class Planner:
     def _explain(self, plan: Plan, budget: Budget) -> str:
         computed = self._chain.forward_until[-1] + self._chain.backward_until[-1]
         again = sum(span.end - span.start for span in plan.timeline.spans if span.kind == "recompute")
-        waits = max(0.0, plan.seconds - computed - again)
+        waiting = max(0.0, plan.seconds - computed - again)
         return (
             f"to keep everything takes {format_bytes(self.keep_bytes(budget), up=True)}; of {len(plan.blocks)} blocks "
             f"{plan.count(Action.KEEP)} stay, {plan.count(Action.SWAP)} are swapped and "
             f"{plan.count(Action.RECOMPUTE)} recomputed, for {again / computed:.1%} more computing and "
-            f"{waits / computed:.1%} of waiting for copies"
+            f"{waiting / computed:.1%} of waiting for copies"
         )
 
     def _finish(self, actions: Actions, budget: Budget, reason: str) -> Plan:
@@ -184,11 +185,12 @@ class Planner:
             self._chain.host_bytes(actions) + state,
             reason,
             times,
+            waits(self._chain, actions, self._capacity(budget)),
         )
 
 
 def _block_plans(actions: Actions, found: Schedule) -> tuple[BlockPlan, ...]:
-    points = {block: found.operations[index] for block, index, _ in found.back}
+    points = {back.block: found.operations[back.operation] for back in found.back}
     plans: list[BlockPlan] = []
     first = 0
     for block, action in enumerate(actions):

@@ -5,7 +5,7 @@ capacity-based prefetching, recomputation interleaved with copies):
 
 1. A copy out is queued when the block's forward pass is over. Its memory is free when the copy is.
 2. What computes waits until its memory is free. Only copies out can free memory beside the computation, so it waits for
-   these alone.
+   these alone. A block that will be recomputed needs as much in its forward pass as one that is kept, for a moment.
 3. A copy back is issued, in the order in which the backward pass needs them, at the first point of the backward pass
    from which on its memory is free until it is used: *when the capacity allows it*. It begins when the last copy out is
    over, so that it never takes memory for which the computation waits.
@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from virtualflow.memory.model import Kind, Profile, Span, Timeline
+from virtualflow.memory.model import Kind, Point, Profile, Span, Timeline, Wait
 
 KEEP, SWAP, RECOMPUTE, REFETCH, JOIN = range(5)
 
@@ -75,6 +75,19 @@ class _Operation:
 
 
 @dataclass(slots=True)
+class _Back:
+    """A copy back."""
+
+    block: int
+    operation: int
+    """At which it is issued."""
+    allocated: float
+    """When it takes memory: then, unless something is still leaving."""
+    start: float
+    """When the engine comes to it."""
+
+
+@dataclass(slots=True)
 class Schedule:
     """When everything happens under a choice of actions and a capacity; seconds."""
 
@@ -86,8 +99,7 @@ class Schedule:
     """The backward pass."""
     starts: list[float]
     """Of these."""
-    back: list[tuple[int, int, float]]
-    """Block of each copy back, the operation at which it is issued, and its start."""
+    back: list[_Back]
     seconds: float
     """When all is computed."""
 
@@ -101,23 +113,24 @@ def is_valid(actions: Actions) -> bool:
 
 def least_capacity(chain: Chain, actions: Actions) -> int:
     """The fewest bytes with which that choice can be carried out, everything being fetched as late as possible."""
-    boundary, saved, workspace = chain.boundary, chain.saved, chain.workspace
-    held, most = boundary[0], 0
-    for block, action in enumerate(actions):
-        stays = boundary[block + 1] + (saved[block] if action <= SWAP else 0)
-        most = max(most, held + stays + workspace[block])
-        held += stays
-        if action == SWAP:
-            held -= chain.both[block]
-        elif action in (REFETCH, JOIN):
-            held -= boundary[block]
+    forward, held = _forward_needs(chain, actions)
     operations = _backward(chain, actions, held)
     needs = [operation.need for operation in operations]
     for index, operation in enumerate(operations):
         if _fetches(operation, actions):
             for taken in range(index, operation.until + 1):
                 needs[taken] += chain.moved[actions[operation.block]][operation.block]
-    return max(most, *needs)
+    return max(*forward, *needs)
+
+
+def waits(chain: Chain, actions: Actions, capacity: int) -> tuple[Wait, ...]:
+    """Rule 2: where the device may have to wait for copies out, and how many bytes of them it need not wait for."""
+    forward, held = _forward_needs(chain, actions)
+    needs = [(Point("forward", block), need) for block, need in enumerate(forward)]
+    for operation in _backward(chain, actions, held):
+        needs.append((Point("recompute" if operation.recompute else "backward", operation.block), operation.need))
+    most = chain.host_bytes(actions)
+    return tuple(Wait(point, capacity - need) for point, need in needs if capacity - need < most)
 
 
 def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float("inf")) -> Schedule | None:
@@ -139,7 +152,7 @@ def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float
     time, leaving, flying = turn.time, turn.leaving, turn.flying
     last_out = leaving[-1][0] if leaving else 0.0
     starts: list[float] = []
-    back: list[tuple[int, int, float]] = []
+    back: list[_Back] = []
     ready: dict[int, float] = {}
     gone, following, engine = turn.gone, 0, 0.0
     for index, operation in enumerate(operations):
@@ -150,8 +163,9 @@ def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float
             gone += 1
         while following < len(issued) and issued[following][1] == index:
             block = issued[following][0]
-            engine = max(time, last_out, engine)
-            back.append((block, index, engine))
+            begin = max(time, last_out)
+            engine = max(begin, engine)
+            back.append(_Back(block, index, begin, engine))
             engine += chain.in_seconds[actions[block]][block]
             ready[block] = engine
             following += 1
@@ -188,7 +202,7 @@ def _forward(chain: Chain, actions: Actions, capacity: int) -> _Turn | None:
     leaving = turn.leaving
     for block, action in enumerate(actions):
         stays = chain.boundary[block + 1] + (chain.saved[block] if action <= SWAP else 0)
-        need = stays + chain.workspace[block]
+        need = chain.boundary[block + 1] + chain.saved[block] + chain.workspace[block]
         while turn.gone < len(leaving) and (leaving[turn.gone][0] <= time or used + need > capacity):
             end, size = leaving[turn.gone]
             time = max(time, end)
@@ -210,6 +224,21 @@ def _forward(chain: Chain, actions: Actions, capacity: int) -> _Turn | None:
             used -= chain.boundary[block]
     turn.time, turn.held = time, used - turn.flying
     return turn
+
+
+def _forward_needs(chain: Chain, actions: Actions) -> tuple[list[int], int]:
+    """Bytes in use in each forward pass, and after the last one, without those that are swapped."""
+    boundary, saved, workspace = chain.boundary, chain.saved, chain.workspace
+    held, needs = boundary[0], []
+    for block, action in enumerate(actions):
+        stays = boundary[block + 1] + (saved[block] if action <= SWAP else 0)
+        needs.append(held + boundary[block + 1] + saved[block] + workspace[block])
+        held += stays
+        if action == SWAP:
+            held -= chain.both[block]
+        elif action in (REFETCH, JOIN):
+            held -= boundary[block]
+    return needs, held
 
 
 def _backward(chain: Chain, actions: Actions, held: int) -> list[_Operation]:
@@ -282,7 +311,8 @@ def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> 
         spans.append(Span("compute", "forward", block, start, end))
         stays = chain.boundary[block + 1] + (chain.saved[block] if action <= SWAP else 0)
         drop = chain.boundary[block] if action == JOIN else 0
-        changes += [(start, stays + chain.workspace[block]), (end, -chain.workspace[block] - drop)]
+        need = chain.boundary[block + 1] + chain.saved[block] + chain.workspace[block]
+        changes += [(start, need), (end, stays - need - drop)]
     for operation, start in zip(found.operations, found.starts, strict=True):
         block, workspace = operation.block, chain.workspace[operation.block]
         seconds = chain.forward[block] if operation.recompute else chain.backward[block]
@@ -294,9 +324,10 @@ def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> 
         end = start + chain.out_seconds[actions[block]][block]
         spans.append(Span("copy-out", "swap-out", block, start, end))
         changes.append((end, -chain.moved[actions[block]][block]))
-    for block, _, start in found.back:
-        spans.append(Span("copy-in", "swap-in", block, start, start + chain.in_seconds[actions[block]][block]))
-        changes.append((start, chain.moved[actions[block]][block]))
+    for each in found.back:
+        block, end = each.block, each.start + chain.in_seconds[actions[each.block]][each.block]
+        spans.append(Span("copy-in", "swap-in", block, each.start, end))
+        changes.append((each.allocated, chain.moved[actions[block]][block]))
     return Timeline(tuple(sorted(spans, key=lambda span: (span.resource, span.start))), _curve(changes))
 
 

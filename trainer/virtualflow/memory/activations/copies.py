@@ -1,16 +1,17 @@
 """Copies between a device and the host's memory, in a bounded number of buffers that are used again and again.
 
-A copy is done when the call returns. With CUDA buffers are pinned, and :class:`StreamCopies` runs copies on two streams
-beside the computation, one for each direction. **That class has never run on a device**, so it is used only where
-``ActivationSettings.streams`` says so.
+:class:`Copies` are done when the call returns. :class:`LaneCopies` go on beside the computation, on a lane for each
+direction; with CUDA these are streams, and buffers are pinned. **That class has never run on a device**, so it is used
+only where ``ActivationSettings.streams`` says so.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -94,62 +95,113 @@ class Copies:
     def arrive(self, tensor: Tensor) -> None:
         """Let what computes wait until ``tensor`` is there."""
 
-    def reclaim(self, over: int | None = None) -> None:
-        """Give the memory back of what has left; wait for ``over`` bytes of it, or (``None``) for all."""
+    def clear(self) -> bool:
+        """Whether nothing is leaving any more, so that a copy back may take its memory."""
+        return True
+
+    def reclaim(self, leaving: int = 0) -> None:
+        """Give the memory back of what has left; wait until no more than ``leaving`` bytes are on their way."""
 
     def _send(self, source: Tensor, buffer: Tensor, gone: Callable[[int], object]) -> None:
         buffer.copy_(source)
         gone(source.numel())
 
 
-class StreamCopies(Copies):
-    """Copies on streams of their own, beside what computes. Never run on a device."""
+class Event(Protocol):
+    """A copy that is on its way."""
+
+    def query(self) -> bool:
+        """Whether it is over."""
+
+    def synchronize(self) -> object:
+        """Wait until it is."""
+
+
+class LaneCopies(Copies, ABC):
+    """Copies beside what computes, on two lanes: one out, one back. A copy back begins when nothing is leaving."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._leaving: deque[tuple[Any, Tensor, Callable[[int], object]]] = deque()
-        self._coming: dict[int, Any] = {}
+        self._leaving: deque[tuple[Event, Tensor, Callable[[int], object]]] = deque()
+        self._leaving_bytes = 0
+        self._coming: dict[int, Event] = {}
 
     def back(self, copy: HostCopy) -> Tensor:
-        """As in the base class; issued behind all that leaves."""
-        computing = torch.cuda.current_stream(self.device)
+        """As in the base class."""
+        self.reclaim()
         there = torch.empty_like(copy.buffer, device=self.device)
-        self._in.wait_stream(computing)  # which may still use what was in that memory before
-        self._in.wait_stream(self._out)
-        with torch.cuda.stream(self._in):
-            there.copy_(copy.buffer, non_blocking=True)
-        there.record_stream(self._in)
-        # The buffer is given to the next copy out when nobody holds it, so it must have been read by then.
-        self._out.wait_stream(self._in)
-        self._coming[there.untyped_storage()._cdata] = self._in.record_event()
+        self._coming[there.untyped_storage()._cdata] = self._copy_in(copy.buffer, there)
         return there
 
     def arrive(self, tensor: Tensor) -> None:
         """As in the base class."""
         event = self._coming.pop(tensor.untyped_storage()._cdata, None)
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            self._await(event)
 
-    def reclaim(self, over: int | None = None) -> None:
+    def clear(self) -> bool:
         """As in the base class."""
-        freed = 0
+        self.reclaim(self._leaving_bytes)
+        return not self._leaving
+
+    def reclaim(self, leaving: int = 0) -> None:
+        """As in the base class."""
         while self._leaving:
             event, source, gone = self._leaving[0]
-            if not event.query():
-                if over is not None and freed >= over:
-                    return
-                event.synchronize()
+            if self._leaving_bytes <= leaving and not event.query():
+                return
+            event.synchronize()
             self._leaving.popleft()
+            self._leaving_bytes -= source.numel()
             gone(source.numel())
-            freed += source.numel()
 
     def _send(self, source: Tensor, buffer: Tensor, gone: Callable[[int], object]) -> None:
+        self._leaving.append((self._copy_out(source, buffer), source, gone))
+        self._leaving_bytes += source.numel()
+
+    def _await(self, event: Event) -> None:
+        """Let what computes wait for a copy back."""
+        event.synchronize()
+
+    @abstractmethod
+    def _copy_out(self, source: Tensor, buffer: Tensor) -> Event:
+        """Begin when ``source`` is computed and all that was issued before, in both directions, is over."""
+
+    @abstractmethod
+    def _copy_in(self, buffer: Tensor, there: Tensor) -> Event:
+        """Begin when the copies back that were issued before are over."""
+
+
+class StreamCopies(LaneCopies):
+    """Lanes that are CUDA streams. Never run on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def clear(self) -> bool:
+        """Wait for it: this thread is ahead of the device, and a copy that it issues later begins there later."""
+        self.reclaim()
+        return True
+
+    def _await(self, event: Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+
+    def _copy_out(self, source: Tensor, buffer: Tensor) -> Event:
         self._out.wait_stream(torch.cuda.current_stream(self.device))
+        # A buffer is given to the next copy out when nobody holds it, so it must have been read by then.
+        self._out.wait_stream(self._in)
         with torch.cuda.stream(self._out):
             buffer.copy_(source, non_blocking=True)
-        self._leaving.append((self._out.record_event(), source, gone))
+        return self._out.record_event()  # type: ignore[no-any-return]
+
+    def _copy_in(self, buffer: Tensor, there: Tensor) -> Event:
+        self._in.wait_stream(torch.cuda.current_stream(self.device))  # which may still use what was in that memory
+        with torch.cuda.stream(self._in):
+            there.copy_(buffer, non_blocking=True)
+        there.record_stream(self._in)
+        return self._in.record_event()  # type: ignore[no-any-return]
 
 
 def open_copies(device: torch.device, streams: bool) -> Copies:

@@ -9,6 +9,7 @@ another order or not at all) costs memory or time, never bits.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
-from virtualflow.memory import Action, BlockPlan, Point
+from virtualflow.memory import Action, BlockPlan, Point, Wait
 from virtualflow.memory.activations.blocks import Named
-from virtualflow.memory.activations.copies import open_copies
+from virtualflow.memory.activations.copies import Copies
 from virtualflow.memory.activations.ledger import Entry, Ledger, Packed, key_of
 from virtualflow.memory.activations.visits import Recomputation, Segment, Visit, find_links
 from virtualflow.state import StayingHook
@@ -31,7 +32,7 @@ from virtualflow.state import StayingHook
 class Observer(Protocol):
     """Somebody who measures blocks while they run."""
 
-    def begin(self, visit: Visit, inputs: list[Tensor]) -> None:
+    def begin(self, visit: Visit, inputs: list[Tensor], arguments: Any, options: Any) -> None:
         """A block's forward pass begins."""
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
@@ -54,19 +55,22 @@ class Executor:
         model: whose parameters and buffers stay where they are.
         blocks: of it, in the order in which they run.
         device: of the model.
-        streams: see ``ActivationSettings``.
+        copies: carry out what is swapped; without them, copies are done at once.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[Named], device: torch.device, *, streams: bool = False
+        self, model: nn.Module, blocks: Sequence[Named], device: torch.device, copies: Copies | None = None
     ) -> None:
-        self.ledger = Ledger(open_copies(device, streams))
+        self.ledger = Ledger(copies or Copies(device))
         self.observer: Observer | None = None
         self._model, self._blocks, self._device = model, list(blocks), device
         self._index = {id(module): index for index, (_, module) in enumerate(blocks)}
         self._plans: Sequence[BlockPlan] = [BlockPlan(Action.KEEP)] * len(blocks)
+        self._keeps = True
         self._fetched_at: dict[Point, list[int]] = {}
-        self._room: list[int] | None = None
+        self._leaving_at: dict[Point, int] = {}
+        self._due: deque[int] = deque()
+        """Blocks whose copies back are due, but for what is leaving."""
         self._permanent: frozenset[int] = frozenset()
         self._open: list[_Open | None] = []
         self._before: tuple[Visit, Segment | None] | None = None
@@ -82,15 +86,17 @@ class Executor:
             )
         ]
 
-    def follow(self, plans: Sequence[BlockPlan], host_bytes: int | None = None, room: list[int] | None = None) -> None:
+    def follow(self, plans: Sequence[BlockPlan], host_bytes: int | None = None, waits: Sequence[Wait] = ()) -> None:
         """Do so from the next forward pass on.
 
         Args:
             plans: one a block.
             host_bytes: the most that is swapped at a time; what would be more is kept. ``None``: no limit.
-            room: for each block the bytes that may be in use when it begins, where copies take time.
+            waits: for copies out, where these take time.
         """
-        self._plans, self._room = plans, room
+        self._plans = plans
+        self._keeps = all(plan.action is Action.KEEP for plan in plans)
+        self._leaving_at = {wait.point: wait.leaving for wait in waits}
         self.ledger.copies.ring.limit = host_bytes
         self._fetched_at = {}
         for block, plan in enumerate(plans):
@@ -103,6 +109,7 @@ class Executor:
         self._permanent = frozenset(key_of(tensor) for tensor in tensors if tensor.layout is torch.strided)
         self._before = None
         self._swapped.clear()
+        self._due.clear()
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -115,15 +122,14 @@ class Executor:
 
     def _begin(self, module: nn.Module, arguments: Any, options: Any) -> None:
         """A block is called."""
-        if not torch.is_grad_enabled():
-            self._open.append(None)
+        if not torch.is_grad_enabled() or (self._keeps and self.observer is None):
+            self._open.append(None)  # nothing is to be done, and nothing counted
             return
         block = self._index[id(module)]
         inputs = [leaf for leaf in tree_flatten((arguments, options))[0] if isinstance(leaf, Tensor)]
         given = frozenset(key_of(tensor) for tensor in inputs if tensor.grad_fn is None)
         visit = Visit(block, self._blocks[block][0], module, self.ledger, given, self._permanent)
-        if self._room is not None:
-            self.ledger.copies.reclaim(max(0, self.ledger.device_bytes - self._room[block]))
+        self._make_room(Point("forward", block))
         pack: Callable[[Tensor], Packed]
         segment: Segment | None = None
         recomputation: Recomputation | None = None
@@ -138,8 +144,8 @@ class Executor:
         self._before = None  # that it is not kept while this one runs
         if self.observer is not None:
             pack = partial(self._observed, visit, pack)
-            self.observer.begin(visit, inputs)
-        hooks = saved_tensors_hooks(pack, _load)
+            self.observer.begin(visit, inputs, arguments, options)
+        hooks = saved_tensors_hooks(pack, self._load)
         hooks.__enter__()
         self._open.append(_Open(visit, hooks, segment, recomputation))
 
@@ -210,12 +216,28 @@ class Executor:
         """The device comes to that point: copies back are issued that are due."""
         if self.observer is not None:
             self.observer.reach(point)
-        for block in self._fetched_at.get(point, ()):
-            self.ledger.copies.reclaim()
-            for known in self._swapped.pop(block, ()):
+        self._make_room(point)
+        self._due.extend(self._fetched_at.get(point, ()))
+        self._fetch()
+
+    def _make_room(self, point: Point) -> None:
+        """Wait for copies out whose memory is needed there."""
+        leaving = self._leaving_at.get(point)
+        if leaving is not None:
+            self.ledger.copies.reclaim(leaving)
+
+    def _fetch(self) -> None:
+        """Issue copies back that are due, unless something is still leaving, whose memory they get."""
+        while self._due and self.ledger.copies.clear():
+            for known in self._swapped.pop(self._due.popleft(), ()):
                 entry = known()
                 if entry is not None:
                     entry.swap_in()
+
+    def _load(self, packed: Packed) -> Tensor:
+        """Autograd asks for what it has saved."""
+        self._fetch()
+        return packed.load()
 
 
 @dataclass(frozen=True)
@@ -226,10 +248,6 @@ class _Open:
     hooks: saved_tensors_hooks
     segment: Segment | None
     recomputation: Recomputation | None
-
-
-def _load(packed: Packed) -> Tensor:
-    return packed.load()
 
 
 def _reach(reach: Callable[[Point], None], point: Point, gradients: Any) -> None:

@@ -1,8 +1,12 @@
 """Measures a model as a chain of blocks, while the user's own loop runs: times, and the bytes of what autograd saves.
 
 Sizes are those of storages, each once. What a block has saved of its own output is the input of the next one, and is
-counted there; the block itself needs it in its backward pass, when it has come to be of nobody else's use, so it is
-also the block's *workspace*.
+counted there; the block itself needs it in its backward pass, when it has come to be of nobody else's use, so it is a
+part of the block's *workspace*. That is counted in the first micro-batch (:mod:`workspace`).
+
+What enters a second block later (a skip) is counted in the first one. It is there until the second one has it, whatever
+becomes of the first, and so is its gradient from the second one's backward pass to the first one's: so it is counted
+once more, as something that no plan frees.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +28,7 @@ from virtualflow.memory.activations.copies import Copies
 from virtualflow.memory.activations.ledger import key_of
 from virtualflow.memory.activations.settings import ActivationSettings
 from virtualflow.memory.activations.visits import Visit
+from virtualflow.memory.activations.workspace import Peaks, count_peaks
 from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
 
 _LEAST = 1e-9
@@ -36,6 +43,7 @@ class _Seen:
     backward: float = 0.0
     saved: int = 0
     boundary: int = 0
+    peaks: Peaks | None = None
     workspace: int = 0
 
 
@@ -44,6 +52,8 @@ class _MicroBatch:
     blocks: list[_Seen]
     inputs: dict[int, int] = field(default_factory=dict)
     """Bytes of the user's data that enter blocks."""
+    passing: dict[int, int] = field(default_factory=dict)
+    """Bytes of what enters a second block."""
     left: int = 0
     """Bytes that blocks have saved of outputs that no block gets."""
 
@@ -55,15 +65,28 @@ class Probe:
         model: as a whole.
         blocks: of it, in the order in which they run.
         device: of the model.
+        clock: by which it computes.
+        again: whether a block may be called once more, to count what it needs for a moment.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Named], device: torch.device) -> None:
-        self._model, self._blocks, self._device = model, blocks, device
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Named],
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        again: bool = True,
+    ) -> None:
+        self._model, self._blocks, self._device, self._clock = model, blocks, device, clock
+        self._count = again
         self._measured: list[_MicroBatch] = []
         self._held: dict[int, Tensor] = {}
         """What the running block has saved: held, so that no two of them get the same place."""
-        self._handed: dict[int, tuple[int, int]] = {}
-        """What the last block has saved of its outputs: whose they are, and bytes."""
+        self._handed: dict[int, int] = {}
+        """What the last block has saved of its outputs, in bytes."""
+        self._entering: dict[int, ref[Tensor]] = {}
+        """What has entered a block."""
         self._began = 0.0
         self._current: int | None = None
         """The block whose backward pass runs."""
@@ -82,32 +105,39 @@ class Probe:
         self._now = _MicroBatch([_Seen() for _ in self._blocks])
         self._held.clear()
         self._handed.clear()
+        self._entering.clear()
         self._current = self._recompute_began = None
 
     def end_micro_batch(self) -> None:
         """Forward and backward pass are over, and count."""
-        self._now.left += sum(size for _, size in self._handed.values())
+        self._now.left += sum(self._handed.values())
         self._measured.append(self._now)
         self.begin_micro_batch()
 
     # --- what an executor tells ---------------------------------------------------------------------------------------
 
-    def begin(self, visit: Visit, inputs: list[Tensor]) -> None:
+    def begin(self, visit: Visit, inputs: list[Tensor], arguments: Any, options: Any) -> None:
         """A block's forward pass begins."""
         seen, boundary = self._now.blocks[visit.block], {}
         for tensor in inputs:
             if tensor.grad_fn is not None:
-                boundary[key_of(tensor)] = tensor.untyped_storage().nbytes()
+                key, size = key_of(tensor), tensor.untyped_storage().nbytes()
+                before = self._entering.get(key)
+                if before is not None and before() is not None:
+                    self._now.passing[key] = size
+                else:
+                    boundary[key] = size
+                    self._entering[key] = ref(tensor)
             elif key_of(tensor) not in visit.permanent:
                 self._now.inputs[key_of(tensor)] = tensor.untyped_storage().nbytes()
         seen.boundary += sum(boundary.values())
-        for key, (block, size) in self._handed.items():
-            if key in boundary:
-                self._now.blocks[block].workspace += size
-            else:
+        for key, size in self._handed.items():
+            if key not in boundary:
                 self._now.left += size
         self._handed = {}
-        self._entered = frozenset(boundary)
+        if self._count and not self._measured:
+            seen.peaks = count_peaks(visit.module, arguments, options, self._device)
+        self._entered = boundary
         self._began = self._time()
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
@@ -116,17 +146,27 @@ class Probe:
 
     def end(self, visit: Visit, outputs: list[Tensor]) -> None:
         """The forward pass is over."""
-        seen, out = self._now.blocks[visit.block], {key_of(tensor) for tensor in outputs}
+        seen = self._now.blocks[visit.block]
+        out = {key_of(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
+        saved = 0
         seen.forward += self._time() - self._began
         for key, tensor in self._held.items():
             size = tensor.untyped_storage().nbytes()
             if key in self._entered:
                 continue
             if key in out:
-                self._handed[key] = (visit.block, size)
+                self._handed[key] = size
             else:
-                seen.saved += size
+                saved += size
         self._held = {}
+        seen.saved += saved
+        seen.workspace = max(seen.workspace, sum(self._handed.values()))
+        if seen.peaks is not None:
+            made = sum(out.values())
+            gradients = sum(each.nbytes for each in visit.module.parameters() if each.requires_grad)
+            through = made + sum(self._entered.values()) + gradients
+            beyond = max(seen.peaks.forward - made, seen.peaks.backward - through) - saved
+            seen.workspace, seen.peaks = max(seen.workspace, beyond), None
 
     def reach(self, point: Point) -> None:
         """The backward pass begins with a block, or computes it again."""
@@ -157,7 +197,7 @@ class Probe:
     def _time(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return self._clock()
 
     # --- what it comes to ---------------------------------------------------------------------------------------------
 
@@ -207,7 +247,7 @@ class Probe:
                     workspace_bytes=most(lambda seen: seen.workspace),
                 )
             )
-        other = max(sum(each.inputs.values()) + each.left for each in self._measured)
+        other = max(sum(each.inputs.values()) + sum(each.passing.values()) + each.left for each in self._measured)
         return ChainSize(micro_batch, tuple(rows), other)
 
     def fixed_bytes(self) -> int:
@@ -238,11 +278,11 @@ def measure_copies(copies: Copies, settings: ActivationSettings) -> tuple[float,
         began = now()
         copy = copies.out(source, lambda size: None)
         assert copy is not None
+        copies.reclaim()
         gone = now()
-        copies.back(copy)
+        copies.arrive(copies.back(copy))
         out.append(gone - began)
         back.append(now() - gone)
-    copies.reclaim()
     return settings.probe / statistics.median(out[1:]), settings.probe / statistics.median(back[1:])
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from virtualflow.memory import Action, BlockPlan, Plan, Planner, Profile, profile_for
+from virtualflow.memory import Action, BlockPlan, Plan, Planner, Point, Profile, Wait, profile_for
 from virtualflow.memory.activations.blocks import find_blocks
+from virtualflow.memory.activations.copies import open_copies
 from virtualflow.memory.activations.executor import Executor
 from virtualflow.memory.activations.measuring import Probe, chain_profile
 from virtualflow.memory.activations.options import Memory
@@ -58,10 +59,10 @@ class Activations:
         self.plan: Plan | None = None
         """``None``: not enough is measured yet."""
         self.profile: Profile | None = None
-        self._probe = Probe(model, blocks, device)
-        self.executor = Executor(model, blocks, device, streams=settings.streams)
-        self.executor.observer = self._probe
         first = Action.RECOMPUTE if memory.activations == "auto" else Action(memory.activations)
+        self._probe = Probe(model, blocks, device, again=first is Action.RECOMPUTE)
+        self.executor = Executor(model, blocks, device, open_copies(device, settings.streams))
+        self.executor.observer = self._probe
         segments = [block if first is Action.RECOMPUTE else None for block in range(len(blocks))]
         self.executor.follow([BlockPlan(first, segment) for segment in segments], memory.budget.host)
         self._said = said
@@ -106,13 +107,9 @@ class Activations:
         whole = [_KEEP] * self._length
         for number, of_block in zip(ran, renumber(self.plan, ran), strict=True):
             whole[number] = of_block
-        resident, blocks = self.profile.resident_bytes(budget.optimizer), self.profile.blocks
-        following = [*(block.boundary_bytes for block in blocks[1:]), 0]
-        room = [budget.device] * self._length
-        for number, block, boundary in zip(ran, blocks, following, strict=True):
-            room[number] = budget.device - resident - block.saved_bytes - block.workspace_bytes - boundary
+        waits = [Wait(Point(wait.point.kind, ran[wait.point.block]), wait.leaving) for wait in self.plan.waits]
         state = self.profile.optimizer_bytes if budget.optimizer == "host" else 0
-        self.executor.follow(whole, None if budget.host is None else budget.host - state, room)
+        self.executor.follow(whole, None if budget.host is None else budget.host - state, waits)
         logger.warning("memory: %s; %s", self._said, self.plan.reason)
         return self.plan
 
@@ -124,7 +121,7 @@ def renumber(plan: Plan, ran: list[int]) -> Iterable[BlockPlan]:
         yield BlockPlan(
             block.action,
             None if block.segment is None else ran[block.segment],
-            None if prefetch is None else type(prefetch)(prefetch.kind, ran[prefetch.block]),
+            None if prefetch is None else Point(prefetch.kind, ran[prefetch.block]),
         )
 
 

@@ -1,0 +1,63 @@
+"""What one block needs for a moment: it is computed once more by itself, forward and backward, and all is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from virtualflow.memory.activations.live_bytes import LiveBytes
+from virtualflow.memory.activations.streams import Surroundings
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The most bytes at a time beside a block's inputs, parameters and buffers."""
+
+    forward: int
+    """What is saved and the outputs are among them."""
+    backward: int
+    """With what is saved, and the gradients of outputs, inputs and parameters."""
+
+
+def count_peaks(module: nn.Module, arguments: Any, options: Any, device: torch.device) -> Peaks:
+    """Call a block without leaving a trace.
+
+    What kernels take for themselves and give back is not seen.
+
+    Args:
+        module: the block.
+        arguments: of its call, in which nothing is changed,
+        options: and by name.
+        device: on which it computes.
+    """
+    arguments, options = tree_map(_apart, (arguments, options))
+    given = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
+    live = LiveBytes()
+    with Surroundings(module, device).again():
+        live.add([*given, *module.parameters(), *module.buffers()])
+        before = live.now
+        with live:
+            made = [leaf for leaf in tree_leaves(module.forward(*arguments, **options)) if isinstance(leaf, Tensor)]
+            forward = live.peak - before
+            made = [leaf for leaf in made if leaf.grad_fn is not None]
+            with live.pause():
+                weights = [torch.ones_like(leaf) for leaf in made]
+            # The outputs themselves are there in the backward pass only if the block has saved them.
+            ends = [(leaf * weight).sum() for leaf, weight in zip(made, weights, strict=True)]
+            made.clear()
+            live.peak = live.now
+            wanted = [leaf for leaf in [*given, *module.parameters()] if leaf.requires_grad]
+            if ends and wanted:
+                torch.autograd.grad(ends, wanted, allow_unused=True)
+            return Peaks(forward, live.peak - before)
+
+
+def _apart(leaf: Any) -> Any:
+    """An input with memory of its own; where it has come from is of no interest."""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
