@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RUNS ?= 20
 # Of the tests, which wait as much as they compute; each of them starts some of its own. 0: none but this one, for --pdb.
-PROCESSES ?= 3
+PROCESSES ?= 4
 # For the images: a mirror's --build-arg, or --network=host under a proxy.
 BUILD_ARGS ?=
 # The tests start hundreds of interpreters: each would compile every module anew where this is set.
