@@ -203,6 +203,10 @@ def _unreadable(body: Object) -> JobSpec:
     return JobSpec(worker_groups=(), managed_by=manager if isinstance(manager, str) else None)
 
 
+_STARTING = (None, "ContainerCreating", "PodInitializing")
+"""Why a container waits that is about to start."""
+
+
 def read_pod(body: Object) -> Pod:
     """Read a pod."""
     metadata, status = body["metadata"], body.get("status") or {}
@@ -213,7 +217,8 @@ def read_pod(body: Object) -> Pod:
     owner: Mapping[str, Any] = next((ref for ref in metadata.get("ownerReferences") or [] if _is_job(ref)), {})
     states = _container_states(body)
     ended = next((state["terminated"] for state in states if "terminated" in state), None)
-    waits: Mapping[str, Any] = next((state["waiting"] for state in states if "waiting" in state), {})
+    reasons = [state["waiting"] for state in states if (state.get("waiting") or {}).get("reason") not in _STARTING]
+    waits: Mapping[str, Any] = reasons[0] if reasons else {}
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -233,7 +238,7 @@ def read_pod(body: Object) -> Pod:
         disrupted=_sentence(target) if target.get("status") == "True" else "",
         unschedulable=scheduled.get("message") or "no node fits" if homeless else "",
         unschedulable_since=parse_time(scheduled.get("lastTransitionTime")) if homeless else None,
-        waiting="" if waits.get("reason") in (None, "ContainerCreating", "PodInitializing") else _sentence(waits),
+        waiting=_sentence(waits),
         lacks_config=waits.get("reason") == "CreateContainerConfigError",
         requests=pod_requests(body.get("spec")),
         finished_at=parse_time((ended or {}).get("finishedAt")),
@@ -256,16 +261,23 @@ def _phase(body: Object, ended: Mapping[str, Any] | None) -> str:
 
 
 def _container_states(body: Object) -> list[Mapping[str, Any]]:
-    """States of the container that trains, and of init containers that failed or cannot start."""
-    status = body.get("status") or {}
-    containers = (body.get("spec") or {}).get("containers") or [{}]
+    """States of the container that trains, and until it has started of init containers that failed or cannot start.
+
+    A sidecar (an init container that is always restarted) may end at any time, and means nothing.
+    """
+    status, spec = body.get("status") or {}, body.get("spec") or {}
+    containers = spec.get("containers") or [{}]
     # A mesh may put its proxy first; what we made says which container is ours.
     marked = (body["metadata"].get("annotations") or {}).get(ANNOTATION_CONTAINER)
     trains = marked or containers[0].get("name")
     states = [c.get("state") or {} for c in status.get("containerStatuses") or [] if c.get("name") == trains]
+    if any("running" in state or "terminated" in state for state in states):
+        return states
+    sidecars = {c.get("name") for c in spec.get("initContainers") or [] if c.get("restartPolicy") == "Always"}
     for container in status.get("initContainerStatuses") or []:
         state = container.get("state") or {}
-        if "waiting" in state or (state.get("terminated") or {}).get("exitCode"):
+        failed = (state.get("terminated") or {}).get("exitCode") and container.get("name") not in sidecars
+        if "waiting" in state or failed:
             states.append(state)
     return states
 

@@ -37,6 +37,7 @@ def _decide(facts: Facts, draft: Draft) -> JobStatus:
         return draft.status
 
     # The coordinator hears whom it loses, whatever else is the matter.
+    tell_who_may_train(facts, draft)
     tell_losses(facts, draft)
     delete_ended(facts, draft)
 
@@ -97,7 +98,6 @@ def _run(facts: Facts, draft: Draft) -> JobStatus:
 
     keep_coordinator(facts, draft, accepted=accepted)
     tell_scale(facts, draft)
-    tell_who_may_train(facts, draft)
     for worker in facts.pods.workers:
         if worker.pod.live and worker.pod.unschedulable_since is not None:
             draft.wake(worker.pod.unschedulable_since + facts.settings.unschedulable_patience)

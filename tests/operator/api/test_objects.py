@@ -134,6 +134,26 @@ def test_an_init_container_that_failed_or_cannot_start_counts() -> None:
     assert read_pod(raw(initContainerStatuses=[stuck])).waiting == "ErrImagePull: not found"
 
 
+def test_the_end_of_a_sidecar_is_nobodys_end() -> None:
+    running = state("trainer", running={})
+    for sidecar in (
+        state("proxy", terminated={"exitCode": 1, "reason": "Error"}),
+        state("proxy", waiting={"reason": "CrashLoopBackOff", "message": "back-off"}),
+    ):
+        body = raw(phase="Running", containerStatuses=[running], initContainerStatuses=[sidecar])
+        body["spec"] |= {"restartPolicy": "Never", "initContainers": [{"name": "proxy", "restartPolicy": "Always"}]}
+        pod = read_pod(body)
+        assert (pod.phase, pod.finished, pod.waiting, pod.exit) == ("Running", False, "", None)
+
+
+def test_what_keeps_a_pod_from_its_first_step_is_seen_behind_containers_that_are_about_to_start() -> None:
+    coming = state("trainer", waiting={"reason": "PodInitializing"})
+    proxy = state("proxy", waiting={"reason": "CrashLoopBackOff", "message": "back-off"})
+    body = raw(containerStatuses=[coming], initContainerStatuses=[proxy])
+    body["spec"]["initContainers"] = [{"name": "proxy", "restartPolicy": "Always"}]
+    assert read_pod(body).waiting == "CrashLoopBackOff: back-off"
+
+
 @pytest.mark.parametrize("reason", ["ContainerCreating", "PodInitializing"])
 def test_a_container_that_is_about_to_start_is_no_obstacle(reason: str) -> None:
     assert read_pod(raw(containerStatuses=[state("trainer", waiting={"reason": reason})])).waiting == ""

@@ -16,6 +16,7 @@ from scenes import (
     message_of,
     nodes,
     pending,
+    reason_of,
     remote,
     seen,
     swap,
@@ -24,6 +25,7 @@ from scenes import (
 )
 
 from virtualflow.protocol.http_api import BeginCall, LivingWorker, WorkerStatus
+from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node, Pod
 from virtualflow_operator.jobs.actions import Plan
 
@@ -57,6 +59,15 @@ def test_the_first_coordinator_may_begin_and_that_is_written_down_before_it_is_t
     assert plan.status.start_ticket == FIRST
     stage.write(plan)
     assert said(stage.decide()) == [BeginCall(FIRST)], "until it says that it has heard"
+
+
+def test_a_specification_that_makes_no_sense_withholds_no_word() -> None:
+    """What runs goes on as it is, also where its coordinator has been replaced meanwhile."""
+    stage = replaced()
+    stage.raw["spec"]["minReplicas"] = 0
+    plan = stage.decide()
+    assert reason_of(plan, "Progressing") == ("False", reasons.INVALID_SPEC)
+    assert [call.ticket for call in said(plan)] == [SECOND]
 
 
 @pytest.mark.parametrize("what", ["no word is needed", "not connected"])

@@ -63,6 +63,14 @@ if os.environ["VIRTUALFLOW_WORKER"] == "worker-1":
 """
 """The beginning of a script of which one worker always ends as if it had been refused."""
 
+WAITS_IN_STEP_5 = """
+            if step.number == 5 and os.environ["VIRTUALFLOW_WORKER"] == "worker-1":
+                with open({there!r}, "w") as file:
+                    file.write(str(os.getpid()) + "\\n")
+                time.sleep(600)
+"""
+"""Lines of the inner loop in which one worker stays."""
+
 SLEEPING = "import time\nprint('asleep')\ntime.sleep(120)\n"
 
 
@@ -400,6 +408,23 @@ def test_an_exception_in_a_step_fails_the_job_with_one_traceback(command_line: C
     assert err.count('raise RuntimeError("the data ran sour")') == 1
     assert err.splitlines()[-1].startswith("virtualflow: the job failed: RuntimeError: the data ran sour")
     assert command_line.leftovers() == []
+
+
+def test_a_worker_that_dies_while_the_job_is_being_stopped_takes_nothing_with_it(command_line: CommandLine) -> None:
+    there = command_line.home / "there"
+    inner = "        for x, y in step:\n"
+    text = TRAINING.replace(inner, inner.rstrip("\n") + WAITS_IN_STEP_5.format(there=str(there)))
+    script = command_line.script("train.py", "import os\n" + text)
+    options = ["--workers", "2", "--checkpoint-dir", "checkpoints"]
+    process = command_line.start("run", *options, script, *_options(steps=60))
+    wait_until("a worker to stay in a step", lambda: there.exists() and there.read_text().endswith("\n"))
+    process.send_signal(signal.SIGINT)
+    os.kill(int(there.read_text()), signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    # The survivor is no majority: it goes on because the end of the other one is confirmed.
+    assert "resumes" in err.splitlines()[-1], err
+    assert list((command_line.home / "checkpoints").glob("step-*")), err
 
 
 def test_an_interrupted_run_goes_on_where_it_was_stopped(command_line: CommandLine) -> None:

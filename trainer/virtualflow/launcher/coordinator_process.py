@@ -112,9 +112,11 @@ class CoordinatorProcess:
             ENV_CONFIRMED_START: "1",
             "PYTHONPATH": _SEARCH_PATH,
         }
-        process = self._supervisor.start(
-            "coordinator", command, environment, self._directory / "coordinator.log", _unheard
-        )
+        log = self._directory / "coordinator.log"
+        try:
+            process = self._supervisor.start("coordinator", command, environment, log, _unheard)
+        except OSError as error:
+            return f"no process can be started: {error.strerror}"
         self.process = process
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.coordinator_start

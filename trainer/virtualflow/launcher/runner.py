@@ -263,7 +263,8 @@ class Runner:
             worker.ended_at = time.monotonic()
             code = process.code or 0
             self._relay.ended(worker, with_error=code > 0 and code != EXIT_EVICTED)
-            if code < 0 and self._state.shutdown is None:
+            shutdown = self._state.shutdown
+            if code < 0 and (shutdown is None or shutdown.kind == "stopped"):
                 # At once and before anything else: survivors wait for nothing but this.
                 call = GoneCall(worker.name, worker.incarnation, describe_exit(code))
                 self._calls.make(("gone", worker.number), call, 0.0 if worker.incarnation is None else None)
@@ -352,6 +353,8 @@ class Runner:
             if not shutdown.planned or (status is not None and status.proposed and not status.proposed_workers):
                 # Nothing is held any more. Where the stop was planned, all have heard of it before the last step.
                 self._calls.ensure("hold", HoldCall(None), status)
+            # Those who are left may be no majority, and reach the last step only if they know who has ended.
+            self._workforce.report()
         self._workforce.end(shutdown, now)
 
     async def _last_status(self) -> None:

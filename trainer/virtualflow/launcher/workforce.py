@@ -55,11 +55,15 @@ class Workforce:
 
     def mend(self, now: float) -> None:
         """Report the dead, kill the hung, drain the surplus and start the missing."""
-        self._tell_elders()
-        self._report_gone()
+        self.report()
         self._kill_lost(now)
         self._drain_surplus()
         self._start_missing(now)
+
+    def report(self) -> None:
+        """Tell the coordinator what only this process knows for certain: who may train, and who has ended."""
+        self._tell_elders()
+        self._report_gone()
 
     def end(self, shutdown: Shutdown, now: float) -> None:
         """Move everyone towards the end."""
