@@ -175,3 +175,43 @@ def test_the_backward_pass_goes_on_while_something_is_leaving() -> None:
     out.sum().backward()
     assert seen == [0.0]
     executor.close()
+
+
+class Doubled(nn.Module):
+    """A block between two that change its input in place: autograd does not mind, as nobody has saved that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.block(x)
+        x.mul_(2.0)
+        return y  # type: ignore[no-any-return]
+
+
+def test_what_is_changed_in_place_while_it_is_copied_is_an_error() -> None:
+    """It is copied as late as a lane may, so the host would have got other numbers."""
+    model = Doubled()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.randn(4, 8)).sum().backward()
+    executor = Executor(model, find_blocks(model, ["block"])[0], CPU, ThrottledCopies(Waits(), KIB))
+    executor.follow([BlockPlan(Action.SWAP)])
+    executor.begin()
+    with pytest.raises(RuntimeError, match=r"\[4, 8\] was changed in place while the plan of memory copied it"):
+        model(torch.randn(4, 8)).sum().backward()
+    executor.close()
+
+
+def test_no_more_is_kept_on_the_host_than_was_in_use_at_a_time() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    executor = Executor(model, find_blocks(model, None)[0], CPU)
+    executor.follow([BlockPlan(Action.SWAP)] * 4)
+    ring = executor.ledger.copies.ring
+    for length in (*range(1, 20), 5, 5):
+        executor.begin()
+        model(torch.randn(length, 8)).sum().backward()
+        assert ring.used == 0
+        assert ring.idle <= ring.peak
+    executor.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -194,3 +196,43 @@ def test_blocks_of_which_none_runs_are_refused() -> None:
     run(made, model, 4)
     with pytest.raises(ConfigurationError, match="none of the model's blocks has run"):
         made.committed()
+
+
+def hooked() -> nn.Module:
+    """With a hook that is told the gradients of a parameter, and notes how many."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    model.calls = 0  # type: ignore[assignment]
+
+    def count(gradient: Tensor) -> None:
+        model.calls += 1  # type: ignore[operator]
+
+    model[0][0].weight.register_hook(count)  # type: ignore[union-attr, index]
+    return model
+
+
+def normalised() -> nn.Module:
+    """Its weights are computed before each call, of parameters."""
+    return nn.Sequential(*(nn.utils.spectral_norm(nn.Linear(8, 8)) for _ in range(3)))
+
+
+@pytest.mark.parametrize("build_model", [hooked, normalised])
+def test_measuring_a_block_changes_nothing_that_is_not_its_own(build_model: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(3)
+    model = build_model()
+    twin = copy.deepcopy(model)
+    if build_model is hooked:
+        twin = hooked()
+        twin.load_state_dict(model.state_dict())
+    memory = vf.Memory(PLENTY, PLENTY)
+    made = Activations(model, CPU, memory, micro_batch=4, virtual_nodes=1, optimizer_bytes=lambda: 0, settings=SETTINGS)
+    x = torch.randn(4, 8)
+    made.begin()
+    model(x).sum().backward()
+    made.end(4)
+    made.close()
+    twin(x).sum().backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert getattr(model, "calls", None) == getattr(twin, "calls", None)

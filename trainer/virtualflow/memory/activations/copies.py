@@ -30,7 +30,11 @@ class HostCopy:
 
 
 class Ring:
-    """Buffers on the host, at most ``limit`` bytes of them (``None``: no limit)."""
+    """Buffers on the host, at most ``limit`` bytes of them (``None``: no limit).
+
+    Those that nobody needs are kept for the next micro-batch, as long as all of them together are no more than have
+    been in use at a time: micro-batches of one size want the same buffers every time, those of another size make room.
+    """
 
     def __init__(self, pinned: bool) -> None:
         self.limit: int | None = None
@@ -38,32 +42,41 @@ class Ring:
         """Bytes that hold something now,"""
         self.peak = 0
         """and the most at a time."""
+        self.idle = 0
+        """Bytes that are kept."""
         self._pinned = pinned
-        self._idle: dict[int, list[Tensor]] = {}
-        self._idle_bytes = 0
+        self._kept: dict[int, list[Tensor]] = {}
+        """By size; the size that was wanted last comes last."""
 
     def give(self, size: int) -> Tensor | None:
         """A buffer of that size; ``None``: there is no room."""
         if self.limit is not None and self.used + size > self.limit:
             return None
-        idle = self._idle.get(size)
-        if idle:
-            self._idle_bytes -= size
-            buffer = idle.pop()
-        else:
-            # Micro-batches of one size want the same buffers every time; those of another size make room.
-            if self.limit is not None and self.used + self._idle_bytes + size > self.limit:
-                self._idle.clear()
-                self._idle_bytes = 0
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        kept = self._kept.pop(size, [])
+        buffer = kept.pop() if kept else None
+        if kept:
+            self._kept[size] = kept
         self.used += size
         self.peak = max(self.peak, self.used)
+        if buffer is None:
+            self._drop(self.peak if self.limit is None else min(self.peak, self.limit))
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        self.idle -= size
         return buffer
+
+    def _drop(self, most: int) -> None:
+        """Keep no more than leaves it at so many bytes."""
+        while self._kept and self.used + self.idle > most:
+            size = next(iter(self._kept))
+            self._kept[size].pop()
+            self.idle -= size
+            if not self._kept[size]:
+                del self._kept[size]
 
     def take_back(self, buffer: Tensor) -> None:
         """Nobody needs it any more."""
-        self._idle.setdefault(buffer.numel(), []).append(buffer)
-        self._idle_bytes += buffer.numel()
+        self._kept.setdefault(buffer.numel(), []).append(buffer)
+        self.idle += buffer.numel()
         self.used -= buffer.numel()
 
 

@@ -8,6 +8,7 @@ more than one block needs belongs to the one that gets it as its input.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary, ref
 
@@ -69,7 +70,7 @@ class Entry:
             return
         if self.version is not None:
             check_version(self.alias, self.version)
-        self.host = self._ledger.copies.out(self.alias, self._ledger.give_back)
+        self.host = self._ledger.copies.out(self.alias, partial(_gone, self._ledger, self.alias, self.alias._version))
         if self.host is not None:
             self._ledger.forget(self)
             self.alias = None
@@ -158,6 +159,20 @@ class Ledger:
     def give_back(self, size: int) -> None:
         """So many fewer."""
         self.device_bytes -= size
+
+
+def _gone(ledger: Ledger, alias: Tensor, version: int, size: int) -> None:
+    """A copy to the host is over; it may have gone on beside what the device computed.
+
+    Raises:
+        RuntimeError: what was copied was changed in place meanwhile, so nobody knows what was copied.
+    """
+    ledger.give_back(size)
+    if alias._version != version:
+        raise RuntimeError(
+            f"{alias.type()} {list(alias.shape)} was changed in place while the plan of memory copied it to the host; "
+            "write that operation out of place (x = x + y, not x += y)"
+        )
 
 
 def key_of(tensor: Tensor) -> int:

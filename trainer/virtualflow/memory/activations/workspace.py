@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from virtualflow.memory.activations.live_bytes import LiveBytes
 from virtualflow.memory.activations.streams import Surroundings
 
+_VALUES = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Arguments that a call cannot change, or of which it gets a copy."""
+
 
 @dataclass(frozen=True)
 class Peaks:
@@ -23,8 +26,8 @@ class Peaks:
     """With what is saved, and the gradients of outputs, inputs and parameters."""
 
 
-def count_peaks(module: nn.Module, arguments: Any, options: Any, device: torch.device) -> Peaks:
-    """Call a block without leaving a trace.
+def count_peaks(module: nn.Module, arguments: Any, options: Any, device: torch.device) -> Peaks | None:
+    """Call a block without leaving a trace; ``None``: that cannot be done.
 
     What kernels take for themselves and give back is not seen.
 
@@ -34,6 +37,8 @@ def count_peaks(module: nn.Module, arguments: Any, options: Any, device: torch.d
         options: and by name.
         device: on which it computes.
     """
+    if not _leaves_no_trace(module, tree_leaves((arguments, options))):
+        return None
     arguments, options = tree_map(_apart, (arguments, options))
     given = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
     live = LiveBytes()
@@ -54,6 +59,24 @@ def count_peaks(module: nn.Module, arguments: Any, options: Any, device: torch.d
             if ends and wanted:
                 torch.autograd.grad(ends, wanted, allow_unused=True)
             return Peaks(forward, live.peak - before)
+
+
+def _leaves_no_trace(module: nn.Module, leaves: list[Any]) -> bool:
+    """Whether one more call, and its backward pass, change nothing that is seen later.
+
+    An object of the user's may be changed by the call. A weight that is computed from parameters (the older spectral
+    norm, weight norm and pruning) hangs on a graph that the backward pass would free. A hook of a parameter would be
+    told gradients that are made up.
+    """
+    return (
+        all(leaf is None or isinstance(leaf, _VALUES) for leaf in leaves)
+        and not any(parameter._backward_hooks for parameter in module.parameters())
+        and not any(
+            isinstance(attribute, Tensor) and attribute.grad_fn is not None
+            for each in module.modules()
+            for attribute in vars(each).values()
+        )
+    )
 
 
 def _apart(leaf: Any) -> Any:
