@@ -58,7 +58,9 @@ def plan_workers(
     scheduled = sum(1 for worker in here if worker.pod.node)
     withdraw = (*unborn, *_withdraw(sorted(stuck, key=lambda p: _dispensable(p, rank)), max(target - scheduled, 0)))
     if len(here) < target:
-        created = _place(target - len(here), [*here, *stuck], groups, names, prefix)
+        # Those that are to be replaced do not count where their successor may be one too many for a while.
+        counted = [worker for worker in (*here, *stuck) if worker.fate != "planned" or not surge]
+        created = _place(target - len(here), counted, groups, names, prefix)
         retire = _relieve_in_place(here, planned, full=refused or bool(stuck))
         return WorkerPlan(created, retire, withdraw)
     if len(here) > target:
@@ -118,8 +120,7 @@ def _place(
     count: int, workers: Sequence[ClassifiedPod], groups: Sequence[WorkerGroup], names: Collection[str], prefix: str
 ) -> tuple[tuple[WorkerGroup, int], ...]:
     taken = set(names)
-    # Those that are to be reworker do not count: their successor may be one too many for a while.
-    sizes = {g.name: sum(1 for p in workers if p.pod.group == g.name and p.fate != "planned") for g in groups}
+    sizes = {g.name: sum(1 for p in workers if p.pod.group == g.name) for g in groups}
     full = {worker.pod.group for worker in workers if worker.fate == "stuck"}
     created: list[tuple[WorkerGroup, int]] = []
     for _ in range(count):

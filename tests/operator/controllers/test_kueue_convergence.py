@@ -7,29 +7,31 @@ operator forgets everything, or sees pods and Workloads as they were some time a
 from __future__ import annotations
 
 import copy
+from random import Random
 
-import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from scenes import SETTINGS, container, group
 from small_cluster import Cluster
 from small_kueue import KueueOperator, SmallKueue, holds, small_job
 
 from tiers import examples
+from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.api.job_status import merge_patch, write_status
 from virtualflow_operator.api.objects import read_job, read_pod
 from virtualflow_operator.constants import LABEL_GROUP, WORKER
 from virtualflow_operator.jobs.actions import CreatePod, DeletePod, Plan
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.scene import Scene
-from virtualflow_operator.queues import admitted_counts, chain_of
+from virtualflow_operator.queues import admitted_counts, chain_of, follows_kueue
 
 PLENTY = 100
 
 
 def check_pods(scene: Scene, plan: Plan, now: float) -> None:
     """No worker is made beyond what is admitted, by all that is known."""
+    if not follows_kueue(scene.job, scene.kueue):
+        return
     made: dict[str, int] = {}
     for action in plan.actions:
         if isinstance(action, CreatePod):
@@ -53,103 +55,102 @@ def check_pods(scene: Scene, plan: Plan, now: float) -> None:
         assert len(here) + count <= caps[name] + alone, "no more are made than were admitted"
 
 
-class Life(RuleBasedStateMachine):
+class Life:
     """A job's life with Kueue; at its end there is quota for all, and the job must come to rest."""
 
-    @initialize(elastic=st.booleans(), quota=st.integers(0, 5), rounds=st.sampled_from([0, 8]))
-    def begin(self, elastic: bool, quota: int, rounds: int) -> None:
+    def __init__(self, chance: Random) -> None:
+        self.chance = chance
         self.cluster = Cluster()
-        self.kueue = SmallKueue(self.cluster, quota)
-        small_job(self.cluster, elastic=elastic)
+        self.kueue = SmallKueue(self.cluster, chance.randint(1, 6))
+        small_job(self.cluster, elastic=chance.random() < 0.5, replicas=chance.randint(1, 5))
         self.operator = KueueOperator(self.cluster, self.kueue)
-        for _ in range(rounds):
-            self.round()
+        self.go_on()
 
-    # --- the operator, its eyes and its memory ---
+    def play(self, moves: int) -> None:
+        for _ in range(moves):
+            move = self.chance.choice(MOVES)
+            note(f"{self.cluster.now % 1_000}: {move.__name__}")
+            move(self)
+            self.go_on(self.chance.choice([0, 1, 2, 12, 12]))
+        self.come_to_rest()
 
-    @rule(rounds=st.integers(1, 6))
-    def go_on(self, rounds: int) -> None:
+    def go_on(self, rounds: int = 8) -> None:
+        """Everything does its part, as on most days."""
         for _ in range(rounds):
             self.cluster.now += 1.0
             self.round()
 
-    @rule(events=st.integers(0, 6), looks=st.booleans())
-    def lag_behind(self, events: int, looks: bool) -> None:
-        self.cluster.settle_pods()
-        self.cluster.settle_processes()
-        self.kueue.schedule()
-        self.operator.hear(events)
-        if looks:
-            self.operator.sync()
-        self.reconcile()
+    # --- the operator, its eyes and its memory ---
 
-    @rule()
+    def lag_behind(self) -> None:
+        for _ in range(self.chance.randint(1, 5)):
+            self.cluster.settle_pods()
+            self.cluster.settle_processes()
+            self.kueue.schedule()
+            self.operator.hear(self.chance.randint(0, 3))
+            if self.chance.random() < 0.3:
+                self.operator.sync()
+            self.reconcile()
+
     def restart_operator(self) -> None:
         self.operator = KueueOperator(self.cluster, self.kueue)
 
-    @rule(trouble=st.sampled_from(["", "", "the Workloads have not been listed yet"]))
-    def bar(self, trouble: str) -> None:
-        self.operator.trouble = trouble
-
-    @rule(seconds=st.sampled_from([1.0, 15.0, 40.0]))
-    def wait(self, seconds: float) -> None:
-        self.cluster.now += seconds
+    def wait(self) -> None:
+        self.cluster.now += 40.0
 
     # --- Kueue and whoever runs it ---
 
-    @rule()
-    def schedule(self) -> None:
-        self.kueue.schedule()
+    def set_quota(self) -> None:
+        self.kueue.quota, self.kueue.checked = self.chance.randint(0, 8), self.chance.random() < 0.2
 
-    @rule(quota=st.integers(0, 6))
-    def set_quota(self, quota: int) -> None:
-        self.kueue.quota = quota
-
-    @rule(checked=st.booleans())
-    def set_checks(self, checked: bool) -> None:
-        self.kueue.checked = checked
-
-    @rule(reason=st.sampled_from(["Preempted", "PodsReadyTimeout"]))
-    def evict(self, reason: str) -> None:
-        self.kueue.evict(reason)
-
-    @rule(active=st.booleans())
-    def activate(self, active: bool) -> None:
-        self.kueue.activate(active)
-
-    @rule()
-    def requeue(self) -> None:
+    def evict(self) -> None:
+        self.kueue.evict(self.chance.choice(["Preempted", "PodsReadyTimeout"]))
+        self.go_on(self.chance.choice([0, 3, 12]))
         self.kueue.requeue()
+
+    def switch_off(self) -> None:
+        self.kueue.activate(False)
+        self.go_on(self.chance.choice([0, 3, 12]))
+        self.kueue.activate(True)
+        self.kueue.requeue()
+
+    def bar(self) -> None:
+        self.operator.trouble = "the Workloads have not been listed yet"
+        self.go_on(2)
+        self.end_worker()
+        self.go_on(2)
+        self.operator.trouble = ""
 
     # --- users ---
 
-    @rule(replicas=st.integers(1, 5), least=st.integers(1, 3), groups=st.sampled_from(["one", "two", "limited"]))
-    def edit(self, replicas: int, least: int, groups: str) -> None:
-        made = [group("workers", maxReplicas=2 if groups == "limited" else None)]
-        if groups != "one":
-            made.append(group("spare"))
-        self.change(replicas=replicas, minReplicas=least, workerGroups=made)
+    def scale(self) -> None:
+        self.change(replicas=self.chance.randint(1, 5), minReplicas=self.chance.randint(1, 3))
 
-    @rule(replicas=st.integers(1, 5))
-    def scale(self, replicas: int) -> None:
-        self.change(replicas=replicas)
+    def edit(self) -> None:
+        """Another image, other requests, a second group."""
+        requests = {"cpu": self.chance.choice(["1", "1", "2"])}
+        image = self.chance.choice(["trainer:1", "trainer:2"])
+        pod = {"containers": [container(image=image, resources={"requests": requests})]}
+        groups = [group("workers", pod=pod), group("spare", pod=pod)]
+        if self.chance.random() < 0.5:
+            groups[0]["maxReplicas"] = 2
+        self.change(workerGroups=groups)
 
-    @rule(cpu=st.sampled_from(["1", "2"]), image=st.sampled_from(["trainer:1", "trainer:2"]))
-    def edit_template(self, cpu: str, image: str) -> None:
-        made = container(image=image, resources={"requests": {"cpu": cpu}})
-        self.change(workerGroups=[{"name": "workers", "template": {"spec": {"containers": [made]}}}])
+    def make_no_sense(self) -> None:
+        self.change(weight=-1)
+        self.go_on(self.chance.choice([1, 3]))
+        self.change(weight=1)
 
-    @rule(weight=st.sampled_from([1, 1, -1]))
-    def make_sense(self, weight: int) -> None:
-        self.change(weight=weight)
+    def suspend(self) -> None:
+        self.change(suspend=True)
+        self.go_on(self.chance.choice([0, 1, 12]))
+        self.change(suspend=self.chance.random() < 0.1)
 
-    @rule(suspended=st.booleans())
-    def suspend(self, suspended: bool) -> None:
-        self.change(suspend=suspended)
-
-    @rule(queue=st.sampled_from(["team", "other"]), elastic=st.booleans())
-    def label(self, queue: str, elastic: bool) -> None:
-        small_job(self.cluster, queue=queue, elastic=elastic)
+    def label(self) -> None:
+        elastic = self.chance.random() < 0.5
+        small_job(self.cluster, queue=self.chance.choice([None, "other"]), elastic=elastic)
+        self.go_on(self.chance.choice([0, 1, 12]))
+        small_job(self.cluster, queue="team", elastic=elastic)
 
     def change(self, **spec: object) -> None:
         job = copy.deepcopy(self.cluster.job)
@@ -159,34 +160,29 @@ class Life(RuleBasedStateMachine):
 
     # --- what goes wrong ---
 
-    @rule(pick=st.integers(0, 9))
-    def delete_pod(self, pick: int) -> None:
-        names = sorted(self.cluster.pods)
-        if names:
-            pod = self.cluster.pods[names[pick % len(names)]]
+    def delete_pod(self) -> None:
+        if self.cluster.pods:
+            pod = self.cluster.pods[self.chance.choice(sorted(self.cluster.pods))]
             self.cluster.delete(pod["metadata"]["name"], pod["metadata"]["uid"])
 
-    @rule(pick=st.integers(0, 9), code=st.sampled_from([1, 137]))
-    def end_worker(self, pick: int, code: int) -> None:
+    def end_worker(self) -> None:
         running = [p for p in self.cluster.live(WORKER) if p.phase == "Running"]
         if running:
-            self.cluster.end(running[pick % len(running)].name, code)
+            self.cluster.end(self.chance.choice(running).name, 137)
 
-    @rule(node=st.sampled_from(["node-0", "node-1"]), cordoned=st.booleans())
-    def cordon(self, node: str, cordoned: bool) -> None:
-        self.cluster.change_node(node, unschedulable=cordoned)
+    def cordon(self) -> None:
+        self.cluster.change_node("node-0", unschedulable=self.chance.random() < 0.5)
 
-    @rule()
-    @precondition(lambda self: self.cluster.step > 3)
     def end_training(self) -> None:
         process = self.cluster.serving()
-        if process is not None and process.phase == "training":
-            process.phase = "done"
-            for uid, state in list(process.states.items()):
-                pod = next((p for p in map(read_pod, self.cluster.pods.values()) if p.uid == uid), None)
-                if state == "training" and pod is not None and pod.phase == "Running":
-                    process.states[uid] = "done"
-                    self.cluster.end(pod.name, 0)
+        if process is None or process.phase != "training" or self.chance.random() < 0.7:
+            return
+        process.phase = "done"
+        for uid, state in list(process.states.items()):
+            pod = next((p for p in map(read_pod, self.cluster.pods.values()) if p.uid == uid), None)
+            if state == "training" and pod is not None and pod.phase == "Running":
+                process.states[uid] = "done"
+                self.cluster.end(pod.name, 0, TerminationMessage("done", digest="abc", step=9))
 
     # --- what holds ---
 
@@ -208,12 +204,9 @@ class Life(RuleBasedStateMachine):
 
     # --- the end ---
 
-    def teardown(self) -> None:
-        if not hasattr(self, "cluster"):
-            return
+    def come_to_rest(self) -> None:
         cluster, kueue = self.cluster, self.kueue
-        cluster.still, kueue.quota, kueue.checked, self.operator.trouble = True, PLENTY, False, ""
-        self.change(weight=1)
+        cluster.still, kueue.quota, kueue.checked = True, PLENTY, False
         for node in cluster.nodes:
             cluster.change_node(node, unschedulable=False)
             cluster.rooms[node] = PLENTY
@@ -262,11 +255,14 @@ class Life(RuleBasedStateMachine):
                 assert admitted == job.spec.desired, "an elastic job grows"
 
 
-Life.TestCase.settings = settings(
-    derandomize=True,
-    max_examples=examples(120),
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-TestKueueLife = pytest.mark.timeout(120)(Life.TestCase)
+MOVES = (
+    Life.lag_behind, Life.restart_operator, Life.wait, Life.set_quota, Life.evict, Life.switch_off, Life.bar,
+    Life.scale, Life.scale, Life.edit, Life.make_no_sense, Life.suspend, Life.label, Life.delete_pod, Life.end_worker,
+    Life.cordon, Life.end_training,
+)  # fmt: skip
+
+
+@settings(derandomize=True, max_examples=examples(28), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_no_pod_is_without_quota_and_it_comes_to_rest(seed: int) -> None:
+    Life(Random(seed)).play(12)
