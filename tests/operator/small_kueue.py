@@ -72,7 +72,14 @@ class SmallKueue:
         }
         body["status"] = {}
         self._check_spec(body)
-        assert not self.pods() or body["metadata"]["annotations"].get(ANNOTATION_KUEUE_REPLACES), "pods before quota"
+        replaces = body["metadata"]["annotations"].get(ANNOTATION_KUEUE_REPLACES)
+        assert not self.pods() or replaces, "pods before quota"
+        if replaces:
+            old = self.workloads.get(replaces.partition("/")[2])
+            both = [one["metadata"]["annotations"] for one in (body, old) if one is not None]
+            assert all(found.get(ANNOTATION_KUEUE_ELASTIC) == "true" for found in both), (
+                "elastic ones replace one another"
+            )
         self.workloads[name] = body
 
     def patch(self, action: PatchWorkload) -> None:

@@ -258,7 +258,8 @@ class JobController:
                     logger.info("deleting the job: it was over for ttlSecondsAfterFinished")
                     await ignoring(self._api.delete(JOBS, job.namespace, job.name, uid=job.uid), NotFound, Conflict)
                 case CreateWorkload() | PatchWorkload() | DeleteWorkload():
-                    await self._kueue_controller.carry_out(job, action)
+                    if await self._kueue_controller.carry_out(job, action):
+                        again = 0.0
                 case CreatePod():
                     pass  # together, below
         for role in (COORDINATOR, WORKER):  # the coordinator first: a quota's last place is not for a worker

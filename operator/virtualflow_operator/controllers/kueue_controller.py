@@ -89,8 +89,8 @@ class KueueController:
             self._read[resource, name] = time.monotonic(), body
         return body
 
-    async def carry_out(self, job: Job, action: WorkloadAction) -> None:
-        """Make, change or delete a Workload.
+    async def carry_out(self, job: Job, action: WorkloadAction) -> bool:
+        """Make, change or delete a Workload; whether something new is to be told of it: it is refused.
 
         Raises:
             ApiError: it could not be done.
@@ -98,10 +98,12 @@ class KueueController:
         """
         try:
             await self._carry_out(job, action)
-            self._refused.pop(job.uid, None)
         except (Invalid, Forbidden) as error:
-            self._refused[job.uid] = error.message
             logger.warning("a Workload of the job is refused: %s", error)
+            known, self._refused[job.uid] = self._refused.get(job.uid), error.message
+            return known != error.message
+        self._refused.pop(job.uid, None)
+        return False
 
     async def _carry_out(self, job: Job, action: WorkloadAction) -> None:
         match action:

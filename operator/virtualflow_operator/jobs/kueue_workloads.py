@@ -60,15 +60,16 @@ def keep_workloads(facts: Facts, draft: Draft, status: JobStatus) -> None:
     if kueue is None or kueue.trouble:
         return
     chain = chain_of(kueue.workloads, job.uid)
-    live = tuple(w for w in (chain.holding, chain.asking) if w is not None)
+    own = [w for w in kueue.workloads if w.owner == job.uid and not w.deleting]
     pods = [pod for pod in facts.scene.pods if pod.owner == job.uid and not pod.finished]
     if status.finished:
-        for workload in () if pods else live:
-            _finish(draft, workload, status, facts.now)
+        for workload in own:
+            if not pods and not workload.finished:
+                _finish(draft, workload, status, facts.now)
         return
     if job.spec.suspend or not follows_kueue(job, kueue):
         # Without quota it may go at once; one that has some goes with the last pod.
-        for workload in live:
+        for workload in own:
             if not pods or workload is not chain.holding:
                 _delete(draft, workload)
         return
@@ -121,14 +122,14 @@ def _keep(facts: Facts, draft: Draft, chain: Chain, status: JobStatus) -> None:
     total, desired = sum(caps.values()), facts.asked.spec.desired
     kept = _kept(facts, draft, caps, total - desired)
     news: Object = {}
-    if kept != caps and held.elastic:
-        _patch(draft, held, {"spec": {"podSets": recount(held.raw["spec"]["podSets"], kept)}})
-    elif kept != caps:
-        news["reclaimablePods"] = _reclaimable(held, kept)
     conditions = _with_readiness(held, status, facts.now)
     if conditions is not None:
         news["conditions"] = conditions
-    if news:
+    if kept != caps and not held.elastic:
+        news["reclaimablePods"] = _reclaimable(held, kept)
+    if kept != caps and held.elastic:
+        _patch(draft, held, {"spec": {"podSets": recount(held.raw["spec"]["podSets"], kept)}})
+    elif news:
         _patch(draft, held, {"status": news}, "status")
     if held.elastic and desired > total:
         _grow(facts, draft, chain, caps)

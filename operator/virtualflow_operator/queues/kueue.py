@@ -137,6 +137,8 @@ def _admit(granted: Granted, workload: Workload, kueue: Kueue, now: float) -> Gr
     placements: dict[str, Placement] = {}
     for name in workload.assignments:
         placement = _place(workload, name, kueue.flavors)
+        if isinstance(placement, str) and job.status.allocation is not None and job.status.allocation.workers:
+            return _as_it_is(granted, placement, reasons.KUEUE_NOT_READY, now)  # it could be told before
         if isinstance(placement, str):
             return _held_up(granted, placement, reasons.WAITS_FOR_KUEUE, now)
         placements[name] = placement

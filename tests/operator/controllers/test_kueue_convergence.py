@@ -23,7 +23,7 @@ from virtualflow_operator.constants import LABEL_GROUP, WORKER
 from virtualflow_operator.jobs.actions import CreatePod, DeletePod, Plan
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.scene import Scene
-from virtualflow_operator.queues import admitted_counts, chain_of, follows_kueue
+from virtualflow_operator.queues import admitted_counts, follows_kueue
 
 PLENTY = 100
 
@@ -44,9 +44,9 @@ def check_pods(scene: Scene, plan: Plan, now: float) -> None:
     if not made:
         return
     assert scene.kueue is not None
-    granting = chain_of(scene.kueue.workloads, scene.job.uid).granting
-    assert granting is not None, "nothing is made before it is admitted"
-    caps = admitted_counts(granting)
+    known = [w for w in scene.kueue.workloads if w.condition("Admitted").true and w.assignments and not w.evicted]
+    assert known, "nothing is made before it is admitted"
+    caps = max((admitted_counts(workload) for workload in known), key=lambda counts: sum(counts.values()))
     doomed = {action.uid for action in plan.actions if isinstance(action, DeletePod)}
     pods = classify_pods(scene.job, scene.pods, nodes=scene.nodes, link=scene.link, now=now, settings=SETTINGS)
     for name, count in made.items():

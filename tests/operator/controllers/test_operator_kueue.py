@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from fake_api import Fault
 from kueue_cases import DEFINITIONS, FLAVOR_OBJECT, admitted, asks_for, told
 from stage import NAMESPACE, Stage, job, play
 
@@ -121,13 +122,17 @@ def test_an_elastic_job_grows_and_shrinks_without_leaving(tmp_path: Path) -> Non
 
 def test_a_job_waits_until_there_is_a_kueue_and_goes_on_without_its_label(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        stage.start("--kueue")
+        stage.start("--kueue", admission__reread=0.2)
         stage.server.add(labelled())
         stage.apply("free")
         await stage.until(lambda: stage.trains("free", 2))
         await stage.until(lambda: stage.condition("digits", "Allocated").get("reason") == "KueueNotReady")
         assert "no Workloads of Kueue" in stage.condition("digits", "Allocated")["message"]
+        refusal = Fault(verb="create", resource="workloads", code=403, message="no more than 5 Workloads", times=None)
+        stage.server.inject(refusal)
         install(stage)
+        await stage.until(lambda: "no more than 5" in stage.condition("digits", "Allocated").get("message", ""))
+        stage.server.heal()
         await stage.until(lambda: workloads(stage))
         stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"labels": None}})
         await stage.until(lambda: stage.trains("digits", 2))

@@ -19,7 +19,7 @@ from kueue_cases import (
     stored,
     told,
 )
-from scenes import NOW, Spec, Stage, container, ended, group, training, verdict_of
+from scenes import NOW, Spec, Stage, container, ended, group, homeless, training, verdict_of, worker
 
 from virtualflow.protocol.http_api import DrainCall
 from virtualflow_operator.api.job_status import write_status
@@ -203,6 +203,18 @@ def test_a_worker_that_crashed_keeps_its_quota() -> None:
     assert made(plan) == ["digits-workers-2"]
 
 
+def test_quota_is_not_handed_back_for_a_worker_that_is_just_being_made() -> None:
+    groups = [group("workers", maxReplicas=2), group("spare")]
+    stage = runs(1, replicas=4, workerGroups=groups)
+    workload = admitted(workload_of(stage.raw))
+    assert asks_for(workload) == {"coordinator": 1, "workers": 2, "spare": 2}
+    stage.pods = [stage.pods[0], homeless(stage.pods[1]), worker(stage.job, group="spare")]
+    plan = decide(stage.raw | {"spec": stage.raw["spec"] | {"replicas": 2}}, workload, stage=stage)
+    assert made(plan) == ["digits-spare-1"], "no node takes one of the other group"
+    (reclaimed,) = [p.body["status"]["reclaimablePods"] for p in patched(plan)]
+    assert reclaimed == [{"name": "workers", "count": 1}]
+
+
 def test_an_elastic_job_hands_back_by_a_lower_count() -> None:
     stage = runs(2, elastic=True, replicas=4)
     four = stage.raw | {"spec": stage.raw["spec"] | {"minReplicas": 4}, "status": {}}
@@ -245,7 +257,7 @@ def test_an_evicted_job_leaves_with_a_checkpoint_and_then_gives_its_quota_back()
     plan = decide(stage.raw, workload)
     (patch,) = patched(plan)
     found = conditions(patch)
-    assert patch.body["status"]["admission"] is None
+    assert (patch.body["status"]["admission"], patch.body["status"]["reclaimablePods"]) == (None, None)
     assert (found["QuotaReserved"][0], found["Admitted"][0]) == ("False", "False")
     assert found["Requeued"] == ("True", "Preempted"), "Kueue queues it again"
     condition = plan.status.condition("Allocated")

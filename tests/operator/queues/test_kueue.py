@@ -149,6 +149,14 @@ def test_while_nothing_is_known_what_runs_goes_on_and_nothing_is_made() -> None:
     assert plan.status.phase != "Suspending"
 
 
+def test_a_flavor_that_cannot_be_read_any_more_stops_nothing() -> None:
+    raw = kueue_job(replicas=2)
+    workload = admitted(asked(raw))
+    runs = raw | {"status": write_status(decide(raw, workload).status)}
+    granted = settle(runs, workload, flavors={"gpus": None})
+    assert (granted.still, granted.waits, granted.job.spec.desired) == (True, "", 2)
+
+
 def test_a_specification_that_makes_no_sense_stops_nothing_but_an_eviction_does() -> None:
     raw = kueue_job({"replicas": 2, "phase": "Running"})
     held = admitted(asked(kueue_job()))
