@@ -113,7 +113,8 @@ class KueueController:
                     self.workloads.take(await self._api.create(WORKLOADS, job.namespace, manifest))
                     logger.info("created the Workload %s", name)
                 except AlreadyExists:
-                    await self._reread(job, name)
+                    # Most likely it is being deleted, which somebody's finalizer may hold up.
+                    await self._reread(job, name, after=1.0)
             case PatchWorkload(name, body, subresource):
                 try:
                     self.workloads.take(await self._api.patch(WORKLOADS, job.namespace, name, body, subresource))
@@ -127,10 +128,10 @@ class KueueController:
                     await self._reread(job, name)
                 self.workloads.lose(job.namespace, name, uid)
 
-    async def _reread(self, job: Job, name: str) -> None:
+    async def _reread(self, job: Job, name: str, *, after: float = 0.05) -> None:
         """What is decided next begins from what is there."""
         try:
             self.workloads.take(await self._api.get(WORKLOADS, job.namespace, name))
         except NotFound:
             self.workloads.lose(job.namespace, name, "")
-        raise RetryLater(0.05, f"the Workload {name} has changed meanwhile")
+        raise RetryLater(after, f"the Workload {name} has changed meanwhile")
