@@ -159,6 +159,19 @@ class SharingSettings:
 
 
 @dataclass(frozen=True)
+class KueueSettings:
+    """How Kueue is asked and followed."""
+
+    patience: float = 30.0
+    """An elastic job asks for all the workers that it lacks, and after this long without quota for half as many, then
+    half of those, down to one."""
+    relist: float = 300.0
+    """Workloads are listed anew this often, to heal what their watch has missed."""
+    reread: float = 60.0
+    """Flavors and priority classes are read again after this long."""
+
+
+@dataclass(frozen=True)
 class SimulationSettings:
     """What the simulator is set to: the policies, and what a change of a job's workers costs."""
 
@@ -234,6 +247,8 @@ class OperatorSettings:
     """Whether each job gets a NetworkPolicy (``--network-policies``)."""
     operator_labels: Mapping[str, str] = field(default_factory=dict)
     """Labels that select the operator's pods in those policies (``--operator-labels``)."""
+    kueue: bool = False
+    """Whether jobs with the label ``kueue.x-k8s.io/queue-name`` are admitted by Kueue (``--kueue``)."""
     extra_taints: tuple[str, ...] = ()
     """Keys of taints that announce a node's loss, beside the well-known ones (``--extra-taints``)."""
     log_format: LogFormat = "text"
@@ -248,6 +263,7 @@ class OperatorSettings:
     events: EventSettings = field(default_factory=EventSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     sharing: SharingSettings = field(default_factory=SharingSettings)
+    admission: KueueSettings = field(default_factory=KueueSettings)
     signals: SignalSettings = field(
         default_factory=lambda: SignalSettings(
             request_timeout=5.0,

@@ -36,6 +36,7 @@ EVERYTHING: Object = {
     "imagePullSecrets": [{"name": "first"}, {"name": "second"}],
     "replicas": 3,
     "jobs": {"extraTaints": ["example.com/leaving", "reclaimed"], "metrics": False},
+    "kueue": {"enabled": True},
     "operator": {
         "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
         "extraArgs": ["--log-level=debug"],

@@ -6,6 +6,9 @@ from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "security.md"
 
+WITH_KUEUE = ("where its jobs are, with kueue.enabled", "everywhere, with kueue.enabled")
+"""Where the operator has rights only with that value of the chart."""
+
 Rule = tuple[str, str, str, str]
 """API group, resource, verb, and the only name that it holds for (empty: any)."""
 

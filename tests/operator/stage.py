@@ -14,7 +14,7 @@ import yaml
 from fake_api import FakeApi
 from fake_api.store import Change
 from kubelet import Kubelet
-from rights import documented
+from rights import WITH_KUEUE, documented
 from running import OperatorProcess, write_kubeconfig
 
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_ROLE, WORKER
@@ -41,7 +41,7 @@ FLAGS = ["--image=operator:test", "--health-port=0", "--metrics-port=0", "--leas
 
 RIGHTS = {
     (resource, verb)
-    for where in ("where its jobs are", "everywhere", "own namespace")
+    for where in ("where its jobs are", "everywhere", "own namespace", *WITH_KUEUE)
     for _, resource, verb, _ in documented(where)
 }
 """What the operator may do with what."""

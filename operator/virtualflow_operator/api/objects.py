@@ -27,6 +27,7 @@ from virtualflow_operator.constants import (
     LABEL_ATTEMPT,
     LABEL_CAPACITY,
     LABEL_GROUP,
+    LABEL_KUEUE_QUEUE,
     LABEL_ORDINAL,
     LABEL_ROLE,
     WORKER,
@@ -174,7 +175,7 @@ class Job:
     raw: Object
     """The whole object."""
     fault: str = ""
-    """What is wrong with the structure of ``spec``, if it cannot be read."""
+    """Why nothing is done about it: its ``spec`` cannot be read, or two queues would have it."""
 
 
 def read_job(body: Object) -> Job:
@@ -184,6 +185,8 @@ def read_job(body: Object) -> Job:
         spec = read_spec(body.get("spec") or {})
     except msgspec.ValidationError as error:
         spec, fault = _unreadable(body), f"spec cannot be read: {error}; correct it."
+    if spec.queue and (metadata.get("labels") or {}).get(LABEL_KUEUE_QUEUE):
+        fault = f"a job waits in one queue: remove spec.queue, or the label {LABEL_KUEUE_QUEUE} of Kueue."
     return Job(
         metadata["namespace"],
         metadata["name"],

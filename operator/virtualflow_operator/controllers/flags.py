@@ -237,6 +237,7 @@ OPTIONS = (
     Option("job_metrics", "job_metrics", _boolean, "whether each job has series of its own"),
     Option("network_policies", "network_policies", _boolean, "whether each job gets a NetworkPolicy"),
     Option("operator_labels", "operator_labels", _labels, "key=value,... of the operator's pods, for those policies"),
+    Option("kueue", "kueue", _boolean, "whether Kueue admits jobs that name one of its queues"),
     Option("extra_taints", "extra_taints", _list(_QUALIFIED, "keys of taints"), "keys that announce a node's loss"),
     Option("log_format", "log_format", _choice(get_args(LogFormat)), "text or json"),
     Option("log_level", "log_level", _choice(get_args(LogLevel)), "debug, info, warning or error"),

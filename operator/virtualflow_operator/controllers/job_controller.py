@@ -25,6 +25,7 @@ from virtualflow_operator.api import (
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.job_cleanup import JobCleanup
+from virtualflow_operator.controllers.kueue_controller import KueueController
 from virtualflow_operator.controllers.provisioner import Provisioner, Refusal, ignoring
 from virtualflow_operator.controllers.queue_controller import QueueController
 from virtualflow_operator.controllers.workqueue import RetryLater
@@ -32,8 +33,11 @@ from virtualflow_operator.jobs import (
     CheckTemplates,
     CreatePod,
     CreateService,
+    CreateWorkload,
     DeleteJob,
     DeletePod,
+    DeleteWorkload,
+    PatchWorkload,
     Plan,
     PointService,
     Scene,
@@ -93,6 +97,7 @@ class JobController:
         key: the operator's, from which the jobs' tokens are derived.
         settings: the operator's.
         queue_controller: says what queues have given jobs.
+        kueue_controller: says what Kueue has admitted.
     """
 
     def __init__(
@@ -106,9 +111,10 @@ class JobController:
         key: bytes,
         settings: OperatorSettings,
         queue_controller: QueueController,
+        kueue_controller: KueueController,
     ) -> None:
         self._api, self._store, self._links = api, store, links
-        self._queue_controller = queue_controller
+        self._queue_controller, self._kueue_controller = queue_controller, kueue_controller
         self._events, self._metrics, self._key, self._settings = events, metrics, key, settings
         self._provisioner = Provisioner(api, store, metrics, key, settings)
         self._cleanup = JobCleanup(api, store, links, settings)
@@ -144,6 +150,7 @@ class JobController:
         if memory is None or memory.uid != job.uid:
             memory = self._memories[key] = _Memory(job.uid)
         await self._cleanup.clear_predecessor(key, job)
+        kueue = await self._kueue_controller.view(key, job)
         self._follow(key, job)
         queue = self._store.queue(job.spec.queue) if job.spec.queue else None
         scene = Scene(
@@ -157,6 +164,7 @@ class JobController:
             trouble=memory.trouble,
             grant=self._queue_controller.grant(key, job),
             queue=queue.spec if queue is not None else None,
+            kueue=kueue,
         )
         now = time.time()
         plan = reconcile(scene, now, self._settings)
@@ -249,6 +257,9 @@ class JobController:
                 case DeleteJob():
                     logger.info("deleting the job: it was over for ttlSecondsAfterFinished")
                     await ignoring(self._api.delete(JOBS, job.namespace, job.name, uid=job.uid), NotFound, Conflict)
+                case CreateWorkload() | PatchWorkload() | DeleteWorkload():
+                    if await self._kueue_controller.carry_out(job, action):
+                        again = 0.0
                 case CreatePod():
                     pass  # together, below
         for role in (COORDINATOR, WORKER):  # the coordinator first: a quota's last place is not for a worker

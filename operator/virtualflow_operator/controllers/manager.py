@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any, Self
 
 from virtualflow.errors import ConfigurationError
-from virtualflow_operator.api import Object, queue_of
+from virtualflow_operator.api import Object, kueue_wishes, queue_of
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.job_controller import JobController
+from virtualflow_operator.controllers.kueue_controller import KueueController
 from virtualflow_operator.controllers.queue_controller import QueueController
 from virtualflow_operator.controllers.workqueue import QueueHooks, WorkQueue
 from virtualflow_operator.jobs import fingerprint
@@ -79,6 +80,7 @@ class Manager:
             wake_queue=self.wake_queue,
             settings=settings,
         )
+        self.kueue_controller = KueueController(api, self.wake_admitted, settings)
         self.job_controller = JobController(
             api=api,
             store=self.store,
@@ -88,6 +90,7 @@ class Manager:
             key=key,
             settings=settings,
             queue_controller=self.queue_controller,
+            kueue_controller=self.kueue_controller,
         )
         self.foreign_pods = ForeignPodWatch(api, self.store, self.wake_queues, settings)
         self.elector = election
@@ -137,6 +140,7 @@ class Manager:
         self._run("lease", self.elector.hold())
         await self._fill()
         self._follow_foreign_pods()
+        self.kueue_controller.workloads.want(self.settings.kueue)
         self._run("queue", self.queue.run(self._process))
         self._run("relist", self._keep_listed())
         self._started = True
@@ -169,6 +173,7 @@ class Manager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.foreign_pods.close()
+        await self.kueue_controller.workloads.close()
         await self.links.close()
         await self.elector.release()
         self.metrics.leader.set(0)
@@ -267,6 +272,15 @@ class Manager:
         for _, name in self.store.queues.entries:
             self.wake_queue(name)
 
+    def wake_admitted(self, key: Key | None) -> None:
+        """Have a job reconciled of which a Workload has changed; ``None``: all that name a queue of Kueue's."""
+        if key is not None:
+            self.wake(key)
+            return
+        for place, entry in self.store.jobs.entries.items():
+            if kueue_wishes(entry.value)[0]:
+                self.wake(place)
+
     def wake(self, key: Key) -> None:
         """Have a job reconciled."""
         self.job_controller.touched.setdefault(key, time.monotonic())
@@ -321,9 +335,10 @@ class Manager:
 
 
 def _essence(body: Object) -> tuple[Any, ...]:
-    """What of a job calls for a reconciliation: not its status, which is our own word."""
+    """What of a job or queue calls for a decision: not its status, which is our own word."""
     metadata = body["metadata"]
-    return metadata.get("generation"), metadata.get("uid"), metadata.get("deletionTimestamp"), body.get("spec")
+    identity = metadata.get("generation"), metadata.get("uid"), metadata.get("deletionTimestamp")
+    return *identity, kueue_wishes(body), body.get("spec")
 
 
 def read_key(settings: OperatorSettings) -> bytes:

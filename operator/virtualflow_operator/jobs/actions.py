@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from virtualflow.protocol.http_api import Call
 from virtualflow.protocol.messages import Change
@@ -66,7 +67,32 @@ class DeleteJob:
     """The job has been over for long enough."""
 
 
-Action = CheckTemplates | CreateService | PointService | CreatePod | DeletePod | DeleteJob
+@dataclass(frozen=True)
+class CreateWorkload:
+    """Ask Kueue for quota."""
+
+    manifest: Object
+
+
+@dataclass(frozen=True)
+class PatchWorkload:
+    """Change a Workload as it was seen, or its status; not a newer version of it, nor another one of its name."""
+
+    name: str
+    body: Object
+    subresource: Literal["status"] | None = None
+
+
+@dataclass(frozen=True)
+class DeleteWorkload:
+    """That very Workload, with the quota that it has."""
+
+    name: str
+    uid: str
+
+
+WorkloadAction = CreateWorkload | PatchWorkload | DeleteWorkload
+Action = CheckTemplates | CreateService | PointService | CreatePod | DeletePod | DeleteJob | WorkloadAction
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from virtualflow_operator.jobs import event_messages, manifests, template_hashes
 from virtualflow_operator.jobs.actions import CreatePod, CreateService, PointService
 from virtualflow_operator.jobs.beginnings import may_train
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
+from virtualflow_operator.jobs.kueue_pod_sets import place
 from virtualflow_operator.jobs.scene import Facts
 
 _AGAIN = 10.0
@@ -41,6 +42,8 @@ def keep_coordinator(facts: Facts, draft: Draft, *, accepted: bool) -> None:
     else:
         ordinal = next(n for n in range(len(pods.names) + 1) if f"{prefix}-{n}" not in pods.names)
         manifest = manifests.coordinator_pod(draft.job, ordinal, facts.settings)
+        if COORDINATOR in facts.granted.placements:
+            place(manifest, facts.granted.placements[COORDINATOR])
         draft.actions.append(CreatePod(COORDINATOR, manifest))
         if pods.coordinators:
             draft.events.append(event_messages.coordinator_replaced())

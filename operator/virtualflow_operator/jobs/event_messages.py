@@ -95,7 +95,8 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
         reasons.UNSCHEDULABLE,
         reasons.CANNOT_START,
     )
-    if after is not None and after.reason == reasons.EFFICIENT and (before is None or before.reason != after.reason):
+    limits = (reasons.EFFICIENT, reasons.LIMITED_BY_KUEUE)
+    if after is not None and after.reason in limits and (before is None or before.reason != after.reason):
         found.append(EventMessage(after.reason, after.message))
     if after is not None and after.reason in obstacles and (before is None or before.reason != after.reason):
         found.append(EventMessage(after.reason, after.message, warning=True))

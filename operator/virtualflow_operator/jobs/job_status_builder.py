@@ -66,8 +66,7 @@ def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None
         ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
         ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
     )
-    limit = facts.granted.limit
-    return limited(status, facts.job, limit, facts.now) if limit else status
+    return limited(status, facts.job, facts.granted, facts.now) if facts.granted.limit else status
 
 
 def _phase(status: JobStatus, begun: bool, live: bool, now: float) -> Phase:

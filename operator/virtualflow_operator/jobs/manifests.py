@@ -366,6 +366,11 @@ def network_policy(job: Job, settings: OperatorSettings) -> Object:
     }
 
 
+def workload_metadata(job: Job, name: str) -> Object:
+    """Name, labels and owner of a Workload of Kueue's that asks for the job's pods."""
+    return _metadata(job, name, "workload")
+
+
 def _own_name(job: Job) -> str:
     """A name that no earlier or later job of the same name uses."""
     return f"{job.name}-{job.uid[:8]}"

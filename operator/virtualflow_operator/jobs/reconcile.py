@@ -6,6 +6,7 @@ The first rule that applies says how the job stands; each rule is a function in 
 
 from __future__ import annotations
 
+from virtualflow_operator import reasons
 from virtualflow_operator.api import JobStatus, format_time, parse_time
 from virtualflow_operator.constants import MANAGER
 from virtualflow_operator.jobs import endings, manifests, phases
@@ -13,6 +14,7 @@ from virtualflow_operator.jobs.actions import Plan
 from virtualflow_operator.jobs.coordinators import keep_coordinator, tell_scale, tell_who_may_train
 from virtualflow_operator.jobs.draft import Draft
 from virtualflow_operator.jobs.job_status_builder import build_status
+from virtualflow_operator.jobs.kueue_workloads import keep_workloads
 from virtualflow_operator.jobs.losses import delete_ended, tell_losses
 from virtualflow_operator.jobs.scene import Facts, Scene, gather_facts
 from virtualflow_operator.jobs.suspension import suspend
@@ -26,7 +28,9 @@ def reconcile(scene: Scene, now: float, settings: OperatorSettings) -> Plan:
         return Plan(scene.job.status)
     facts = gather_facts(scene, now, settings)
     draft = Draft(facts)
-    return draft.plan(_decide(facts, draft))
+    status = _decide(facts, draft)
+    keep_workloads(facts, draft, status)
+    return draft.plan(status)
 
 
 def _decide(facts: Facts, draft: Draft) -> JobStatus:
@@ -57,7 +61,8 @@ def _decide(facts: Facts, draft: Draft) -> JobStatus:
     # A specification that makes no sense changes nothing that runs; to suspend it is possible all the same.
     faults = "; ".join(facts.faults)
     without_workers = facts.granted.waits and not facts.pods.workers
-    if faults and not facts.scene.job.spec.suspend and not without_workers:
+    evicted = facts.granted.code == reasons.EVICTED_BY_KUEUE
+    if faults and not facts.scene.job.spec.suspend and not without_workers and not evicted:
         draft.wake(parse_time(draft.status.failures.retry_time))
         return phases.invalid(build_status(facts, draft.status), facts.job, faults, facts.now)
 
@@ -85,6 +90,8 @@ def _fix_for_life(facts: Facts, draft: Draft) -> None:
 def _run(facts: Facts, draft: Draft) -> JobStatus:
     """A coordinator, its service, and as many workers as the job is to have."""
     delete_former_attempts(facts, draft)
+    if facts.granted.still:
+        return build_status(facts, draft.status)
     accepted = templates_accepted(facts, draft)
     if draft.status.template_hash is None:
         return build_status(facts, draft.status)

@@ -18,7 +18,7 @@ from virtualflow_operator.api import (
 )
 from virtualflow_operator.jobs import template_hashes
 from virtualflow_operator.jobs.pod_classification import PodClassification, classify_pods
-from virtualflow_operator.queues import Grant, Granted, settle_grant
+from virtualflow_operator.queues import Grant, Granted, Kueue, settle_admission, settle_grant
 from virtualflow_operator.settings import OperatorSettings
 
 
@@ -51,6 +51,8 @@ class Scene:
     """What the job's queue has decided, if it has one."""
     queue: QueueSpec | None = None
     """The job's queue, if there is one of that name."""
+    kueue: Kueue | None = None
+    """What is known of Kueue, if that concerns the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class Facts:
     scene: Scene
     now: float
     settings: OperatorSettings
+    asked: Job
+    """The job as it is without Kueue: what Kueue is asked for."""
     granted: Granted
     faults: tuple[str, ...]
     """What is wrong with the specification, in sentences."""
@@ -97,6 +101,8 @@ class Facts:
     @property
     def rest(self) -> str:
         """Why the job is to have no workers, in words."""
+        if self.granted.kueue and self.granted.waits:
+            return self.granted.waits
         return f"the queue {self.spec.queue} gives it none" if self.granted.waits else "the job is suspended"
 
     def without_link(self) -> Facts:
@@ -106,8 +112,11 @@ class Facts:
 
 def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
     """See what follows from a scene."""
-    granted = settle_grant(scene.job, scene.grant)
     faults = tuple([scene.job.fault] if scene.job.fault else find_problems(scene.job.spec))
+    granted = asked = settle_grant(scene.job, scene.grant)
+    if scene.kueue is not None:
+        shape = None if faults else template_hashes.pod_sets_hash(scene.job)
+        granted = settle_admission(asked, scene.kueue, shape, now)
     attempt = granted.status.attempt
     attempts = {pod.uid: pod.attempt for pod in scene.pods}
     earlier = scene.link is not None and attempts.get(scene.link.pod, attempt) != attempt
@@ -115,4 +124,13 @@ def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
     pods = classify_pods(
         granted.job, scene.pods, nodes=scene.nodes, link=link, now=now, settings=settings, changeable=not faults
     )
-    return Facts(scene=scene, now=now, settings=settings, granted=granted, faults=faults, pods=pods, link=link)
+    return Facts(
+        scene=scene,
+        now=now,
+        settings=settings,
+        asked=asked.job,
+        granted=granted,
+        faults=faults,
+        pods=pods,
+        link=link,
+    )

@@ -65,5 +65,5 @@ def suspend(facts: Facts, draft: Draft) -> JobStatus:
             draft.delete(pod, facts.rest, "suspend")
     status = _with_last_words(facts, build_status(facts, draft.status))
     if facts.granted.waits:
-        return phases.queued(status, facts.job, facts.granted.waits, now)
+        return phases.queued(status, facts.job, facts.granted, now)
     return phases.suspended(status, facts.job, now)

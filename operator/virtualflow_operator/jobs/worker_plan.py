@@ -36,6 +36,7 @@ def plan_workers(
     prefix: str,
     *,
     refused: bool = False,
+    surge: bool = True,
 ) -> WorkerPlan:
     """Bring the number of workers to ``desired``.
 
@@ -46,17 +47,20 @@ def plan_workers(
         names: names of pods that are taken.
         prefix: what names of workers begin with: the job's name.
         refused: whether the API server lets no further pod be made at present (a quota, usually).
+        surge: whether there may be one more than ``desired``, so that a successor comes before its predecessor leaves.
     """
     unborn = [worker for worker in workers if _never_ran(worker)]
     here = [worker for worker in workers if worker.fate in ("healthy", "planned") and worker not in unborn]
     stuck = [worker for worker in workers if worker.fate == "stuck"]
     planned = [worker for worker in here if worker.fate == "planned"]
-    target = desired + (1 if planned else 0)
+    target = desired + (1 if planned and surge else 0)
     rank = {group.name: index for index, group in enumerate(groups)}
     scheduled = sum(1 for worker in here if worker.pod.node)
     withdraw = (*unborn, *_withdraw(sorted(stuck, key=lambda p: _dispensable(p, rank)), max(target - scheduled, 0)))
     if len(here) < target:
-        created = _place(target - len(here), [*here, *stuck], groups, names, prefix)
+        # Those that are to be replaced do not count where their successor may be one too many for a while.
+        counted = [worker for worker in (*here, *stuck) if worker.fate != "planned" or not surge]
+        created = _place(target - len(here), counted, groups, names, prefix)
         retire = _relieve_in_place(here, planned, full=refused or bool(stuck))
         return WorkerPlan(created, retire, withdraw)
     if len(here) > target:
@@ -65,6 +69,8 @@ def plan_workers(
         kept = next((worker for worker in reversed(order) if worker.ready), None)
         order = [worker for worker in order if worker is not kept]
         return WorkerPlan(retire=tuple(order[: len(here) - target]), withdraw=withdraw)
+    if planned and not surge:
+        return WorkerPlan(retire=_relieve_in_place(here, planned, full=True), withdraw=withdraw)
     if planned:
         first = min(planned, key=lambda worker: _dispensable(worker, rank))
         if sum(1 for worker in here if worker.ready and worker is not first) >= desired:
@@ -114,8 +120,7 @@ def _place(
     count: int, workers: Sequence[ClassifiedPod], groups: Sequence[WorkerGroup], names: Collection[str], prefix: str
 ) -> tuple[tuple[WorkerGroup, int], ...]:
     taken = set(names)
-    # Those that are to be reworker do not count: their successor may be one too many for a while.
-    sizes = {g.name: sum(1 for p in workers if p.pod.group == g.name and p.fate != "planned") for g in groups}
+    sizes = {g.name: sum(1 for p in workers if p.pod.group == g.name) for g in groups}
     full = {worker.pod.group for worker in workers if worker.fate == "stuck"}
     created: list[tuple[WorkerGroup, int]] = []
     for _ in range(count):

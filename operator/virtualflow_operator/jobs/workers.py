@@ -10,6 +10,7 @@ from virtualflow_operator.constants import TERMINATION_TAINTS, WORKER
 from virtualflow_operator.jobs import event_messages, manifests, template_hashes
 from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
+from virtualflow_operator.jobs.kueue_pod_sets import place
 from virtualflow_operator.jobs.losses import drain
 from virtualflow_operator.jobs.node_affinity import choose_grounds, confine, keep_off, keep_off_doubted, tells_apart
 from virtualflow_operator.jobs.scene import Facts
@@ -61,6 +62,9 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
         facts.pods.names,
         facts.job.name,
         refused=bool(facts.scene.trouble),
+        # Kueue has admitted so many and no more. The state of a lone worker would go with it, so its successor comes
+        # first nevertheless.
+        surge=not facts.granted.kueue or facts.spec.desired == 1,
     )
     address = facts.scene.service.address if facts.scene.service is not None else ""
     # One with another token refuses new workers as well; one of another version need not.
@@ -86,6 +90,9 @@ def _make(facts: Facts, draft: Draft, plan: WorkerPlan, address: str) -> list[st
         manifest = manifests.worker_pod(draft.job, group, ordinal, address, facts.settings)
         if queue is not None:
             confine(manifest, queue, ground)
+        placement = facts.granted.placements.get(group.name)
+        if placement is not None:
+            place(manifest, placement)
         keep_off(manifest, leaving)
         keep_off_doubted(manifest, draft.status.failures.nodes, facts.scene.nodes)
         draft.actions.append(CreatePod(WORKER, manifest))

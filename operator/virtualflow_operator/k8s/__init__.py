@@ -9,17 +9,33 @@ from virtualflow_operator.k8s.leader_election import leave_at_once
 from virtualflow_operator.k8s.lease_thread import LeaseThread
 from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
 from virtualflow_operator.k8s.relist import OURS, relist
-from virtualflow_operator.k8s.resources import JOBS, NETWORK_POLICIES, PDBS, PODS, QUEUES, SECRETS, SERVICES, Resource
+from virtualflow_operator.k8s.resources import (
+    FLAVORS,
+    JOBS,
+    NETWORK_POLICIES,
+    PDBS,
+    PODS,
+    PRIORITY_CLASSES,
+    QUEUES,
+    SECRETS,
+    SERVICES,
+    WORKLOADS,
+    Resource,
+)
+from virtualflow_operator.k8s.workload_watch import WorkloadWatch
 
 __all__ = [
+    "FLAVORS",
     "JOBS",
     "NETWORK_POLICIES",
     "OURS",
     "PDBS",
     "PODS",
+    "PRIORITY_CLASSES",
     "QUEUES",
     "SECRETS",
     "SERVICES",
+    "WORKLOADS",
     "AlreadyExists",
     "ApiError",
     "Conflict",
@@ -34,6 +50,7 @@ __all__ = [
     "NotFound",
     "Resource",
     "Store",
+    "WorkloadWatch",
     "bounded_response",
     "key_of",
     "leave_at_once",

@@ -6,27 +6,23 @@ costs nothing. This one runs while there is a queue that counts a resource.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from virtualflow_operator.api import Object
 from virtualflow_operator.constants import LABEL_JOB
-from virtualflow_operator.k8s.cache import Store
+from virtualflow_operator.k8s.cache import Key, Store
 from virtualflow_operator.k8s.client import KubeApi
-from virtualflow_operator.k8s.errors import ApiError, Forbidden, NotFound
-from virtualflow_operator.k8s.leader_election import leave_at_once
+from virtualflow_operator.k8s.errors import ApiError
+from virtualflow_operator.k8s.following import Following
 from virtualflow_operator.k8s.resources import PODS
 from virtualflow_operator.settings import OperatorSettings
-
-logger = logging.getLogger(__name__)
 
 NOT_OURS = f"!{LABEL_JOB}"
 TAKING = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
 """Field selector of pods that take something of a node."""
 
 
-class ForeignPodWatch:
+class ForeignPodWatch(Following):
     """Keeps ``store.foreign_pods`` as the cluster is, as long as somebody wants to know.
 
     Args:
@@ -36,80 +32,39 @@ class ForeignPodWatch:
         settings: the operator's.
     """
 
+    what, without = "pods of others", "queues do not count them"
+    resource, labels, fields = PODS, NOT_OURS, TAKING
+
     def __init__(self, api: KubeApi, store: Store, wake: Callable[[], None], settings: OperatorSettings) -> None:
-        self._api, self._store, self._wake, self._settings = api, store, wake, settings
-        self._tasks: list[asyncio.Task[None]] = []
-        self._unlisted: set[str | None] = set()
-        """Namespaces of which no list has come yet; ``None`` stands for all."""
+        super().__init__(api, settings, settings.sharing.relist)
+        self._store, self._wake = store, wake
 
-    def want(self, wanted: bool) -> None:
-        """Begin or end to follow them."""
-        if wanted and not self._tasks:
-            namespaces: tuple[str | None, ...] = self._settings.namespaces or (None,)
-            self._unlisted = set(namespaces)
-            for namespace in namespaces:
-                name = f"pods of others in {namespace or 'all namespaces'}"
-                self._tasks.append(asyncio.create_task(self._follow(namespace), name=name))
-                self._tasks[-1].add_done_callback(_report)
-        elif not wanted and self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            self._tasks = []
-            self._store.foreign_pods_known = False
-            self._store.foreign_pods.entries.clear()
-
-    async def close(self) -> None:
-        """Follow no more."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _follow(self, namespace: str | None) -> None:
-        delay = self._settings.queue.backoff_first
-        while True:
-            try:
-                await self._list(namespace)
-                delay = self._settings.queue.backoff_first
-                watch = self._api.watch(PODS, namespace, NOT_OURS, TAKING, self._settings.sharing.relist)
-                async for kind, body in watch:
-                    metadata = body["metadata"]
-                    place = (metadata.get("namespace") or "", metadata["name"])
-                    if kind == "DELETED":  # also one that the selector does not select any more: it has ended
-                        changed = self._store.foreign_pods.remove(*place, metadata.get("uid") or "")
-                    else:
-                        before, after = self._store.foreign_pods.put(body)
-                        changed = before != after
-                    if changed:
-                        self._wake()
-                await asyncio.sleep(delay)  # a server that ends each watch at once is not asked all the time
-            except (Forbidden, NotFound) as error:
-                logger.warning("pods of others may not be looked at, so queues do not count them: %s", error)
-                self._note_listed(namespace)
-                delay = self._settings.queue.backoff_most
-                await asyncio.sleep(delay)
-            except ApiError as error:
-                logger.warning("pods of others are not followed, next try in %.1f s: %s", delay, error)
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, self._settings.queue.backoff_most)
-
-    async def _list(self, namespace: str | None) -> None:
-        begun = time.monotonic()
-        bodies = await self._api.list(PODS, namespace, NOT_OURS, field_selector=TAKING)
-        changed = self._store.foreign_pods.replace(bodies, begun, lambda key: namespace is None or key[0] == namespace)
-        if changed:
+    def take(self, body: Object) -> None:
+        """A pod was made or changed."""
+        before, after = self._store.foreign_pods.put(body)
+        if before != after:
             self._wake()
-        self._note_listed(namespace)
 
-    def _note_listed(self, namespace: str | None) -> None:
-        """What there is to know of a namespace is known; queues wait for that of all."""
-        self._unlisted.discard(namespace)
-        if not self._unlisted and not self._store.foreign_pods_known:
+    def lose(self, namespace: str, name: str, uid: str) -> None:
+        """A pod is gone, or has ended."""
+        if self._store.foreign_pods.remove(namespace, name, uid):
+            self._wake()
+
+    def replace(self, bodies: Collection[Object], begun: float, within: Callable[[Key], bool]) -> None:
+        """These are all that there are."""
+        if self._store.foreign_pods.replace(bodies, begun, within):
+            self._wake()
+
+    def note_known(self) -> None:
+        """Queues may decide."""
+        if not self._store.foreign_pods_known:
             self._store.foreign_pods_known = True
             self._wake()
 
+    def note_barred(self, error: ApiError) -> None:
+        """Who may not look at them does not count them."""
 
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.critical("%s are not followed any more; please report it", task.get_name(), exc_info=task.exception())
-        leave_at_once("the watch of other pods ended")
+    def forget(self) -> None:
+        """They are not followed any more."""
+        self._store.foreign_pods_known = False
+        self._store.foreign_pods.entries.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from virtualflow_operator.constants import GROUP, PLURAL, QUEUE_PLURAL, VERSION
+from virtualflow_operator.constants import GROUP, KUEUE_GROUP, KUEUE_VERSION, PLURAL, QUEUE_PLURAL, VERSION
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ EVENTS = Resource("", "v1", "events", namespaced=True)
 LEASES = Resource("coordination.k8s.io", "v1", "leases", namespaced=True)
 PDBS = Resource("policy", "v1", "poddisruptionbudgets", namespaced=True)
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", namespaced=True)
+WORKLOADS = Resource(KUEUE_GROUP, KUEUE_VERSION, "workloads", namespaced=True)
+FLAVORS = Resource(KUEUE_GROUP, KUEUE_VERSION, "resourceflavors", namespaced=False)
+PRIORITY_CLASSES = Resource(KUEUE_GROUP, KUEUE_VERSION, "workloadpriorityclasses", namespaced=False)
 
 
 def _segment(part: str) -> str:

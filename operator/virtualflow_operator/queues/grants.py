@@ -6,13 +6,24 @@ suspended. The user's own fields are never written, so what is under version con
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
-from virtualflow_operator.api import Allocation, Condition, Job, JobSpec, JobStatus, Truth, format_time, parse_time
+from virtualflow_operator.api import (
+    Allocation,
+    Condition,
+    Job,
+    JobSpec,
+    JobStatus,
+    Placement,
+    Truth,
+    format_time,
+    parse_time,
+)
 from virtualflow_operator.queues.scaling_history import efficient_limit, no_further
 
 MAX_MESSAGE = 4_096
@@ -96,6 +107,23 @@ class Granted:
     """The reason of its condition ``Allocated``; empty: it has none."""
     limit: str = ""
     """Why it has fewer workers than its user asks for, a sentence; empty: it has not."""
+    limit_code: str = reasons.EFFICIENT
+    """The reason of its condition ``Progressing`` in that case."""
+    kueue: bool = False
+    """Whether that is Kueue's word, and not that of a queue of ours."""
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """What Kueue demands of the job's pods, by worker group, and under ``coordinator``."""
+    still: bool = False
+    """Whether no pod may be made at present: it is not known where and how many."""
+
+    @property
+    def rest(self) -> str:
+        """Why the job has no workers, as a sentence has it."""
+        if self.kueue:
+            if self.code == reasons.WAITS_FOR_KUEUE:
+                return f"it waits for admission by Kueue: {self.waits}"
+            return self.waits
+        return f"the queue {self.job.spec.queue} has no workers for it: {self.waits}"
 
 
 def settle_grant(job: Job, grant: Grant | None) -> Granted:
@@ -155,7 +183,7 @@ def _with_spec(job: Job, spec: JobSpec) -> Job:
 
 def with_allocation(status: JobStatus, job: Job, granted: Granted, now: float) -> JobStatus:
     """The status with the condition ``Allocated``, or without it for a job that has no queue."""
-    if not job.spec.queue:
+    if not granted.code:
         kept = tuple(condition for condition in status.conditions if condition.type != "Allocated")
         return msgspec.structs.replace(status, conditions=kept, allocation=None)
     allocation = None if status.finished else status.allocation
@@ -163,6 +191,8 @@ def with_allocation(status: JobStatus, job: Job, granted: Granted, now: float) -
     code, message = granted.code or reasons.QUEUED, granted.waits or "Its queue has not decided yet."
     if status.finished:
         code, message = reasons.FINISHED, "The job is over."
+    elif granted.kueue and granted.waits:
+        message = f"{granted.rest[:1].upper()}{granted.rest[1:]}"
     elif allocation is not None:
         message = f"{_counted(allocation.workers)} of the queue {allocation.queue}: {allocation.reason}"
     before = job.status.condition("Allocated")

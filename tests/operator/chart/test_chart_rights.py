@@ -13,7 +13,7 @@ from rendering import (
     render,
     with_helm,
 )
-from rights import Rule, documented
+from rights import WITH_KUEUE, Rule, documented
 
 
 def rights(table: str) -> set[Rule]:
@@ -64,6 +64,18 @@ def test_the_rights_over_the_cluster_are_the_documented_ones() -> None:
     (role,) = of_kind(objects, "Role")
     assert role["metadata"]["namespace"] == NAMESPACE
     assert granted([role]) == IN_ITS_OWN_NAMESPACE
+
+
+@with_helm
+def test_the_rights_over_kueue_are_given_by_a_value_of_their_own() -> None:
+    over_jobs, everywhere = map(documented, WITH_KUEUE)
+    values = {"kueue": {"enabled": True}}
+    roles = of_kind(render({"rbac": {"userRoles": False}} | values), "ClusterRole")
+    assert granted(roles) == EVERYWHERE | OVER_JOBS | everywhere | over_jobs
+    objects = render(NAMESPACED | values)
+    assert granted(of_kind(objects, "ClusterRole")) == EVERYWHERE | everywhere
+    in_team = [role for role in of_kind(objects, "Role") if role["metadata"]["namespace"] == "team-a"]
+    assert granted(in_team) == OVER_JOBS | over_jobs
 
 
 @with_helm

@@ -62,6 +62,7 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
         "job_metrics": "false",
         "network_policies": "yes",
         "operator_labels": "app.kubernetes.io/name=virtualflow, plain=",
+        "kueue": "true",
         "extra_taints": "example.com/spot,gone",
         "log_format": "json",
         "log_level": "warning",

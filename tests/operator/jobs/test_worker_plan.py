@@ -68,6 +68,14 @@ CASES: dict[str, tuple[WorkerPlan, dict[str, list[str]]]] = {
     ),
     "all groups are full": (plan(3, placed(0), groups=(ROOMY,)), {}),
     "one to be replaced": (plan(2, placed(0, "planned"), placed(1)), {"create": ["j-spot-2"]}),
+    "one to be replaced, and no room for one more": (
+        plan(2, placed(0, "planned"), placed(1), surge=False),
+        {"retire": ["j-spot-0"]},
+    ),
+    "all to be replaced, one missing elsewhere, and no room for one more": (
+        plan(2, placed(0, "planned"), groups=(ROOMY, DEMAND), surge=False),
+        {"create": ["j-demand-0"]},
+    ),
     "two to be replaced, one after the other": (
         plan(2, placed(0, "planned"), placed(1, "planned")),
         {"create": ["j-spot-2"]},

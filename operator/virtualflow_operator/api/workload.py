@@ -1,0 +1,239 @@
+"""Kueue's objects as the operator reads them: a ``Workload``, and what the flavors that it is given demand of pods.
+
+Kueue's schema has been checked by the API server; of all that a Workload says, a decision needs what stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from virtualflow_operator.api.job_spec import Object
+from virtualflow_operator.api.objects import Job, parse_time
+from virtualflow_operator.constants import (
+    ANNOTATION_KUEUE_ELASTIC,
+    ANNOTATION_KUEUE_REPLACES,
+    ANNOTATION_KUEUE_SLICE,
+    ANNOTATION_POD_SETS,
+    KIND,
+    LABEL_KUEUE_PRIORITY,
+    LABEL_KUEUE_QUEUE,
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What pods must have beside what their template says."""
+
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Object, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PodSet:
+    """Pods of one kind that a Workload asks for."""
+
+    count: int
+    least: int | None = None
+    """Fewer may be admitted, down to so many; ``None``: all or none."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What of a pod set was admitted."""
+
+    count: int
+    flavors: tuple[str, ...] = ()
+    topology: bool = False
+    """Whether Kueue has chosen the nodes of each pod, too."""
+
+
+@dataclass(frozen=True)
+class WorkloadCondition:
+    """One condition of a Workload."""
+
+    status: str
+    reason: str = ""
+    message: str = ""
+
+    @property
+    def true(self) -> bool:
+        """Whether it holds."""
+        return self.status == "True"
+
+
+_ABSENT = WorkloadCondition("Unknown")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A ``Workload`` of a job."""
+
+    namespace: str
+    name: str
+    uid: str
+    owner: str
+    """Uid of the job that controls it."""
+    created: float
+    queue: str
+    pod_sets: Mapping[str, PodSet]
+    """In their order, by name."""
+    shape: str
+    """The hash of what its pods ask for."""
+    elastic: bool
+    replaces: str
+    """Namespace and name of the Workload whose place it takes; empty: none's."""
+    first: str
+    """The name of the first of those that replaced one another."""
+    active: bool
+    deleting: bool
+    priority: int | None
+    priority_class: str
+    conditions: Mapping[str, WorkloadCondition]
+    assignments: Mapping[str, Assignment]
+    """What was admitted, by pod set; empty while nothing is."""
+    updates: tuple[tuple[str, str, Placement], ...]
+    """What admission checks demand: the check, the pod set, and what its pods must have."""
+    checks: tuple[str, ...]
+    """Admission checks that are not ready, with what they say."""
+    reclaimable: Mapping[str, int]
+    raw: Object = field(repr=False, compare=False)
+    """The whole object."""
+
+    @property
+    def key(self) -> str:
+        """As an annotation names it."""
+        return f"{self.namespace}/{self.name}"
+
+    def condition(self, kind: str) -> WorkloadCondition:
+        """The condition of that type; one that is not there is Unknown."""
+        return self.conditions.get(kind, _ABSENT)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is over for good, and holds nothing."""
+        return self.condition("Finished").true
+
+    @property
+    def reserved(self) -> bool:
+        """Whether quota is kept for it."""
+        return self.condition("QuotaReserved").true
+
+    @property
+    def admitted(self) -> bool:
+        """Whether its pods may run."""
+        return self.reserved and self.condition("Admitted").true and bool(self.assignments)
+
+    @property
+    def evicted(self) -> bool:
+        """Whether Kueue wants it to leave, or somebody has switched it off."""
+        return self.condition("Evicted").true or not self.active
+
+
+def kueue_queue(job: Job) -> str:
+    """The LocalQueue that a job names; empty: none."""
+    return str(_mapping(job.raw["metadata"].get("labels")).get(LABEL_KUEUE_QUEUE) or "")
+
+
+def kueue_priority(job: Job) -> str:
+    """The WorkloadPriorityClass that a job names; empty: none."""
+    return str(_mapping(job.raw["metadata"].get("labels")).get(LABEL_KUEUE_PRIORITY) or "")
+
+
+def is_elastic(body: Mapping[str, Any]) -> bool:
+    """Whether a job or a Workload is to grow by Workloads that replace one another."""
+    return _mapping(_mapping(body.get("metadata")).get("annotations")).get(ANNOTATION_KUEUE_ELASTIC) == "true"
+
+
+def kueue_wishes(body: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What of a job's metadata Kueue goes by."""
+    labels = _mapping(_mapping(body.get("metadata")).get("labels"))
+    return labels.get(LABEL_KUEUE_QUEUE), labels.get(LABEL_KUEUE_PRIORITY), is_elastic(body)
+
+
+def read_workload(body: Object) -> Workload:
+    """Read a Workload."""
+    metadata, spec, status = body["metadata"], _mapping(body.get("spec")), _mapping(body.get("status"))
+    annotations = _mapping(metadata.get("annotations"))
+    owners = _mappings(metadata.get("ownerReferences"))
+    pod_sets = {
+        str(entry.get("name") or "main"): PodSet(int(entry.get("count", 1)), entry.get("minCount"))
+        for entry in _mappings(spec.get("podSets"))
+    }
+    checks = _mappings(status.get("admissionChecks"))
+    return Workload(
+        namespace=metadata.get("namespace") or "",
+        name=metadata["name"],
+        uid=metadata.get("uid") or "",
+        owner=next((str(o.get("uid")) for o in owners if o.get("controller") and o.get("kind") == KIND), ""),
+        created=parse_time(metadata.get("creationTimestamp")) or 0.0,
+        queue=str(spec.get("queueName") or ""),
+        pod_sets=pod_sets,
+        shape=str(annotations.get(ANNOTATION_POD_SETS) or ""),
+        elastic=is_elastic(body),
+        replaces=str(annotations.get(ANNOTATION_KUEUE_REPLACES) or ""),
+        first=str(annotations.get(ANNOTATION_KUEUE_SLICE) or ""),
+        active=spec.get("active") is not False,
+        deleting=bool(metadata.get("deletionTimestamp")),
+        priority=spec.get("priority"),
+        priority_class=str(_mapping(spec.get("priorityClassRef")).get("name") or ""),
+        conditions={
+            str(entry.get("type")): WorkloadCondition(
+                str(entry.get("status")), str(entry.get("reason") or ""), str(entry.get("message") or "")
+            )
+            for entry in _mappings(status.get("conditions"))
+        },
+        assignments=_assignments(_mapping(status.get("admission")), pod_sets),
+        updates=tuple(
+            (str(check.get("name")), str(update.get("name")), _read_placement(update))
+            for check in checks
+            for update in _mappings(check.get("podSetUpdates"))
+        ),
+        checks=tuple(
+            f"{check.get('name')} ({check.get('message')})" if check.get("message") else str(check.get("name"))
+            for check in checks
+            if check.get("state") != "Ready"
+        ),
+        reclaimable={
+            str(entry.get("name")): int(entry.get("count") or 0) for entry in _mappings(status.get("reclaimablePods"))
+        },
+        raw=body,
+    )
+
+
+def _assignments(admission: Mapping[str, Any], pod_sets: Mapping[str, PodSet]) -> dict[str, Assignment]:
+    found = {}
+    for entry in _mappings(admission.get("podSetAssignments")):
+        name = str(entry.get("name") or "main")
+        asked = pod_sets.get(name)
+        count = entry.get("count", asked.count if asked is not None else 0)
+        flavors = tuple(dict.fromkeys(str(flavor) for flavor in _mapping(entry.get("flavors")).values()))
+        topology = bool(entry.get("topologyAssignment") or entry.get("delayedTopologyRequest"))
+        found[name] = Assignment(int(count), flavors, topology)
+    return found
+
+
+def read_flavor(body: Object) -> Placement:
+    """What a ResourceFlavor demands of the pods that are given it."""
+    spec = _mapping(body.get("spec"))
+    return Placement(dict(_mapping(spec.get("nodeLabels"))), tuple(map(dict, _mappings(spec.get("tolerations")))))
+
+
+def _read_placement(update: Mapping[str, Any]) -> Placement:
+    return Placement(
+        dict(_mapping(update.get("nodeSelector"))),
+        tuple(map(dict, _mappings(update.get("tolerations")))),
+        dict(_mapping(update.get("labels"))),
+        dict(_mapping(update.get("annotations"))),
+    )
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _mappings(value: object) -> Sequence[Mapping[str, Any]]:
+    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []

@@ -1,0 +1,324 @@
+"""The Workloads by which a job asks Kueue for quota, and gives it back. Pure.
+
+What Kueue's own integrations do, with two differences. A job that its user suspends has no Workload, since here
+suspension is the user's word and not Kueue's. And a job that runs never stops to ask for more: without the annotation
+of elastic jobs it stays as large as it was admitted.
+
+Quota goes back when the pods are gone that it was for, never before. While quota is reserved, Kueue lets a pod set's
+count only fall, and the number of reclaimable pods only rise; so neither is ever taken back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from virtualflow_operator.api import (
+    JobStatus,
+    Object,
+    PodSet,
+    Workload,
+    format_time,
+    is_elastic,
+    kueue_priority,
+    kueue_queue,
+)
+from virtualflow_operator.constants import (
+    ANNOTATION_KUEUE_ELASTIC,
+    ANNOTATION_KUEUE_REPLACES,
+    ANNOTATION_KUEUE_SLICE,
+    ANNOTATION_POD_SETS,
+    COORDINATOR,
+    KUEUE_GROUP,
+    KUEUE_VERSION,
+    LABEL_GROUP,
+    LABEL_KUEUE_JOB,
+    WORKER,
+)
+from virtualflow_operator.jobs import manifests
+from virtualflow_operator.jobs.actions import CreatePod, CreateWorkload, DeleteWorkload, PatchWorkload
+from virtualflow_operator.jobs.draft import Draft
+from virtualflow_operator.jobs.kueue_pod_sets import ask_for, recount, spread, workload_name, write_pod_sets
+from virtualflow_operator.jobs.scene import Facts
+from virtualflow_operator.jobs.template_hashes import pod_sets_hash
+from virtualflow_operator.queues import Chain, Kueue, admitted_counts, chain_of, follows_kueue
+
+_PATIENT = ("Preempted", "NodeFailures")
+"""Reasons of an eviction after which Kueue queues the Workload again at once; after others it waits for a cause."""
+
+
+def keep_workloads(facts: Facts, draft: Draft, status: JobStatus) -> None:
+    """Ask Kueue for what the job is to have, give back what it has left, and say how it does.
+
+    Args:
+        facts: what there is.
+        draft: what is decided.
+        status: of the job, as it is about to be written.
+    """
+    kueue, job = facts.scene.kueue, facts.scene.job
+    if kueue is None or kueue.trouble:
+        return
+    chain = chain_of(kueue.workloads, job.uid)
+    own = [w for w in kueue.workloads if w.owner == job.uid and not w.deleting]
+    pods = [pod for pod in facts.scene.pods if pod.owner == job.uid and not pod.finished]
+    if status.finished:
+        for workload in own:
+            if not pods and not workload.finished:
+                _finish(draft, workload, status, facts.now)
+        return
+    if job.spec.suspend or not follows_kueue(job, kueue):
+        # Without quota it may go at once; one that has some goes with the last pod.
+        for workload in own:
+            if not pods or workload is not chain.holding:
+                _delete(draft, workload)
+        return
+    for workload in chain.others:
+        _delete(draft, workload)
+    lacking = bool(kueue_priority(job)) and kueue.priority is None
+    if lacking or kueue.refused or None in kueue.flavors.values():
+        draft.wake(facts.now + facts.settings.admission.reread)  # nothing tells when that is mended
+    if chain.holding is not None and (chain.holding.evicted or facts.granted.waits):
+        _leave(facts, draft, chain, alone=not pods)
+    elif facts.faults or lacking:
+        return
+    elif chain.holding is not None:
+        _keep(facts, draft, chain, status)
+    elif chain.asking is not None:
+        _renew(facts, draft, chain.asking, kueue)
+    elif not pods:
+        _create(facts, draft, _first_sets(facts), None)
+
+
+def _first_sets(facts: Facts) -> dict[str, PodSet]:
+    """What a job without quota asks for: all that it is to have, or fewer; an elastic one its minimum, to grow then."""
+    job, spec = facts.asked, facts.asked.spec
+    elastic = is_elastic(job.raw)
+    workers = min(max(spec.min_replicas, 1), spec.desired) if elastic else spec.desired
+    return ask_for(job, spread(workers, spec.worker_groups), elastic=elastic)
+
+
+def _leave(facts: Facts, draft: Draft, chain: Chain, *, alone: bool) -> None:
+    """The workers leave; the quota goes back with the last pod."""
+    held = chain.holding
+    assert held is not None
+    if chain.asking is not None:
+        _delete(draft, chain.asking)
+    if not alone:
+        return
+    if held.shape != pod_sets_hash(facts.scene.job) and not facts.faults:
+        _delete(draft, held)  # and the next decision asks for what is wanted now
+    elif held.condition("Evicted").true:
+        _clear_admission(draft, held, facts.now)
+
+
+def _keep(facts: Facts, draft: Draft, chain: Chain, status: JobStatus) -> None:
+    """With quota: hand back what is left over, and ask for what is missing."""
+    held = chain.holding
+    assert held is not None
+    if not held.admitted:
+        return
+    caps = {name: count for name, count in admitted_counts(held).items() if name != COORDINATOR}
+    total, desired = sum(caps.values()), facts.asked.spec.desired
+    kept = _kept(facts, draft, caps, total - desired)
+    news: Object = {}
+    conditions = _with_readiness(held, status, facts.now)
+    if conditions is not None:
+        news["conditions"] = conditions
+    if kept != caps and not held.elastic:
+        news["reclaimablePods"] = _reclaimable(held, kept)
+    if kept != caps and held.elastic:
+        _patch(draft, held, {"spec": {"podSets": recount(held.raw["spec"]["podSets"], kept)}})
+    elif news:
+        _patch(draft, held, {"status": news}, "status")
+    if held.elastic and desired > total:
+        _grow(facts, draft, chain, caps)
+    elif chain.asking is not None:
+        _delete(draft, chain.asking)
+
+
+def _kept(facts: Facts, draft: Draft, caps: Mapping[str, int], surplus: int) -> dict[str, int]:
+    """How many of each group go on: quota is handed back of pods that are gone, of less preferred groups first."""
+    kept = dict(caps)
+    here = (pod for pod in facts.scene.pods if pod.owner == facts.job.uid and pod.role == WORKER and not pod.finished)
+    present = Counter(pod.group for pod in here)
+    made = (action for action in draft.actions if isinstance(action, CreatePod) and action.role == WORKER)
+    present.update(action.manifest["metadata"]["labels"][LABEL_GROUP] for action in made)
+    for group in reversed(facts.asked.spec.worker_groups):
+        free = max(min(kept.get(group.name, 0) - present[group.name], surplus), 0)
+        kept[group.name] = kept.get(group.name, 0) - free
+        surplus -= free
+    return kept
+
+
+def _reclaimable(held: Workload, kept: Mapping[str, int]) -> list[Object]:
+    """The pods that need no quota any more; of a set that was admitted in part, also those that never came."""
+    counts = {
+        name: max(asked.count - kept[name], held.reclaimable.get(name, 0))
+        for name, asked in held.pod_sets.items()
+        if name in kept and (kept[name] < held.assignments[name].count or name in held.reclaimable)
+    }
+    return [{"name": name, "count": count} for name, count in counts.items()]
+
+
+def _grow(facts: Facts, draft: Draft, chain: Chain, caps: Mapping[str, int]) -> None:
+    """Ask for the missing workers by a Workload that is to take the place of the present one.
+
+    First for all of them, and after each while without quota for half as many: what is free is used in the end, and a
+    job that is to become large does not ask for one worker after the other.
+    """
+    held, asking, spec = chain.holding, chain.asking, facts.asked.spec
+    assert held is not None
+    total = sum(caps.values())
+    patience = facts.settings.admission.patience
+    halvings = int(max(facts.now - asking.created, 0.0) // patience) if asking is not None else 0
+    more = max((spec.desired - total) >> halvings, 1)
+    sets = ask_for(facts.asked, spread(total + more, spec.worker_groups, caps), elastic=True)
+    if asking is None:
+        _create(facts, draft, sets, held)
+        return
+    if more > 1:
+        draft.wake(asking.created + patience * (halvings + 1))
+    if {name: asked.count for name, asked in sets.items()} != {n: a.count for n, a in asking.pod_sets.items()}:
+        counts = {name: asked.count for name, asked in sets.items()}
+        _patch(draft, asking, {"spec": {"podSets": recount(asking.raw["spec"]["podSets"], counts)}})
+
+
+def _renew(facts: Facts, draft: Draft, asking: Workload, kueue: Kueue) -> None:
+    """Without quota everything may change: keep what is asked for as it is wanted now."""
+    job = facts.asked
+    if any(asking.reclaimable.values()):  # first: there must not be more of them than pods
+        _patch(draft, asking, {"status": {"reclaimablePods": None}}, "status")
+        return
+    sets = _first_sets(facts)
+    wanted = _spec(facts, sets, kueue)
+    same = (
+        dict(asking.pod_sets) == sets
+        and asking.shape == pod_sets_hash(facts.scene.job)
+        and asking.queue == kueue_queue(job)
+        and asking.elastic == is_elastic(job.raw)
+        and (asking.priority, asking.priority_class) == (wanted["priority"], kueue_priority(job))
+        and not asking.replaces
+    )
+    if not same:
+        first = asking.first or asking.name
+        annotations = {**_annotations(facts, first, elastic=is_elastic(job.raw)), ANNOTATION_KUEUE_REPLACES: None}
+        spec = {"priorityClassRef": None, **wanted}
+        _patch(draft, asking, {"metadata": {"annotations": annotations}, "spec": spec})
+
+
+def _create(facts: Facts, draft: Draft, sets: Mapping[str, PodSet], after: Workload | None) -> None:
+    job, kueue = facts.asked, facts.scene.kueue
+    assert kueue is not None
+    name = workload_name(job, after.name if after is not None else "")
+    first = name if after is None else after.first or after.name
+    annotations = _annotations(facts, first, elastic=after is not None or is_elastic(job.raw))
+    spec = _spec(facts, sets, kueue)
+    if after is not None:
+        annotations[ANNOTATION_KUEUE_REPLACES] = after.key
+        spec["queueName"] = after.queue
+    metadata = manifests.workload_metadata(job, name)
+    metadata["labels"][LABEL_KUEUE_JOB] = job.uid
+    metadata["annotations"] = {key: value for key, value in annotations.items() if value is not None}
+    draft.actions.append(
+        CreateWorkload(
+            {"apiVersion": f"{KUEUE_GROUP}/{KUEUE_VERSION}", "kind": "Workload", "metadata": metadata, "spec": spec}
+        )
+    )
+
+
+def _annotations(facts: Facts, first: str, *, elastic: bool) -> dict[str, str | None]:
+    """What a Workload says of itself; ``None``: it has no such annotation."""
+    return {
+        ANNOTATION_POD_SETS: pod_sets_hash(facts.scene.job),
+        ANNOTATION_KUEUE_ELASTIC: "true" if elastic else None,
+        ANNOTATION_KUEUE_SLICE: first if elastic else None,
+    }
+
+
+def _spec(facts: Facts, sets: Mapping[str, PodSet], kueue: Kueue) -> Object:
+    job = facts.asked
+    spec: Object = {"queueName": kueue_queue(job), "podSets": write_pod_sets(job, sets, facts.settings)}
+    name = kueue_priority(job)
+    spec["priority"] = job.spec.priority if kueue.priority is None else kueue.priority
+    if name:
+        spec["priorityClassRef"] = {"group": KUEUE_GROUP, "kind": "WorkloadPriorityClass", "name": name}
+    return spec
+
+
+# --- a Workload's status ----------------------------------------------------------------------------------------------
+
+
+def _finish(draft: Draft, workload: Workload, status: JobStatus, now: float) -> None:
+    """Say that the job is over, and how: Kueue takes its quota back."""
+    complete = status.phase == "Complete"
+    last = status.condition("Complete" if complete else "Failed")
+    message = last.message if last is not None else "The job is over."
+    conditions = _amended(workload, ("Finished", "True", "Succeeded" if complete else "Failed", message), now)
+    _patch(draft, workload, {"status": {"conditions": conditions}}, "status")
+
+
+def _clear_admission(draft: Draft, workload: Workload, now: float) -> None:
+    """Give the quota back after an eviction: no pod is left. Kueue queues it again."""
+    evicted = workload.condition("Evicted")
+    message = evicted.message or "It was evicted."
+    again = "True" if evicted.reason in _PATIENT else "False"
+    conditions = _amended(
+        workload,
+        ("QuotaReserved", "False", "Pending", message),
+        now,
+        ("Admitted", "False", "NoReservation", "The workload has no reservation"),
+        ("Requeued", again, evicted.reason or "Evicted", message),
+    )
+    cleared = {"admission": None, "reclaimablePods": None, "conditions": conditions}
+    _patch(draft, workload, {"status": cleared}, "status")
+
+
+def _with_readiness(held: Workload, status: JobStatus, now: float) -> list[Object] | None:
+    """The conditions with the present ``PodsReady``; ``None``: they say it already.
+
+    A job is ready when it trains with ``minReplicas`` workers: it does not wait for more, so neither must Kueue.
+    """
+    ready, before = status.condition("Ready"), held.condition("PodsReady")
+    if ready is None or ready.status == "Unknown":
+        return None
+    if ready.status == "True":
+        again = before.reason in ("WaitForRecovery", "Recovered")
+        wanted = ("PodsReady", "True", "Recovered" if again else "Started", "The job trains")
+    else:
+        was = before.true or before.reason == "WaitForRecovery"
+        wanted = ("PodsReady", "False", "WaitForRecovery" if was else "WaitForStart", "Fewer than minReplicas train")
+    if (before.status, before.reason) == wanted[1:3]:
+        return None
+    return _amended(held, wanted, now)
+
+
+def _amended(
+    workload: Workload, first: tuple[str, str, str, str], now: float, *more: tuple[str, str, str, str]
+) -> list[Object]:
+    """All conditions of a Workload, with these as they are to be."""
+    metadata, status = workload.raw["metadata"], workload.raw.get("status") or {}
+    conditions = {entry["type"]: entry for entry in status.get("conditions") or []}
+    for kind, truth, reason, message in (first, *more):
+        known = conditions.get(kind)
+        since = known["lastTransitionTime"] if known is not None and known["status"] == truth else format_time(now)
+        conditions[kind] = {
+            "type": kind,
+            "status": truth,
+            "reason": reason,
+            "message": message[:1024],
+            "lastTransitionTime": since,
+            "observedGeneration": metadata.get("generation", 0),
+        }
+    return list(conditions.values())
+
+
+def _patch(draft: Draft, workload: Workload, change: Mapping[str, Any], subresource: Any = None) -> None:
+    """Change it if nobody has done so meanwhile."""
+    version = workload.raw["metadata"].get("resourceVersion")
+    metadata = {**change.get("metadata", {}), "uid": workload.uid, "resourceVersion": version}
+    draft.actions.append(PatchWorkload(workload.name, {**change, "metadata": metadata}, subresource))
+
+
+def _delete(draft: Draft, workload: Workload) -> None:
+    draft.actions.append(DeleteWorkload(workload.name, workload.uid))
