@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 
-from virtualflow_operator.simulator.simulation import Result
+from virtualflow_operator.simulator.outcome import Result
 
 
 class Measures(msgspec.Struct, frozen=True):
