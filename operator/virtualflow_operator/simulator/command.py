@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import get_args
 
 import msgspec
 
@@ -18,7 +19,7 @@ from virtualflow_operator.simulator.measures import Measures, measure
 from virtualflow_operator.simulator.outcome import Result
 from virtualflow_operator.simulator.plots import draw
 from virtualflow_operator.simulator.power_of_two import power_of_two_share
-from virtualflow_operator.simulator.simulation import ResizeCost, simulate
+from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
 from virtualflow_operator.simulator.trace import read
 
 BASELINES: Mapping[str, Policy] = MappingProxyType({"PowerOfTwoShare": power_of_two_share})
@@ -110,9 +111,10 @@ def parser(defaults: SimulationSettings) -> Parser:
     )
     parser.add_argument(
         "--knowledge",
-        choices=("all", "seen"),
+        choices=get_args(Knowledge),
         default="all",
-        help="what policies know of a job's speeds: all of the trace, or those it has run at (default all)",
+        help="what policies know of a job: its steps and all speeds of the trace; its steps, and the speeds it has run "
+        "at; no steps, but what jobs like it needed; or no steps (default all)",
     )
     parser.add_argument("--every", type=float, metavar="S", help="decide at least every S seconds (default: at events)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the measures there")
@@ -158,7 +160,8 @@ _HEADING: tuple[str, ...] = (
 
 def table(measured: Mapping[str, Measures]) -> str:
     """The measures of some policies as lines of text, a policy each."""
-    rows = [_HEADING]
+    foreseen = any(of.expected for of in measured.values())
+    rows = [_HEADING + ("foreseen", "off by") * foreseen]
     for name, of in measured.items():
         times = (
             of.makespan,
@@ -170,8 +173,9 @@ def table(measured: Mapping[str, Measures]) -> str:
             of.p95_queueing,
         )
         counts = (f"{of.utilisation:.0%}", f"{of.fairness:.2f}", f"{of.resizes:,}", f"{of.suspensions:,}")
-        rows.append((name, *(f"{seconds:,.0f} s" for seconds in times), *counts))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADING))]
+        errors = (f"{of.expected / max(1, of.jobs - of.unfinished):.0%}", f"{of.expected_factor:.1f} x") * foreseen
+        rows.append((name, *(f"{seconds:,.0f} s" for seconds in times), *counts, *errors))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]

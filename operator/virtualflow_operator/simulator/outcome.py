@@ -27,6 +27,10 @@ class Outcome:
     """When it was given which number of workers; 0 when it ended."""
     reason: str
     """What the policy last said of it."""
+    expected: float | None = None
+    """Unit-seconds at its minimum that it was expected to need when it came; ``None``: nothing was."""
+    needed: float | None = None
+    """Those that it needed, as far as its speed was seen."""
 
     @property
     def completion(self) -> float | None:

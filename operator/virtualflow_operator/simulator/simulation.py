@@ -15,12 +15,14 @@ from typing import Literal
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand, Policy, ScalingCurve, next_change
+from virtualflow_operator.scheduling.service_time import Past, left
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.outcome import Outcome, Result
 from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent, Trace
 
-Knowledge = Literal["all", "seen"]
-"""What a policy knows of a job's speeds: all that stand in the trace, or those that it has already run at."""
+Knowledge = Literal["all", "seen", "past", "none"]
+"""What a policy knows of a job: its steps and all the speeds of the trace; its steps and the speeds that it has already
+run at; these speeds, and what jobs like it needed that have ended; these speeds alone."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class _Job:
     suspensions: int = 0
     changes: list[tuple[float, int]] = field(default_factory=list)
     seen: dict[int, float] = field(default_factory=dict)
+    expected: float | None = None
+    needed: float | None = None
     finished: float | None = None
     reason: str = ""
 
@@ -81,6 +85,13 @@ class _Job:
             gained = self.job.speed(self.running) * (now - max(self.synced, self.resumes))
             self.done = min(float(self.job.steps), self.done + gained)
         self.synced = now
+
+    def worth(self) -> float:
+        """Unit-seconds at its minimum that its steps so far are worth, as far as its speed was seen."""
+        demand = self.demand
+        if not demand.curve.measured:
+            return 0.0
+        return self.done / demand.curve.speed(demand.minimum) * demand.minimum * demand.units
 
     def end(self) -> float:
         """When it will have made its last step if nothing changes; call it when the books are up to date."""
@@ -147,6 +158,7 @@ class _Simulation:
         self._capacity: list[tuple[float, int]] = []
         self._decisions = 0
         self._wake = math.inf
+        self._past = Past()
         self._pending: list[tuple[_Job, int]] = []
         """What was decided and not yet carried out."""
         self._resting: list[tuple[float, int]] = []
@@ -193,6 +205,9 @@ class _Simulation:
             return self._join(job)
         job.done = job.job.steps
         job.finished = self._now
+        job.needed = job.worth()
+        if self._knowledge == "past":
+            self._past = self._past.after(job.job.namespace, job.job.name, job.needed, self._settings)
         job.changes.append((self._now, 0))
         del self._active[job.job.name]
         return not self._rest(job.demand.allocated * job.job.units)
@@ -207,7 +222,7 @@ class _Simulation:
         job.running += ready
         self._learn(job)
         self._schedule_end(job)
-        return self._knowledge == "seen" or bool(self._pending)
+        return self._knowledge != "all" or bool(self._pending)
 
     def _arrive(self, index: int) -> None:
         event = self._events[index]
@@ -223,11 +238,12 @@ class _Simulation:
                 units=event.units,
                 priority=event.priority,
                 weight=event.weight,
-                steps_left=event.steps,
+                steps_left=event.steps if self._knowledge in ("all", "seen") else None,
                 curve=curve,
                 minimum_on_demand=event.on_demand,
             )
             job = _Job(event, demand, synced=self._now)
+            job.expected = self._past.expects(event.namespace, event.name)
             self._all.append(job)
             self._active[event.name] = job
             return
@@ -239,9 +255,19 @@ class _Simulation:
         self._pending.clear()  # it was decided for another capacity
 
     def _learn(self, job: _Job) -> None:
-        if self._knowledge == "seen" and job.running not in job.seen:
+        if self._knowledge != "all" and job.running not in job.seen:
             job.seen[job.running] = job.job.speed(job.running)
             job.demand = replace(job.demand, curve=ScalingCurve.of(job.seen.items()))
+
+    def _inform(self, job: _Job) -> None:
+        """Bring what policies know of the job up to date."""
+        if job.demand.steps_left is not None:
+            if job.running:
+                job.demand = replace(job.demand, steps_left=max(1, math.ceil(job.job.steps - job.done)))
+        elif (expected := self._past.expects(job.job.namespace, job.job.name)) is not None:
+            expected_left = left(expected, job.worth())
+            if expected_left != job.demand.expected_left:
+                job.demand = replace(job.demand, expected_left=expected_left)
 
     def _units(self) -> int:
         return sum(node.units for node in self._nodes.values())
@@ -254,7 +280,7 @@ class _Simulation:
         for job in self._active.values():
             if job.running:
                 job.catch_up(self._now)
-                job.demand = replace(job.demand, steps_left=max(1, math.ceil(job.job.steps - job.done)))
+            self._inform(job)
         demands = [job.demand for job in self._active.values()]
         decision = self._policy(self._now, demands, capacity, self._settings)
         self._decisions += 1
@@ -370,6 +396,8 @@ class _Simulation:
             suspensions=job.suspensions,
             changes=tuple(job.changes),
             reason=job.reason,
+            expected=job.expected,
+            needed=job.needed,
         )
 
 
