@@ -58,6 +58,43 @@ def like_paper(seed: int, jobs: int = 20, gpus: int = 8) -> Trace:
     return paper(submissions, gpus)
 
 
+def philly() -> Trace:
+    """The jobs of one virtual cluster of the Philly trace, which may shrink to one GPU and scale linearly."""
+    events: list[Event] = []
+    for index, line in enumerate((DIRECTORY / "philly-103959.txt").read_text().splitlines()[1:]):
+        arrival, gpus, seconds = map(int, line.split())
+        speeds = {workers: float(workers) for workers in range(1, gpus + 1)}
+        events.append(JobEvent(float(arrival), f"job-{index}", seconds * gpus, speeds))
+    return _trace(events, "the Philly jobs")
+
+
+def recurring(seed: int, spread: float, jobs: int = 300, gpus: int = 32) -> Trace:
+    """Jobs that come again: 30 models of four teams, some trained often, whose lengths spread over hours.
+
+    Args:
+        spread: of the lengths of one model's jobs: the standard deviation of their logarithm.
+    """
+    random_ = random.Random(seed)
+    models = []
+    for index in range(30):
+        demand = random_.choices((1, 2, 4, 8), (50, 20, 15, 15))[0]
+        hours = min(8.0, (1 / 15) * random_.paretovariate(1.0))
+        models.append((_made_up(random_, index, demand, hours), f"team-{random_.randrange(4)}", hours))
+    events: list[Event] = [NodeEvent(0.0, "all", gpus)]
+    often = [1 / (rank + 1) for rank in range(len(models))]
+    drawn = [random_.choices(models, often)[0] for _ in range(jobs)]
+    lengths = [math.exp(random_.gauss(0.0, spread) - spread * spread / 2) for _ in drawn]
+    # As much work as there is capacity for: in the queue that grows and shrinks by chance, order matters.
+    work = sum(model.seconds * length * model.demand for (model, _, _), length in zip(drawn, lengths, strict=True))
+    arrival = 0.0
+    for index, ((model, namespace, _), length) in enumerate(zip(drawn, lengths, strict=True)):
+        name = f"{model.model.partition('-')[2]}-{model.model.partition('-')[0]}x-{index:04d}"
+        steps = max(1, round(model.steps * length))
+        events.append(JobEvent(round(arrival, 1), name, steps, model.throughput(), namespace=namespace))
+        arrival += random_.expovariate(jobs * gpus / work)
+    return _trace(events, "the recurring jobs")
+
+
 def _made_up(random_: random.Random, index: int, demand: int, hours: float) -> Workload:
     """A job of any family that takes ``hours`` at its demand, with the published batch for each GPU."""
     family = random_.choice(sorted(FAMILIES))

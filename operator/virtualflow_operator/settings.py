@@ -129,6 +129,10 @@ class SchedulingSettings:
     efficiency: float = 0.5
     """``ShortestFirst`` gives the shortest job workers that each bring at least this part of what its first one did;
     those that bring less go to it last."""
+    remembered: int = 64
+    """Kinds of jobs whose service is remembered, to predict that of the next ones: a queue's status lists them."""
+    latest: float = 0.25
+    """The part that the latest job of a kind has in what the next one is expected to need: what is trained changes."""
     exact_work: int = 400_000
     """``MaxThroughput`` solves a queue of unequal workers exactly if that takes at most this many additions (about
     50 ms), else from the best gain per unit downward."""
@@ -140,6 +144,8 @@ class SchedulingSettings:
             raise ConfigurationError("the share of a queue that turns may have is a part of it, from 0 to 1")
         if self.hold < 0 or not 0 <= self.margin < 1 or not 0 <= self.efficiency <= 1:
             raise ConfigurationError("give a hold of 0 s or more, a margin below 1 and an efficiency from 0 to 1")
+        if self.remembered < 1 or not 0 < self.latest <= 1:
+            raise ConfigurationError("remember 1 kind of jobs or more, and give the latest a part above 0, up to 1")
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ def demands(draw: st.DrawFn, index: int, units: int | None = None) -> Demand:
         steps_left=draw(st.none() | st.integers(0, 10_000)),
         curve=draw(curves),
         minimum_on_demand=draw(st.booleans()),
+        expected_left=draw(st.none() | st.floats(1.0, 1e6)),
     )
 
 

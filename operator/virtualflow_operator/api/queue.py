@@ -97,6 +97,19 @@ class Given(Base, frozen=True):
     workers: int
 
 
+class PastKind(Base, frozen=True):
+    """Jobs that are alike and have completed."""
+
+    namespace: str
+    pattern: str
+    """Their name without numbers."""
+    jobs: int
+    unit_seconds: str
+    """What one needs, at its minimum."""
+    off_by: str
+    """The factor by which the next one differed from that, usually."""
+
+
 class QueueStatus(Base, frozen=True):
     """``status`` of a queue."""
 
@@ -105,6 +118,10 @@ class QueueStatus(Base, frozen=True):
     capacity: CapacityStatus | None = None
     jobs: JobCounts = JobCounts()
     allocations: tuple[Given, ...] = ()
+    past: tuple[PastKind, ...] = ()
+    """The latest first."""
+    past_until: str | None = None
+    """When the latest job completed that is counted there."""
 
     @property
     def ready(self) -> Condition | None:

@@ -109,6 +109,7 @@ class QueueController:
             others=self._others(own, resource) if resource else {},
             alive=alive,
             leaving=self._settings.extra_taints,
+            completed=[read_job(body) for body in bodies.values() if _completed_after(body, queue)],
         )
         decision = allocate(scene, now=now, settings=self._settings.scheduling)
         for place, grant in decision.grants.items():
@@ -237,6 +238,13 @@ def _sample(status: QueueStatus) -> QueueSample:
         status.jobs.running,
         status.jobs.waiting,
     )
+
+
+def _completed_after(body: Object, queue: Queue | None) -> bool:
+    """Whether a job has completed that the queue's status does not count yet."""
+    status = body.get("status") or {}
+    counted = (queue.status.past_until if queue is not None else None) or ""
+    return status.get("phase") == "Complete" and (status.get("completionTime") or "") > counted
 
 
 def _over(body: Object) -> bool:

@@ -26,9 +26,11 @@ from virtualflow_operator.queues.capacity import (
 )
 from virtualflow_operator.queues.grants import Grant
 from virtualflow_operator.queues.hindrances import Hindrance, find_hindrance, find_obstacle
+from virtualflow_operator.queues.past_jobs import count_ended, expected_left, least_workers, read_past, write_past
 from virtualflow_operator.queues.queue_status import build_queue_status
 from virtualflow_operator.queues.scaling_history import curve_of, efficient_limit, no_further
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand, next_change, policy
+from virtualflow_operator.scheduling.service_time import Past
 from virtualflow_operator.settings import SchedulingSettings
 
 Key = tuple[str, str]
@@ -75,6 +77,8 @@ class QueueScene:
     """Units of the queue's workers that are known to train, by nodes that look lost."""
     leaving: Collection[str] = ()
     """Keys of taints that announce a node's loss."""
+    completed: Sequence[Job] = ()
+    """The jobs that name it and have completed, as long as they are there."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,9 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
     open_members = [m for m in members if m.key not in hindered]
     units = {m.key: worker_units(m.job.spec, resource) for m in members}
     capacity = _capacity(scene, queue.spec, open_members, units)
+    scale = scale_of(resource)
+    ended = [(job, worker_units(job.spec, resource)) for job in scene.completed]
+    past, past_until = count_ended(read_past(queue.status, scale), queue.status.past_until or "", ended, settings)
     obstacle = find_obstacle(queue, capacity, nodes_known=scene.nodes is not None)
     if obstacle is not None and obstacle.code != reasons.NO_CAPACITY:
         told = f"the queue {queue.name} gives out nothing: {obstacle.sentence}"
@@ -105,7 +112,7 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
         wake_at = None
     else:
         grants, reserved = _grant_hindered(members, hindered, units, capacity, resource, now)
-        shared, wake_at = _share(queue.spec, open_members, units, capacity, reserved, now, settings)
+        shared, wake_at = _share(queue.spec, open_members, units, capacity, reserved, past, now, settings)
         grants |= shared
     given = {m.key: grants[m.key].workers for m in members}
     status = build_queue_status(
@@ -114,6 +121,8 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
         given=given,
         allocated=sum(units[key] * workers for key, workers in given.items()),
         waiting=sum(1 for m in members if not (given[m.key] or m.job.spec.suspend)),
+        past=write_past(past, scale),
+        past_until=past_until or None,
         obstacle=obstacle,
         now=now,
     )
@@ -164,6 +173,7 @@ def _share(
     units: Mapping[Key, int],
     there: QueueCapacity,
     reserved: Counter[str],
+    past: Past,
     now: float,
     settings: SchedulingSettings,
 ) -> tuple[dict[Key, Grant], float | None]:
@@ -174,7 +184,7 @@ def _share(
         max(there.spot - taken, 0),
         {at.namespace: max(at.capacity * scale - reserved[at.namespace], 0) for at in queue.limits},
     )
-    demands = [_demand(m, units[m.key], queue) for m in members]
+    demands = [_demand(m, units[m.key], queue, past) for m in members]
     wanted = policy(queue.policy)(now, demands, capacity, settings)
     held = {m.name: _holding(m, there, queue.resource) for m in members}
     given = release(wanted, demands, held, capacity.total)
@@ -229,10 +239,10 @@ def _held_back(wanted: Allocation, workers: int) -> Allocation:
     return Allocation(workers, reason, min(wanted.on_demand, workers))
 
 
-def _demand(member: Member, units: int, queue: QueueSpec) -> Demand:
+def _demand(member: Member, units: int, queue: QueueSpec, past: Past) -> Demand:
     """A job as the policy sees it."""
     spec, status, grant = member.job.spec, member.job.status, member.grant
-    least = max(min(spec.min_replicas, spec.most), 1)  # groups of none are refused by the schema
+    least = least_workers(member.job)
     limit = spec.most if member.ceiling is None else min(spec.most, member.ceiling)
     most = max(least, efficient_limit(status.scaling, spec.elasticity.min_efficiency, limit))
     left = None
@@ -253,6 +263,7 @@ def _demand(member: Member, units: int, queue: QueueSpec) -> Demand:
         resized=grant.resized,
         waited=grant.waited,
         steps_left=left,
+        expected_left=expected_left(past, member.job, units),
         curve=curve_of(status.scaling),
         minimum_on_demand=spec.elasticity.min_replicas_on == "OnDemand" and queue.spot_selector is not None,
     )

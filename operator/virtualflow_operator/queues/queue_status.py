@@ -11,6 +11,7 @@ from virtualflow_operator.api import (
     Condition,
     Given,
     JobCounts,
+    PastKind,
     Queue,
     QueueStatus,
     format_time,
@@ -26,6 +27,8 @@ def build_queue_status(
     given: Mapping[tuple[str, str], int],
     allocated: int,
     waiting: int,
+    past: tuple[PastKind, ...],
+    past_until: str | None,
     obstacle: Obstacle | None,
     now: float,
 ) -> QueueStatus:
@@ -37,6 +40,8 @@ def build_queue_status(
         given: workers of each job, by namespace and name.
         allocated: units that those take.
         waiting: how many jobs wait for workers.
+        past: what is remembered of jobs that have completed.
+        past_until: when the latest of these did.
         obstacle: why it gives out nothing, if so.
         now: Unix seconds.
     """
@@ -59,6 +64,8 @@ def build_queue_status(
         ),
         jobs=JobCounts(len(running), waiting),
         allocations=tuple(Given(*key, workers) for key, workers in largest),
+        past=past,
+        past_until=past_until,
     )
 
 

@@ -48,6 +48,9 @@ class Demand:
     """Seconds of the wait that ended when it began to run; counts only while it runs."""
     steps_left: int | None = None
     """Steps to its end, if that is known."""
+    expected_left: float | None = None
+    """Unit-seconds at its minimum that jobs like it would still need (``service_time``), for when its steps or its
+    speed are not known; ``None``: nothing is known of such jobs."""
     curve: ScalingCurve = field(default_factory=ScalingCurve)
     """Its measured speeds."""
     minimum_on_demand: bool = False

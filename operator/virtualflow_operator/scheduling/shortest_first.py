@@ -1,9 +1,10 @@
 """The least remaining service first: the mean completion time is lowest when short jobs do not wait for long ones.
 
 The service that a job still needs is counted in unit-seconds at its minimum, from the steps that are left and its
-measured speed. Because a job may shrink, the shortest gets what it can use well, the next what is left, and so on; a
-worker that brings little (``SchedulingSettings.efficiency``) is worth more to the next job, since speed-ups are concave
-(the reason that Berg, Vesilo and Harchol-Balter give for sharing in "heSRPT", 2020).
+measured speed; where these are not known, from what jobs like it have needed (``service_time``). Because a job may
+shrink, the shortest gets what it can use well, the next what is left, and so on; a worker that brings little
+(``SchedulingSettings.efficiency``) is worth more to the next job, since speed-ups are concave (the reason that Berg,
+Vesilo and Harchol-Balter give for sharing in "heSRPT", 2020).
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ def shortest_first(
     """Give the jobs with the least remaining service what they can use; a :data:`.demand.Policy`.
 
     Those that run keep their minimum, except for the minimum of one that is shorter by ``margin``. A job that waits
-    begins when shorter ones leave room for it. A job whose speed nobody knows yet begins with its minimum beside them,
-    is not stopped before it is measured, and grows after those that are; one that does not know its end counts as the
-    longest.
+    begins when shorter ones leave room for it. A job whose speed nobody knows yet is not stopped before it is measured,
+    and grows after those that are. It begins with its minimum beside them, unless jobs like it say how long it is: then
+    it has its place among them. One of which nothing says how long it is counts as the longest.
     """
 
     def rank(demand: Demand) -> Rank:
         runs = demand.allocated > 0
-        if demand.steps_left is None:
-            return (2, not runs)
-        if _to_be_measured(demand):
-            return (0, 0) if runs else (1, 0)
-        return (0, service(demand) * (1 - settings.margin if runs else 1))
+        if _to_be_measured(demand) and runs:
+            return (0, 0)
+        left = service(demand)
+        if left < inf:
+            return (0, left * (1 - settings.margin if runs else 1))
+        return (1, 0) if _to_be_measured(demand) else (2, not runs)
 
     admission = admit(now, demands, capacity, settings, rank)
     # Who runs or begins a turn is sure of its minimum, and who has yet to be measured, or it would never be. So is
@@ -61,10 +63,10 @@ def shortest_first(
                 result[demand.name] = Allocation(0, _SHORTER)
                 continue
             room.start(demand, demand.minimum)
-        workers[demand.name] = demand.minimum + _grow(
-            demand, demand.minimum, demand.curve.worthwhile(demand.minimum, demand.maximum, settings.efficiency), room
-        )
-    for demand in ordered:
+        useful = demand.curve.worthwhile(demand.minimum, demand.maximum, settings.efficiency)
+        useful = demand.minimum if _only_expected(demand) else useful
+        workers[demand.name] = demand.minimum + _grow(demand, demand.minimum, useful, room)
+    for demand in sorted(ordered, key=_only_expected):
         if demand.name in workers:
             had = workers[demand.name]
             got = had + _grow(demand, had, demand.curve.worthwhile(demand.minimum, demand.maximum, 0.0), room)
@@ -74,14 +76,19 @@ def shortest_first(
 
 
 def service(demand: Demand) -> float:
-    """Unit-seconds at the job's minimum that it still needs; infinite if that is not known."""
+    """Unit-seconds at the job's minimum that it still needs; infinite if nothing says that."""
     if demand.steps_left is None or not demand.curve.measured:
-        return inf
+        return inf if demand.expected_left is None else demand.expected_left
     return demand.steps_left / demand.curve.speed(demand.minimum) * demand.minimum * demand.units
 
 
 def _to_be_measured(demand: Demand) -> bool:
     return demand.steps_left is not None and not demand.curve.measured
+
+
+def _only_expected(demand: Demand) -> bool:
+    """Whether it has a place among the others by what jobs like it needed, though nobody knows how it scales."""
+    return demand.expected_left is not None and not demand.curve.measured
 
 
 def _grow(demand: Demand, workers: int, most: int, room: Room) -> int:

@@ -6,17 +6,24 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import get_args
 
 import msgspec
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
-from virtualflow_operator.scheduling import POLICIES, policy
+from virtualflow_operator.scheduling import POLICIES, Policy, policy
 from virtualflow_operator.settings import SimulationSettings
 from virtualflow_operator.simulator.measures import Measures, measure
+from virtualflow_operator.simulator.outcome import Result
 from virtualflow_operator.simulator.plots import draw
-from virtualflow_operator.simulator.simulation import ResizeCost, Result, simulate
+from virtualflow_operator.simulator.power_of_two import power_of_two_share
+from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
 from virtualflow_operator.simulator.trace import read
+
+BASELINES: Mapping[str, Policy] = MappingProxyType({"PowerOfTwoShare": power_of_two_share})
+"""Policies that no queue can have."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     trace = read(given.trace)
     if given.capacity is not None:
         trace = trace.on(given.capacity)
-    chosen = {name: policy(name) for name in given.policy or POLICIES}
+    chosen = {name: BASELINES.get(name) or policy(name) for name in given.policy or POLICIES}
     results = {
         name: simulate(trace, decide, cost, defaults.scheduling, knowledge=given.knowledge, every=given.every)
         for name, decide in chosen.items()
@@ -71,7 +78,7 @@ def parser(defaults: SimulationSettings) -> Parser:
         "--policy",
         action="append",
         metavar="P",
-        help=f"one of {', '.join(POLICIES)}; repeatable (default: all)",
+        help=f"one of {', '.join(POLICIES)} (default: all of these), or {', '.join(BASELINES)}; repeatable",
     )
     parser.add_argument(
         "--capacity",
@@ -96,10 +103,18 @@ def parser(defaults: SimulationSettings) -> Parser:
         "--restart", action="store_true", help="for comparison: each change stops the whole job for the S of --join"
     )
     parser.add_argument(
+        "--release",
+        type=float,
+        metavar="S",
+        help="for comparison: carry out one decision after the other, and let units that are given up rest for S "
+        "seconds (default: at once)",
+    )
+    parser.add_argument(
         "--knowledge",
-        choices=("all", "seen"),
+        choices=get_args(Knowledge),
         default="all",
-        help="what policies know of a job's speeds: all of the trace, or those it has run at (default all)",
+        help="what policies know of a job: its steps and all speeds of the trace; its steps, and the speeds it has run "
+        "at; no steps, but what jobs like it needed; or no steps (default all)",
     )
     parser.add_argument("--every", type=float, metavar="S", help="decide at least every S seconds (default: at events)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the measures there")
@@ -110,17 +125,21 @@ def parser(defaults: SimulationSettings) -> Parser:
 def _cost(given: argparse.Namespace, defaults: SimulationSettings) -> ResizeCost:
     if given.restart and given.pause is not None:
         raise ConfigurationError("--restart stops the whole job already; leave out --pause beside it")
-    if given.restart:
-        return ResizeCost(defaults.restart if given.join is None else given.join, stop=True)
+    join = defaults.restart if given.restart else defaults.join
+    pause = 0.0 if given.restart else defaults.pause
     return ResizeCost(
-        defaults.join if given.join is None else given.join, defaults.pause if given.pause is None else given.pause
+        join if given.join is None else given.join,
+        pause if given.pause is None else given.pause,
+        stop=given.restart,
+        release=given.release,
     )
 
 
 def _describe(cost: ResizeCost) -> str:
+    turns = "" if cost.release is None else f"; decisions in turn, units rest for {cost.release:g} s"
     if cost.stop:
-        return f"each change restarts the job, which takes {cost.join:g} s"
-    return f"a change pauses the job for {cost.pause:g} s, a new worker counts after {cost.join:g} s"
+        return f"each change restarts the job, which takes {cost.join:g} s{turns}"
+    return f"a change pauses the job for {cost.pause:g} s, a new worker counts after {cost.join:g} s{turns}"
 
 
 _HEADING: tuple[str, ...] = (
@@ -141,7 +160,8 @@ _HEADING: tuple[str, ...] = (
 
 def table(measured: Mapping[str, Measures]) -> str:
     """The measures of some policies as lines of text, a policy each."""
-    rows = [_HEADING]
+    foreseen = any(of.expected for of in measured.values())
+    rows = [_HEADING + ("foreseen", "off by") * foreseen]
     for name, of in measured.items():
         times = (
             of.makespan,
@@ -153,8 +173,9 @@ def table(measured: Mapping[str, Measures]) -> str:
             of.p95_queueing,
         )
         counts = (f"{of.utilisation:.0%}", f"{of.fairness:.2f}", f"{of.resizes:,}", f"{of.suspensions:,}")
-        rows.append((name, *(f"{seconds:,.0f} s" for seconds in times), *counts))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADING))]
+        errors = (f"{of.expected / max(1, of.jobs - of.unfinished):.0%}", f"{of.expected_factor:.1f} x") * foreseen
+        rows.append((name, *(f"{seconds:,.0f} s" for seconds in times), *counts, *errors))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]

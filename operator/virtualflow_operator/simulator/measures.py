@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 
-from virtualflow_operator.simulator.simulation import Result
+from virtualflow_operator.simulator.outcome import Result
 
 
 class Measures(msgspec.Struct, frozen=True):
@@ -36,6 +36,10 @@ class Measures(msgspec.Struct, frozen=True):
     """Changes of a job's workers between its start and its end, suspensions included."""
     suspensions: int
     decisions: int
+    expected: int = 0
+    """Jobs of which others said, when they came, how long they would be."""
+    expected_factor: float = 0.0
+    """The median factor by which what those needed differed from it: 1 if it did not, 2 if it was half or double."""
 
 
 def measure(result: Result) -> Measures:
@@ -52,6 +56,11 @@ def measure(result: Result) -> Measures:
         for outcome, completion in zip(ended, completions, strict=True)
         if completion > 0
     ]
+    factors = [
+        max(outcome.expected / outcome.needed, outcome.needed / outcome.expected)
+        for outcome in ended
+        if outcome.expected and outcome.needed
+    ]
     return Measures(
         jobs=len(result.outcomes),
         unfinished=len(result.unfinished),
@@ -67,6 +76,8 @@ def measure(result: Result) -> Measures:
         resizes=sum(outcome.resizes for outcome in result.outcomes),
         suspensions=sum(outcome.suspensions for outcome in result.outcomes),
         decisions=result.decisions,
+        expected=len(factors),
+        expected_factor=percentile(factors, 50),
     )
 
 

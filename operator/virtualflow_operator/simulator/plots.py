@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from virtualflow.errors import ConfigurationError
-from virtualflow_operator.simulator.simulation import Result
+from virtualflow_operator.simulator.outcome import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

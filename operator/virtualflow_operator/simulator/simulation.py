@@ -15,11 +15,14 @@ from typing import Literal
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand, Policy, ScalingCurve, next_change
+from virtualflow_operator.scheduling.service_time import Past, left
 from virtualflow_operator.settings import SchedulingSettings
+from virtualflow_operator.simulator.outcome import Outcome, Result
 from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent, Trace
 
-Knowledge = Literal["all", "seen"]
-"""What a policy knows of a job's speeds: all that stand in the trace, or those that it has already run at."""
+Knowledge = Literal["all", "seen", "past", "none"]
+"""What a policy knows of a job: its steps and all the speeds of the trace; its steps and the speeds that it has already
+run at; these speeds, and what jobs like it needed that have ended; these speeds alone."""
 
 
 @dataclass(frozen=True)
@@ -27,58 +30,22 @@ class ResizeCost:
     """What a change of a job's workers costs it, in seconds."""
 
     join: float
-    """From the decision until a new worker counts. It takes its capacity from the start."""
+    """From the decision until a new worker counts, for a job that has no figure of its own. It takes its capacity from
+    the start."""
     pause: float = 0.0
     """In which nobody of the job makes progress, at each change: when workers leave, and when new ones are ready."""
     stop: bool = False
     """Whether the whole job stands still for ``join`` as well, at each change: a restart."""
+    release: float | None = None
+    """``None``: a decision is carried out at once. Otherwise in turn, as by a scheduler whose jobs take one change at a
+    time: a job takes none before its last joiners are ready and its pause is over; units that are given up are
+    somebody's again after ``release`` seconds; and nothing is decided before the last decision is carried out."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.join) and math.isfinite(self.pause) and self.join >= 0 and self.pause >= 0):
             raise ConfigurationError(f"a resize takes 0 seconds or more, not join={self.join:g}, pause={self.pause:g}")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How one job fared."""
-
-    job: JobEvent
-    started: float | None
-    """When it was first given workers; ``None``: never."""
-    finished: float | None
-    """``None``: never; ``reason`` says why."""
-    queued: float
-    """Seconds between arrival and end in which it had no workers: before its start, and while it was suspended."""
-    service: float
-    """Seconds times workers that it was given."""
-    resizes: int
-    """Changes of its workers between start and end, suspensions included."""
-    suspensions: int
-    changes: tuple[tuple[float, int], ...]
-    """When it was given which number of workers; 0 when it ended."""
-    reason: str
-    """What the policy last said of it."""
-
-    @property
-    def completion(self) -> float | None:
-        """Seconds from arrival to end."""
-        return None if self.finished is None else self.finished - self.job.time
-
-
-@dataclass(frozen=True)
-class Result:
-    """How all fared."""
-
-    outcomes: tuple[Outcome, ...]
-    """In the order of arrival."""
-    capacity: tuple[tuple[float, int], ...]
-    """Units from each time on."""
-    decisions: int
-
-    @property
-    def unfinished(self) -> tuple[Outcome, ...]:
-        """Those that the policy never let end."""
-        return tuple(outcome for outcome in self.outcomes if outcome.finished is None)
+        if self.release is not None and not (math.isfinite(self.release) and self.release >= 0):
+            raise ConfigurationError(f"units are free after 0 seconds or more, not release={self.release:g}")
 
 
 @dataclass
@@ -103,6 +70,8 @@ class _Job:
     suspensions: int = 0
     changes: list[tuple[float, int]] = field(default_factory=list)
     seen: dict[int, float] = field(default_factory=dict)
+    expected: float | None = None
+    needed: float | None = None
     finished: float | None = None
     reason: str = ""
 
@@ -116,6 +85,13 @@ class _Job:
             gained = self.job.speed(self.running) * (now - max(self.synced, self.resumes))
             self.done = min(float(self.job.steps), self.done + gained)
         self.synced = now
+
+    def worth(self) -> float:
+        """Unit-seconds at its minimum that its steps so far are worth, as far as its speed was seen."""
+        demand = self.demand
+        if not demand.curve.measured:
+            return 0.0
+        return self.done / demand.curve.speed(demand.minimum) * demand.minimum * demand.units
 
     def end(self) -> float:
         """When it will have made its last step if nothing changes; call it when the books are up to date."""
@@ -159,7 +135,7 @@ class PolicyError(AssertionError):
     """A policy's decision cannot be applied: a defect of the policy, and no number of it may be trusted."""
 
 
-_TRACE, _END, _JOINED, _WAKE = range(4)
+_TRACE, _END, _JOINED, _WAKE, _RETRY = range(5)
 
 
 class _Simulation:
@@ -182,6 +158,11 @@ class _Simulation:
         self._capacity: list[tuple[float, int]] = []
         self._decisions = 0
         self._wake = math.inf
+        self._past = Past()
+        self._pending: list[tuple[_Job, int]] = []
+        """What was decided and not yet carried out."""
+        self._resting: list[tuple[float, int]] = []
+        """Until when how many units that were given up are nobody's."""
         # (time, serial number, kind, index of the trace's event or the job's name, plan of the job)
         self._queue: list[tuple[float, int, int, int | str, int]] = [
             (event.time, index, _TRACE, index, 0) for index, event in enumerate(trace.events)
@@ -214,6 +195,8 @@ class _Simulation:
                 return False  # a later decision saw no need for it
             self._wake = math.inf
             return True
+        if kind == _RETRY:
+            return True
         job = self._active.get(str(subject))
         if job is None or (kind == _END and job.plan != plan):
             return False
@@ -222,9 +205,12 @@ class _Simulation:
             return self._join(job)
         job.done = job.job.steps
         job.finished = self._now
+        job.needed = job.worth()
+        if self._knowledge == "past":
+            self._past = self._past.after(job.job.namespace, job.job.name, job.needed, self._settings)
         job.changes.append((self._now, 0))
         del self._active[job.job.name]
-        return True
+        return not self._rest(job.demand.allocated * job.job.units)
 
     def _join(self, job: _Job) -> bool:
         ready = sum(workers for due, workers in job.joining if due <= self._now)
@@ -232,11 +218,11 @@ class _Simulation:
             return False  # they were called off
         job.joining = [(due, workers) for due, workers in job.joining if due > self._now]
         if job.running:
-            job.resumes = max(job.resumes, self._now + self._cost.pause)
+            self._pause(job)
         job.running += ready
         self._learn(job)
         self._schedule_end(job)
-        return self._knowledge == "seen"
+        return self._knowledge != "all" or bool(self._pending)
 
     def _arrive(self, index: int) -> None:
         event = self._events[index]
@@ -252,11 +238,12 @@ class _Simulation:
                 units=event.units,
                 priority=event.priority,
                 weight=event.weight,
-                steps_left=event.steps,
+                steps_left=event.steps if self._knowledge in ("all", "seen") else None,
                 curve=curve,
                 minimum_on_demand=event.on_demand,
             )
             job = _Job(event, demand, synced=self._now)
+            job.expected = self._past.expects(event.namespace, event.name)
             self._all.append(job)
             self._active[event.name] = job
             return
@@ -264,20 +251,36 @@ class _Simulation:
             del self._nodes[event.name]
         else:
             self._nodes[event.name] = event
-        self._capacity.append((self._now, sum(node.units for node in self._nodes.values())))
+        self._capacity.append((self._now, self._units()))
+        self._pending.clear()  # it was decided for another capacity
 
     def _learn(self, job: _Job) -> None:
-        if self._knowledge == "seen" and job.running not in job.seen:
+        if self._knowledge != "all" and job.running not in job.seen:
             job.seen[job.running] = job.job.speed(job.running)
             job.demand = replace(job.demand, curve=ScalingCurve.of(job.seen.items()))
 
+    def _inform(self, job: _Job) -> None:
+        """Bring what policies know of the job up to date."""
+        if job.demand.steps_left is not None:
+            if job.running:
+                job.demand = replace(job.demand, steps_left=max(1, math.ceil(job.job.steps - job.done)))
+        elif (expected := self._past.expects(job.job.namespace, job.job.name)) is not None:
+            expected_left = left(expected, job.worth())
+            if expected_left != job.demand.expected_left:
+                job.demand = replace(job.demand, expected_left=expected_left)
+
+    def _units(self) -> int:
+        return sum(node.units for node in self._nodes.values())
+
     def _decide(self) -> None:
+        if not self._carry_out():
+            return
         spot = sum(node.units for node in self._nodes.values() if node.spot)
-        capacity = Capacity(sum(node.units for node in self._nodes.values()) - spot, spot)
+        capacity = Capacity(self._units() - spot, spot)
         for job in self._active.values():
             if job.running:
                 job.catch_up(self._now)
-                job.demand = replace(job.demand, steps_left=max(1, math.ceil(job.job.steps - job.done)))
+            self._inform(job)
         demands = [job.demand for job in self._active.values()]
         decision = self._policy(self._now, demands, capacity, self._settings)
         self._decisions += 1
@@ -285,8 +288,42 @@ class _Simulation:
         for name, job in self._active.items():
             job.reason = decision[name].reason
             if decision[name].workers != job.demand.allocated:
-                self._give(job, decision[name].workers)
+                self._pending.append((job, decision[name].workers))
+        self._carry_out()
         self._ask_again()
+
+    def _carry_out(self) -> bool:
+        """Apply what can be applied of the last decision; whether that was all that was left of it."""
+        waiting = []
+        for job, workers in self._pending:
+            if job.finished is not None:
+                continue
+            if self._takes(job, workers):
+                self._give(job, workers)
+            else:
+                waiting.append((job, workers))
+        self._pending = waiting
+        return not waiting
+
+    def _takes(self, job: _Job, workers: int) -> bool:
+        if self._cost.release is None:
+            return True
+        held = sum(other.demand.allocated * other.job.units for other in self._active.values())
+        if held > self._units():
+            return workers < job.demand.allocated  # a node has taken them along
+        if job.joining or self._now < job.resumes:
+            return False
+        self._resting = [(until, units) for until, units in self._resting if until > self._now]
+        held += sum(units for _, units in self._resting)
+        return (workers - job.demand.allocated) * job.job.units <= self._units() - held
+
+    def _rest(self, units: int) -> bool:
+        """Whether the units that were given up are nobody's for a while."""
+        if self._cost.release is None:
+            return False
+        self._resting.append((self._now + self._cost.release, units))
+        self._push(self._now + self._cost.release, _RETRY, "", 0)
+        return True
 
     def _ask_again(self) -> None:
         due = next_change(self._now, (job.demand for job in self._active.values()), self._settings)
@@ -302,6 +339,8 @@ class _Simulation:
         """Apply a decision to a job whose number of workers it changes."""
         now, cost = self._now, self._cost
         job.catch_up(now)
+        if workers < job.demand.allocated:
+            self._rest((job.demand.allocated - workers) * job.job.units)
         job.demand = job.demand.given(workers, now)
         job.changes.append((now, workers))
         if job.started is None:
@@ -322,13 +361,19 @@ class _Simulation:
             fewer -= off
         if fewer > 0:
             job.running -= fewer
-            job.resumes = max(job.resumes, now + cost.pause)
+            self._pause(job)
             self._learn(job)
         elif fewer < 0:
-            job.joining.append((now + cost.join, -fewer))
-            self._push(now + cost.join, _JOINED, job.job.name, 0)
+            ready = now + (cost.join if job.job.join is None else job.job.join)
+            job.joining.append((ready, -fewer))
+            self._push(ready, _JOINED, job.job.name, 0)
         if job.running != before:
             self._schedule_end(job)
+
+    def _pause(self, job: _Job) -> None:
+        job.resumes = max(job.resumes, self._now + self._cost.pause)
+        if self._cost.release is not None:
+            self._push(job.resumes, _RETRY, "", 0)
 
     def _schedule_end(self, job: _Job) -> None:
         job.plan += 1
@@ -351,6 +396,8 @@ class _Simulation:
             suspensions=job.suspensions,
             changes=tuple(job.changes),
             reason=job.reason,
+            expected=job.expected,
+            needed=job.needed,
         )
 
 

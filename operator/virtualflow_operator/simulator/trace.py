@@ -6,7 +6,7 @@ One row, or one object of the list ``events``, is one event. ``event`` says whic
   second`` pairs (``1:2.0 4:6.5``); in between it is interpolated, beyond the last pair it stays. ``min`` (1), ``max``
   (the last pair's), ``requested`` (the maximum; what policies with fixed sizes give), ``weight`` (1), ``priority`` (0),
   ``units`` of capacity for each worker (1), ``namespace`` (``default``), ``on_demand`` (``true``: the minimum must not
-  be on spot capacity).
+  be on spot capacity), ``join`` (seconds until a new worker counts: as for all jobs).
 - ``node``: ``units`` of capacity join; ``spot`` (``true``) if they may be withdrawn.
 - ``gone``: the node ``name`` leaves.
 
@@ -41,6 +41,7 @@ COLUMNS = (
     "namespace",
     "on_demand",
     "spot",
+    "join",
 )
 """Of a CSV file, in the order in which they are written; a file may leave out those that it does not need."""
 
@@ -63,6 +64,8 @@ class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     units: int = 1
     namespace: str = "default"
     on_demand: bool = False
+    join: float | None = None
+    """Seconds until a new worker counts; ``None``: as for all jobs."""
 
     @property
     def maximum(self) -> int:
@@ -193,6 +196,8 @@ def _wrong(event: Event) -> str | None:
         return f"requested={event.requested}: give a number from min={event.min} to max={event.maximum}"
     if not (math.isfinite(event.weight) and event.weight > 0):
         return f"weight={event.weight:g}: give a number above 0"
+    if event.join is not None and not (math.isfinite(event.join) and event.join >= 0):
+        return f"join={event.join:g}: give seconds from 0"
     return None
 
 
@@ -232,6 +237,7 @@ _KINDS: dict[str, type[Event]] = {"job": JobEvent, "node": NodeEvent, "gone": Go
 _CELLS = {
     "time": "give a number",
     "weight": "give a number",
+    "join": "give a number",
     "on_demand": "give true or false",
     "spot": "give true or false",
     "throughput": "write workers:steps per second, such as 1:2.0 4:6.5",

@@ -47,16 +47,20 @@ def shown(metrics: Metrics) -> dict[str, float]:
     }
 
 
+def manager_of(api: KubeApi, metrics: Metrics) -> Manager:
+    election = LeaseThread(KubeApi.connect, LeaseSettings())  # of which nothing is asked
+    own, too_deep = (
+        OperatorSettings(image="operator:test"),
+        DeepObjects(lambda kind: metrics.objects_cut.labels(kind).inc()),
+    )
+    return Manager(own, api, election, KEY.encode(), metrics, too_deep)
+
+
 def test_a_queue_is_shown_as_it_is_and_no_longer_once_it_is_gone() -> None:
     async def story() -> None:
         async with asyncio.timeout(30), FakeApi() as server, client_of(server.url) as api:
             metrics, visited = Metrics(), list[Key]()
-            election = LeaseThread(KubeApi.connect, LeaseSettings())  # of which nothing is asked
-            own, too_deep = (
-                OperatorSettings(image="operator:test"),
-                DeepObjects(lambda kind: metrics.objects_cut.labels(kind).inc()),
-            )
-            manager = Manager(own, api, election, KEY.encode(), metrics, too_deep)
+            manager = manager_of(api, metrics)
 
             async def look() -> None:
                 visited.clear()
@@ -85,6 +89,34 @@ def test_a_queue_is_shown_as_it_is_and_no_longer_once_it_is_gone() -> None:
             await look()
             assert visited.count(queue_key("shared")) == 1, "no watch has told of its end"
             assert shown(metrics) == {}
+
+    asyncio.run(story())
+
+
+def test_a_queue_remembers_what_its_jobs_needed_when_they_are_gone() -> None:
+    async def story() -> None:
+        async with asyncio.timeout(30), FakeApi() as server, client_of(server.url) as api:
+            manager = manager_of(api, Metrics())
+
+            async def past() -> Object:
+                await relist(api, manager.store, (), lambda _: None, lambda _: None)
+                await manager.queue_controller.decide(queue_key("shared"))
+                return (await api.get(QUEUES, None, "shared"))["status"]
+
+            for definition in (DEFINITION, QUEUE_DEFINITION):
+                server.add(definition)
+            server.add(QUEUE)
+            server.add(job("bert-1", queue="shared", minReplicas=2))
+            assert "past" not in await past()
+            measured = {"step": 300, "scaling": [{"workers": 2, "stepsPerSecond": "3"}]}
+            done = {"phase": "Complete", "completionTime": format_time(NOW)}
+            server.modify(JOBS, "default", "bert-1", {"status": measured | done}, "status")
+            known = {"namespace": "default", "pattern": "bert", "jobs": 1, "unitSeconds": "200", "offBy": "1"}
+            for _ in range(2):
+                status = await past()
+                assert (status["past"], status["pastUntil"]) == ([known], format_time(NOW))
+            server.remove(JOBS, "default", "bert-1")
+            assert (await past())["past"] == [known]
 
     asyncio.run(story())
 

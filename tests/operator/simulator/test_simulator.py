@@ -12,7 +12,9 @@ from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling import POLICIES, Allocation, Capacity, Demand
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.measures import jain, measure, percentile
-from virtualflow_operator.simulator.simulation import Outcome, PolicyError, ResizeCost, Result, simulate
+from virtualflow_operator.simulator.outcome import Outcome, Result
+from virtualflow_operator.simulator.power_of_two import power_of_two_share
+from virtualflow_operator.simulator.simulation import PolicyError, ResizeCost, simulate
 from virtualflow_operator.simulator.trace import Event, GoneEvent, JobEvent, NodeEvent, Trace, check
 
 SCHEDULING = SchedulingSettings()
@@ -20,6 +22,7 @@ SCHEDULING = SchedulingSettings()
 FREE = ResizeCost(0.0)
 HIDDEN = ResizeCost(6.0, 1.0)
 RESTART = ResizeCost(30.0, stop=True)
+IN_TURN = ResizeCost(6.0, 1.0, release=5.0)
 
 
 def greedy(
@@ -40,7 +43,7 @@ def trace(*events: Event) -> Trace:
     return check((("here", event) for event in events), "here")
 
 
-def job(time: float = 0.0, name: str = "a", steps: int = 100, most: int = 4, **more: int) -> JobEvent:
+def job(time: float = 0.0, name: str = "a", steps: int = 100, most: int = 4, **more: float) -> JobEvent:
     """A job that makes a step a second with each worker."""
     return JobEvent(time, name, steps, {n: float(n) for n in range(1, most + 1)}, **more)  # type: ignore[arg-type]
 
@@ -64,6 +67,7 @@ SUSPENDED = trace(node(0, 1), job(), GoneEvent(10, "n"), node(30, 1))
         pytest.param(ALONE, FREE, 25, 0, id="alone"),
         pytest.param(ALONE, HIDDEN, 31, 0, id="alone: its workers start for 6 s, and nobody pauses for them"),
         pytest.param(ALONE, RESTART, 55, 0, id="alone: a start is a start also where changes restart"),
+        pytest.param(trace(node(0, 4), job(join=10)), HIDDEN, 35, 0, id="alone: its own workers start for 10 s"),
         pytest.param(GROWS, FREE, 55, 1, id="grows: 10 steps, then 90 at 2 a second"),
         pytest.param(GROWS, HIDDEN, 62, 1, id="grows: 10 steps until 16, a pause until 17, then 90 at 2 a second"),
         pytest.param(GROWS, RESTART, 90, 1, id="grows: nothing until 40, then 100 at 2 a second"),
@@ -94,6 +98,22 @@ def test_two_jobs_share_what_there_is_and_the_second_waits() -> None:
     assert (measured.makespan, measured.mean_completion, measured.mean_queueing) == (40, 27.5, 7.5)
     assert measured.utilisation == pytest.approx(130 / 160)
     assert measured.fairness == pytest.approx((4 + 1) ** 2 / (2 * (4**2 + 1**2)))
+
+
+def test_decisions_in_turn_wait_for_units_at_rest_and_for_joiners() -> None:
+    """a gives two units up at 10, which b has from 15 on. Only then is c thought of, which came at 12, and b has to
+    shrink for it: not before its own workers are ready (21), and what it gives up rests until 26."""
+    played = trace(node(0, 4), job(steps=1_000), job(10, "b", steps=1_000), job(12, "c", steps=1_000))
+    a, b, c = simulate(played, power_of_two_share, IN_TURN, SCHEDULING).outcomes
+    assert [at for at in a.changes if at[0] < 100] == [(0, 4), (10, 2)]
+    assert [at for at in b.changes if at[0] < 100] == [(15, 2), (21, 1)]
+    assert (c.started, c.queued) == (26, 14)
+    assert simulate(played, power_of_two_share, HIDDEN, SCHEDULING).outcomes[2].started == 12
+
+
+def test_a_node_that_goes_takes_workers_along_also_from_a_job_in_the_middle_of_a_change() -> None:
+    (outcome,) = simulate(CALLED_OFF, greedy, IN_TURN, SCHEDULING).outcomes
+    assert outcome.changes[:3] == ((0, 1), (10, 2), (12, 1))
 
 
 def test_a_suspension_counts_as_queueing() -> None:
@@ -199,7 +219,7 @@ def traces(draw: st.DrawFn) -> Trace:
     return check((("drawn", event) for event in events), "drawn")
 
 
-costs = st.sampled_from([FREE, HIDDEN, RESTART])
+costs = st.sampled_from([FREE, HIDDEN, RESTART, IN_TURN])
 policies = st.sampled_from(sorted(POLICIES))
 
 

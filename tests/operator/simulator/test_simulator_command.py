@@ -23,13 +23,13 @@ from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent,
 ROOT = Path(__file__).parents[3]
 GOOD = """\
 # who comes when
-event,time,name,steps,throughput,min,max,weight,priority,units,on_demand,spot
+event,time,name,steps,throughput,min,max,weight,priority,units,on_demand,spot,join
 
-node,0,steady,,,,,,,4,,
-job,1.5,first,100,1:1.0 4:3.0,2,3,2.5,7,2,true,
-node,2,extra,,,,,,,8,,true
-gone,9,extra,,,,,,,,,
-job,3,second,10,1:2,,,,,,,
+node,0,steady,,,,,,,4,,,
+job,1.5,first,100,1:1.0 4:3.0,2,3,2.5,7,2,true,,
+node,2,extra,,,,,,,8,,true,
+gone,9,extra,,,,,,,,,,
+job,3,second,10,1:2,,,,,,,,7.5
 """
 HEADING = "event,time,name,steps,throughput,min,max,requested,weight,units\n"
 NODE = "node,0,n,,,,,,,4\n"
@@ -44,7 +44,7 @@ def given(folder: Path, text: str, name: str = "trace.csv") -> Path:
 def test_a_csv_trace_is_read_by_time(tmp_path: Path) -> None:
     trace = read(given(tmp_path, GOOD))
     first = JobEvent(1.5, "first", 100, {1: 1.0, 4: 3.0}, min=2, max=3, weight=2.5, priority=7, units=2, on_demand=True)
-    second = JobEvent(3.0, "second", 10, {1: 2.0})
+    second = JobEvent(3.0, "second", 10, {1: 2.0}, join=7.5)
     extra = NodeEvent(2.0, "extra", 8, spot=True)
     assert trace == Trace((NodeEvent(0.0, "steady", 4), first, extra, second, GoneEvent(9.0, "extra")))
     assert (first.maximum, second.maximum) == (3, 1)
@@ -100,6 +100,8 @@ def test_speeds_between_the_known_ones_are_on_a_line(workers: int, speed: float)
         (HEADING + "job,1,j,10,1:1,1,2,3,,\n", "line 2: requested=3: give a number from min=1 to max=2"),
         (HEADING + "job,1,j,10,1:1,,,,0,\n", "line 2: weight=0: give a number above 0"),
         (HEADING + "job,1,j,10,1:1,,,,,0\n", "line 2: units=0: give 1 or more"),
+        ("event,time,name,steps,throughput,join\njob,1,j,10,1:1,-1\n", "line 2: join=-1: give seconds from 0"),
+        ("event,time,name,steps,throughput,join\njob,1,j,10,1:1,soon\n", "line 2: join=soon: give a number"),
         (HEADING + "job,1,j,10,1:1,,,,,\n# again\njob,2,j,10,1:1,,,,,\n", "line 4: there are two jobs j; give each"),
         (HEADING + NODE + NODE, "line 3: node n is already there; let it be gone first"),
         (HEADING + "gone,0,n,,,,,,,\n", "line 2: there is no node n then; name one that has joined"),
@@ -156,6 +158,18 @@ def test_a_restart_is_a_price_of_its_own(tmp_path: Path, capsys: pytest.CaptureF
         main([str(trace), "--restart", "--pause", "1"])
 
 
+def test_decisions_can_be_carried_out_in_turn_and_a_baseline_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = given(tmp_path, HEADING + NODE + "job,0,j,100,1:1 4:4,,,,,\njob,10,k,100,1:1 4:4,,,,,\n")
+    arguments = [str(trace), "--policy", "PowerOfTwoShare", "--join", "0", "--pause", "0"]
+    for release, waited in (([], "0 s"), (["--release", "6"], "3 s")):
+        assert main([*arguments, *release]) == 0
+        about, _, row = capsys.readouterr().out.splitlines()
+        assert about.endswith("; decisions in turn, units rest for 6 s") == bool(release)
+        assert re.split(r"\s{2,}", row)[5] == waited
+
+
 def test_other_capacity_replaces_the_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = given(tmp_path, HEADING + "job,0,j,100,1:1 4:4,,,,,\n")
     assert main([str(trace), "--policy", "FIFO", "--capacity", "2", "--join", "0"]) == 0
@@ -170,6 +184,7 @@ def test_other_capacity_replaces_the_nodes(tmp_path: Path, capsys: pytest.Captur
     [
         (["--policy", "Lottery"], "there is no policy 'Lottery'; give one of FIFO, Priority"),
         (["--join", "-1"], "a resize takes 0 seconds or more"),
+        (["--release", "-1"], "units are free after 0 seconds or more, not release=-1"),
         (["--every", "0"], "decide every 0 seconds: give 1 or more"),
         (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: No such file or directory"),
     ],
