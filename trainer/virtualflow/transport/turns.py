@@ -154,8 +154,9 @@ class Turns:
         self._retry_at = time.monotonic() + self._settings.retry
         if not self._told:
             self._told = True
+            cause = getattr(error, "strerror", None) or error
             self._tell(
-                f"no turns on a shared device: the turn server at {self._path} is not there ({error}); computing "
+                f"no turns on a shared device: the turn server at {self._path} is not there ({cause}); computing "
                 "without, which disturbs other jobs and changes no result"
             )
 
