@@ -263,7 +263,7 @@ FIGURES: dict[str, Figure] = {
         packing.TEXT,
         {
             "jobs": plain_text("jobs"),
-            "network": lambda row: f"{row['megabits']} Mbit/s",
+            "network": lambda row: " and ".join(f"{each} Mbit/s" for each in row["megabits"]),
             "a step alone": lambda row: " and ".join(number(each, " ms") for each in row["alone_ms"]),
             "in turns": lambda row: " and ".join(number(each, " ms") for each in row["turns_ms"]),
             "in turns, throughput": ratio("turns_ratio", "turns_range"),

@@ -28,7 +28,7 @@ TEXT = """\
 Each job has two workers, which with its coordinator are pinned to the same core as those of the other job. Each has a
 network namespace of its own, whose loopback is limited, so its exchange takes a good part of a step. *Throughput* is
 the sum of what both make, each in steps of itself alone: 1 is one job after the other, whose process then has core and
-network for itself. It is taken between when both are warm and when the first ends, in five rounds of new processes;
+network for itself. It is taken between when both are warm and when the first ends, in three rounds of new processes;
 the table has the median and the range. *Without turns* the kernel shares the core between the same processes. A core
 is no GPU: the kernel gives it to whoever is ready, without any idle time, so that there is nothing to gain beside that
 but order. *Digests* counts the different ones of each job over all runs: 1 is as it must be."""
@@ -39,21 +39,18 @@ WARM_UP = 20
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two jobs, and their network."""
+class Job:
+    """One of two."""
 
-    title: str
-    tasks: tuple[str, str]
-    steps: tuple[int, int]
+    task: str
+    steps: int
     """So many that both take about as long."""
     megabits: int
-    """A second, that each job's loopback carries."""
+    """A second, that its loopback carries."""
 
 
-PAIRS = (
-    Pair("two alike", ("charlm", "charlm"), (240, 240), 500),
-    Pair("two unlike", ("charlm", "mlp"), (240, 60), 1_000),
-)
+CHARACTERS, DIGITS = Job("charlm", 160, 250), Job("digits", 240, 40)
+PAIRS = {"two alike": (CHARACTERS, CHARACTERS), "two unlike": (CHARACTERS, DIGITS)}
 
 
 @dataclass(frozen=True)
@@ -94,36 +91,36 @@ def turn_server(directory: Path) -> Iterator[Path]:
         yield path
 
 
-def run_jobs(tasks: Sequence[str], steps: Sequence[int], megabits: int, *, turns: bool) -> list[Ran]:
+def run_jobs(wanted: Sequence[Job], *, turns: bool) -> list[Ran]:
     """Run jobs at the same time to their ends."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         options = ["--turns", str(stack.enter_context(turn_server(directory)))] if turns else []
-        jobs = []
-        for n, (task, count) in enumerate(zip(tasks, steps, strict=True)):
-            script = ("benchmarks/packed_job.py", task, str(count), str(directory / f"{n}.times"))
+        processes = []
+        for n, job in enumerate(wanted):
+            script = ("benchmarks/packed_job.py", job.task, str(job.steps), str(directory / f"{n}.times"))
             report = ("--report", str(directory / f"{n}.report"), "--rebalance-gain", "1", "--name", f"packed-{n}")
             command = [sys.executable, "-m", "virtualflow", "run", "--plain", "--workers", str(WORKERS), *report]
             log = stack.enter_context((directory / f"{n}.log").open("w"))
-            jobs.append(
+            processes.append(
                 subprocess.Popen(
-                    in_namespace(shaping(megabits), *pinned(*command, *options, *script)),
+                    in_namespace(shaping(job.megabits), *pinned(*command, *options, *script)),
                     cwd=ROOT,
                     env=environment(),
                     stdout=log,
                     stderr=log,
                 )
             )
-        with running(*jobs):
-            codes = [job.wait(LIMIT) for job in jobs]
+        with running(*processes):
+            codes = [process.wait(LIMIT) for process in processes]
         if any(codes):
-            sys.exit("\n".join((directory / f"{n}.log").read_text()[-4_000:] for n in range(len(jobs))))
+            sys.exit("\n".join((directory / f"{n}.log").read_text()[-4_000:] for n in range(len(wanted))))
         return [
             Ran(
                 json.loads((directory / f"{n}.report").read_text())["digest"],
                 tuple(json.loads((directory / f"{n}.times").read_text())),
             )
-            for n in range(len(jobs))
+            for n in range(len(wanted))
         ]
 
 
@@ -140,36 +137,32 @@ def rates(jobs: Sequence[Ran]) -> list[float]:
     return found
 
 
-def measure_pair(pair: Pair, rounds: int, fraction: float) -> dict[str, Any]:
+def measure_pair(title: str, pair: Sequence[Job], rounds: int) -> dict[str, Any]:
     """The row of a pair of jobs."""
-    steps = [max(2 * WARM_UP, round(fraction * count)) for count in pair.steps]
     alone: list[list[float]] = []
     together: dict[str, list[list[float]]] = {"shared": [], "turns": []}
     digests: list[set[str]] = [set(), set()]
     for number in range(rounds):
-        singles = [
-            run_jobs([task], [count], pair.megabits, turns=False)[0]
-            for task, count in zip(pair.tasks, steps, strict=True)
-        ]
+        singles = [run_jobs([job], turns=False)[0] for job in pair]
         alone.append([rates([job])[0] for job in singles])
         sides = list(together) if number % 2 == 0 else list(together)[::-1]
-        ran = {side: run_jobs(pair.tasks, steps, pair.megabits, turns=side == "turns") for side in sides}
+        ran = {side: run_jobs(pair, turns=side == "turns") for side in sides}
         for side, jobs in ran.items():
             together[side].append(rates(jobs))
         for jobs in (singles, *ran.values()):
             for found, job in zip(digests, jobs, strict=True):
                 found.add(job.digest)
     row: dict[str, Any] = {
-        "jobs": f"{pair.title}: " + " and ".join(TASKS[task].title for task in pair.tasks),
-        "megabits": pair.megabits,
+        "jobs": f"{title}: " + " and ".join(TASKS[job.task].title for job in pair),
+        "megabits": [job.megabits for job in pair],
         "alone_ms": [1_000 / statistics.median(rate) for rate in zip(*alone, strict=True)],
         "rounds": {"alone": alone, **together},
         "digests": [len(found) for found in digests],
     }
     for side, found in together.items():
         sums = [
-            sum(rate / single for rate, single in zip(both, singles, strict=True))
-            for both, singles in zip(found, alone, strict=True)
+            sum(rate / single for rate, single in zip(both, own, strict=True))
+            for both, own in zip(found, alone, strict=True)
         ]
         row[f"{side}_ratio"], row[f"{side}_range"] = statistics.median(sums), [min(sums), max(sums)]
         row[f"{side}_ms"] = [1_000 / statistics.median(rate) for rate in zip(*found, strict=True)]
@@ -194,5 +187,8 @@ def measure(quick: bool) -> dict[str, Any]:
             "skipped": f"no network namespace with a limited loopback can be made here ({done.stderr.strip()})",
             "rows": [],
         }
-    rounds, fraction = (1, 0.5) if quick else (5, 1.0)
-    return {"settings": {"rounds": rounds}, "rows": [measure_pair(pair, rounds, fraction) for pair in PAIRS]}
+    rounds = 1 if quick else 3
+    return {
+        "settings": {"rounds": rounds, "workers": WORKERS},
+        "rows": [measure_pair(title, pair, rounds) for title, pair in PAIRS.items()],
+    }
