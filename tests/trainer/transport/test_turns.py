@@ -120,7 +120,8 @@ def test_who_is_called_away_from_its_wait_leaves_the_queue(path: Path, sharers: 
 
 def hold(path: str, pipe: Connection) -> None:
     """Take a turn, fork something that lives on, and compute for ever."""
-    Sharer(Path(path), "dying").take()
+    dying = Sharer(Path(path), "dying")
+    dying.take()
     child = os.fork()
     if child:
         pipe.send(child)
@@ -134,12 +135,13 @@ def test_a_holder_that_is_killed_or_stopped_loses_its_turn(
     ours, theirs = FORKING.Pipe(duplex=False)
     process: Any = FORKING.Process(target=hold, args=(str(path), theirs))
     # A killed one loses it by the end of its connection, long before the limit.
-    with turn_server(path, limit=PATIENCE if end == signal.SIGKILL else 0.2):
+    with turn_server(path, limit=PATIENCE if end == signal.SIGKILL else 0.2) as server:
         start(process)
         child = ours.recv()
+        assert server._devices["device"].holders
         other = sharers("other")
-        has_it = other.in_background()
         os.kill(process.pid, end)
+        has_it = other.in_background()
         try:
             assert has_it.wait(PATIENCE / 2), "what it has forked has kept the connection"
         finally:
