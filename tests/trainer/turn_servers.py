@@ -24,6 +24,7 @@ def turn_server(path: Path, limit: float = PATIENCE) -> Iterator[TurnServer]:
         async with await asyncio.start_unix_server(server.serve, path):
             ready.set()
             await ended.wait()
+            await server.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(listen()), daemon=True)
     thread.start()

@@ -65,14 +65,25 @@ class TurnServer:
         self._sharers: dict[int, _Sharer] = {}
         self._numbers = count(1)
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._open: dict[asyncio.Task[None] | None, asyncio.StreamWriter] = {}
+
+    async def close(self) -> None:
+        """End all connections."""
+        for writer in self._open.values():
+            writer.close()
+        while self._open:
+            await asyncio.wait([task for task in self._open if task is not None])
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection to its end."""
         sharer: _Sharer | None = None
+        self._open[asyncio.current_task()] = writer
         try:
-            sharer = await self._attach(reader, writer)
             while (message := await _read(reader)) is not None:
-                self._take(sharer, message)
+                if sharer is None:
+                    sharer = self._attach(writer, message)
+                else:
+                    self._take(sharer, message)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             logger.warning("a connection was ended: %s", error)
         except ConnectionError:
@@ -81,9 +92,9 @@ class TurnServer:
             if sharer is not None:
                 self._forget(sharer)
             writer.close()
+            del self._open[asyncio.current_task()]
 
-    async def _attach(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Sharer:
-        first = await _read(reader)
+    def _attach(self, writer: asyncio.StreamWriter, first: FromSharer) -> _Sharer:
         if not isinstance(first, Attach):
             raise ValueError("its first message does not say for which job and device")
         sharer = _Sharer(next(self._numbers), writer, first.job, first.device)
@@ -166,6 +177,8 @@ async def _listen(path: Path, server: TurnServer) -> None:
     logger.info("listening at %s", path)
     async with listening:
         await ended.wait()
+        listening.close()
+        await server.close()
 
 
 def _make_room(path: Path) -> None:

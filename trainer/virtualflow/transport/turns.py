@@ -117,8 +117,9 @@ class Turns:
     def _messages(self, until: float) -> list[ToSharer]:
         """What has arrived, perhaps nothing by then."""
         assert self._socket is not None
-        ready, _, _ = select.select([self._socket], [], [], max(0.0, until - time.monotonic()))
-        if not ready:
+        looking = select.poll()  # a process of many files has numbers that select does not take
+        looking.register(self._socket, select.POLLIN)
+        if not looking.poll(max(0.0, 1_000 * (until - time.monotonic()))):
             return []
         data = self._socket.recv(MAX_LINE)
         if not data:
