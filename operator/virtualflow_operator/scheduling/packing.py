@@ -9,8 +9,8 @@ So packing takes nothing from anybody's share, and nobody waits longer for devic
 iterations so. How they choose who goes with whom is not copied from there.)
 
 A guest's workers are all on devices of one host, so that they wait for the same turns; the slowest of its devices is
-what a job waits for. A job whose speeds were not measured, or not on two numbers of workers, is not packed: nothing
-says how much of its step it computes.
+what a job waits for. Guests count nothing towards the limit of their namespace. A job whose speeds were not measured,
+or not on two numbers of workers, is not packed: nothing says how much of its step it computes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from bisect import bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 
 from virtualflow_operator.scheduling.demand import Allocation, Demand
 from virtualflow_operator.scheduling.phases import Phases, share
@@ -55,10 +56,15 @@ class _Host:
     """Of it and its guests."""
     slowdowns: Mapping[str, float]
 
-    @property
-    def load(self) -> float:
-        """Which part of the time its fullest device would compute if nobody waited: no slowdown of all is below it."""
-        return max(sum(self.phases[name].compute / self.phases[name].step for name in there) for there in self.devices)
+    def load(self, most: int) -> float:
+        """Which part of the time its emptiest device would compute if nobody waited; infinite without room for a job.
+
+        Somebody on a device is slowed down by at least that.
+        """
+        free = (there for there in self.devices if len(there) < most)
+        return min(
+            (sum(self.phases[name].compute / self.phases[name].step for name in there) for there in free), default=inf
+        )
 
     @property
     def progress(self) -> float:
@@ -104,7 +110,7 @@ def pack(
     able = {demand.name: demand for demand in demands if _has_phases(demand)}
     given = {name: allocations[name].workers for name in able}
     hosts = {name: _host(demand, given[name]) for name, demand in able.items() if given[name]}
-    by_load = sorted((host.load, name) for name, host in hosts.items())
+    by_load = sorted((host.load(most), name) for name, host in hosts.items())
     guests = [
         demand
         for name, demand in able.items()
@@ -120,9 +126,9 @@ def pack(
         if place is None:
             continue
         name = place.host.demand.name
-        by_load.remove((hosts[name].load, name))
+        by_load.remove((hosts[name].load(most), name))
         hosts[name] = place.host
-        insort(by_load, (place.host.load, name))
+        insort(by_load, (place.host.load(most), name))
         seats[guest.name] = Seat(name, place.workers, f"computes in turns with {name} until devices are free")
     return Packing(seats, {name: slow for host in hosts.values() for name, slow in host.slowdowns.items()})
 
