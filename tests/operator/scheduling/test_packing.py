@@ -7,13 +7,11 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_queues import NOW, queues
-from random_queues import settings as scheduling_settings
 
-from virtualflow_operator.scheduling import POLICIES, Allocation, Demand, ScalingCurve
+from virtualflow_operator.scheduling import Allocation, Demand, ScalingCurve
 from virtualflow_operator.scheduling.packing import Packing, pack
 from virtualflow_operator.scheduling.phases import Phases, share, slowdown_bound
-from virtualflow_operator.settings import PackingSettings, SchedulingSettings
+from virtualflow_operator.settings import PackingSettings
 
 SETTINGS = PackingSettings()
 HALF, BUSY, BRIEF = Phases(1.0, 1.0), Phases(1.0, 0.0), Phases(0.1, 1.9)
@@ -114,18 +112,32 @@ def test_a_seat_says_what_becomes_of_the_job() -> None:
     assert (seat.workers, seat.reason) == (2, "computes in turns with a until devices are free")
 
 
-@given(
-    queues(),
-    st.sampled_from(sorted(POLICIES)),
-    scheduling_settings,
-    st.integers(1, 4),
-    st.sampled_from([1.0, 1.2, 1.5, 3.0]),
-)
+@st.composite
+def queues(draw: st.DrawFn) -> tuple[list[Demand], dict[str, Allocation]]:
+    """Some jobs that run and some that wait, whose devices idle for any part of a step."""
+    demands, allocations = [], {}
+    for n in range(draw(st.integers(2, 9))):
+        minimum = draw(st.integers(1, 3))
+        maximum = minimum + draw(st.integers(0, 4))
+        running, speed, away = (
+            n < 2 or draw(st.booleans()),
+            draw(st.sampled_from([0.9, 1.0, 1.3, 3.0])),
+            draw(st.sampled_from([0.0, 0.4, 0.5, 0.6, 0.8])),
+        )
+        points = [(1, speed), (maximum, speed * max(1.0, maximum * (1 - away)))]
+        workers = draw(st.integers(minimum, maximum)) if running else 0
+        name, units = f"job-{n}", draw(st.sampled_from([1, 1, 1, 2]))
+        curve = ScalingCurve.of(dict(points).items())
+        demands.append(Demand(name, "n", float(n % 3), maximum, minimum, units=units, allocated=workers, curve=curve))
+        allocations[name] = Allocation(workers, "")
+    return demands, allocations
+
+
+@given(queues(), st.sampled_from([2, 1, 3, 4]), st.sampled_from([1.5, 1.0, 1.2, 3.0]))
 def test_what_holds_of_every_packing(
-    queue: tuple[list[Demand], object], policy: str, told: SchedulingSettings, most: int, slowest: float
+    queue: tuple[list[Demand], dict[str, Allocation]], most: int, slowest: float
 ) -> None:
-    demands, capacity = queue
-    decision = POLICIES[policy](NOW, demands, capacity, told)  # type: ignore[arg-type]
+    demands, decision = queue
     settings = PackingSettings(max_slowdown=slowest)
     found = pack(demands, decision, most, settings)
     by_name = {demand.name: demand for demand in demands}
