@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -93,3 +95,50 @@ def test_nobody_starves_and_no_two_jobs_compute_at_once_whatever_happens(happens
         else:
             node.toggle(event, f"job-{event % 3}")
         node.check()
+
+
+class Cluster:
+    """Jobs with a worker on each of some nodes, which exchange when all of them have computed. Time is simulated."""
+
+    def __init__(self, nodes: int, jobs: list[tuple[float, float]], seed: int) -> None:
+        self.random = random.Random(seed)
+        self.devices = [Device(1e9) for _ in range(nodes)]
+        self.jobs = jobs
+        """Seconds that each computes, and exchanges."""
+        self.queue: list[tuple[float, int, str, int, int]] = []
+        self.computed = [0] * len(jobs)
+        self.steps: list[list[float]] = [[] for _ in jobs]
+        for job in range(len(jobs)):
+            for node in range(nodes):
+                self.push(self.random.random(), "asks", job, node)
+
+    def push(self, time: float, event: str, job: int, node: int) -> None:
+        heapq.heappush(self.queue, (time, len(self.queue), event, job, node))
+
+    def last(self, seconds: float) -> float:
+        """About so long: no two steps take equally long."""
+        return seconds * (1 + 0.02 * self.random.random())
+
+    def happen(self) -> None:
+        now, _, event, job, node = heapq.heappop(self.queue)
+        device = self.devices[node]
+        granted = device.ask(job, str(job), now) if event == "asks" else device.give_back(job, now)
+        for other in granted:
+            self.push(now + self.last(self.jobs[other][0]), "has computed", other, node)
+        self.computed[job] += event == "has computed"
+        if self.computed[job] == len(self.devices):
+            self.computed[job] = 0
+            back = now + self.last(self.jobs[job][1])
+            self.steps[job].append(back)
+            for each in range(len(self.devices)):
+                self.push(back + 0.001 * self.random.random(), "asks", job, each)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nodes_that_know_nothing_of_each_other_come_to_one_order(seed: int) -> None:
+    cluster = Cluster(4, [(1.0, 1.5), (1.0, 0.8)], seed)
+    while len(cluster.steps[0]) < 40:
+        cluster.happen()
+    late = cluster.steps[0][20:]
+    step = (late[-1] - late[0]) / (len(late) - 1)
+    assert step == pytest.approx(2.5, rel=0.05), "as long as alone: all nodes lend to the same job at a time"
