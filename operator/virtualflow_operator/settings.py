@@ -156,9 +156,9 @@ class PackingSettings:
     """How many times as long as with its devices to itself a step may be predicted to take. Two jobs that are both
     slowed down by this much make a third more steps than one after the other."""
     least_gain: float = 0.1
-    """A guest must add so much to the progress of a device, in steps of each job alone: predictions are not exact."""
+    """A lodger must add so much to the progress of a device, in steps of each job alone: predictions are not exact."""
     tries: int = 4
-    """Hosts that are tried for a guest, of those into whose free time it may fit."""
+    """Hosts that are tried for a lodger, of those into whose free time it may fit."""
 
     def __post_init__(self) -> None:
         if self.max_slowdown < 1 or not 0 <= self.least_gain < 1 or self.tries < 1:

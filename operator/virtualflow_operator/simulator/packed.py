@@ -34,7 +34,7 @@ class Played(msgspec.Struct, frozen=True):
     """The part of it in which the job had neither devices nor a seat on another's."""
     computing: float
     """The part of the device time, from the first arrival to the last end, in which a device computed."""
-    guests: int
+    lodgers: int
     """Jobs that had a seat on another's devices at some time."""
     longest_slowdown: float
     """The most that any job was predicted to be slowed down by at any time."""
@@ -52,7 +52,7 @@ class _Job:
     queued: float = 0.0
     finished: float = 0.0
     host: str | None = None
-    was_guest: bool = False
+    was_lodger: bool = False
 
 
 def play(trace: Trace, policy: Policy, most: int, scheduling: SchedulingSettings, packing: PackingSettings) -> Played:
@@ -135,7 +135,7 @@ class _Packed:
         name = job.event.name
         seat = packed.seats.get(name)
         job.host = None if seat is None else seat.host
-        job.was_guest = job.was_guest or seat is not None
+        job.was_lodger = job.was_lodger or seat is not None
         workers = job.demand.allocated if seat is None else seat.workers
         slowdown = packed.slowdowns.get(name, 1.0)
         self._longest = max(self._longest, slowdown)
@@ -151,7 +151,7 @@ class _Packed:
             mean_completion=sum(job.finished - job.event.time for job in self._all) / count,
             mean_queueing=sum(job.queued for job in self._all) / count,
             computing=self._computed / self._offered,
-            guests=sum(job.was_guest for job in self._all),
+            lodgers=sum(job.was_lodger for job in self._all),
             longest_slowdown=self._longest,
         )
 

@@ -143,15 +143,15 @@ def test_what_holds_of_every_packing(
     by_name = {demand.name: demand for demand in demands}
     on_host: Counter[str] = Counter()
     for name, seat in found.seats.items():
-        guest, host = by_name[name], decision[seat.host].workers
+        lodger, host = by_name[name], decision[seat.host].workers
         assert not decision[name].workers, "whoever has devices of its own keeps them"
-        assert guest.minimum <= seat.workers <= min(guest.maximum, host)
-        assert guest.units == by_name[seat.host].units
+        assert lodger.minimum <= seat.workers <= min(lodger.maximum, host)
+        assert lodger.units == by_name[seat.host].units
         on_host[seat.host] += seat.workers
     for host, workers in on_host.items():
         assert workers <= (most - 1) * decision[host].workers, "no device serves more jobs than it may"
     assert all(1.0 <= slowdown <= slowest + 1e-9 for slowdown in found.slowdowns.values())
     hosts = {name: seat.host for name, seat in found.seats.items()}
     again = pack(demands, decision, most, settings, hosts)
-    assert again.seats.items() >= found.seats.items(), "whoever is a guest stays where it is"
+    assert again.seats.items() >= found.seats.items(), "whoever is a lodger stays where it is"
     assert pack(demands[::-1], decision, most, settings).seats == found.seats, "the order of jobs does not matter"

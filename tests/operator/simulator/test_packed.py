@@ -24,25 +24,25 @@ def played(*events: JobEvent | NodeEvent | GoneEvent, most: int = 2, policy: str
 
 
 @pytest.mark.parametrize(
-    ("most", "makespan", "computing", "guests"),
+    ("most", "makespan", "computing", "lodgers"),
     [
         pytest.param(1, 200.0, 0.5, 0, id="one after the other"),
         pytest.param(2, 100.0, 1.0, 1, id="both at once, since each computes while the other is away"),
     ],
 )
-def test_two_jobs_that_fit(most: int, makespan: float, computing: float, guests: int) -> None:
+def test_two_jobs_that_fit(most: int, makespan: float, computing: float, lodgers: int) -> None:
     found = played(job("a"), job("b"), most=most)
-    assert (found.makespan, found.computing, found.guests) == (
+    assert (found.makespan, found.computing, found.lodgers) == (
         pytest.approx(makespan),
         pytest.approx(computing),
-        guests,
+        lodgers,
     )
 
 
-def test_a_guest_moves_to_devices_of_its_own_when_its_host_ends() -> None:
+def test_a_lodger_moves_to_devices_of_its_own_when_its_host_ends() -> None:
     found = played(job("a"), job("b", time=50.0), job("c", time=60.0))
-    assert found.makespan == pytest.approx(200.0), "b has made half of its steps as a guest, c comes in for the rest"
-    assert found.guests == 2
+    assert found.makespan == pytest.approx(200.0), "b has made half of its steps as a lodger, c comes in for the rest"
+    assert found.lodgers == 2
     assert found.mean_queueing == pytest.approx(40.0 / 3), "c waits until a has ended"
 
 
