@@ -30,8 +30,15 @@ network namespace of its own, whose loopback is limited, so its exchange takes a
 the sum of what both make, each in steps of itself alone: 1 is one job after the other, whose process then has core and
 network for itself. It is taken between when both are warm and when the first ends, in three rounds of new processes;
 the table has the median and the range. *Without turns* the kernel shares the core between the same processes. A core
-is no GPU: the kernel gives it to whoever is ready, without any idle time, so that there is nothing to gain beside that
-but order. *Digests* counts the different ones of each job over all runs: 1 is as it must be."""
+is no GPU: the kernel gives it to whoever is ready, without any idle time, so there is nothing to gain beside that but
+order. Of two unlike jobs, the one with the short steps waits in each of them for a turn of the other. *Digests* counts
+the different ones of each job over all runs: 1 is as it must be."""
+BUSY = """
+
+The machine had other work meanwhile (a load of {load:.0f}): what computes took longer, each turn began later, and
+without turns four processes may have got more of the core than two do."""
+OWN_LOAD = 6
+"""Processes of a measurement that may be ready at a time."""
 
 WORKERS = 2
 WARM_UP = 20
@@ -188,7 +195,7 @@ def measure(quick: bool) -> dict[str, Any]:
             "rows": [],
         }
     rounds = 1 if quick else 3
-    return {
-        "settings": {"rounds": rounds, "workers": WORKERS},
-        "rows": [measure_pair(title, pair, rounds) for title, pair in PAIRS.items()],
-    }
+    rows = [measure_pair(title, pair, rounds) for title, pair in PAIRS.items()]
+    load = os.getloadavg()[2]
+    text = TEXT + (BUSY.format(load=load) if load > OWN_LOAD else "")
+    return {"settings": {"rounds": rounds, "workers": WORKERS}, "text": text, "rows": rows}
