@@ -7,6 +7,7 @@ workers waited for each other so, on two nodes, would wait until a time limit.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,16 +83,23 @@ def open_turns(
     """A worker's turns, if its environment names a turn server; nothing is connected yet."""
     if environment.turns is None or environment.profile_out is not None:
         return DeviceTurns(None, pace, fusion)
-    job = environment.coordinator or f"alone, process {os.getpid()}"
     turns = Turns(
         environment.turns,
-        job[-MAX_NAME:],
+        _name_job(environment),
         name_device(device),
         settings.turns,
         session.activity,
         lambda text: session.note("warning", text),
     )
     return DeviceTurns(turns, pace, fusion)
+
+
+def _name_job(environment: WorkerEnvironment) -> str:
+    """What all workers of a job call it, and of no other: an address may be that of several, in other networks."""
+    if environment.coordinator is None:
+        return f"alone, process {os.getpid()}"
+    token = hashlib.sha256(environment.token.encode()).hexdigest()
+    return f"{environment.coordinator} {token[:16]}"[-MAX_NAME:]
 
 
 def name_device(device: torch.device) -> str:
