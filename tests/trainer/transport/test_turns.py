@@ -146,7 +146,7 @@ def test_a_holder_that_is_killed_or_stopped_loses_its_turn(
             assert has_it.wait(PATIENCE / 2), "what it has forked has kept the connection"
         finally:
             os.kill(child, signal.SIGKILL)
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # if it is still there
             process.join()
 
 
