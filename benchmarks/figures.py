@@ -12,7 +12,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks import changes, exchange, external, host_update, integrity, joiner, overlap, plots, soak, steps
+from benchmarks import (
+    changes,
+    exchange,
+    external,
+    host_update,
+    integrity,
+    joiner,
+    overlap,
+    packing,
+    packing_simulated,
+    plots,
+    soak,
+    steps,
+)
 
 Result = dict[str, Any]
 Row = Mapping[str, Any]
@@ -243,6 +256,38 @@ FIGURES: dict[str, Figure] = {
             "steps it repeats": lambda row: f"{row['torchrun_repeated']:.0f}",
         },
         plots.pauses,
+    ),
+    "packing": Figure(
+        "Two jobs on one core, in turns",
+        packing.measure,
+        packing.TEXT,
+        {
+            "jobs": plain_text("jobs"),
+            "network": lambda row: " and ".join(f"{each} Mbit/s" for each in row["megabits"]),
+            "a step alone": lambda row: " and ".join(number(each, " ms") for each in row["alone_ms"]),
+            "in turns": lambda row: " and ".join(number(each, " ms") for each in row["turns_ms"]),
+            "in turns, throughput": ratio("turns_ratio", "turns_range"),
+            "without turns": lambda row: " and ".join(number(each, " ms") for each in row["shared_ms"]),
+            "without turns, throughput": ratio("shared_ratio", "shared_range"),
+            "digests": lambda row: " and ".join(map(str, row["digests"])),
+        },
+    ),
+    "packing_simulated": Figure(
+        "Jobs that share the devices of a cluster, simulated",
+        packing_simulated.measure,
+        packing_simulated.TEXT,
+        {
+            "jobs": plain_text("jobs"),
+            "policy": plain_text("policy"),
+            "on a device, at most": plain_text("most"),
+            "more work": lambda row: (
+                f"**{row['work']:+.1%}** ({row['work_range'][0]:+.1%} to {row['work_range'][1]:+.1%})"
+            ),
+            "completion": lambda row: f"{row['completion']:+.1%}",
+            "devices compute": lambda row: f"{row['computing'][0]:.0%}, then {row['computing'][1]:.0%}",
+            "longest slowdown": lambda row: f"{row['slowest']:.2f}",
+            "beside fixed sizes without packing": lambda row: f"{row['beside']:+.1%}",
+        },
     ),
     **_program("state_transfer", "A joiner with 50 million parameters"),
     **_program("memory_copy", "A copy in the coordinator's memory"),

@@ -149,6 +149,23 @@ class SchedulingSettings:
 
 
 @dataclass(frozen=True)
+class PackingSettings:
+    """When jobs share devices in turns."""
+
+    max_slowdown: float = 1.5
+    """How many times as long as with its devices to itself a step may be predicted to take. Two jobs that are both
+    slowed down by this much make a third more steps than one after the other."""
+    least_gain: float = 0.1
+    """A lodger must add so much to the progress of a device, in steps of each job alone: predictions are not exact."""
+    tries: int = 4
+    """Hosts that are tried for a lodger, of those into whose free time it may fit."""
+
+    def __post_init__(self) -> None:
+        if self.max_slowdown < 1 or not 0 <= self.least_gain < 1 or self.tries < 1:
+            raise ConfigurationError("give a slowdown of 1 or more, a least gain from 0 to below 1, and 1 try or more")
+
+
+@dataclass(frozen=True)
 class SharingSettings:
     """When a queue is decided about."""
 

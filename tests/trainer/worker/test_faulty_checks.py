@@ -134,6 +134,7 @@ class Worker:
             ),
             membership=self.membership,
             pace=SimpleNamespace(disregard=nothing),
+            turns=SimpleNamespace(take=nothing),
             guard=SimpleNamespace(check=nothing),
             loading=SimpleNamespace(fetch=lambda nodes: nodes.start),
         )

@@ -43,6 +43,21 @@ class Training:
         return self.pace.estimate.median
 
 
+def test_waiting_for_a_device_that_others_have_is_nobodys_time() -> None:
+    training = Training(virtual_nodes=4)
+    for _ in range(WARM_UP + SETTINGS.window):
+        training.pace.begin(training.now, training.nodes)
+        training.now += 0.3
+        training.pace.exclude(0.3)
+        training.now += 0.2
+        training.pace.end(training.now)
+        training.now += 0.07
+        training.pace.commit(training.now)
+    estimate = training.pace.estimate
+    assert estimate is not None
+    assert (estimate.median, estimate.rest) == (pytest.approx(0.05), pytest.approx(0.07))
+
+
 def test_a_pace_is_the_computing_time_of_a_virtual_node() -> None:
     training = Training(virtual_nodes=4)
     training.steps(WARM_UP + SETTINGS.window, computing=0.2, rest=0.07)

@@ -17,6 +17,7 @@ from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Worker
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.turns import STAGE as AWAITING_TURN
 
 FLOOR, PATIENT = SETTINGS.hang_floor, SETTINGS.hang_floor * SETTINGS.hang_patience
 WAITS = m.Doing("synchronizing", 7, 1.0, waits=True)
@@ -43,6 +44,17 @@ TABLE = [
     pytest.param(training(member("a", **busy(FLOOR)), member("b")), "", id="an older worker does not tell"),
     pytest.param(
         training(member("a", **busy(FLOOR)), waiting("b", connected=False)), "", id="the other's connection is gone"
+    ),
+    # --- a device that other jobs have, too
+    pytest.param(
+        training(member("a", **busy(FLOOR)), member("b", **busy(86_400.0, AWAITING_TURN, waits=True))),
+        "",
+        id="the other waits for its turn, and not for this one",
+    ),
+    pytest.param(
+        training(member("a", **busy(FLOOR)), member("b", **busy(0.1, AWAITING_TURN, waits=True)), waiting("c")),
+        "a",
+        id="one of the others waits for its turn",
     ),
     # --- what takes long by nature
     *(

@@ -25,6 +25,7 @@ REQUIRED = {
     "plan": ["a.json"],
     "explain": ["a.py"],
     "coordinator": ["--host", "127.0.0.1", "--port", "0"],
+    "turns": ["turns.sock"],
     "scale": [],
     "drain": ["worker-0"],
 }

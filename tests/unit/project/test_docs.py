@@ -164,6 +164,7 @@ COMPLETE = (
     "CoordinatorSettings",
     "LinkSettings",
     "CommunicatorSettings",
+    "TurnSettings",
     "CopySettings",
     "KeptCopySettings",
     "MemoryCopySettings",

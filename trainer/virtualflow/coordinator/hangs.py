@@ -9,6 +9,8 @@ if somebody is the worse for it:
   may. All of them hang if all are inside a step, and for the longer limit.
 - It has never been a member: it does not become ready.
 
+Who waits for its turn on a device that jobs share waits for none of these: that wait has an end of its own.
+
 The hang limit follows from the job's own steps, unless it is set: a few times the slowest of the latest ones, and some
 minutes at least. Work that is longer than a step by nature has the longer limit, a multiple of it: the first step of a
 process (kernels are chosen, models compiled), warming up, entering, evaluating, checkpoints, and the script's own code
@@ -23,6 +25,7 @@ from typing import NamedTuple
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Worker
 from virtualflow.protocol.messages import Doing
+from virtualflow.protocol.turns import STAGE as AWAITING_TURN
 from virtualflow.protocol.wording import counted
 
 _WITHIN_STEP = frozenset({"loading samples", "computing", "synchronizing"})
@@ -52,7 +55,7 @@ def find_delays(cluster: Cluster, settings: MembershipSettings) -> dict[str, Del
         return {}
     hang_limit = _hang_limit(settings, (worker.doing.slowest for worker in told.values() if worker.doing is not None))
     members = _members(cluster)
-    waiting = [told[i].name for i in members if i in told and i not in busy]
+    waiting = [told[i].name for i in members if i in told and i not in busy and not _awaits_turn(told[i])]
     all_in_step = all(i in busy and busy[i].stage in _WITHIN_STEP for i in members)
     delays = {}
     for i, doing in busy.items():
@@ -78,6 +81,11 @@ def least_delay(settings: MembershipSettings) -> float:
 
 def _tells(worker: Worker) -> bool:
     return worker.doing is not None and worker.present and worker.connected and not worker.done
+
+
+def _awaits_turn(worker: Worker) -> bool:
+    """Whether it waits for its turn on a device that other jobs have, too, and so for nobody of its own."""
+    return worker.doing is not None and worker.doing.stage == AWAITING_TURN
 
 
 def _hang_limit(settings: MembershipSettings, slowest: Iterable[float]) -> float:

@@ -1,5 +1,5 @@
 """The command line: ``virtualflow run``, ``check``, ``bisect``, ``profile``, ``plan``, ``explain``, ``status``,
-``scale``, ``drain`` and ``coordinator``.
+``scale``, ``drain``, ``coordinator`` and ``turns``.
 
 Commands of other parts of the project (``virtualflow simulate``) are found by the entry points of the group
 :data:`COMMANDS`: the library knows their names, and nothing of what they do.
@@ -93,6 +93,7 @@ def parser(settings: LauncherSettings) -> Parser:
         "scale": _scale,
         "drain": _drain,
         "coordinator": _coordinator,
+        "turns": _turns,
     }
     return build_parser(subcommands, settings)
 
@@ -222,6 +223,17 @@ def _with_job(
 
     print(asyncio.run(talk()))
     return 0
+
+
+def _turns(arguments: argparse.Namespace, _: LauncherSettings) -> int:
+    if os.getpid() == 1:
+        obey_sigterm()
+    import logging
+
+    from virtualflow.launcher.turn_server import serve_turns
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    return serve_turns(arguments.path, arguments.limit)
 
 
 def _coordinator(arguments: argparse.Namespace, settings: LauncherSettings) -> int:

@@ -32,6 +32,7 @@ from virtualflow.protocol.settings import (
     ENV_PROFILE,
     ENV_REPRODUCIBILITY,
     ENV_TRACE_DIR,
+    ENV_TURNS,
     ENV_VERIFY,
     ENV_VIRTUAL_NODES,
     MAX_VIRTUAL_NODES,
@@ -94,6 +95,8 @@ def resolve(arguments: Namespace) -> RunOptions:
     elif job.profile is not None:
         # A path of a container may not exist here; the worker says so, and trains without it.
         environment[ENV_PROFILE] = str((source.parent / job.profile).absolute())
+    if arguments.turns is not None:
+        environment[ENV_TURNS] = str(Path(arguments.turns).absolute())
     if arguments.trace is not None:
         environment[ENV_TRACE_DIR] = str(_new_trace(Path(arguments.trace).absolute()))
     schedule = parse_schedule(arguments.schedule or "")

@@ -76,5 +76,8 @@ class LauncherSettings:
     """Numbers of virtual nodes that it shows above the smallest that fits."""
     plan_width: int = 72
     """Columns of its picture of the time."""
+    turn_limit: float = 30.0
+    """``virtualflow turns``: how long a turn may take while others wait. It is far more than a step of a job that is
+    worth packing, and what others lose by one that hangs."""
     tail: int = 200
     """Last lines of a worker's standard error that are kept for the message of its failure."""

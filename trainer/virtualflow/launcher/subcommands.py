@@ -85,6 +85,7 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
     for name, text in EXTERNAL.items():
         commands.add_parser(name, help=text, add_help=False)
     _add_coordinator(add("coordinator", "serve the coordinator of one job"), settings)
+    _add_turns(add("turns", "lend this machine's devices in turns to jobs that share them"), settings)
     return parser
 
 
@@ -162,6 +163,11 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
         "--profile",
         metavar="FILE",
         help="what virtualflow profile has written here: a first guess of the workers' speed",
+    )
+    running.add_argument(
+        "--turns",
+        metavar="SOCKET",
+        help="of virtualflow turns: compute in turns with other jobs on the same devices, while they exchange",
     )
     running.add_argument(
         "--port", default=0, metavar="P", help="of the coordinator (default: any that is free)", **_PORT
@@ -392,3 +398,20 @@ def _add_coordinator(parser: Parser, settings: LauncherSettings) -> None:
     )
     _add_membership(parser, settings)
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write http://host:port there once it listens")
+
+
+def _add_turns(parser: Parser, settings: LauncherSettings) -> None:
+    parser.description = (
+        "Lend the devices of this machine to jobs that share them: while the gradients of one job are on their way, "
+        "another computes. It serves all jobs that are run with --turns SOCKET, or VIRTUALFLOW_TURNS in their workers' "
+        "environment, until it is ended. No bit of a result depends on it."
+    )
+    parser.add_argument("path", type=Path, metavar="SOCKET", help="where to listen: a path for a Unix socket")
+    parser.add_argument(
+        "--limit",
+        default=settings.turn_limit,
+        metavar="S",
+        help="a turn that takes longer than S seconds ends for the sake of those who wait (default "
+        f"{settings.turn_limit:g})",
+        **_range(float, ABOVE_ZERO, _DAY, "it must be above 0 and at most {1} seconds"),
+    )

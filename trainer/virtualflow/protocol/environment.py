@@ -94,6 +94,8 @@ class WorkerEnvironment:
     """A step to attempt twice, while that is noted."""
     explain_out: Path | None = None
     """Where to write down how gradients travel."""
+    turns: Path | None = None
+    """The socket of the turn server, where the device is shared with other jobs."""
 
     @classmethod
     def read(cls) -> WorkerEnvironment:
@@ -146,6 +148,7 @@ class WorkerEnvironment:
             trace_dir=_path(names.ENV_TRACE_DIR),
             trace_repeat=_whole(names.ENV_TRACE_REPEAT),
             explain_out=_path(names.ENV_EXPLAIN_OUT),
+            turns=_path(names.ENV_TURNS),
         )
 
 

@@ -86,6 +86,10 @@ class MicrobatchFusion:
             self._ghost.sizes = tuple(size for size in batch.counts if size)
         self._samples += batch.size
 
+    def exclude(self, seconds: float) -> None:
+        """So much of the attempt was waiting for a device that others had."""
+        self._began += seconds
+
     def end(self) -> None:
         """The last micro-batch of the attempt has been computed."""
         if self._ghost is not None:

@@ -7,6 +7,7 @@ from virtualflow.transport.copy_client import CopyClient, CopyRefused
 from virtualflow.transport.gloo import Communicator
 from virtualflow.transport.interface import ALONE, DONE, Collectives, Message, Pending, as_bytes, gather_bytes
 from virtualflow.transport.link import Link
+from virtualflow.transport.turns import Turns
 
 __all__ = [
     "ALONE",
@@ -19,6 +20,7 @@ __all__ = [
     "Link",
     "Message",
     "Pending",
+    "Turns",
     "as_bytes",
     "gather_bytes",
 ]

@@ -56,3 +56,15 @@ class CommunicatorSettings:
     coordinator, both much earlier."""
     wait_slice: float = 0.05
     """How long a collective is waited for before the coordinator's news are looked at."""
+
+
+@dataclass(frozen=True)
+class TurnSettings:
+    """Turns on a device that several jobs share."""
+
+    answer: float = 3.0
+    """A turn server that is late by this is taken to hang, and there are no turns."""
+    retry: float = 2.0
+    """Where there are none, one is looked for again after this long."""
+    wait_slice: float = 0.05
+    """How long a turn is waited for before the coordinator's news are looked at."""

@@ -114,13 +114,16 @@ def _gather(loop: Loop, source: Source, fn: Callable[[Any], Rows], step: int, nu
     context, state = loop.context, loop.context.session.state
     communicator = context.membership.communicator
     mine: dict[int, Rows] = {}
-    for node in state.assigned:
-        context.membership.check()
-        context.session.activity.mark("evaluating", context.training.completed_steps)
-        batch = source.fetch(0, step, node)
-        if batch.size:
-            seed_virtual_node(context.request.options.seed, -number, node)
-            mine[node] = _to_cpu(_checked(fn(batch.data), batch.size))
+    with context.turns.within():
+        for node in state.assigned:
+            context.membership.check()
+            context.session.activity.mark("evaluating", context.training.completed_steps)
+            batch = source.fetch(0, step, node)
+            if batch.size:
+                context.turns.take(context.training.completed_steps, context.membership.check)
+                context.session.activity.mark("evaluating", context.training.completed_steps)
+                seed_virtual_node(context.request.options.seed, -number, node)
+                mine[node] = _to_cpu(_checked(fn(batch.data), batch.size))
     form = context.update.sync.header_format(state.ranges)
     header = form.write(form.tell(Kind.EVALUATE, number, context.session.offer(evaluating=True)))
     headers = read_headers(form, communicator.all_gather(header), Kind.EVALUATE, number)

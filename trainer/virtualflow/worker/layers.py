@@ -41,6 +41,7 @@ class LayeredAttempts:
         if not work.flights:
             return
         sync.begin_late()
+        self._context.turns.take(number, self._context.membership.check)
         self._context.session.activity.mark("computing", number)
         yield from self._run(work, number, self._context.membership.check)
         self._context.guard.check(last=True)

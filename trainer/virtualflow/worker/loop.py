@@ -60,7 +60,8 @@ class Loop:
         self._saves_together = False
         """Whether a checkpoint that takes all is to follow the step that was committed in that generation."""
         device = device_of(context.request.model)
-        self._kernels_on = device if device.type == "cuda" and context.session.coordinated else None
+        waits_for_kernels = context.session.coordinated or context.turns.shared
+        self._kernels_on = device if device.type == "cuda" and waits_for_kernels else None
 
     # --- for the user's code ------------------------------------------------------------------------------------------
 
@@ -134,7 +135,10 @@ class Loop:
         self._activity.mark("warming up", 0)
         batch = self.context.loading.first()
         self.context.update.begin(range(1))
-        yield from self._present(batch, 0) if self._layers is None else self._layers.warm_up(batch)
+        with self.context.turns.within():
+            self.context.turns.take(0, lambda: None)
+            self._activity.mark("warming up", 0)
+            yield from self._present(batch, 0) if self._layers is None else self._layers.warm_up(batch)
         self.context.update.abandon()
 
     def make(self, number: int) -> Iterator[Any]:
@@ -242,8 +246,9 @@ class Loop:
             pace.disregard()
         if state.repair is not None and context.audit is not None:
             context.audit.kept(context.session.generation, number, update.sync.kept)
-        yield from self._spot_checking.begin(number)
-        yield from self._one_by_one(number) if self._layers is None else self._layers.attempt(computes, number)
+        with context.turns.within():
+            yield from self._spot_checking.begin(number)
+            yield from self._one_by_one(number) if self._layers is None else self._layers.attempt(computes, number)
         context.guard.forget()  # also where nothing was left to compute
         fusion.end()
         if len(state.ranges) > 1:
@@ -257,6 +262,7 @@ class Loop:
             context.membership.check()
             self._activity.mark("loading samples", number)
             batch = context.loading.fetch(nodes)
+            context.turns.take(number, context.membership.check)
             self._activity.mark("computing", number)
             if batch.size < self._micro_batch * len(nodes):
                 pace.disregard()

@@ -70,6 +70,13 @@ class Pace:
         if self._began is not None:
             self._computed = now - self._began
 
+    def exclude(self, seconds: float) -> None:
+        """So much of the attempt was waiting for a device that others had, which is nobody's time either."""
+        if self._began is not None:
+            self._began += seconds
+        if self._committed_at is not None:
+            self._committed_at += seconds
+
     def interrupt(self) -> None:
         """Something else came between two steps, on purpose: that time is nobody's."""
         self._committed_at = None

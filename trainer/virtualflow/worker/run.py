@@ -92,6 +92,7 @@ class Run:
     ) -> None:
         _active.clear()
         context = self.context
+        context.turns.give_back()  # the script may have left its inner loop in the middle of one
         with self._resources:
             if error is not None:
                 self._fail(context, error)

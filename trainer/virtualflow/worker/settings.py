@@ -14,7 +14,7 @@ from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import MemoryCopySettings, TransferSettings
 from virtualflow.step.settings import FusionSettings, GuardSettings, StateWatchSettings
-from virtualflow.transport.settings import CommunicatorSettings, CopySettings, LinkSettings
+from virtualflow.transport.settings import CommunicatorSettings, CopySettings, LinkSettings, TurnSettings
 
 MAX_STEP_TIMES = 4_096
 """Latest step durations that a worker keeps for the median."""
@@ -66,6 +66,7 @@ class WorkerSettings:
     link: LinkSettings = field(default_factory=LinkSettings)
     communicator: CommunicatorSettings = field(default_factory=CommunicatorSettings)
     copy: CopySettings = field(default_factory=CopySettings)
+    turns: TurnSettings = field(default_factory=TurnSettings)
     memory_copy: MemoryCopySettings = field(default_factory=MemoryCopySettings)
     loading: LoadingSettings = field(default_factory=LoadingSettings)
     memory: MemorySettings = field(default_factory=MemorySettings)

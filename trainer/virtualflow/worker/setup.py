@@ -38,6 +38,7 @@ from virtualflow.worker.standalone import AnySession, StandaloneSession
 from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.trace import TraceWriter
 from virtualflow.worker.train_state import Training
+from virtualflow.worker.turns import DeviceTurns, open_turns
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Context:
     """``None``: nothing was said of memory, or that blocks run in layer-major order,"""
     layers: tuple[Chain, LayerMajor] | None
     """and here otherwise."""
+    turns: DeviceTurns
+    """On its device, if other jobs have it, too."""
 
     @property
     def is_over(self) -> bool:
@@ -139,6 +142,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     loading = Loading(source, fusion, training, options, staging)
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
     guard = _open_guard(request, companions, resources)
+    turns = open_turns(environment, session, request.device, settings, pace, fusion)
+    resources.callback(turns.close)
 
     def on_entry() -> None:
         guard.forget()
@@ -176,6 +181,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         guard,
         _open_activations(request, profiling is None, resources),
         _open_layers(request),
+        turns,
     )
 
 

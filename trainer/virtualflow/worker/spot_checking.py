@@ -43,6 +43,7 @@ class SpotChecking:
         if check is not None and check.checker == self._state.rank:
             self._context.membership.check()
             self._context.pace.disregard()
+            self._context.turns.take(number, self._context.membership.check)
             yield from self._compute(check.virtual_node, number)
             self._context.guard.check()
 

@@ -1,0 +1,181 @@
+"""Which waiting jobs compute on devices of others meanwhile, in turns with them (JigSaw's packing by iteration). Pure.
+
+A policy decides first, as if there was no packing: who has devices of its own, and who waits. Then those who wait may
+become *lodgers* on the devices of one *host*, where their turns fit between its own: nobody is predicted to be slower
+by more than ``max_slowdown`` than with these devices to itself, and together they must make more progress than before.
+So packing takes nothing from anybody's share, and nobody waits longer for devices of its own because of it.
+
+(Kumar, Akella, Subramanian and Venkataraman, "Doing More by Doing Less", DistributedML 2021, arXiv 2111.10672, pack by
+iterations so. How they choose who goes with whom is not copied from there.)
+
+A lodger's workers are all on devices of one host, so that they wait for the same turns; the slowest of its devices is
+what a job waits for. Lodgers count nothing towards the limit of their namespace. A job whose speeds were not measured,
+or not on two numbers of workers, is not packed: nothing says how much of its step it computes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+
+from virtualflow_operator.scheduling.demand import Allocation, Demand
+from virtualflow_operator.scheduling.phases import Phases, share
+from virtualflow_operator.settings import PackingSettings
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A lodger's place."""
+
+    host: str
+    workers: int
+    reason: str
+    """In one sentence for the job's status."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Who shares devices with whom."""
+
+    seats: Mapping[str, Seat]
+    """Of lodgers."""
+    slowdowns: Mapping[str, float]
+    """Of those and of all that could be hosts: how many times as long as alone a step is predicted to take."""
+
+
+@dataclass(frozen=True)
+class _Host:
+    """A job with devices of its own, and who is on them."""
+
+    demand: Demand
+    devices: tuple[tuple[str, ...], ...]
+    phases: Mapping[str, Phases]
+    """Of it and its lodgers."""
+    slowdowns: Mapping[str, float]
+
+    def load(self, most: int) -> float:
+        """Which part of the time its emptiest device would compute if nobody waited; infinite without room for a job.
+
+        Somebody on a device is slowed down by at least that.
+        """
+        free = (there for there in self.devices if len(there) < most)
+        return min(
+            (sum(self.phases[name].compute / self.phases[name].step for name in there) for there in free), default=inf
+        )
+
+    @property
+    def progress(self) -> float:
+        """Of all on these devices: steps of one device, in steps of each job alone."""
+        return sum(1 / self.slowdowns[name] for there in self.devices for name in there)
+
+    def with_lodger(self, lodger: Demand, workers: int, most: int) -> _Host | None:
+        """The same with one more lodger, on the devices with the fewest jobs; ``None``: there is no room."""
+        order = sorted(range(len(self.devices)), key=lambda n: (len(self.devices[n]), n))
+        chosen = {n for n in order[:workers] if len(self.devices[n]) < most}
+        if len(chosen) < workers:
+            return None
+        devices = tuple((*there, lodger.name) if n in chosen else there for n, there in enumerate(self.devices))
+        phases = {**self.phases, lodger.name: Phases.at(lodger.curve, workers)}
+        return _Host(self.demand, devices, phases, _slowdowns(devices, phases))
+
+
+@dataclass(frozen=True)
+class _Place:
+    host: _Host
+    """With the lodger."""
+    workers: int
+    gain: float
+
+
+def pack(
+    demands: Sequence[Demand],
+    allocations: Mapping[str, Allocation],
+    most: int,
+    settings: PackingSettings,
+    seated: Mapping[str, str] | None = None,
+) -> Packing:
+    """Find lodgers places, the oldest first.
+
+    Args:
+        demands: the jobs of a queue.
+        allocations: what its policy has decided for each.
+        most: jobs of a device, at most.
+        settings: what is worth it.
+        seated: the host of each that is a lodger already: it stays there if it can.
+    """
+    before = seated or {}
+    able = {demand.name: demand for demand in demands if _has_phases(demand)}
+    given = {name: allocations[name].workers for name in able}
+    hosts = {name: _host(demand, given[name]) for name, demand in able.items() if given[name]}
+    by_load = sorted((host.load(most), name) for name, host in hosts.items())
+    lodgers = [
+        demand
+        for name, demand in able.items()
+        if not given[name] and allocations[name].shortage is None and not demand.minimum_on_demand
+    ]
+    seats: dict[str, Seat] = {}
+    for lodger in sorted(lodgers, key=lambda lodger: (lodger.name not in before, lodger.submitted, lodger.name)):
+        stays = hosts.get(before.get(lodger.name, ""))
+        place = None if stays is None else _try(lodger, stays, most, settings)
+        if place is None:
+            found = (_try(lodger, hosts[name], most, settings) for name in _likely(lodger, by_load, settings))
+            place = max((one for one in found if one), key=lambda one: one.gain, default=None)
+        if place is None:
+            continue
+        name = place.host.demand.name
+        by_load.remove((hosts[name].load(most), name))
+        hosts[name] = place.host
+        insort(by_load, (place.host.load(most), name))
+        seats[lodger.name] = Seat(name, place.workers, f"computes in turns with {name} until devices are free")
+    return Packing(seats, {name: slow for host in hosts.values() for name, slow in host.slowdowns.items()})
+
+
+def _has_phases(demand: Demand) -> bool:
+    return len(demand.curve.points) > 1
+
+
+def _host(demand: Demand, workers: int) -> _Host:
+    phases = {demand.name: Phases.at(demand.curve, workers)}
+    return _Host(demand, ((demand.name,),) * workers, phases, {demand.name: 1.0})
+
+
+def _likely(lodger: Demand, by_load: Sequence[tuple[float, str]], settings: PackingSettings) -> Iterator[str]:
+    """Some hosts into whose free time the lodger may fit, the fullest of them first."""
+    phases = Phases.at(lodger.curve, lodger.maximum)  # with more workers, a larger part of each step is no computing
+    room = settings.max_slowdown - phases.compute / phases.step
+    end = bisect_right(by_load, (room, ""))
+    for _, name in reversed(by_load[max(0, end - settings.tries) : end]):
+        yield name
+
+
+def _try(lodger: Demand, host: _Host, most: int, settings: PackingSettings) -> _Place | None:
+    """The most workers with which a lodger has a place there that is worth it."""
+    if lodger.units != host.demand.units:
+        return None
+    largest = min(lodger.maximum, len(host.devices))
+    for workers in dict.fromkeys((largest, lodger.minimum)):
+        if workers < lodger.minimum:
+            continue
+        found = host.with_lodger(lodger, workers, most)
+        if found is None or max(found.slowdowns.values()) > settings.max_slowdown:
+            continue
+        gain = found.progress - host.progress
+        if gain >= settings.least_gain * workers:
+            return _Place(found, workers, gain)
+    return None
+
+
+def _slowdowns(devices: Sequence[Sequence[str]], phases: Mapping[str, Phases]) -> dict[str, float]:
+    """Of each job: by the slowest of its devices."""
+    slowest = dict.fromkeys(phases, 1.0)
+    for there in {tuple(sorted(there)) for there in devices}:
+        steps = _share(tuple(phases[name] for name in there))
+        for name, step in zip(there, steps, strict=True):
+            slowest[name] = max(slowest[name], step / phases[name].step)
+    return slowest
+
+
+_share = lru_cache(maxsize=16_384)(share)

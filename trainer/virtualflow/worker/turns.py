@@ -1,0 +1,117 @@
+"""Where a worker's loop takes turns on a device that several jobs share: before it computes, until it exchanges.
+
+So one job computes while the gradients of another are on their way. Samples are loaded, gradients exchanged and updates
+applied without a turn, by whichever threads do so anyway. Nobody waits for other workers in a turn: two jobs whose
+workers waited for each other so, on two nodes, would wait until a time limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+
+from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.settings import MAX_NAME
+from virtualflow.step import MicrobatchFusion
+from virtualflow.transport import Turns
+from virtualflow.worker.pace import Pace
+from virtualflow.worker.settings import WorkerSettings
+from virtualflow.worker.standalone import AnySession
+
+
+class DeviceTurns:
+    """One worker's turns.
+
+    Args:
+        turns: on its device; ``None``: it shares none.
+        pace: does not count what is waited for one,
+        fusion: nor does this.
+    """
+
+    def __init__(self, turns: Turns | None, pace: Pace, fusion: MicrobatchFusion) -> None:
+        self._turns, self._pace, self._fusion = turns, pace, fusion
+
+    @property
+    def shared(self) -> bool:
+        """Whether there may be others on the device."""
+        return self._turns is not None
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """What computes; however it ends, the device is given back."""
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    def take(self, step: int, check: Callable[[], object]) -> None:
+        """Have the device; returns at once where this worker has it.
+
+        Args:
+            step: which it is for.
+            check: is called while it is waited for, and may raise.
+        """
+        if self._turns is not None:
+            waited = self._turns.take(step, check)
+            self._pace.exclude(waited)
+            self._fusion.exclude(waited)
+
+    def give_back(self) -> None:
+        """Let others compute."""
+        if self._turns is not None:
+            self._turns.give_back()
+
+    def close(self) -> None:
+        """Share nothing any more."""
+        if self._turns is not None:
+            self._turns.close()
+
+
+def open_turns(
+    environment: WorkerEnvironment,
+    session: AnySession,
+    device: torch.device,
+    settings: WorkerSettings,
+    pace: Pace,
+    fusion: MicrobatchFusion,
+) -> DeviceTurns:
+    """A worker's turns, if its environment names a turn server; nothing is connected yet."""
+    if environment.turns is None or environment.profile_out is not None:
+        return DeviceTurns(None, pace, fusion)
+    turns = Turns(
+        environment.turns,
+        _name_job(environment),
+        name_device(device),
+        settings.turns,
+        session.activity,
+        lambda text: session.note("warning", text),
+    )
+    return DeviceTurns(turns, pace, fusion)
+
+
+def _name_job(environment: WorkerEnvironment) -> str:
+    """What all workers of a job call it, and of no other: an address may be that of several, in other networks."""
+    if environment.coordinator is None:
+        return f"alone, process {os.getpid()}"
+    token = hashlib.sha256(environment.token.encode()).hexdigest()
+    return f"{environment.coordinator} {token[:16]}"[-MAX_NAME:]
+
+
+def name_device(device: torch.device) -> str:
+    """What all processes of a node call a device: one GPU, or the processors that a process may run on."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_properties(device).uuid}"
+    if device.type == "cpu":
+        return f"cpu {_ranges(sorted(os.sched_getaffinity(0)))}"[:MAX_NAME]
+    return str(device)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    breaks = [n for n, (left, right) in enumerate(pairwise(numbers), 1) if right != left + 1]
+    parts = [numbers[begin:end] for begin, end in pairwise([0, *breaks, len(numbers)])]
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
