@@ -26,17 +26,19 @@ MEMORY: dict[str, dict[str, Any]] = {
     "worker-3": {"device": "1GiB", "activations": "keep"},
     "worker-4": {"device": 75_000, "host": "1GiB", "activations": "auto"},
 }
+SMALL = {"worker-0": {"device": "1GiB"}, "worker-1": {"device": "10KiB"}}
+"""The second worker's memory is too small for any plan."""
 
 
-def train(memory: vf.Memory | Literal["each"] | None, victim: str = "") -> Trained:
+def train(memory: vf.Memory | Literal["each", "small"] | None, victim: str = "") -> Trained:
     """The script; ``victim`` kills itself in the middle of its micro-batches of step 7."""
     torch.manual_seed(0)
     model = FAMILIES["convolutional"].build()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     draw = torch.Generator().manual_seed(5)
     data = TensorDataset(torch.randn(64, 3, 8, 8, generator=draw), torch.randint(0, 3, (64,), generator=draw))
-    if memory == "each":
-        memory = vf.Memory(**MEMORY[os.environ.get(ENV_WORKER, "worker-0")])
+    if isinstance(memory, str):
+        memory = vf.Memory(**{"each": MEMORY, "small": SMALL}[memory][os.environ.get(ENV_WORKER, "worker-0")])
     with vf.elastic(model, optimizer, data, batch_size=32, steps=10, virtual_nodes=8, seed=3, memory=memory) as run:
         for step in run:
             for x, y in step:
@@ -100,6 +102,21 @@ def test_a_job_that_does_not_fit_fails_with_what_would(start_job: Callable[..., 
     status = job.status()
     assert (status.phase, status.does_not_fit) == ("failed", True)
     assert re.match(r"the model does not fit into 10.0 KiB .*: the smallest budget that works is", status.error or "")
+
+
+def test_a_worker_whose_memory_is_too_small_is_refused_alone_and_the_others_come_to_the_same_bits(
+    start_job: Callable[..., ElasticJob],
+) -> None:
+    job = start_job(train, "small", workers=2)
+    outcomes = job.finish()
+    assert outcomes["worker-1"].kind == "DoesNotFit", outcomes
+    sentence = r"the model does not fit into 10.0 KiB .*: the smallest budget that works is"
+    assert re.match(sentence, outcomes["worker-1"].text)
+    assert outcomes["worker-0"].value == alone(train, None)
+    status = job.status()
+    assert (status.phase, status.does_not_fit, status.repeated_steps) == ("done", False, 1)
+    assert [(lost.worker, lost.does_not_fit, lost.ended) for lost in status.lost] == [("worker-1", True, True)]
+    assert re.match(sentence, status.lost[0].reason)
 
 
 def test_an_optimizer_of_the_device_does_not_go_with_layer_major_order(monkeypatch: pytest.MonkeyPatch) -> None:

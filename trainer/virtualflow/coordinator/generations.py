@@ -122,10 +122,19 @@ def mark_draining(state: JobState, worker: Worker, deadline: float, reason: str)
     return True
 
 
-def declare_lost(state: JobState, incarnation: str, why: str, *, hung: bool = False, convicted: bool = False) -> None:
+def declare_lost(
+    state: JobState,
+    incarnation: str,
+    why: str,
+    *,
+    hung: bool = False,
+    convicted: bool = False,
+    does_not_fit: bool = False,
+) -> None:
     """No generation counts on that worker any more, and it must not come back; ``why`` is the end of a sentence.
 
-    ``hung``: its training thread hangs. ``convicted``: it came to wrong gradients.
+    ``hung``: its training thread hangs. ``convicted``: it came to wrong gradients. ``does_not_fit``: nothing fits into
+    its budget of memory.
     """
     worker = state.roster.workers[incarnation]
     if not worker.present:
@@ -133,8 +142,10 @@ def declare_lost(state: JobState, incarnation: str, why: str, *, hung: bool = Fa
     state.roster.update(incarnation, gone=why[:MAX_REASON])
     if not worker.done:
         address = state.roster.contacts[incarnation].address
-        state.roster.note_lost(worker.name, incarnation, address, why, hung=hung, convicted=convicted)
-        state.tell("lost", f"{worker.name} lost: {why}")
+        state.roster.note_lost(
+            worker.name, incarnation, address, why, hung=hung, convicted=convicted, does_not_fit=does_not_fit
+        )
+        state.tell("lost", f"{worker.name} {'refused' if does_not_fit else 'lost'}: {why}")
     state.send(incarnation, m.Refuse(f"declared lost: {why}"[:MAX_TEXT]))
     state.note_news()
 
