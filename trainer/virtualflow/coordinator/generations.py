@@ -5,7 +5,7 @@ What messages, calls and decisions have in common; a function of the state and t
 
 from __future__ import annotations
 
-from virtualflow.coordinator.balance import split
+from virtualflow.coordinator.balance import arrange, split
 from virtualflow.coordinator.settings import APART
 from virtualflow.coordinator.snapshot import Proposal, Worker
 from virtualflow.coordinator.state import JobState
@@ -16,14 +16,16 @@ from virtualflow.protocol.settings import MAX_REASON, MAX_TEXT, MAX_WORKERS
 def propose(state: JobState, proposal: Proposal, reason: str, now: float) -> None:
     """Make the next generation, and tell its members and those who leave by it."""
     state.counter += 1
-    ranges = split(state.snapshot(), proposal.members, state.settings) if proposal.members else []
+    cluster = state.snapshot()
+    members = arrange(cluster, proposal.members)
+    ranges = split(cluster, members, state.settings) if members else []
     workers, contacts = state.roster.workers, state.roster.contacts
     plan = m.Plan(
         m.Generation(state.incarnation, state.counter),
         proposal.mode,
         tuple(
             m.Member(workers[i].name, i, contacts[i].address, r.start, r.stop)
-            for i, r in zip(proposal.members, ranges, strict=True)
+            for i, r in zip(members, ranges, strict=True)
         ),
         tuple(workers[i].name for i in proposal.joiners),
         proposal.cause,
