@@ -146,9 +146,11 @@ class Probe:
         """What a block got before enters this one, too."""
         first = self._entering[key][1]
         known = self._now.skips.get(key)
-        if block > first:
-            gradient = max(gradient, known.gradient_bytes if known is not None else 0)
-            self._now.skips[key] = SkipProfile(first, block, size, gradient)
+        if block <= first:  # of blocks in another order nothing is known
+            self._now.left += size
+            return
+        gradient = max(gradient, known.gradient_bytes if known is not None else 0)
+        self._now.skips[key] = SkipProfile(first, block, size, gradient)
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
         """Autograd has saved a tensor that takes memory."""
