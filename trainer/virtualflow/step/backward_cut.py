@@ -21,7 +21,7 @@ from torch import nn
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.state import StayingHook
-from virtualflow.step.partial_backward import PartialBackward, blocks_reached
+from virtualflow.step.partial_backward import PartialBackward, blocks_reached, cost_of
 
 WHOLE = -1
 """The level of what comes before the first block, and where a whole pass ends."""
@@ -98,6 +98,10 @@ class BackwardCut:
         """The first level that a virtual node's pass reaches."""
         fraction = self._backward.fraction(step, virtual_node, self._virtual_nodes)
         return WHOLE if fraction == 1 else len(self.names) - blocks_reached(fraction, len(self.names))
+
+    def work(self, virtual_nodes: Sequence[int], step: int) -> float:
+        """How many virtual nodes with a whole pass compute as much as these."""
+        return sum(cost_of(self._backward.fraction(step, node, self._virtual_nodes)) for node in virtual_nodes)
 
     def factors(self, samples: Mapping[int, int]) -> dict[int, float]:
         """What makes of a mean over all samples of the step that over those whose pass was to reach the parameter.
