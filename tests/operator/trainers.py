@@ -52,6 +52,8 @@ class Trainer:
         self.newest: m.Plan | None = None
         self.memory: m.MemoryPlan | None = None
         self.draining = False
+        self.failed: m.Failed | None = None
+        """What it has said, if its script has raised."""
         self.leaving = False
         self.hung = False
         """It says nothing more, but its connections stand: its node has lost its power."""
@@ -75,6 +77,11 @@ class Trainer:
             self._kept[type(message)] = message
         if self._stream is not None and not self.hung:
             self._out.put_nowait(message)
+
+    def fail(self, failed: m.Failed) -> None:
+        """Its script raises: it says so, and ends when that has arrived."""
+        self.failed = failed
+        self.say(failed)
 
     def settle(self) -> None:
         """What was to be repeated to a new coordinator is so no more."""
@@ -204,6 +211,10 @@ class Training:
                         trainer.say(m.Prepared(plan.generation), keep=True)
             case m.Drain():
                 trainer.draining = True
+            case m.Refuse() | m.End() if trainer.failed is not None:
+                failed = trainer.failed
+                word = TerminationMessage("failed", self.step, error=failed.error, does_not_fit=failed.does_not_fit)
+                trainer.exit(1, word)
             case m.Refuse(reason):
                 trainer.exit(75, TerminationMessage("refused", self.step, reason=reason))
             case m.End(failed, reason):

@@ -7,7 +7,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from virtualflow.memory import Block, Plan, Profile, Span
+from virtualflow.memory import Action, Block, Plan, Profile, Skip, Span
 from virtualflow.memory.search import bound
 from virtualflow.memory.simulation import JOIN, Actions, Chain, is_valid, least_capacity, schedule
 
@@ -27,16 +27,25 @@ def blocks(index: int, boundary: int) -> st.SearchStrategy[Block]:
 
 
 @st.composite
-def profiles(draw: st.DrawFn, most: int = 5, least: int = 1) -> Profile:
-    """Draw models of up to so many blocks, with boundaries small or as large as the rest, and copies slow or fast."""
+def profiles(draw: st.DrawFn, most: int = 5, least: int = 1, *, skips: int = 0) -> Profile:
+    """Draw models of up to so many blocks, with boundaries small or as large as the rest, and copies slow or fast.
+
+    Those of up to so many ``skips`` are a part of a boundary, or all of it.
+    """
     length, boundary = draw(st.integers(least, most)), draw(st.sampled_from([5, 80]))
     bandwidth = draw(st.sampled_from([5.0, 30.0, 100.0, 1_000.0]))
+    chain = tuple(draw(blocks(index, boundary)) for index in range(length))
+    ways = [(first, last) for first in range(length) for last in range(first + 1, length)]
+    chosen = draw(st.lists(st.sampled_from(ways), max_size=skips, unique_by=lambda way: way[0])) if ways else []
     return Profile(
-        tuple(draw(blocks(index, boundary)) for index in range(length)),
+        chain,
         bandwidth,
         bandwidth * draw(st.sampled_from([0.5, 1.0, 2.0])),
         optimizer_bytes=draw(st.integers(0, 50)),
         fixed_bytes=draw(st.integers(0, 50)),
+        skips=tuple(
+            Skip(*way, draw(st.integers(0, chain[way[0]].boundary_bytes)), draw(st.integers(0, 80))) for way in chosen
+        ),
     )
 
 
@@ -66,10 +75,12 @@ def optimum_of_many(chain: Chain, capacity: int, host: int) -> float:
 
 
 def bytes_over_time(profile: Profile, plan: Plan) -> list[int]:
-    """Return what is in memory at the start of each span, tensor by tensor: when each is made, and when it goes."""
+    """Return what is in memory as each span begins and ends, tensor by tensor: when it is made, and when it goes."""
     spans = {(span.kind, span.block): span for span in plan.timeline.spans}
     lives = [life for index in range(len(profile.blocks)) for life in _lives(profile, plan, spans, index)]
-    return [sum(size for size, begin, end in lives if begin <= span.start < end) for span in plan.timeline.spans]
+    lives += [life for skip in profile.skips for life in _lives_of_skip(skip, plan, spans)]
+    moments = [moment for span in plan.timeline.spans for moment in (span.start, span.end)]
+    return [sum(size for size, begin, end in lives if begin <= moment < end) for moment in moments]
 
 
 def _lives(
@@ -86,18 +97,38 @@ def _lives(
         yield block.workspace_bytes, span.start, span.end
     made = spans["forward", index - 1].start if index else 0.0
     joined = treated.segment is not None and treated.segment != index
+    taken = 0.0
+    if back is not None and treated.prefetch is not None:
+        # Its memory is taken when it is issued and nothing is leaving any more, perhaps before the engine comes to it.
+        gone = max(span.end for (kind, _), span in spans.items() if kind == "swap-out")
+        taken = min(back.start, max(spans[treated.prefetch.kind, treated.prefetch.block].start, gone))
     if out is not None and back is not None:
         yield block.boundary_bytes, made, out.end
-        yield block.boundary_bytes, back.start, backward.end
+        yield block.boundary_bytes, taken, backward.end
     elif joined:
         yield block.boundary_bytes, made, forward.end
         yield block.boundary_bytes, spans["recompute", index - 1].start, backward.end
     else:
         yield block.boundary_bytes, made, backward.end
     if again is not None:
+        yield block.saved_bytes, forward.start, forward.end
         yield block.saved_bytes, again.start, backward.end
     elif out is not None and back is not None:
         yield block.saved_bytes, forward.start, out.end
-        yield block.saved_bytes, back.start, backward.end
+        yield block.saved_bytes, taken, backward.end
     else:
         yield block.saved_bytes, forward.start, backward.end
+
+
+def _lives_of_skip(skip: Skip, plan: Plan, spans: dict[tuple[str, int], Span]) -> Iterator[tuple[int, float, float]]:
+    """Yield the same of a skip and its gradient, beside the boundary that it is a part of."""
+    backward, treated = spans["backward", skip.last], plan.blocks[skip.first]
+    yield skip.gradient_bytes, backward.end, spans["backward", skip.first].end
+    stays = ("swap-out", skip.first) not in spans and treated.segment in (None, skip.first)
+    if not stays:
+        again = plan.blocks[skip.last].action is Action.RECOMPUTE
+        yield (
+            skip.skip_bytes,
+            spans["forward", skip.first + 1].start,
+            backward.end if again else spans["forward", skip.last].end,
+        )

@@ -12,6 +12,7 @@ from virtualflow_operator.api.job_status import (
     Phase,
     Share,
     Truth,
+    Unfit,
     merge_patch,
     write_status,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "Share",
     "Standing",
     "Truth",
+    "Unfit",
     "WorkerGroup",
     "WorkerMemory",
     "Workload",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.settings import (
     CHECKPOINT_KEEP,
     CHECKPOINT_SECONDS,
@@ -100,6 +101,8 @@ class JobSpec(Base, frozen=True):
     reproducibility: Reproducibility = "Bitwise"
     optimizer_placement: OptimizerPlacement | None = None
     """Fixed; ``None``: the script says."""
+    backward: BackwardSpec | None = None
+    """Likewise."""
     replicas: int = WORKERS
     min_replicas: int = 1
     max_replicas: int | None = None

@@ -83,6 +83,16 @@ class LastChange(Base, frozen=True):
     """Of the coordinator that made the generation: together they grow for ever."""
 
 
+class Unfit(Base, frozen=True):
+    """A worker group into whose memory nothing fits."""
+
+    group: str
+    template: str
+    """Hash of the template that its workers were made from: with another one, it is tried again."""
+    message: str
+    """What does not fit, and what would."""
+
+
 class Failures(Base, frozen=True):
     """Crashes without progress in between, and what is needed to count each once."""
 
@@ -100,6 +110,8 @@ class Failures(Base, frozen=True):
     """Uids of the crashed pods, still present, that are counted already."""
     nodes: tuple[str, ...] = ()
     """Where the latest workers ran that were found to be wrong; new ones keep off these nodes."""
+    unfit: tuple[Unfit, ...] = ()
+    """Worker groups in which no worker is made, as it would be refused again."""
 
 
 class JobStatus(Base, frozen=True):

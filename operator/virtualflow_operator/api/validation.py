@@ -14,6 +14,7 @@ import msgspec
 from virtualflow.protocol.settings import (
     ENV_ACTIVATIONS,
     ENV_ADDRESS,
+    ENV_BACKWARD,
     ENV_CHECKPOINT_DIR,
     ENV_COORDINATOR,
     ENV_DEVICE_MEMORY,
@@ -24,7 +25,6 @@ from virtualflow.protocol.settings import (
     ENV_REPRODUCIBILITY,
     ENV_TERMINATION_LOG,
     ENV_TOKEN,
-    ENV_VERIFY,
     ENV_VIRTUAL_NODES,
     ENV_WORKER,
 )
@@ -37,17 +37,17 @@ OPERATOR_VARIABLES: Final = (
     ENV_TOKEN,
     ENV_WORKER,
     ENV_ADDRESS,
-    ENV_VIRTUAL_NODES,
+    ENV_VIRTUAL_NODES.removesuffix("IRTUAL_NODES"),  # that they check one another, too
     ENV_CHECKPOINT_DIR.removesuffix("_DIR"),
     ENV_REPRODUCIBILITY.removesuffix("DUCIBILITY"),
     ENV_TERMINATION_LOG.removesuffix("_LOG"),
     ENV_PROFILE,
     ENV_ON_NON_FINITE,
-    ENV_VERIFY,
     ENV_DEVICE_MEMORY.removesuffix("_MEMORY"),
     ENV_HOST_MEMORY.removesuffix("_MEMORY"),
     ENV_ACTIVATIONS.removesuffix("ATIONS"),
     ENV_OPTIMIZER_PLACEMENT.removesuffix("IZER_PLACEMENT"),
+    ENV_BACKWARD,
 )
 """Environment variables whose names begin like this are the operator's to set; a rule of the schema says the same."""
 

@@ -372,6 +372,11 @@ def _holds(status: JobStatus, kind: ConditionType) -> bool:
     return condition is not None and condition.status == "True"
 
 
+def _told(status: JobStatus, kind: ConditionType) -> int | None:
+    """The same of a condition that is there once it has something to say."""
+    return None if status.condition(kind) is None else int(_holds(status, kind))
+
+
 def sample(spec: JobSpec, status: JobStatus, wanted: int) -> JobSample:
     """What the metrics show of a job with that status."""
     saves = spec.checkpoint is not None
@@ -388,6 +393,8 @@ def sample(spec: JobSpec, status: JobStatus, wanted: int) -> JobSample:
         non_finite=int(_holds(status, "NonFinite")),
         checkpoint_failed=int(_holds(status, "CheckpointFailed")) if saves else None,
         last_checkpoint_timestamp_seconds=max(known, default=None) if saves else None,
+        does_not_fit=_told(status, "DoesNotFit"),
+        fits_with_offload=_told(status, "FitsWithOffload"),
         memory_copy_step=status.memory_copy_step,
         memory_copy_timestamp_seconds=parse_time(status.memory_copy_time),
         memory_copy_bytes=status.memory_copy_bytes,

@@ -109,6 +109,7 @@ def _count(
         message=message,
         counted=uids,
         nodes=failures.nodes,
+        unfit=failures.unfit,
     )
 
 

@@ -8,9 +8,10 @@ import msgspec
 
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.messages import NonFinite
+from virtualflow.protocol.settings import MAX_REASON
 from virtualflow.protocol.termination_message import EXIT_EVICTED
 from virtualflow_operator import reasons
-from virtualflow_operator.api import JobStatus, parse_time
+from virtualflow_operator.api import JobStatus, Unfit, parse_time
 from virtualflow_operator.jobs import event_messages, phases
 from virtualflow_operator.jobs.actions import DeleteJob
 from virtualflow_operator.jobs.backoff import count_crash, count_failed_attempt, count_refusal
@@ -19,6 +20,7 @@ from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.job_status_builder import build_status
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.scene import Facts
+from virtualflow_operator.jobs.template_hashes import template_hash
 from virtualflow_operator.jobs.training_health import training_health
 
 
@@ -56,6 +58,21 @@ def note_doubted_nodes(facts: Facts, draft: Draft) -> None:
         draft.amend(failures=msgspec.structs.replace(failures, nodes=nodes))
 
 
+def note_unfit_groups(facts: Facts, draft: Draft) -> None:
+    """Write down in which groups nothing fits into a worker's memory: no other is made there before that is changed."""
+    if facts.faults:
+        return
+    failures = draft.status.failures
+    templates = {group.name: template_hash(facts.job, group) for group in facts.spec.worker_groups}
+    found = (
+        Unfit(worker.pod.group, worker.pod.template, worker.reason[:MAX_REASON]) for worker in facts.pods.of("unfit")
+    )
+    latest = {unfit.group: unfit for unfit in (*failures.unfit, *found)}
+    unfit = tuple(unfit for name, unfit in latest.items() if unfit.template == templates.get(name))
+    if unfit != failures.unfit:
+        draft.amend(failures=msgspec.structs.replace(failures, unfit=unfit))
+
+
 def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
     """The coordinator says that the job has failed: all start again, or that was the last attempt."""
     remote = facts.remote
@@ -70,12 +87,13 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
     draft.amend(failures=failures)
     if failures.count > facts.spec.backoff_limit:
         return _give_up(facts, draft, message)
-    attempt = draft.status.attempt + 1
+    attempt, health = draft.status.attempt + 1, training_health(draft.status, remote)
     draft.events.append(event_messages.attempt_failed(attempt, message))
-    draft.amend(attempt=attempt, coordinator=None, start_ticket=None)
+    failures = msgspec.structs.replace(failures, unfit=())  # all of them are tried again
+    draft.amend(attempt=attempt, coordinator=None, start_ticket=None, failures=failures)
     draft.wake(facts.now + 0.01)
     status = build_status(facts.without_link(), draft.status)
-    status = amend(status, facts.job, facts.now, *training_health(draft.status, remote))
+    status = amend(status, facts.job, facts.now, *health)
     return phases.back_off(status, facts.job, facts.now)
 
 

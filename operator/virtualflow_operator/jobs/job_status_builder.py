@@ -254,6 +254,9 @@ def _degraded(facts: Facts, status: JobStatus, ready: int, begun: bool) -> Aspec
         return ("Degraded", "False", reasons.AS_WANTED, "As many workers train as are wanted, or they are starting.")
     causes = (_why_not(worker.pod, facts.scene.nodes) for worker in facts.pods.workers)
     why = next(filter(None, causes), facts.rejection or facts.scene.trouble)
+    if not why and status.failures.unfit:
+        groups = ", ".join(unfit.group for unfit in status.failures.unfit)
+        why = f"nothing fits into the memory of worker group {groups}, so no worker is made there"
     if not why and retry is not None and facts.now < retry:
         why = f"no worker is made before {status.failures.retry_time}, because of those that ended too soon"
     message = f"Fewer workers train than the {desired} that are wanted: {why or 'the others are starting'}."

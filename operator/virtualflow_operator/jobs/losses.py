@@ -27,7 +27,7 @@ def tell_losses(facts: Facts, draft: Draft) -> None:
     """Tell the coordinator whom it has lost and whom it will lose."""
     if not facts.connected:
         return
-    for worker in facts.pods.of("lost", "left", "crashed", "disrupted", "refused"):
+    for worker in facts.pods.of("lost", "left", "crashed", "disrupted", "refused", "unfit"):
         if worker.standing in _PRESENT:
             draft.calls.append(GoneCall(worker.pod.name, worker.incarnation or None, worker.reason[:MAX_REASON]))
             if worker.fate != "left" and worker.standing in ("training", "draining"):
@@ -95,7 +95,7 @@ def delete_ended(facts: Facts, draft: Draft) -> None:
         counted = not worker.counts or worker.pod.uid in draft.status.failures.counted
         if counted and not worker.pod.terminating:
             draft.delete(worker.pod, worker.reason, "lost", FAILED_GRACE)
-    for worker in facts.pods.of("left", "disrupted", "crashed", "refused"):
+    for worker in facts.pods.of("left", "disrupted", "crashed", "refused", "unfit"):
         counted = worker.fate not in ("crashed", "refused") or worker.pod.uid in draft.status.failures.counted
         if counted and not worker.pod.terminating and not worker.saw_the_end:
             draft.delete(worker.pod, worker.reason, worker.fate)

@@ -11,10 +11,13 @@ import hmac
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from virtualflow.protocol.settings import (
     DRAIN_GRACE,
     ENV_ACTIVATIONS,
     ENV_ADDRESS,
+    ENV_BACKWARD,
     ENV_CHECKPOINT_DIR,
     ENV_CHECKPOINT_KEEP,
     ENV_CHECKPOINT_MEMORY,
@@ -166,6 +169,8 @@ def _environment(job: Job, group: WorkerGroup, address: str, log: str, settings:
         values |= _memory(group.memory)
     if spec.optimizer_placement is not None:
         values[ENV_OPTIMIZER_PLACEMENT] = spec.optimizer_placement
+    if spec.backward is not None:
+        values[ENV_BACKWARD] = msgspec.json.encode(spec.backward).decode()
     if spec.verify is not None:
         values[ENV_VERIFY] = str(spec.verify.sample)
     if spec.checkpoint is not None:

@@ -26,12 +26,13 @@ Fate = Literal[
     "crashed",
     "disrupted",
     "refused",
+    "unfit",
 ]
 """``healthy``: one of those that the job is to have. ``planned``: to be replaced first, then relieved. ``stuck``: no
 node has room, and another group may. ``announced``: to be relieved at once. ``leaving``: terminating already. ``lost``:
 dead, its pod still there. ``declared-lost``: alive perhaps, but the coordinator went on without it. ``left``,
 ``crashed``, ``disrupted``, ``refused``: ended, by itself, in the user's code, by the cluster, because coordinator or
-kubelet would not have it."""
+kubelet would not have it. ``unfit``: nothing fits into its memory, and the others train on."""
 
 LEFT = "it has left"
 _HEARD: tuple[Standing, ...] = ("starting", "ready", "training", "draining")
@@ -192,7 +193,18 @@ def _is_convicted(status: Status | None, pod: Pod) -> bool:
     return (lost is not None and lost.convicted) or (word is not None and word.convicted)
 
 
+def _too_small(status: Status | None, pod: Pod) -> str:
+    """Why nothing fits into its memory and what would, likewise; empty: it does not say so."""
+    lost, word = _declared_lost(status, pod), pod.exit.last_word if pod.exit is not None else None
+    if lost is not None and lost.does_not_fit:
+        return lost.reason
+    return word.error or "" if word is not None and word.does_not_fit else ""
+
+
 def _find_fate(pod: Pod, standing: Standing, around: _Surroundings) -> _Finding:
+    too_small = _too_small(around.status, pod)
+    if too_small:
+        return _Finding("unfit", too_small)
     if pod.finished:
         return _find_end(pod)
     node = around.nodes.get(pod.node) if around.nodes is not None else None

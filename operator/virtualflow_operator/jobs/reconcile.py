@@ -48,6 +48,9 @@ def _decide(facts: Facts, draft: Draft) -> JobStatus:
     # A worker that was wrong is most likely so because of its machine.
     endings.note_doubted_nodes(facts, draft)
 
+    # What did not fit into a worker's memory will not fit into the next one's of the same group.
+    endings.note_unfit_groups(facts, draft)
+
     # The training is complete, the job failed too often or took too long, or all start again after a wait.
     ended = (
         endings.completed(facts, draft)

@@ -36,7 +36,7 @@ def training_health(status: JobStatus, told: Status | TerminationMessage | None)
     aspects = (
         finite or _former(status, "NonFinite"),
         saved or _former(status, "CheckpointFailed"),
-        (_fits(status, told) if isinstance(told, Status) else None) or _former(status, "DoesNotFit"),
+        _fits(status, told if isinstance(told, Status) else None) or _former(status, "DoesNotFit"),
         (_offloads(status, told) if isinstance(told, Status) else None) or _former(status, "FitsWithOffload"),
     )
     return [aspect for aspect in aspects if aspect is not None]
@@ -64,11 +64,13 @@ def _saved(status: JobStatus, checkpoint: CheckpointState) -> Aspect | None:
     return ("CheckpointFailed", "False", reasons.CHECKPOINT_WRITTEN, message)
 
 
-def _fits(status: JobStatus, told: Status) -> Aspect | None:
-    if told.does_not_fit:
-        why = told.error or ""
-        return ("DoesNotFit", "True", reasons.NO_PLAN_FITS, f"{why[:1].upper()}{why[1:]}.")
-    report = told.memory
+def _fits(status: JobStatus, told: Status | None) -> Aspect | None:
+    why = [f"Worker group {unfit.group}: {unfit.message}." for unfit in status.failures.unfit]
+    if not why and told is not None and told.does_not_fit and told.error:
+        why = [f"{told.error[:1].upper()}{told.error[1:]}."]
+    if why:
+        return ("DoesNotFit", "True", reasons.NO_PLAN_FITS, " ".join(why))
+    report = told.memory if told is not None else None
     if status.condition("DoesNotFit") is None or report is None or report.planned < report.budgets:
         return None
     return ("DoesNotFit", "False", reasons.PLANS_FIT, "All workers fit into the memory that they may use.")

@@ -1,9 +1,9 @@
 """How many workers to make and in which groups, and whom to relieve. Pure.
 
 Workers are made in the first group that has room; a group with a worker that no node takes is passed over, and that
-worker stays as a request for capacity until others have taken its place. Workers that are to be reworker (a changed
-template, a cordoned node) get a successor first, one at a time, and leave when it is ready; those that never ran have
-nothing to wait for.
+worker stays as a request for capacity until others have taken its place. So is a group into whose memory nothing fits.
+Workers that are to be replaced (a changed template, a cordoned node) get a successor first, one at a time, and leave
+when it is ready; those that never ran have nothing to wait for.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def plan_workers(
     *,
     refused: bool = False,
     surge: bool = True,
+    unfit: Collection[str] = (),
 ) -> WorkerPlan:
     """Bring the number of workers to ``desired``.
 
@@ -48,6 +49,7 @@ def plan_workers(
         prefix: what names of workers begin with: the job's name.
         refused: whether the API server lets no further pod be made at present (a quota, usually).
         surge: whether there may be one more than ``desired``, so that a successor comes before its predecessor leaves.
+        unfit: names of groups into whose memory nothing fits.
     """
     unborn = [worker for worker in workers if _never_ran(worker)]
     here = [worker for worker in workers if worker.fate in ("healthy", "planned") and worker not in unborn]
@@ -60,7 +62,9 @@ def plan_workers(
     if len(here) < target:
         # Those that are to be replaced do not count where their successor may be one too many for a while.
         counted = [worker for worker in (*here, *stuck) if worker.fate != "planned" or not surge]
-        created = _place(target - len(here), counted, groups, names, prefix)
+        # Without anybody left, and no other group, it is tried again: whether that is too often, others decide.
+        sound = [group for group in groups if group.name not in unfit] or ([] if here else groups)
+        created = _place(target - len(here), counted, sound, names, prefix)
         retire = _relieve_in_place(here, planned, full=refused or bool(stuck))
         return WorkerPlan(created, retire, withdraw)
     if len(here) > target:

@@ -65,6 +65,7 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
         # Kueue has admitted so many and no more. The state of a lone worker would go with it, so its successor comes
         # first nevertheless.
         surge=not facts.granted.kueue or facts.spec.desired == 1,
+        unfit=[unfit.group for unfit in draft.status.failures.unfit],
     )
     address = facts.scene.service.address if facts.scene.service is not None else ""
     # One with another token refuses new workers as well; one of another version need not.

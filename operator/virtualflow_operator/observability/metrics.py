@@ -55,6 +55,8 @@ class JobSample:
     memory_copy_step: int | None = None
     memory_copy_timestamp_seconds: float | None = None
     memory_copy_bytes: int | None = None
+    does_not_fit: int | None = None
+    fits_with_offload: int | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,8 @@ _SINGLE = {
     "last_checkpoint_timestamp_seconds": (
         "Unix time at which the job's newest checkpoint was complete, or it was started or resumed if that was later."
     ),
+    "does_not_fit": "1: nothing fits into a worker group's memory, as the job's condition DoesNotFit says.",
+    "fits_with_offload": "1: the job's workers swap or recompute activations, as its condition FitsWithOffload says.",
     "memory_copy_step": "The step of the copy of the job's state in its coordinator's memory.",
     "memory_copy_timestamp_seconds": "Unix time at which that copy had arrived.",
     "memory_copy_bytes": "The size of that copy.",

@@ -37,6 +37,8 @@ VALID = {
         "workerGroups": [template()[0] | {"memory": {"device": "1.5G", "host": "96Gi", "activations": "Swap"}}]
     },
     "an optimizer on the host": {"optimizerPlacement": "Host"},
+    "short backward passes": {"backward": {"fractions": [1, 0.5]}},
+    "all of them": {"backward": {"fractions": [0.5, 0.25], "rotate": False, "scale": "Sum", "fullEvery": 4}},
     "resources of the coordinator": {"coordinator": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},
 }
 
@@ -113,6 +115,12 @@ INVALID = {
         "spec.workerGroups[0].memory.activations",
     ),
     "an optimizer elsewhere": ({"optimizerPlacement": "Disk"}, "spec.optimizerPlacement"),
+    "backward passes of no length": ({"backward": {"fractions": [1, 0]}}, "spec.backward.fractions[1]"),
+    "backward passes beyond all": ({"backward": {"fractions": [1.5]}}, "spec.backward.fractions[0]"),
+    "no classes of passes": ({"backward": {"fractions": []}}, "spec.backward.fractions"),
+    "backward passes without a word": ({"backward": {}}, "spec.backward"),
+    "another scale": ({"backward": {"fractions": [1], "scale": "mean"}}, "spec.backward.scale"),
+    "whole passes never": ({"backward": {"fractions": [0.5], "fullEvery": 0}}, "spec.backward.fullEvery"),
     "a template without containers": (
         {"workerGroups": [{"name": "workers", "template": {"spec": {"containers": []}}}]},
         "spec.workerGroups[0].template.spec.containers",

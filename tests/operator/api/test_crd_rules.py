@@ -33,6 +33,7 @@ LEAST_TOO_MANY = "minReplicas must be at most virtualNodes, as a worker carries 
 MOST_TOO_MANY = "maxReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
 NO_EQUAL_BITS = "verify compares bits, which are not equal if reproducibility is Statistical; remove one of them."
 WEIGHTLESS = "weight must be at least 1, as a share of nothing trains nobody; raise it."
+NEVER_WHOLE = "A fraction must be 1, or the first blocks are never trained; add it, or give fullEvery."
 FEW_IN_GROUPS = "The worker groups must allow minReplicas workers together; raise their maxReplicas."
 NOT_COORDINATOR = "A worker group cannot be called coordinator; choose another name."
 NOT_YOURS = "The operator sets this environment variable; remove it from the template."
@@ -92,6 +93,9 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
         [NO_EQUAL_BITS],
     ),
     "workers of a statistical job that do not": ({"verify": {"sample": 0}, "reproducibility": "Statistical"}, []),
+    "a pass that is whole": ({"backward": {"fractions": [0.5, 1]}}, []),
+    "steps in which all passes are whole": ({"backward": {"fractions": [0.5], "fullEvery": 4}}, []),
+    "no pass that is whole": ({"backward": {"fractions": [0.5]}}, [f"backward: {NEVER_WHOLE}"]),
     "a place in a queue": ({"queue": "shared", "weight": 1, "priority": -7}, []),
     "a group switched off": ({"workerGroups": [group(maxReplicas=0)]}, [FEW_IN_GROUPS]),
     "one of the groups has no limit": (
@@ -133,11 +137,13 @@ def test_a_rule_of_the_schema_says_what_is_wrong_with_a_job(spec: Spec, sentence
     assert [sentence.removeprefix("spec.") for sentence in by_rules] == sentences
 
 
+PARTIAL = {"fractions": [1.0, 0.5]}
 FIXED = {
     "virtualNodes": "virtualNodes cannot be changed, because the result depends on it; create a new job.",
     "reproducibility": "reproducibility cannot be changed, because the result depends on it; create a new job.",
     "managedBy": "managedBy cannot be changed; create a new job for the other controller.",
     "optimizerPlacement": ("optimizerPlacement cannot be changed, because the result depends on it; create a new job."),
+    "backward": "backward cannot be changed, because the result depends on it; create a new job.",
     "verify": "verify cannot be changed, because all workers must check the same; create a new job.",
 }
 CHANGES: dict[str, tuple[Spec, Spec, list[str]]] = {
@@ -160,6 +166,15 @@ CHANGES: dict[str, tuple[Spec, Spec, list[str]]] = {
     ),
     "a place of the optimizer given": ({}, {"optimizerPlacement": "Device"}, ["optimizerPlacement"]),
     "a place of the optimizer taken away": ({"optimizerPlacement": "Host"}, {}, ["optimizerPlacement"]),
+    "the same backward passes": ({"backward": PARTIAL}, {"backward": PARTIAL | {"rotate": True}}, []),
+    "other backward passes": ({"backward": PARTIAL}, {"backward": {"fractions": [1.0, 0.25]}}, ["backward"]),
+    "backward passes that do not rotate": (
+        {"backward": PARTIAL},
+        {"backward": PARTIAL | {"rotate": False}},
+        ["backward"],
+    ),
+    "short backward passes given": ({}, {"backward": PARTIAL}, ["backward"]),
+    "short backward passes taken away": ({"backward": PARTIAL}, {}, ["backward"]),
     "the default written out": ({}, {"virtualNodes": 8, "reproducibility": "Bitwise"}, []),
     "more virtual nodes": ({"virtualNodes": 8}, {"virtualNodes": 16}, ["virtualNodes"]),
     "virtual nodes back to the default": ({"virtualNodes": 4}, {}, ["virtualNodes"]),

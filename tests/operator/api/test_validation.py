@@ -80,6 +80,7 @@ BEYOND: dict[str, tuple[Any, str]] = {
     ),
     "memory in words": ({"workerGroups": [group(memory="24Gi")]}, UNREAD),
     "memory of the host alone": ({"workerGroups": [group(memory={"host": "96Gi"})]}, UNREAD),
+    "short backward passes without fractions": ({"backward": {}}, UNREAD),
     "an optimizer elsewhere": ({"optimizerPlacement": "Disk"}, UNREAD),
     "a template without a pod": ({"workerGroups": [{"name": "a", "template": {}}]}, f"{TEMPLATE} cannot"),
     "metadata in words": (template(metadata="labels"), f"{TEMPLATE} cannot"),

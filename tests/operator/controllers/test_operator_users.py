@@ -170,14 +170,19 @@ def test_conditions_tell_whether_the_job_fits(tmp_path: Path) -> None:
         one.say(m.Note("info", plan.reason, plan))
         await stage.until(lambda: stage.condition("digits", "FitsWithOffload").get("status") == "True")
         assert plan.reason in stage.condition("digits", "FitsWithOffload")["message"]
-        other.say(m.Failed(0, too_small, "", does_not_fit=True))
+        other.fail(m.Failed(0, too_small, "", does_not_fit=True))
+        await stage.until(lambda: stage.condition("digits", "DoesNotFit").get("status") == "True")
+        await stage.until(lambda: stage.workers("digits") == [one.name])
+        assert stage.status("digits")["phase"] == "Running"
+        assert stage.condition("digits", "FitsWithOffload")["status"] == "True"
+        one.fail(m.Failed(0, too_small, "", does_not_fit=True))
         await stage.until(lambda: stage.status("digits").get("phase") == "Failed")
         told = {kind: stage.condition("digits", kind) for kind in ("DoesNotFit", "FitsWithOffload")}
         assert {kind: condition["status"] for kind, condition in told.items()} == {
             "DoesNotFit": "True",
             "FitsWithOffload": "False",
         }
-        assert told["DoesNotFit"]["message"] == f"T{too_small[1:]}."
+        assert told["DoesNotFit"]["message"] == f"Worker group w: {too_small}."
         await stage.until(lambda: any("NoPlanFits" in event for event in stage.events("digits")))
 
     play(tmp_path, story)

@@ -16,10 +16,12 @@ from pod_standard import beyond_restricted
 from scenes import SETTINGS, body, container, group
 
 from tiers import examples
+from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import (
     ENV_ACTIVATIONS,
     ENV_ADDRESS,
+    ENV_BACKWARD,
     ENV_DEVICE_MEMORY,
     ENV_HASH_SEED,
     ENV_HOST_MEMORY,
@@ -299,6 +301,13 @@ def test_a_worker_reads_the_memory_and_the_place_of_the_optimizer_that_the_opera
     read = WorkerEnvironment.read()
     found = (read.device_memory, read.host_memory, read.activations, read.optimizer)
     assert found == (24 * GIB, 96 * GIB, "swap", "host")
+
+
+def test_a_worker_reads_how_far_backward_passes_go_as_the_operator_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ENV_BACKWARD not in environment(worker_of(job_of()))
+    said = {"fractions": [1, 0.5], "rotate": False, "scale": "Sum", "fullEvery": 4}
+    monkeypatch.setenv(ENV_BACKWARD, environment(worker_of(job_of(backward=said)))[ENV_BACKWARD]["value"])
+    assert WorkerEnvironment.read().backward == BackwardSpec((1.0, 0.5), rotate=False, scale="Sum", full_every=4)
 
 
 @pytest.mark.parametrize("place", ["Device", "Host"])

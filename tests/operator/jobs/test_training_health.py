@@ -10,9 +10,12 @@ import pytest
 from scenes import (
     NOW,
     Stage,
+    created,
     deleted,
     edit,
     ended,
+    given_up,
+    group,
     link,
     message_of,
     noticed,
@@ -21,6 +24,8 @@ from scenes import (
     seen,
     swap,
     training,
+    verdict_of,
+    worker,
 )
 
 from virtualflow.protocol.http_api import MemoryReport
@@ -29,7 +34,7 @@ from virtualflow.protocol.messages import CheckpointState, NonFinite
 from virtualflow.protocol.metrics import Metric
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
-from virtualflow_operator.api.objects import format_time
+from virtualflow_operator.api.objects import Pod, format_time
 from virtualflow_operator.controllers.job_controller import sample
 from virtualflow_operator.jobs.actions import Plan
 
@@ -322,3 +327,91 @@ def test_a_failure_of_another_kind_says_nothing_of_memory() -> None:
     stage = training(backoffLimit=0)
     stage.link = link(remote("failed", error="ValueError: odd batch"))
     assert memory_of(stage.decide()) == {}
+
+
+# --- a group that does not fit ----------------------------------------------------------------------------------------
+
+SMALL = {"memory": {"device": "10Ki"}}
+NAMED = f"Worker group small: {TOO_SMALL}."
+
+
+def mixed() -> Stage:
+    """A job that trains on two large devices and a small one."""
+    stage = training(workerGroups=[group("workers"), group("small", **SMALL)], replicas=3)
+    small = worker(stage.job, 0, group="small", ip="10.1.0.40", node="node-4")
+    stage.pods.append(small)
+    known = [seen(pod) for pod in stage.pods[1:]]
+    return tells(stage, workers=tuple(known), wanted=3).settle()
+
+
+def refuse(stage: Stage, pod: Pod, *, ends: bool) -> Pod:
+    """Nothing fits into its memory: the coordinator goes on without it, and knows why; or it says so itself."""
+    others = [seen(other) for other in stage.pods[1:] if other is not pod]
+    lost = msgspec.structs.replace(given_up(pod, TOO_SMALL), ended=True, does_not_fit=True)
+    if not ends:
+        tells(stage, workers=tuple(others), lost=(lost,))
+        return pod
+    tells(stage, workers=tuple(others))
+    word = TerminationMessage("failed", step=3, error=TOO_SMALL, does_not_fit=True)
+    gone = ended(pod, 1, word=word)
+    swap(stage, gone)
+    return gone
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["by the coordinator's word", "by its own"])
+def test_only_the_group_that_does_not_fit_is_done_without(ends: bool) -> None:
+    stage = mixed()
+    refuse(stage, stage.pods[3], ends=ends)
+    plan = stage.decide()
+    assert plan.status.phase == "Running"
+    assert memory_of(plan) == {"DoesNotFit": ("True", reasons.NO_PLAN_FITS)}
+    assert message_of(plan, "DoesNotFit") == NAMED
+    assert (reasons.NO_PLAN_FITS, True) in [(event.reason, event.warning) for event in plan.events]
+    assert plan.status.failures.count == 0, "nobody's crash"
+    assert deleted(plan) == ["digits-small-0"]
+    assert created(plan) == ["digits-workers-2"], "no worker of the group that would be refused again"
+
+
+def test_a_group_with_other_memory_is_tried_again() -> None:
+    stage = mixed()
+    only = [group("workers", maxReplicas=2), group("small", **SMALL)]
+    edit(stage, workerGroups=only)
+    stage.verdict = verdict_of(stage.raw)
+    stage.settle()
+    refuse(stage, stage.pods[3], ends=False)
+    plan = stage.decide()
+    assert created(plan) == [], "the other group is full"
+    assert "nothing fits into the memory of worker group small" in message_of(plan, "Degraded")
+    stage.write(plan)
+    stage.pods.pop()
+    edit(stage, workerGroups=[only[0], group("small", memory={"device": "40Ki"})])
+    stage.verdict = verdict_of(stage.raw)
+    plan = stage.decide()
+    assert created(plan) == ["digits-small-0"]
+    assert plan.status.failures.unfit == ()
+    stage.write(plan)
+    assert memory_of(tells(stage, memory=SWAPS).decide())["DoesNotFit"] == ("False", reasons.PLANS_FIT)
+
+
+def test_a_job_of_which_nobody_is_left_names_the_groups_and_tries_all_again() -> None:
+    stage = training(workerGroups=[group(**SMALL)], backoffLimit=5)
+    lost = tuple(
+        msgspec.structs.replace(given_up(pod, TOO_SMALL), ended=True, does_not_fit=True) for pod in stage.pods[1:]
+    )
+    stage.link = link(remote("failed", error=TOO_SMALL, does_not_fit=True, lost=lost))
+    plan = stage.decide()
+    assert (plan.status.phase, plan.status.attempt, plan.status.failures.count) == ("BackOff", 1, 1)
+    assert message_of(plan, "DoesNotFit") == f"Worker group workers: {TOO_SMALL}."
+    assert plan.status.failures.unfit == ()
+
+
+def test_a_group_is_tried_again_when_no_worker_is_left_and_no_other_group_may_have_one() -> None:
+    """Another one was there when it was refused, and has died since: whether that is once too often, others decide."""
+    stage = training(workerGroups=[group(**SMALL)])
+    refuse(stage, stage.pods[1], ends=False)
+    plan = stage.decide()
+    assert created(plan) == []
+    stage.write(plan)
+    stage.pods = stage.pods[:1]
+    tells(stage, phase="waiting", workers=())
+    assert len(created(stage.decide())) == 2

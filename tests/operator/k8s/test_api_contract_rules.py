@@ -34,6 +34,22 @@ async def test_the_place_of_the_optimizer_is_fixed(cluster: Cluster) -> None:
 
 
 @on_the_real
+async def test_how_far_backward_passes_go_is_fixed(cluster: Cluster) -> None:
+    async def say(name: str, value: Object | None) -> Object:
+        return await cluster.api.patch(JOBS, cluster.namespace, name, {"spec": {"backward": value}})
+
+    await cluster.job("without")
+    await cluster.job("halves", spec=job()["spec"] | {"backward": {"fractions": [1, 0.5]}})
+    for name, value in (("halves", {"fractions": [1, 0.25]}), ("halves", None), ("without", {"fractions": [1, 0.5]})):
+        with pytest.raises(Invalid, match="backward cannot be changed, because the result depends on it"):
+            await say(name, value)
+    told = await say("halves", {"fractions": [1.0, 0.5], "rotate": True})
+    assert told["spec"]["backward"] == {"fractions": [1, 0.5], "rotate": True, "scale": "Mean"}
+    with pytest.raises(Invalid, match="A fraction must be 1, or the first blocks are never trained"):
+        await cluster.job("short", spec=job()["spec"] | {"backward": {"fractions": [0.5]}})
+
+
+@on_the_real
 async def test_memory_may_change(cluster: Cluster) -> None:
     await cluster.job()
     for memory in ({"device": "24Gi"}, {"device": "1.5G", "host": "96Gi", "activations": "Swap"}):

@@ -45,6 +45,8 @@ NAMES = {
     "virtualflow_job_non_finite",
     "virtualflow_job_checkpoint_failed",
     "virtualflow_job_last_checkpoint_timestamp_seconds",
+    "virtualflow_job_does_not_fit",
+    "virtualflow_job_fits_with_offload",
     "virtualflow_job_memory_copy_step",
     "virtualflow_job_memory_copy_timestamp_seconds",
     "virtualflow_job_memory_copy_bytes",
@@ -57,6 +59,7 @@ RUNNING = JobSample(
 )
 
 DIVERGED = JobSample("Running", loss=math.nan, non_finite=1)
+UNFIT = JobSample("Running", does_not_fit=1, fits_with_offload=0)
 UNSAVED = JobSample("Running", checkpoint_failed=1, last_checkpoint_timestamp_seconds=1e9)
 COPIED = JobSample("Running", memory_copy_step=60, memory_copy_timestamp_seconds=1e9, memory_copy_bytes=4096)
 
@@ -133,6 +136,12 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
         ),
         (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_loss,job_name=b,job_namespace=a", 0.25),
         (lambda m: m.jobs.update({("a", "b"): DIVERGED}), "virtualflow_job_non_finite,job_name=b,job_namespace=a", 1),
+        (lambda m: m.jobs.update({("a", "b"): UNFIT}), "virtualflow_job_does_not_fit,job_name=b,job_namespace=a", 1),
+        (
+            lambda m: m.jobs.update({("a", "b"): UNFIT}),
+            "virtualflow_job_fits_with_offload,job_name=b,job_namespace=a",
+            0,
+        ),
         (
             lambda m: m.jobs.update({("a", "b"): UNSAVED}),
             "virtualflow_job_checkpoint_failed,job_name=b,job_namespace=a",

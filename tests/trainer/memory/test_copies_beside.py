@@ -24,6 +24,7 @@ from virtualflow.memory.activations.executor import Executor
 from virtualflow.memory.activations.live_bytes import LiveBytes
 from virtualflow.memory.activations.measuring import Probe, chain_profile
 from virtualflow.memory.settings import PlannerSettings
+from virtualflow.protocol.chain_profile import SkipProfile
 
 CPU = torch.device("cpu")
 PLANNER = PlannerSettings(rungs=3, moves=2_000)
@@ -111,7 +112,7 @@ def test_plans_give_the_bits_of_the_run_without_one_within_their_memory(name: st
     executor.close()
 
 
-def test_what_enters_a_second_block_is_set_aside_and_counted_once_as_a_boundary() -> None:
+def test_what_enters_a_second_block_is_counted_once_as_a_boundary_and_told_with_its_gradient() -> None:
     model = UNet(8, 2)
     names = {id(module): each for each, module in model.named_modules()}
     blocks, _ = find_blocks(model, [names[id(block)] for block in model.blocks])
@@ -125,7 +126,9 @@ def test_what_enters_a_second_block_is_set_aside_and_counted_once_as_a_boundary(
     size = probe.size(4, 0)
     wide, middle, deep = (4 * 4 * width * side * side for width, side in ((8, 32), (16, 16), (32, 8)))
     assert [block.boundary_bytes for block in size.blocks] == [0, wide, middle, deep, middle, wide]
-    assert size.other_bytes == samples.nbytes + wide + middle
+    assert size.other_bytes == samples.nbytes
+    # The gradient is a half of that of what was put together.
+    assert size.skips == (SkipProfile(1, 4, wide, 2 * wide), SkipProfile(2, 3, middle, 2 * middle))
 
 
 class Sine(nn.Module):

@@ -45,6 +45,28 @@ class Joined(nn.Module):
         return pair[0] * pair[2] + pair[1].sin()
 
 
+class Twice(nn.Module):
+    """Hands on one tensor in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(self.linear(x))
+        return y, y
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = pair
+        return self.one(a) + torch.sin(b) * self.other(b) + a.exp()  # type: ignore[no-any-return]
+
+
 class LastState(nn.Module):
     """Of a recurrent layer: a slice, whose strides are not those of a tensor of its shape."""
 
@@ -83,6 +105,7 @@ MODELS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     "stateful": (lambda: [Stateful(), nn.ReLU(inplace=True), Stateful(), nn.Linear(6, 3)], (6,)),
     "transformer": (lambda: [WithMask(), WithMask(), LastState(), nn.Linear(4, 3)], (5, 4)),
     "tuples": (lambda: [frozen(), nn.Linear(4, 4), Doubled(), Joined(), tied(), nn.Identity(), nn.Linear(4, 3)], (4,)),
+    "one tensor twice": (lambda: [nn.Linear(4, 4), Twice(), Mixed(), nn.Linear(4, 3)], (4,)),
     "one block": (lambda: [nn.Sequential(nn.Dropout(0.4), nn.Linear(4, 3))], (4,)),
 }
 
@@ -231,3 +254,13 @@ def test_an_error_in_a_block_leaves_the_model_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         layers.run(wrong, lambda flight, output, rest: output, seed=lambda flight: None, check=lambda: None)
     assert all(ours is theirs for ours, theirs in zip([*model.parameters(), *model.buffers()], own, strict=True))
+
+
+def test_no_weight_that_is_computed_from_others_stays_behind() -> None:
+    """It would hang on the block's parameters on the device, and hold them there."""
+    model = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(4, 4)) for _ in range(2)))
+    own = [layer.weight for layer in model]
+    layers = LayerMajor(Chain(model, None), Carrier(CPU), choose_summation(8, "bitwise"), Budget(1 << 30))
+    flying = [Flight(0, 2, 0.5, [torch.randn(2, 4), torch.randn(2, 4)])]
+    layers.run(flying, lambda flight, output, rest: F.mse_loss(output, *rest), seed=lambda _: None, check=lambda: None)
+    assert all(layer.weight is weight for layer, weight in zip(model, own, strict=True))

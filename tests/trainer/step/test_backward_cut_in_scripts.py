@@ -14,6 +14,7 @@ from habit_scripts import mlp, sgd, squares, start
 from test_backward_cut import WIDTH, Net, batch, build, cut_for
 from test_shares_at_any_break import Worker, enter
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import virtualflow as vf
 from virtualflow.errors import ConfigurationError, VirtualFlowError
@@ -145,6 +146,43 @@ def test_a_model_that_is_called_twice_is_cut_twice_and_without_gradients_stays_s
     assert model.stem.weight.grad is None
     assert model.first[1][0].weight.grad is None  # type: ignore[index]
     assert model.first[2][0].weight.grad is not None  # type: ignore[index]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_parts_of_a_model_may_be_called_again_and_computed_once_more(checkpointed: bool) -> None:
+    """What needs no gradient comes behind nothing that is reached."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+    cut = BackwardCut(model, list(model.named_children()), vf.PartialBackward((1, 0.5)), 4)
+
+    def call(x: Tensor) -> Tensor:
+        y, rest = model[0](x), model[1:]
+        return checkpoint(rest, y, use_reentrant=False) if checkpointed else rest(y)  # type: ignore[return-value]
+
+    x = batch(1, 0, 2)
+    with cut.within(1, 2):
+        (call(x) - call(x + 1)).square().sum().backward()
+    ours = [parameter.grad for parameter in model.parameters()]
+    cut.close()
+    model.zero_grad()
+    ends = [model[2:](model[:2](each).detach()) for each in (x, x + 1)]
+    (ends[0] - ends[1]).square().sum().backward()
+    for one, other in zip(ours, (parameter.grad for parameter in model.parameters()), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other)
+    assert ours[0] is None
+
+
+def test_autograd_is_as_it_was_after_an_interruption(net: tuple[Net, BackwardCut]) -> None:
+    model, cut = net
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model.stem.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), cut.within(1, 2):
+        model(batch(1, 0, 2))
+    assert torch.is_grad_enabled()
 
 
 def test_a_copy_of_the_model_is_somebody_elses(net: tuple[Net, BackwardCut]) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import virtualflow as vf
 from tiers import examples
 from virtualflow.errors import ConfigurationError
-from virtualflow.step.partial_backward import WARM_UP, blocks_reached
+from virtualflow.protocol.backward import BackwardSpec, PassClass
+from virtualflow.step.partial_backward import WARM_UP, agreed, blocks_reached
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -96,3 +97,54 @@ def test_virtual_nodes_of_which_none_runs_a_whole_pass_are_refused() -> None:
         backward.check(1)
     vf.PartialBackward((0.25, 1)).check(1)
     vf.PartialBackward((0.25, 1), rotate=False, full_every=4).check(1)
+
+
+@pytest.mark.parametrize(
+    ("backward", "classes"),
+    [
+        pytest.param(vf.PartialBackward((1, 0.25)), (PassClass(0.75, 1.0),), id="rotating: all alike, by and by"),
+        pytest.param(
+            vf.PartialBackward((1, 0.25), rotate=False), (PassClass(1.0, 1.0), PassClass(0.5, 0.25)), id="fixed"
+        ),
+        pytest.param(
+            vf.PartialBackward((1, 0.25), rotate=False, full_every=2),
+            (PassClass(1.0, 1.0), PassClass(0.75, 1.0)),
+            id="fixed, but for some steps, which need all memory",
+        ),
+    ],
+)
+def test_whoever_assigns_virtual_nodes_knows_what_they_cost(
+    backward: vf.PartialBackward, classes: tuple[PassClass, ...]
+) -> None:
+    assert [(one.cost, one.reach) for one in backward.classes()] == [
+        (pytest.approx(one.cost), one.reach) for one in classes
+    ]
+
+
+TOLD = BackwardSpec((1.0, 0.5), full_every=4)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        pytest.param(None, vf.PartialBackward((1.0, 0.5), full_every=4), id="the script says nothing"),
+        pytest.param(
+            vf.PartialBackward([1, 0.5], full_every=4, blocks=["a", "b"]),
+            vf.PartialBackward((1.0, 0.5), full_every=4, blocks=["a", "b"]),
+            id="the same of named blocks",
+        ),
+    ],
+)
+def test_a_job_says_how_far_backward_passes_go(said: vf.PartialBackward | None, found: vf.PartialBackward) -> None:
+    assert agreed(said, TOLD) == found
+    assert agreed(said, None) is said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [vf.PartialBackward((1, 0.5)), vf.PartialBackward((1, 0.5), full_every=4, scale="sum"), vf.PartialBackward()],
+    ids=["no whole steps", "another scale", "other fractions"],
+)
+def test_script_and_job_must_agree(said: vf.PartialBackward) -> None:
+    with pytest.raises(ConfigurationError, match=r"the script says backward=\[.*\] and the job's spec.backward \[.*\]"):
+        agreed(said, TOLD)

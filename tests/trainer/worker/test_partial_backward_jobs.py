@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable
 
 import pytest
@@ -9,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from activation_models import Convolutional
 from elastic_jobs import EXCHANGE, ElasticJob, Trained, alone, die_here, trained
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from tiers import nightly
-from virtualflow.protocol.settings import ENV_VERIFY
+from virtualflow.protocol.settings import ENV_BACKWARD, ENV_VERIFY, ENV_WORKER
 
 
 def train(victim: str = "", rotate: bool = True, sharded: bool = False) -> Trained:
@@ -75,3 +78,58 @@ def test_a_job_that_grows_loses_one_and_shrinks_comes_to_the_bits_of_one_worker(
     assert {(result.digest, result.metrics) for result in results} == {(reference.digest, reference.metrics)}
     optimizers = {result.optimizer for result in results}
     assert optimizers == {reference.optimizer} or (sharded and reference.optimizer in optimizers)  # that of the leader
+
+
+class Adapted(nn.Module):
+    """A layer that stays as it is, and beside it two small matrices that are trained."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down, self.up = (
+            nn.Linear(layer.in_features, rank, bias=False),
+            nn.Linear(rank, layer.out_features, bias=False),
+        )
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def adapt() -> Trained:
+    """Trains adapters, by as long backward passes as its job says; with the virtual nodes that it was assigned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), *(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 1))
+    model.requires_grad_(False)
+    before = copy.deepcopy(model)
+    for number in range(1, 5):
+        model[number] = Adapted(model[number], 2)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], 0.01)
+    draw = torch.Generator().manual_seed(5)
+    data = TensorDataset(torch.randn(96, 4, generator=draw), torch.randn(96, 1, generator=draw))
+    memory = vf.Memory(MEMORIES[os.environ.get(ENV_WORKER, "worker-0")])
+    with vf.elastic(model, optimizer, data, batch_size=48, steps=4, virtual_nodes=12, seed=3, memory=memory) as run:
+        for step in run:
+            for x, y in step:
+                F.mse_loss(model(x), y).backward()
+    kept = [module.layer if isinstance(module, Adapted) else module for module in model]
+    assert all(torch.equal(one.weight, other.weight) for one, other in zip(kept, before, strict=True))
+    assert not torch.equal(model[1].up.weight, torch.zeros_like(model[1].up.weight)), "whole passes reach the first"
+    return trained(run, model, optimizer, more=(run.assigned.start, run.assigned.stop))
+
+
+MEMORIES = {"worker-0": "1GiB", "worker-1": "4GiB"}
+"""The second worker has more than the first."""
+
+
+def test_adapters_are_trained_as_the_job_says_and_a_small_device_runs_short_passes_alone(
+    start_job: Callable[..., ElasticJob],
+) -> None:
+    environment = {ENV_BACKWARD: '{"fractions": [1, 0.25], "rotate": false}'}
+    reference = alone(adapt, environment=environment)
+    assert reference.digest != alone(adapt).digest, "other backward passes than without that word"
+    job = start_job(adapt, workers=2, environment=environment)
+    results = {name: outcome.value for name, outcome in job.finish().items()}
+    assert {result.digest for result in results.values()} == {reference.digest}
+    assert results["worker-1"].more == (0, 6), "what takes most memory is assigned to the one that has it"
+    assert results["worker-0"].more == (6, 12)

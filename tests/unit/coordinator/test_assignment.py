@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.coordinator.assignment import assign, order_members
+from virtualflow.coordinator.assignment import assign, assign_by_cost, order_members
 from virtualflow.reduction.tree import subtrees, tree_sum
 
 SIZES = st.integers(1, 200).flatmap(lambda nodes: st.tuples(st.just(nodes), st.integers(1, nodes)))
@@ -142,3 +145,42 @@ def _within(nodes: int, part: range, leaves: dict[tuple[int, int], str], add: ob
 def test_a_sum_that_misses_a_part_is_refused() -> None:
     with pytest.raises(ValueError, match="virtual node 3"):
         tree_sum(4, {(0, 2): 1, (2, 3): 1}, lambda left, right: left + right)
+
+
+# --- virtual nodes that cost more or less -----------------------------------------------------------------------------
+
+
+def slowest(costs: list[float], speeds: list[float], ranges: Sequence[range]) -> float:
+    return max(sum(costs[node] for node in nodes) / speed for nodes, speed in zip(ranges, speeds, strict=True))
+
+
+def every_division(nodes: int, workers: int) -> Iterator[list[range]]:
+    """All contiguous ones in which each worker has at least one."""
+    for cuts in combinations(range(1, nodes), workers - 1):
+        yield [range(start, stop) for start, stop in pairwise((0, *cuts, nodes))]
+
+
+@st.composite
+def costly(draw: st.DrawFn) -> tuple[list[float], list[float], list[int]]:
+    costs = draw(st.lists(st.sampled_from([0.25, 0.5, 0.75, 1.0]), min_size=1, max_size=9))
+    workers = draw(st.integers(1, min(4, len(costs))))
+    speeds = draw(st.lists(st.floats(0.2, 5), min_size=workers, max_size=workers))
+    earliest = sorted(draw(st.lists(st.integers(0, len(costs)), min_size=workers, max_size=workers)))
+    return costs, speeds, earliest
+
+
+@given(costly())
+def test_no_division_by_cost_that_is_allowed_is_faster(case: tuple[list[float], list[float], list[int]]) -> None:
+    costs, speeds, earliest = case
+    nodes, workers = len(costs), len(speeds)
+    ranges = assign_by_cost([0.0, *accumulate(costs)], speeds, earliest)
+    assert [node for assigned in ranges for node in assigned] == list(range(nodes))
+    bounds = [0, *(min(one, nodes - workers + rank) for rank, one in enumerate(earliest) if rank)]
+    allowed = [
+        division
+        for division in every_division(nodes, workers)
+        if all(assigned.start >= bound for assigned, bound in zip(division, bounds, strict=True))
+    ]
+    assert ranges in allowed
+    fastest = min(slowest(costs, speeds, division) for division in allowed)
+    assert slowest(costs, speeds, ranges) == pytest.approx(fastest)

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow.coordinator.assignment import assign
-from virtualflow.coordinator.balance import better_split, gain, predicted_step, split
+from virtualflow.coordinator.balance import arrange, better_split, gain, predicted_step, split
 from virtualflow.coordinator.membership import decide
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Worker
+from virtualflow.protocol.backward import PassClass
 from virtualflow.protocol.messages import Generation, Member, Pace, Plan
 from virtualflow.worker.pace import quartiles
 
@@ -282,3 +283,76 @@ def test_a_noisy_pair_with_a_real_straggler_is_not() -> None:
         cluster = training([4, 4], [noisy(2 * seed, 0.03, 0.25), noisy(2 * seed + 1, 0.01, 0.25)])
         spoken += better_split(cluster, SETTINGS) is not None
     assert spoken >= 190
+
+
+# --- backward passes that end early -----------------------------------------------------------------------------------
+
+HALVES = (PassClass(1.0, 1.0), PassClass(0.5, 0.25))
+"""The first half of the virtual nodes run whole passes, the others short ones at half the cost."""
+
+
+def with_memory(cluster: Cluster, *sizes: int | None) -> Cluster:
+    workers = {
+        name: dataclasses.replace(one, capacity=size)
+        for (name, one), size in zip(cluster.workers.items(), sizes, strict=True)
+    }
+    return dataclasses.replace(cluster, workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("classes", "paces", "wanted"),
+    [
+        pytest.param((), [0.01, 0.01], [8, 8], id="all are whole"),
+        pytest.param((PassClass(0.75, 1.0),), [0.01, 0.01], [8, 8], id="classes rotate"),
+        pytest.param(HALVES, [0.01, 0.01], [6, 10], id="twelve whole ones' worth"),
+        pytest.param(HALVES, [0.01, 0.02], [8, 8], id="the slow one has the short passes"),
+        pytest.param(HALVES, [0.02, 0.01], [4, 12], id="the slow one has a few of the long ones"),
+        pytest.param(HALVES, [None, None], [6, 10], id="nobody was measured"),
+    ],
+)
+def test_a_virtual_node_counts_for_what_its_pass_costs(
+    classes: tuple[PassClass, ...], paces: list[float | None], wanted: list[int]
+) -> None:
+    cluster = training([8, 8], [None if one is None else pace(one) for one in paces], classes=classes)
+    assert counts_of(split(cluster, ["w0", "w1"], SETTINGS)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "wanted"),
+    [
+        pytest.param([16, 16], "w0 w1", [6, 10], id="alike"),
+        pytest.param([None, None], "w0 w1", [6, 10], id="nobody says"),
+        pytest.param([16, 4], "w0 w1", [8, 8], id="a quarter of the memory is enough for the short passes alone"),
+        pytest.param([4, 16], "w1 w0", [8, 8], id="the larger one goes first"),
+        pytest.param([16, 3], "w0 w1", [15, 1], id="not even for these: as few as possible"),
+        pytest.param([None, 4], "w0 w1", [6, 10], id="one of which nobody says it may have as much"),
+    ],
+)
+def test_a_worker_with_little_memory_has_short_passes_only(
+    sizes: list[int | None], order: str, wanted: list[int]
+) -> None:
+    cluster = with_memory(training([8, 8], [pace(0.01), pace(0.01)], classes=HALVES), *sizes)
+    members = arrange(cluster, ["w0", "w1"])
+    assert " ".join(members) == order
+    assert counts_of(split(cluster, members, SETTINGS)) == wanted
+
+
+@pytest.mark.parametrize(
+    "classes", [(), (PassClass(0.75, 1.0),), (PassClass(1.0, 1.0), PassClass(0.5, 1.0)), HALVES[::-1]],
+    ids=["all are whole", "classes rotate", "all are whole in some steps", "the longest passes are the last ones"],
+)  # fmt: skip
+def test_memory_decides_nothing_where_no_class_saves_any_for_life(classes: tuple[PassClass, ...]) -> None:
+    cluster = with_memory(training([8, 8], [None, None], classes=classes), 4, 16)
+    assert arrange(cluster, ["w0", "w1"]) == ("w0", "w1")
+
+
+def test_a_split_by_cost_is_kept_and_predicted() -> None:
+    cluster = training([6, 10], [pace(0.01, rest=0.002), pace(0.01, rest=0.002)], classes=HALVES)
+    assert better_split(cluster, SETTINGS) is None
+    assert predicted_step(cluster) == pytest.approx(0.062)
+    even = dataclasses.replace(training([8, 8], [pace(0.01), pace(0.01)]), classes=HALVES)
+    reason = better_split(even, SETTINGS)
+    assert reason == (
+        "w0 needs 10 ms for each of its 8 virtual nodes and the others wait for it: with 6, a step takes 60 ms instead "
+        "of 80"
+    )

@@ -254,10 +254,19 @@ def test_what_becomes_of_activations_is_not_known_before_all_members_have_come()
     assert (world.state.running, world.status().memory) == (plan, None)
 
 
-def test_a_worker_into_whose_memory_nothing_fits_says_so() -> None:
+def test_only_the_worker_into_whose_memory_nothing_fits_is_refused_until_nobody_is_left() -> None:
     world = running_world(2)
-    assert not world.status().does_not_fit
-    world.hear("worker-1.1", m.Failed(0, "use more virtual nodes", "", does_not_fit=True))
+    world.hear("worker-1.1", m.Failed(0, "use 3 GiB", "", does_not_fit=True))
+    status = world.status()
+    assert (status.phase, status.error, status.does_not_fit) == ("training", None, False)
+    (lost,) = status.lost
+    assert (lost.worker, lost.reason, lost.does_not_fit, lost.ended) == ("worker-1", "use 3 GiB", True, True)
+    assert "worker-1 refused: use 3 GiB" in [event.text for event in status.events]
+    world.settle(5.0)
+    assert world.state.running is not None
+    assert [member.worker for member in world.state.running.members] == ["worker-0"]
+    world.hear("worker-0.0", m.Failed(0, "use 2 GiB", "", does_not_fit=True))
     world.hear("worker-0.0", m.Failed(0, "it has failed elsewhere", ""))
     status = world.status()
-    assert (status.phase, status.error, status.does_not_fit) == ("failed", "use more virtual nodes", True)
+    assert (status.phase, status.error, status.does_not_fit) == ("failed", "use 2 GiB", True)
+    assert [(lost.worker, lost.does_not_fit) for lost in status.lost] == [("worker-1", True), ("worker-0", True)]

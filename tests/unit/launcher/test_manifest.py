@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from virtualflow.launcher.options import RunOptions, resolve
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.protocol.settings import (
     ENV_ACTIVATIONS,
+    ENV_BACKWARD,
     ENV_CHECKPOINT_KEEP,
     ENV_CHECKPOINT_MEMORY,
     ENV_CHECKPOINT_SECONDS,
@@ -249,6 +251,15 @@ def test_memory_that_makes_no_sense_is_refused(memory: object, sentence: str, tm
 def test_workers_are_told_where_the_optimizer_steps(place: str | None, tmp_path: Path) -> None:
     environment = _resolve(_manifest(tmp_path, optimizerPlacement=place)).environment
     assert environment.get(ENV_OPTIMIZER_PLACEMENT) == place
+
+
+def test_workers_are_told_how_far_backward_passes_go(tmp_path: Path) -> None:
+    said = {"fractions": [1, 0.5], "fullEvery": 4}
+    environment = _resolve(_manifest(tmp_path, backward=said)).environment
+    assert json.loads(environment[ENV_BACKWARD]) == said
+    assert ENV_BACKWARD not in _resolve(_manifest(tmp_path)).environment
+    with pytest.raises(ConfigurationError, match=r"spec.backward cannot be read: .*fractions"):
+        _resolve(_manifest(tmp_path, backward={"fractions": [0]}))
 
 
 def test_a_profile_is_looked_for_beside_the_manifest(tmp_path: Path) -> None:

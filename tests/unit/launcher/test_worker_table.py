@@ -6,9 +6,10 @@ from typing import cast
 
 import pytest
 
+from statuses import coordinator_status
 from virtualflow.launcher.supervisor import Process
 from virtualflow.launcher.worker_table import Worker, WorkerTable
-from virtualflow.protocol.http_api import Refusal
+from virtualflow.protocol.http_api import LostWorker, Refusal
 
 
 class Running:
@@ -60,6 +61,16 @@ def test_one_that_was_admitted_before_was_declared_lost_and_may_come_again() -> 
     found.workers[0].incarnation = "abc"
     found.note_refusal(Refusal("worker-1", "no sign of life for 5 s"))
     assert found.workers[0].refused is None
+
+
+def test_one_into_whose_memory_nothing_fits_is_done_without_and_not_killed() -> None:
+    found = table("worker-0", "worker-1")
+    for worker, incarnation in zip(found.workers, ("abc", "def"), strict=True):
+        worker.incarnation, worker.listed, worker.listed_by = incarnation, True, 1
+    lost = (LostWorker("worker-1", "def", "", "use 3 GiB", ended=True, does_not_fit=True),)
+    found.take(coordinator_status("training", lost=lost), 1.0)
+    assert [worker.declared_lost for worker in found.workers] == [True, False]
+    assert [worker.refused for worker in found.workers] == [None, "use 3 GiB"]
 
 
 def test_the_longest_serving_are_those_that_began_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,6 +91,17 @@ def test_rows_end_where_everything_fits() -> None:
     assert [row.virtual_nodes for row in rows] == [1]
     assert rows[0].reason == "everything fits"
     assert rows[0].step_seconds == pytest.approx(24 * 0.1 * 3 * 4)
+
+
+def test_rows_end_where_sums_of_gradients_take_more_than_smaller_micro_batches_save() -> None:
+    one = msgspec.structs.replace(chain(size(1)), sum_bytes=300)
+    least = [fit(one, 16, nodes, Budget(1 << 30), SETTINGS).smallest_bytes for nodes in (1, 2, 4, 8, 16)]
+    assert least.index(min(least)) == 2
+    rows = what_fits(one, 16, Budget(min(least)), SETTINGS, more=4)
+    assert [(row.virtual_nodes, row.plan is not None) for row in rows] == [(2, False), (4, True)]
+    with pytest.raises(DoesNotFit) as refused:
+        what_fits(one, 16, Budget(min(least) - 1), SETTINGS, more=4)
+    assert refused.value.smallest == min(least)
 
 
 def test_the_optimizer_on_the_host_makes_room() -> None:

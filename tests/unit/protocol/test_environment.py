@@ -8,6 +8,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import (
     ENV_ACTIVATIONS,
+    ENV_BACKWARD,
     ENV_CHECKPOINT_MEMORY,
     ENV_CHECKPOINT_SECONDS,
     ENV_DEVICE_MEMORY,
@@ -88,6 +89,13 @@ def test_a_word_of_memory_that_nobody_knows_is_refused(name: str, monkeypatch: p
     monkeypatch.setenv(ENV_DEVICE_MEMORY, "4000")
     monkeypatch.setenv(name, "host")
     with pytest.raises(ConfigurationError, match=f"{name}='host' must be "):
+        WorkerEnvironment.read()
+
+
+@pytest.mark.parametrize("said", ["half", "{}", '{"fractions": [2]}', '{"fractions": [1], "scale": "mean"}'])
+def test_backward_passes_that_make_no_sense_are_refused(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_BACKWARD, said)
+    with pytest.raises(ConfigurationError, match=f"{ENV_BACKWARD}=.* must be spec.backward of a job as JSON"):
         WorkerEnvironment.read()
 
 

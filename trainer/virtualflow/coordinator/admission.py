@@ -47,6 +47,8 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
             declare_lost(state, namesake, "another process has taken its name")
             confirm_end(state, namesake)
     state.virtual_nodes, state.reproducibility = hello.virtual_nodes, hello.reproducibility
+    if hello.plan is not None or not state.trained:
+        state.classes = hello.classes  # a joiner of another mind will be refused by the others
     worker = _described(state, hello, known, now)
     # Nobody is compared with a machine whose self-test did not come to pass.
     fingerprint = "" if hello.failing else hello.fingerprint
@@ -130,6 +132,7 @@ def _described(state: JobState, hello: m.Hello, known: Worker | None, now: float
         done=bool(known and known.done),
         guess=hello.pace,
         pace=known.pace if known else None,
+        capacity=hello.capacity,
     )
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+_TOLERANCE = 1e-9
+"""By so much sums of costs may be off, and the longest time be longer than the least."""
 
 
 def assign(virtual_nodes: int, speeds: Sequence[float]) -> list[range]:
@@ -38,6 +43,49 @@ def assign(virtual_nodes: int, speeds: Sequence[float]) -> list[range]:
         ranges.append(range(first, first + count))
         first += count
     return ranges
+
+
+def assign_by_cost(until: Sequence[float], speeds: Sequence[float], earliest: Sequence[int]) -> list[range]:
+    """Divide virtual nodes that cost more or less into one contiguous range per worker, in the order of the workers.
+
+    As with :func:`assign`, the longest ``cost / speed`` is the least that there is: for a given longest time each
+    worker in turn takes as many as it can within it, which leaves the fewest to those behind and lets them begin as
+    late as possible; the least time for which that works is found by bisection.
+
+    Args:
+        until: the cost of all virtual nodes before each of them, and of all.
+        speeds: relative speed of each worker, all positive; no more workers than virtual nodes.
+        earliest: the first virtual node that each may have, where there are enough of them behind it for all others.
+    """
+    workers, nodes = len(speeds), len(until) - 1
+    latest = [nodes - workers + rank for rank in range(workers)]
+    earliest = [0, *(min(one, bound) for one, bound in zip(earliest[1:], latest[1:], strict=True))]
+
+    def begins(limit: float) -> list[int] | None:
+        """Where each begins if nobody computes for longer; ``None``: that is too short."""
+        found = [0]
+        for rank, speed in enumerate(speeds):
+            start = found[-1]
+            end = bisect_right(until, until[start] + limit * speed * (1 + _TOLERANCE), start) - 1
+            if rank == workers - 1:
+                return found if end == nodes else None
+            end = min(end, latest[rank + 1])
+            if end <= start or end < earliest[rank + 1]:
+                return None
+            found.append(end)
+        return None
+
+    low, high = until[-1] / sum(speeds), until[-1] / min(speeds)
+    best = begins(high)
+    assert best is not None
+    while high - low > _TOLERANCE * high:
+        middle = (low + high) / 2
+        found = begins(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return [range(start, stop) for start, stop in pairwise([*best, nodes])]
 
 
 def _greedy_counts(virtual_nodes: int, speeds: Sequence[float]) -> list[int]:

@@ -4,6 +4,12 @@ Pure, like the membership decision that it serves. A worker's *pace* is its comp
 measured while it trained, else by a profile of its device, else what is usual among the others. A step takes as long
 as its slowest worker computes, and the rest (gradient synchronization, update) on top, which no split changes.
 
+Where backward passes of some virtual nodes end early (:class:`~virtualflow.protocol.backward.PassClass`), a pace is
+that of a virtual node with a whole pass, and a virtual node counts for what it costs. Where they are the same ones for
+a job's life, workers with less memory stand behind those with more, and are assigned only classes whose passes reach no
+larger part of the blocks than their memory is of the largest: what activations take goes with that. If these are too
+few for all, somebody is assigned more. Which virtual nodes a worker is assigned changes no bit.
+
 An uneven split must be worth it: ranges that are not aligned to the tree cost more buffers and traffic. So where an
 even one is about as good, it is taken, and then noise does not move virtual nodes to and fro.
 """
@@ -12,23 +18,35 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 
-from virtualflow.coordinator.assignment import assign
+from virtualflow.coordinator.assignment import assign, assign_by_cost
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Worker
+from virtualflow.protocol.backward import PassClass, class_of
 from virtualflow.protocol.messages import Pace
+
+
+def arrange(cluster: Cluster, members: Sequence[str]) -> tuple[str, ...]:
+    """``members`` in the order in which they are assigned virtual nodes: as they are, but the most memory first."""
+    if not _falls(cluster.classes):
+        return tuple(members)
+    shares = _shares_of_memory([cluster.workers[member] for member in members])
+    by_share = sorted(zip(members, shares, strict=True), key=lambda pair: -pair[1])
+    return tuple(member for member, _ in by_share)
 
 
 def split(cluster: Cluster, members: Sequence[str], settings: MembershipSettings) -> list[range]:
     """What each of ``members`` is assigned in a generation of them, in their order."""
-    virtual_nodes = cluster.virtual_nodes or len(members)
-    even = assign(virtual_nodes, [1.0] * len(members))
-    paces = expected_paces([cluster.workers[member] for member in members])
+    workers = [cluster.workers[member] for member in members]
+    even = _divide(cluster, workers, [1.0] * len(workers))
+    paces = expected_paces(workers)
     if paces is None:
         return even
-    best = assign(virtual_nodes, [1.0 / pace for pace in paces])
-    rest = least_rest([cluster.workers[member] for member in members])
-    worth = gain(_slowest(even, paces), _slowest(best, paces), rest) >= settings.rebalance_gain
+    best = _divide(cluster, workers, [1.0 / pace for pace in paces])
+    before, after = _slowest(_loads(cluster, even), paces), _slowest(_loads(cluster, best), paces)
+    worth = gain(before, after, least_rest(workers)) >= settings.rebalance_gain
     return best if worth else even
 
 
@@ -38,9 +56,9 @@ def predicted_step(cluster: Cluster) -> float | None:
         return None
     workers = [cluster.workers[member.incarnation] for member in cluster.running.members]
     paces = [known_pace(worker) for worker in workers]
-    assigned = [member.virtual_nodes for member in cluster.running.members]
+    loads = _loads(cluster, [member.virtual_nodes for member in cluster.running.members])
     known = [pace for pace in paces if pace is not None]
-    return None if len(known) < len(paces) else _slowest(assigned, known) + least_rest(workers)
+    return None if len(known) < len(paces) else _slowest(loads, known) + least_rest(workers)
 
 
 def better_split(cluster: Cluster, settings: MembershipSettings) -> str | None:
@@ -57,19 +75,22 @@ def better_split(cluster: Cluster, settings: MembershipSettings) -> str | None:
     if len(measured) < len(workers):
         return None
     present = [member.virtual_nodes for member in running.members]
+    loads = _loads(cluster, present)
     medians, rest = [pace.median for pace in measured], least_rest(workers)
     # No split is faster than all workers computing all the time: mostly this says at once that nothing can be gained.
-    bound = sum(map(len, present)) / sum(1.0 / pace for pace in medians)
-    if gain(_slowest(present, medians), bound, rest) < settings.rebalance_gain:
+    bound = sum(loads) / sum(1.0 / pace for pace in medians)
+    if gain(_slowest(loads, medians), bound, rest) < settings.rebalance_gain:
         return None
     target = split(cluster, [member.incarnation for member in running.members], settings)
-    careful = [_careful(pace, len(t) - len(p)) for pace, p, t in zip(measured, present, target, strict=True)]
-    if gain(_slowest(present, careful), _slowest(target, careful), rest) < settings.rebalance_gain:
+    wanted = _loads(cluster, target)
+    careful = [_careful(pace, after - before) for pace, before, after in zip(measured, loads, wanted, strict=True)]
+    if gain(_slowest(loads, careful), _slowest(wanted, careful), rest) < settings.rebalance_gain:
         return None
-    last = max(range(len(workers)), key=lambda rank: len(present[rank]) * medians[rank])
-    before, after = _slowest(present, medians) + rest, _slowest(target, medians) + rest
+    last = max(range(len(workers)), key=lambda rank: loads[rank] * medians[rank])
+    before, after = _slowest(loads, medians) + rest, _slowest(wanted, medians) + rest
+    each = 1_000 * loads[last] * medians[last] / len(present[last])
     return (
-        f"{workers[last].name} needs {1_000 * medians[last]:.3g} ms for each of its {len(present[last])} virtual nodes "
+        f"{workers[last].name} needs {each:.3g} ms for each of its {len(present[last])} virtual nodes "
         f"and the others wait for it: with {len(target[last])}, a step takes {1_000 * after:.3g} ms instead of "
         f"{1_000 * before:.3g}"
     )
@@ -100,9 +121,52 @@ def gain(before: float, after: float, rest: float) -> float:
     return (before - after) / (before + rest)
 
 
-def _slowest(assigned: Sequence[range], paces: Sequence[float]) -> float:
-    return max(len(nodes) * pace for nodes, pace in zip(assigned, paces, strict=True))
+def _divide(cluster: Cluster, workers: Sequence[Worker], speeds: Sequence[float]) -> list[range]:
+    """The virtual nodes among workers that are so fast."""
+    classes, virtual_nodes = cluster.classes, cluster.virtual_nodes or len(workers)
+    if len({one.cost for one in classes}) <= 1 or len(workers) > virtual_nodes:
+        return assign(virtual_nodes, speeds)
+    shares = _shares_of_memory(workers) if _falls(classes) else [1.0] * len(workers)
+    earliest = [_first_within(share, classes, virtual_nodes) for share in shares]
+    return assign_by_cost(_costs_until(classes, virtual_nodes), speeds, earliest)
 
 
-def _careful(pace: Pace, more: int) -> float:
+def _loads(cluster: Cluster, assigned: Sequence[range]) -> list[float]:
+    """What these cost, in virtual nodes with a whole pass."""
+    if not cluster.classes:
+        return [float(len(nodes)) for nodes in assigned]
+    until = _costs_until(cluster.classes, max(nodes.stop for nodes in assigned))
+    return [until[nodes.stop] - until[nodes.start] for nodes in assigned]
+
+
+@lru_cache(maxsize=8)
+def _costs_until(classes: tuple[PassClass, ...], virtual_nodes: int) -> tuple[float, ...]:
+    """What all virtual nodes before each of them cost, and all."""
+    costs = (classes[class_of(node, virtual_nodes, len(classes))].cost for node in range(virtual_nodes))
+    return tuple(accumulate(costs, initial=0.0))
+
+
+def _falls(classes: Sequence[PassClass]) -> bool:
+    """Whether later virtual nodes need less memory, for a job's life."""
+    reaches = [one.reach for one in classes]
+    return len(set(reaches)) > 1 and reaches == sorted(reaches, reverse=True)
+
+
+def _first_within(share: float, classes: Sequence[PassClass], virtual_nodes: int) -> int:
+    """The first virtual node from which on no pass reaches more than that share of the blocks."""
+    deeper = sum(one.reach > share for one in classes)
+    return -(-deeper * virtual_nodes // len(classes))
+
+
+def _shares_of_memory(workers: Sequence[Worker]) -> list[float]:
+    """How much memory each has beside the one with the most; one of which nobody says it may have as much."""
+    most = max((worker.capacity or 0 for worker in workers), default=0)
+    return [worker.capacity / most if worker.capacity else 1.0 for worker in workers]
+
+
+def _slowest(loads: Sequence[float], paces: Sequence[float]) -> float:
+    return max(load * pace for load, pace in zip(loads, paces, strict=True))
+
+
+def _careful(pace: Pace, more: float) -> float:
     return pace.high if more > 0 else pace.low if more < 0 else pace.median

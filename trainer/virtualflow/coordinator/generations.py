@@ -5,7 +5,7 @@ What messages, calls and decisions have in common; a function of the state and t
 
 from __future__ import annotations
 
-from virtualflow.coordinator.balance import split
+from virtualflow.coordinator.balance import arrange, split
 from virtualflow.coordinator.settings import APART
 from virtualflow.coordinator.snapshot import Proposal, Worker
 from virtualflow.coordinator.state import JobState
@@ -16,14 +16,16 @@ from virtualflow.protocol.settings import MAX_REASON, MAX_TEXT, MAX_WORKERS
 def propose(state: JobState, proposal: Proposal, reason: str, now: float) -> None:
     """Make the next generation, and tell its members and those who leave by it."""
     state.counter += 1
-    ranges = split(state.snapshot(), proposal.members, state.settings) if proposal.members else []
+    cluster = state.snapshot()
+    members = arrange(cluster, proposal.members)
+    ranges = split(cluster, members, state.settings) if members else []
     workers, contacts = state.roster.workers, state.roster.contacts
     plan = m.Plan(
         m.Generation(state.incarnation, state.counter),
         proposal.mode,
         tuple(
             m.Member(workers[i].name, i, contacts[i].address, r.start, r.stop)
-            for i, r in zip(proposal.members, ranges, strict=True)
+            for i, r in zip(members, ranges, strict=True)
         ),
         tuple(workers[i].name for i in proposal.joiners),
         proposal.cause,
@@ -122,10 +124,19 @@ def mark_draining(state: JobState, worker: Worker, deadline: float, reason: str)
     return True
 
 
-def declare_lost(state: JobState, incarnation: str, why: str, *, hung: bool = False, convicted: bool = False) -> None:
+def declare_lost(
+    state: JobState,
+    incarnation: str,
+    why: str,
+    *,
+    hung: bool = False,
+    convicted: bool = False,
+    does_not_fit: bool = False,
+) -> None:
     """No generation counts on that worker any more, and it must not come back; ``why`` is the end of a sentence.
 
-    ``hung``: its training thread hangs. ``convicted``: it came to wrong gradients.
+    ``hung``: its training thread hangs. ``convicted``: it came to wrong gradients. ``does_not_fit``: nothing fits into
+    its budget of memory.
     """
     worker = state.roster.workers[incarnation]
     if not worker.present:
@@ -133,8 +144,10 @@ def declare_lost(state: JobState, incarnation: str, why: str, *, hung: bool = Fa
     state.roster.update(incarnation, gone=why[:MAX_REASON])
     if not worker.done:
         address = state.roster.contacts[incarnation].address
-        state.roster.note_lost(worker.name, incarnation, address, why, hung=hung, convicted=convicted)
-        state.tell("lost", f"{worker.name} lost: {why}")
+        state.roster.note_lost(
+            worker.name, incarnation, address, why, hung=hung, convicted=convicted, does_not_fit=does_not_fit
+        )
+        state.tell("lost", f"{worker.name} {'refused' if does_not_fit else 'lost'}: {why}")
     state.send(incarnation, m.Refuse(f"declared lost: {why}"[:MAX_TEXT]))
     state.note_news()
 

@@ -139,12 +139,20 @@ class Roster:
             known.pop(incarnation, None)
 
     def note_lost(
-        self, name: str, incarnation: str, address: str, why: str, *, hung: bool = False, convicted: bool = False
+        self,
+        name: str,
+        incarnation: str,
+        address: str,
+        why: str,
+        *,
+        hung: bool = False,
+        convicted: bool = False,
+        does_not_fit: bool = False,
     ) -> None:
         """That process was declared lost; the first reason stays."""
         if incarnation not in self.lost:
             self.lost[incarnation] = http_api.LostWorker(
-                name, incarnation, address, why[:MAX_REASON], incarnation in self._ended, hung, convicted
+                name, incarnation, address, why[:MAX_REASON], incarnation in self._ended, hung, convicted, does_not_fit
             )
             while len(self.lost) > MAX_LOST:
                 self.lost.popitem(last=False)

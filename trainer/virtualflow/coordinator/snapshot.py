@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from virtualflow.protocol.backward import PassClass
 from virtualflow.protocol.messages import NO_GENERATION, Cause, Doing, Generation, Pace, Plan
 from virtualflow.protocol.settings import MAX_REASON
 
@@ -35,9 +36,11 @@ class Worker:
     left: bool = False
     done: bool = False
     guess: float | None = None
-    """Seconds per virtual node by a profile of its device."""
+    """Seconds per virtual node with a whole pass, by a profile of its device."""
     pace: Pace | None = None
     """The same as measured, the latest that it has told."""
+    capacity: int | None = None
+    """Bytes of its device's memory for the training."""
     doing: Doing | None = None
     """What its training thread does, if that is the latest news of it."""
     place: str = ""
@@ -68,6 +71,8 @@ class Cluster:
     waiting_since: float
     """Since when the job waits for its first workers."""
     workers: Mapping[str, Worker] = field(default_factory=dict)
+    classes: tuple[PassClass, ...] = ()
+    """Of equally large parts of all virtual nodes, how far their backward passes go; none: all are whole."""
     minimum: int = 1
     """Fewer workers than this start no first generation; a running one goes on with whoever survives."""
     running: Plan | None = None

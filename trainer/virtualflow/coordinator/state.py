@@ -17,6 +17,7 @@ from virtualflow.coordinator.settings import KNOWN_GENERATIONS, MembershipSettin
 from virtualflow.coordinator.snapshot import Cluster
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.backward import PassClass
 from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.settings import Reproducibility
 
@@ -35,6 +36,8 @@ class JobState:
     """With fewer ready workers nothing begins."""
     virtual_nodes: int | None = None
     reproducibility: Reproducibility | None = None
+    classes: tuple[PassClass, ...] = ()
+    """Of equally large parts of all virtual nodes, how far their backward passes go; none: all are whole."""
     roster: Roster = field(default_factory=Roster)
     history: History = field(default_factory=History)
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
@@ -155,6 +158,7 @@ class JobState:
             wanted=self.wanted,
             waiting_since=self.waiting_since,
             minimum=self.minimum,
+            classes=self.classes,
             workers=self.roster.workers,
             running=self.running,
             running_since=self.running_since,

@@ -84,13 +84,8 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
             mark_draining(state, worker, now + state.settings.drain_grace, reason)
         case m.Left(generation, step):
             _left(state, worker, generation, step, now)
-        case m.Failed(step, error, traceback, found):
-            state.note_non_finite(found)
-            _note_odd(state, worker, message.odd)
-            if state.phase not in ENDED:
-                state.history.does_not_fit = message.does_not_fit
-                where = f" in step {step}" if step else ""
-                state.fail(error, traceback, event=f"{worker.name} failed{where}: {error}")
+        case m.Failed():
+            _failed(state, worker, message)
         case m.Done():
             _done(state, worker, message)
         case m.Note(kind, text, None):
@@ -230,6 +225,25 @@ def _convict(state: JobState, worker: Worker, generation: m.Generation, convicte
     members = plan is not None and plan.includes(worker.incarnation) and plan.includes(convicted)
     if members and convicted in state.roster.workers:
         declare_lost(state, convicted, detail, convicted=True)
+
+
+def _failed(state: JobState, worker: Worker, failed: m.Failed) -> None:
+    """The job has failed; or it goes on without a worker whose memory is too small, as long as there is another one."""
+    state.note_non_finite(failed.non_finite)
+    _note_odd(state, worker, failed.odd)
+    if state.phase in ENDED:
+        return
+    if failed.does_not_fit:
+        others = (other for incarnation, other in state.roster.workers.items() if incarnation != worker.incarnation)
+        if any(other.present and not other.through for other in others):
+            declare_lost(state, worker.incarnation, failed.error, does_not_fit=True)
+            confirm_end(state, worker.incarnation)
+            return
+        address = state.roster.contacts[worker.incarnation].address
+        state.roster.note_lost(worker.name, worker.incarnation, address, failed.error, does_not_fit=True)
+    state.history.does_not_fit = failed.does_not_fit
+    where = f" in step {failed.step}" if failed.step else ""
+    state.fail(failed.error, failed.traceback, event=f"{worker.name} failed{where}: {failed.error}")
 
 
 def _note_odd(state: JobState, worker: Worker, odd: tuple[str, ...]) -> None:

@@ -45,7 +45,7 @@ def judge(
         killed: the runner killed it on purpose.
         declared_lost: by the coordinator.
         refused: why the coordinator has not admitted it, if so. What it looks at (library, settings of the script,
-            machine) is the same when the process is started again.
+            machine, memory) is the same when the process is started again.
         unknown: the coordinator's status of after the end says nothing of it.
         expired: the status had time to explain the end, and did not.
     """

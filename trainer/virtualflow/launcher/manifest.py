@@ -11,8 +11,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import parse_bytes
+from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.settings import (
     ACTIVATIONS,
     ENV_ACTIVATIONS,
@@ -50,6 +53,8 @@ class JobManifest:
     budget: Mapping[str, str] = field(default_factory=dict)
     """Of its first group: how much memory a worker may use, as its environment says it."""
     optimizer_placement: str | None = None
+    backward: BackwardSpec | None = None
+    """How far backward passes go."""
     every_steps: int | None = None
     every_seconds: int | None = None
     keep: int | None = None
@@ -136,6 +141,7 @@ def read_manifest(document: object) -> JobManifest:
         profile=_profile(group),
         budget=_budget(group),
         optimizer_placement=_choice(spec, "optimizerPlacement", PLACEMENTS),
+        backward=_backward(spec),
         every_steps=_count(checkpoint, "everySteps", "spec.checkpoint."),
         every_seconds=_count(checkpoint, "everySeconds", "spec.checkpoint."),
         keep=_count(checkpoint, "keep", "spec.checkpoint."),
@@ -225,6 +231,13 @@ def _budget(group: Mapping[str, object]) -> dict[str, str]:
             budget[name] = str(parse_bytes(size))
     activations = _choice(memory, "activations", ACTIVATIONS, place)
     return budget if activations is None else budget | {ENV_ACTIVATIONS: activations}
+
+
+def _backward(spec: Mapping[str, object]) -> BackwardSpec | None:
+    try:
+        return msgspec.convert(spec.get("backward"), BackwardSpec | None)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"spec.backward cannot be read: {error}") from None
 
 
 def _choice(spec: Mapping[str, object], key: str, choices: Collection[str], place: str = "spec.") -> str | None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher.fault_schedule import Group, most_workers, parse_schedule
 from virtualflow.launcher.manifest import JobManifest, load_manifest, local_command
@@ -20,6 +22,7 @@ from virtualflow.memory import parse_bytes
 from virtualflow.protocol.device_profile import read_profile
 from virtualflow.protocol.environment import read_number
 from virtualflow.protocol.settings import (
+    ENV_BACKWARD,
     ENV_CHECKPOINT_DIR,
     ENV_CHECKPOINT_KEEP,
     ENV_CHECKPOINT_MEMORY,
@@ -89,6 +92,8 @@ def resolve(arguments: Namespace) -> RunOptions:
     environment |= {**job.budget, **_memory(arguments, job)}
     if job.optimizer_placement is not None:
         environment[ENV_OPTIMIZER_PLACEMENT] = job.optimizer_placement
+    if job.backward is not None:
+        environment[ENV_BACKWARD] = msgspec.json.encode(job.backward).decode()
     if arguments.profile is not None:
         read_profile(Path(arguments.profile))
         environment[ENV_PROFILE] = str(Path(arguments.profile).absolute())

@@ -46,7 +46,7 @@ class Worker:
     declared_lost: bool = False
     """The coordinator has declared it lost."""
     refused: str | None = None
-    """Why the coordinator has not admitted it, if so."""
+    """Why the coordinator has not admitted it, or that nothing fits into its memory, if so."""
     ended_at: float | None = None
     unknown: bool = False
     """It has ended, and the coordinator's status of after that says nothing of it."""
@@ -127,6 +127,7 @@ class WorkerTable:
         if status.incarnation != self._coordinator:
             self._coordinator, self._coordinator_since = status.incarnation, now
         entries = {entry.incarnation: entry for entry in status.workers}
+        unfit = {lost.incarnation: lost.reason for lost in status.lost if lost.does_not_fit}
         unknown = [
             entry for entry in status.workers if not any(w.incarnation == entry.incarnation for w in self.workers)
         ]
@@ -140,6 +141,9 @@ class WorkerTable:
                 worker.leads = worker.assigned and entry.first == 0
                 worker.served = worker.served or worker.assigned
                 worker.draining = worker.draining or entry.state == "draining"
+            elif worker.incarnation in unfit:
+                worker.refused = unfit[worker.incarnation]
+                worker.listed = worker.assigned = worker.leads = False
             elif worker.incarnation is not None:
                 self._miss(worker, status, now)
 

@@ -71,28 +71,32 @@ def what_fits(
     chain: ChainProfile, batch: int, budget: Budget, settings: PlannerSettings, *, more: int
 ) -> tuple[Fit, ...]:
     """Each number of virtual nodes from one that does not fit, if there is one, to the smallest that does and ``more``
-    above it: their micro-batches are smaller, so that less must be swapped or computed again.
+    above it: their micro-batches are smaller, so that less must be swapped or computed again. But each doubling has one
+    more sum of gradients at rest, so that in the end nothing fits again.
 
     Raises:
         DoesNotFit: not even micro-batches of one sample fit.
     """
     rows: list[Fit] = []
+    smallest: list[int] = []
     for virtual_nodes in (number for number in range(1, batch + 1) if batch % number == 0):
         if virtual_nodes > MAX_VIRTUAL_NODES:
             break
         row = fit(chain, batch, virtual_nodes, budget, settings)
+        smallest.append(row.smallest_bytes)
         if row.plan is None:
+            if any(each.plan is not None for each in rows):
+                break
             rows = [row]
             continue
         rows.append(row)
         if sum(each.plan is not None for each in rows) > more or row.keep_bytes <= budget.device:
             break
     if rows[-1].plan is None:
-        smallest = rows[-1].smallest_bytes
         raise DoesNotFit(
             f"not even micro-batches of {rows[-1].micro_batch} fit into {format_bytes(budget.device)}: the smallest "
-            f"budget that works is {format_bytes(smallest, up=True)}; use a larger device, or put the "
+            f"budget that works is {format_bytes(min(smallest), up=True)}; use a larger device, or put the "
             "optimizer's state on the host",
-            smallest,
+            min(smallest),
         )
     return tuple(rows)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory.model import Block, Profile
-from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
+from virtualflow.memory.model import Block, Profile, Skip
+from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
 
 
 def profile_for(chain: ChainProfile, micro_batch: int, virtual_nodes: int = 1) -> Profile:
@@ -40,6 +40,21 @@ def profile_for(chain: ChainProfile, micro_batch: int, virtual_nodes: int = 1) -
         chain.in_bytes_per_second,
         chain.optimizer_bytes,
         chain.fixed_bytes + math.ceil(other) + sums,
+        _skips(*ends, micro_batch),
+    )
+
+
+def _skips(low: ChainSize, high: ChainSize, micro_batch: int) -> tuple[Skip, ...]:
+    """Those of both sizes; one that was seen at a single size leads nowhere at the other."""
+    ends = [{(skip.first, skip.last): skip for skip in size.skips} for size in (low, high)]
+
+    def at(key: tuple[int, int], read: Callable[[SkipProfile], int]) -> int:
+        one, two = (read(known[key]) if key in known else 0 for known in ends)
+        return math.ceil(_at(low, high, micro_batch, one, two))
+
+    return tuple(
+        Skip(*key, at(key, lambda skip: skip.skip_bytes), at(key, lambda skip: skip.gradient_bytes))
+        for key in sorted(ends[0].keys() | ends[1].keys())
     )
 
 

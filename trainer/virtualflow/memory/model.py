@@ -55,6 +55,23 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Skip:
+    """What enters a block, and a later one once more: as long as the later one has not run, the device has it."""
+
+    first: int
+    """The block of whose boundary it is a part,"""
+    last: int
+    """and the later one."""
+    skip_bytes: int
+    gradient_bytes: int
+    """What holds its gradient, from the later block's backward pass to the first one's."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.last or min(self.skip_bytes, self.gradient_bytes) < 0:
+            raise ConfigurationError("a skip must lead from a block to a later one; measure the profile anew")
+
+
+@dataclass(frozen=True)
 class UpdateCopies:
     """Bytes that one update copies, in a worker that has all of the optimizer's state."""
 
@@ -82,10 +99,13 @@ class Profile:
     """The optimizer's state."""
     fixed_bytes: int = 0
     """What else is on the device all the time: sums of gradients at rest, what libraries take for themselves."""
+    skips: tuple[Skip, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ConfigurationError("a profile needs at least one block; measure it anew")
+        if any(skip.last >= len(self.blocks) for skip in self.skips):
+            raise ConfigurationError("a skip must lead to one of the blocks; measure the profile anew")
         if not (self.out_bytes_per_second > 0 and self.in_bytes_per_second > 0):
             raise ConfigurationError("a profile's copy bandwidths must be above 0; measure it anew")
         if min(self.optimizer_bytes, self.fixed_bytes) < 0:

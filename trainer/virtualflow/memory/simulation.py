@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from virtualflow.memory.model import Kind, Point, Profile, Span, Timeline, Wait
+from virtualflow.memory.model import Kind, Point, Profile, Skip, Span, Timeline, Wait
 
 KEEP, SWAP, RECOMPUTE, REFETCH, JOIN = range(5)
 
@@ -54,10 +54,43 @@ class Chain:
         self.forward_until = [0.0, *accumulate(self.forward)]
         self.backward_until = [0.0, *accumulate(self.backward)]
         self.host_most = sum(self.both)
+        self.skips = profile.skips
 
     def host_bytes(self, actions: Actions) -> int:
         """What a plan keeps in the host's memory."""
         return sum(self.moved[action][block] for block, action in enumerate(actions))
+
+
+class Passing:
+    """Bytes of skips in use beside the boundaries, under a choice of actions.
+
+    A skip is on the device until the later block has run, whatever becomes of the boundary that it is a part of; and
+    where that one is recomputed, until it has run backward. A boundary that stays is the skip itself.
+    """
+
+    def __init__(self, chain: Chain, actions: Actions) -> None:
+        self.forward = [0] * chain.length
+        """In each forward pass,"""
+        self.backward = [0] * chain.length
+        """and in each backward pass, also while what it needs is computed again."""
+        for skip in chain.skips:
+            for block in range(skip.first, skip.last):
+                self.backward[block] += skip.gradient_bytes
+            if _parts(actions[skip.first]):
+                for block in range(skip.first + 1, chain.length if _again(actions, skip) else skip.last + 1):
+                    self.forward[block] += skip.skip_bytes
+                for block in range(skip.last, chain.length if _again(actions, skip) else 0):
+                    self.backward[block] += skip.skip_bytes
+
+
+def _parts(action: int) -> bool:
+    """Whether the boundary of such a block leaves the device or is dropped."""
+    return action in (SWAP, REFETCH, JOIN)
+
+
+def _again(actions: Actions, skip: Skip) -> bool:
+    """Whether the later block is computed again from it."""
+    return actions[skip.last] >= RECOMPUTE
 
 
 @dataclass(slots=True)
@@ -198,11 +231,12 @@ class _Turn:
 def _forward(chain: Chain, actions: Actions, capacity: int) -> _Turn | None:
     """Compute forward, waiting for copies out where memory is short; ``None``: it is too short for that."""
     time, engine, used = 0.0, 0.0, chain.boundary[0]
+    passing = Passing(chain, actions).forward
     turn = _Turn(0.0, [], [], [], 0, 0, 0)
     leaving = turn.leaving
     for block, action in enumerate(actions):
         stays = chain.boundary[block + 1] + (chain.saved[block] if action <= SWAP else 0)
-        need = chain.boundary[block + 1] + chain.saved[block] + chain.workspace[block]
+        need = chain.boundary[block + 1] + chain.saved[block] + chain.workspace[block] + passing[block]
         while turn.gone < len(leaving) and (leaving[turn.gone][0] <= time or used + need > capacity):
             end, size = leaving[turn.gone]
             time = max(time, end)
@@ -229,10 +263,10 @@ def _forward(chain: Chain, actions: Actions, capacity: int) -> _Turn | None:
 def _forward_needs(chain: Chain, actions: Actions) -> tuple[list[int], int]:
     """Bytes in use in each forward pass, and after the last one, without those that are swapped."""
     boundary, saved, workspace = chain.boundary, chain.saved, chain.workspace
-    held, needs = boundary[0], []
+    held, needs, passing = boundary[0], [], Passing(chain, actions).forward
     for block, action in enumerate(actions):
         stays = boundary[block + 1] + (saved[block] if action <= SWAP else 0)
-        needs.append(held + boundary[block + 1] + saved[block] + workspace[block])
+        needs.append(held + boundary[block + 1] + saved[block] + workspace[block] + passing[block])
         held += stays
         if action == SWAP:
             held -= chain.both[block]
@@ -245,21 +279,22 @@ def _backward(chain: Chain, actions: Actions, held: int) -> list[_Operation]:
     """What is computed after the forward pass, in order; ``held`` are the bytes then, without those swapped."""
     boundary, saved, gradient, workspace = chain.boundary, chain.saved, chain.gradient, chain.workspace
     operations: list[_Operation] = []
-    block = chain.length - 1
+    block, passing = chain.length - 1, Passing(chain, actions).backward
     while block >= 0:
-        first = block
+        first, aside = block, passing[block]
         if actions[block] >= RECOMPUTE:
             while actions[first] == JOIN:
                 first -= 1
             for again in range(first, block + 1):
                 made = saved[again] + (boundary[again + 1] if again < block else 0)
                 until = len(operations) + 2 * (block - first) + 1  # for the first of them: its own backward pass
-                operations.append(_Operation(again, True, held + made + workspace[again], made, until))
+                operations.append(_Operation(again, True, held + made + workspace[again] + aside, made, until))
                 held += made
         for done in range(block, first - 1, -1):
             made = (boundary[done] if done else 0) + gradient[done]  # nobody wants the gradient of the samples
             held += made
-            operations.append(_Operation(done, False, held + workspace[done], made, len(operations)))
+            need = held + workspace[done] + passing[done]
+            operations.append(_Operation(done, False, need, made, len(operations)))
             held -= boundary[done + 1] + chain.both[done] - chain.moved[actions[done]][done]
         block = first - 1
     return operations
@@ -306,6 +341,17 @@ def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> 
     """
     spans: list[Span] = []
     changes: list[tuple[float, int]] = [(0.0, resident + chain.boundary[0])]
+    ends = {
+        operation.block: start + chain.backward[operation.block]
+        for operation, start in zip(found.operations, found.starts, strict=True)
+        if not operation.recompute
+    }
+    for skip in chain.skips:
+        changes += [(ends[skip.last], skip.gradient_bytes), (ends[skip.first], -skip.gradient_bytes)]
+        if _parts(actions[skip.first]):
+            through = found.forward[skip.last] + chain.forward[skip.last]
+            changes.append((found.forward[skip.first + 1], skip.skip_bytes))
+            changes.append((ends[skip.last] if _again(actions, skip) else through, -skip.skip_bytes))
     for block, start in enumerate(found.forward):
         action, end = actions[block], start + chain.forward[block]
         spans.append(Span("compute", "forward", block, start, end))

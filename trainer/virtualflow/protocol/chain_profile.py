@@ -34,6 +34,17 @@ class BlockProfile(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a pass over it needs for a moment beyond all that."""
 
 
+class SkipProfile(msgspec.Struct, frozen=True):
+    """What enters a block, and a later one once more; blocks by their numbers."""
+
+    first: Annotated[int, msgspec.Meta(ge=0)]
+    """The block in whose ``boundary_bytes`` it is."""
+    last: _Count
+    skip_bytes: _Bytes
+    gradient_bytes: _Bytes
+    """What holds its gradient from the later block's backward pass to the first one's."""
+
+
 class ChainSize(msgspec.Struct, frozen=True):
     """All blocks, in the order of the forward pass, for micro-batches of one size."""
 
@@ -42,6 +53,7 @@ class ChainSize(msgspec.Struct, frozen=True):
     blocks: Annotated[tuple[BlockProfile, ...], msgspec.Meta(min_length=1, max_length=4_096)]
     other_bytes: _Bytes = 0
     """What else is on the device for such a micro-batch: its samples, and what no plan frees."""
+    skips: Annotated[tuple[SkipProfile, ...], msgspec.Meta(max_length=4_096)] = ()
 
 
 class ChainProfile(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import settings as names
+from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.settings import (
     ACTIVATIONS,
     ON_NON_FINITE,
@@ -82,6 +85,8 @@ class WorkerEnvironment:
     """What becomes of them within that; ``None``: the script says."""
     optimizer: Placement | None = None
     """Where the optimizer steps; ``None``: the script says."""
+    backward: BackwardSpec | None = None
+    """How far backward passes go; ``None``: the script says."""
     profile: Path | None = None
     """A profile of this device, for a first guess of its speed."""
     profile_out: Path | None = None
@@ -142,6 +147,7 @@ class WorkerEnvironment:
             host_memory=host_memory,
             activations=activations,
             optimizer=_choice(names.ENV_OPTIMIZER_PLACEMENT, PLACEMENTS),
+            backward=_backward(),
             profile=_path(names.ENV_PROFILE),
             profile_out=_path(names.ENV_PROFILE_OUT),
             profile_sizes=_sizes(),
@@ -157,6 +163,16 @@ def _choice(name: str, choices: Mapping[str, Chosen]) -> Chosen | None:
     if text not in ("", *choices):
         raise ConfigurationError(f"{name}={text!r} must be {' or '.join(choices)}; correct or unset it")
     return choices.get(text)
+
+
+def _backward() -> BackwardSpec | None:
+    text = os.environ.get(names.ENV_BACKWARD, "").strip()
+    try:
+        return msgspec.json.decode(text, type=BackwardSpec) if text else None
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(
+            f"{names.ENV_BACKWARD}={text!r} must be spec.backward of a job as JSON ({error}); correct or unset it"
+        ) from None
 
 
 def _share(name: str) -> float:

@@ -156,6 +156,8 @@ class LostWorker(Base, frozen=True, tag=False):
     """Its training thread made no progress in a process that lives: its own doing, most likely, not the machine's."""
     convicted: bool = False
     """It came to wrong gradients, or to a wrong state, as others have found: its machine is in doubt."""
+    does_not_fit: bool = False
+    """Nothing fits into its budget of memory, as it has said itself before it ended; ``reason`` says what would."""
 
 
 class Refusal(Base, frozen=True, tag=False):

@@ -12,10 +12,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from virtualflow.protocol.backward import PassClass
 from virtualflow.protocol.metrics import Metric, NotFinite
 from virtualflow.protocol.settings import (
     HEARTBEAT_LIMIT,
     MAX_CHANGES,
+    MAX_CLASSES,
     MAX_KEY,
     MAX_NAME,
     MAX_REASON,
@@ -201,7 +203,7 @@ class Hello(Base, frozen=True, tag="hello"):
     done: bool
     changes: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_CHANGES)]
     pace: PaceSeconds | None = None
-    """A first guess of its computing time per virtual node, from a profile of its device."""
+    """A first guess of its computing time per virtual node with a whole pass, from a profile of its device."""
     reproducibility: Reproducibility = "bitwise"
     device: Sentence = ""
     """The type of its device, for people to read."""
@@ -220,6 +222,10 @@ class Hello(Base, frozen=True, tag="hello"):
     """It has failed before it could take part, and before its self-test: it comes only to say why."""
     memory: MemoryPlan | None = None
     """``None``: it has no budget of memory to plan within."""
+    classes: Annotated[tuple[PassClass, ...], msgspec.Meta(max_length=MAX_CLASSES)] = ()
+    """Of equally large parts of all virtual nodes, how far their backward passes go; none: all are whole."""
+    capacity: Count | None = None
+    """Bytes of its device's memory for the training; ``None``: nobody says."""
 
 
 class Doing(Base, frozen=True, tag=False):
@@ -287,7 +293,7 @@ class EnteredTold(Base, frozen=True, tag="entered-told"):
 
 
 class Pace(Base, frozen=True, tag="pace"):
-    """How long this worker computes for a virtual node, measured while it trained in ``generation``.
+    """How long this worker computes for a virtual node with a whole pass, measured while it trained in ``generation``.
 
     From fetching its first micro-batch to the end of its last backward pass, without synchronizing gradients and
     without waiting for others; told again to a coordinator that is new.

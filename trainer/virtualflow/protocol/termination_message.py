@@ -62,6 +62,8 @@ class TerminationMessage(m.Base, frozen=True, tag="last-word", omit_defaults=Tru
     """The step of the newest checkpoint that it has completed."""
     convicted: bool = False
     """It came to wrong gradients, or to a wrong state, as all have seen: its machine is in doubt."""
+    does_not_fit: bool = False
+    """Nothing fits into its budget of memory, and ``error`` says what would."""
 
 
 class TerminationMessageWriter:
@@ -105,6 +107,7 @@ class TerminationMessageWriter:
         checkpoint: int | None = None,
         stacks: str | None = None,
         convicted: bool = False,
+        does_not_fit: bool = False,
     ) -> None:
         """An exception ends the process, or at least its training.
 
@@ -117,6 +120,7 @@ class TerminationMessageWriter:
             checkpoint: the step of the newest checkpoint that it has completed.
             stacks: where the threads of a process are that does not end by itself.
             convicted: whether this worker was found to be wrong.
+            does_not_fit: whether it ends because nothing fits into its budget of memory.
         """
         message = TerminationMessage(
             "failed",
@@ -127,6 +131,7 @@ class TerminationMessageWriter:
             checkpoint=checkpoint,
             traceback=stacks,
             convicted=convicted,
+            does_not_fit=does_not_fit,
         )
         if isinstance(error, Leave):
             kind = "left" if isinstance(error, Drained) else "refused" if isinstance(error, Evicted) else "ended"

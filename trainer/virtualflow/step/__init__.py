@@ -9,7 +9,7 @@ from virtualflow.step.guard import Guard
 from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
-from virtualflow.step.partial_backward import PartialBackward
+from virtualflow.step.partial_backward import PartialBackward, agreed
 from virtualflow.step.partial_step import is_separable, why_not_separable
 from virtualflow.step.placement import HOST
 from virtualflow.step.repetition import Repetition, copy_data
@@ -40,6 +40,7 @@ __all__ = [
     "SpotChecker",
     "StepHeader",
     "Update",
+    "agreed",
     "choose_judges",
     "copy_data",
     "describe_open_doubt",

@@ -17,11 +17,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.state import StayingHook
-from virtualflow.step.partial_backward import PartialBackward, blocks_reached
+from virtualflow.step.partial_backward import PartialBackward, blocks_reached, cost_of
 
 WHOLE = -1
 """The level of what comes before the first block, and where a whole pass ends."""
@@ -74,7 +75,7 @@ class BackwardCut:
             before = StayingHook(partial(self._before, names[id(module)], level))
             after = StayingHook(partial(self._after, level))
             self._handles += [
-                module.register_forward_pre_hook(before, prepend=True),
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after, always_call=True),
             ]
 
@@ -98,6 +99,10 @@ class BackwardCut:
         """The first level that a virtual node's pass reaches."""
         fraction = self._backward.fraction(step, virtual_node, self._virtual_nodes)
         return WHOLE if fraction == 1 else len(self.names) - blocks_reached(fraction, len(self.names))
+
+    def work(self, virtual_nodes: Sequence[int], step: int) -> float:
+        """How many virtual nodes with a whole pass compute as much as these."""
+        return sum(cost_of(self._backward.fraction(step, node, self._virtual_nodes)) for node in virtual_nodes)
 
     def factors(self, samples: Mapping[int, int]) -> dict[int, float]:
         """What makes of a mean over all samples of the step that over those whose pass was to reach the parameter.
@@ -134,6 +139,8 @@ class BackwardCut:
             yield self._cut == WHOLE
         finally:
             self._cut = WHOLE
+            if self._former:  # interrupted in a module that is not reached: torch then calls no hooks behind it
+                torch.set_grad_enabled(self._former[0])
 
     def check(self, given: Sequence[bool]) -> None:
         """The virtual node has run, and has a gradient for these of the parameters.
@@ -146,17 +153,21 @@ class BackwardCut:
                 raise ConfigurationError(
                     f"parameter {self._named[place]} got a gradient from a backward pass that should have ended behind "
                     f"it, at block {self.names[self._last_cut]}; it must belong to a module that is called, and what "
-                    "runs behind the blocks must be registered behind them: move it there in the model's __init__"
+                    "runs behind the blocks must be registered behind them: move it there in the model's __init__ (a "
+                    "penalty on weights reaches all of them: give it to the optimizer, as weight_decay=)"
                 )
 
     def _on_model(self, module: nn.Module, arguments: Any) -> None:
         self._behind = ""
 
-    def _before(self, name: str, level: int, module: nn.Module, arguments: Any) -> None:
+    def _before(self, name: str, level: int, module: nn.Module, arguments: Any, options: Any) -> None:
         if level >= self._cut:
             self._behind = name
             return
-        if self._behind:
+        # What needs no gradient can be computed at any time: another call of the model's parts, or once more for a
+        # checkpoint's backward pass.
+        entering = tree_leaves((arguments, options)) if self._behind else ()
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in entering):
             raise ConfigurationError(
                 f"module {name} runs behind {self._behind}, which is registered behind it or named as a later block; "
                 "backward=vf.PartialBackward(...) needs modules in the order in which they run: change that in the "

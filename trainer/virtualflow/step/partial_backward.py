@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.backward import BackwardSpec, PassClass, class_of
+from virtualflow.protocol.settings import MAX_CLASSES
+from virtualflow.step.settings import FORWARD_SHARE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,6 +62,8 @@ class PartialBackward:
             raise ConfigurationError(
                 f"fractions is {fractions!r}; vf.PartialBackward needs one for each class, such as (1, 0.5)"
             )
+        if len(fractions) > MAX_CLASSES:
+            raise ConfigurationError(f"fractions has {len(fractions)} numbers; pass at most {MAX_CLASSES}")
         for fraction in fractions:
             if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
                 raise ConfigurationError(f"fractions has {fraction!r}; each must be above 0 and at most 1")
@@ -84,8 +89,20 @@ class PartialBackward:
         if self.full_every is not None and step % self.full_every == 0:
             return 1.0
         classes = len(self.fractions)
-        at = (virtual_node + step) % classes if self.rotate else virtual_node * classes // virtual_nodes
+        at = (virtual_node + step) % classes if self.rotate else class_of(virtual_node, virtual_nodes, classes)
         return float(self.fractions[at])
+
+    def classes(self) -> tuple[PassClass, ...]:
+        """What whoever assigns virtual nodes is to know: with ``rotate`` they are all alike, by and by."""
+        costs = [self._on_average(cost_of(fraction)) for fraction in self.fractions]
+        if self.rotate:
+            return (PassClass(sum(costs) / len(costs), 1.0),)
+        longest = [1.0 if self.full_every is not None else float(fraction) for fraction in self.fractions]
+        return tuple(map(PassClass, costs, longest))
+
+    def _on_average(self, cost: float) -> float:
+        """With the steps in which all passes are whole."""
+        return cost if self.full_every is None else cost + (1 - cost) / self.full_every
 
     def check(self, virtual_nodes: int) -> None:
         """Check that a job of so many virtual nodes trains all of the model.
@@ -102,13 +119,38 @@ class PartialBackward:
             )
 
     def describe(self, blocks: Sequence[str]) -> str:
-        """What defines the result, for blocks of these names."""
+        """What defines the result, for blocks of these names; without any, of whatever blocks."""
         fractions = ", ".join(repr(float(fraction)) for fraction in self.fractions)
         rotating = "rotating" if self.rotate else "fixed"
         full = "" if self.full_every is None else f", whole every {self.full_every} steps"
-        return f"{rotating} fractions {fractions}{full}, {self.scale}, of {', '.join(blocks)}"
+        of = f", of {', '.join(blocks)}" if blocks else ""
+        return f"{rotating} fractions {fractions}{full}, {self.scale}{of}"
 
 
 def blocks_reached(fraction: float, blocks: int) -> int:
     """How many of a model's blocks that is: the nearest number, at least one."""
     return max(1, math.floor(fraction * blocks + 0.5))
+
+
+def cost_of(fraction: float) -> float:
+    """The computing of a virtual node whose pass reaches that part of the blocks, as a share of a whole one's."""
+    return FORWARD_SHARE + (1 - FORWARD_SHARE) * fraction
+
+
+def agreed(said: PartialBackward | None, told: BackwardSpec | None) -> PartialBackward | None:
+    """How far backward passes go, by what a script says and what its job says; ``None``: they are whole.
+
+    Raises:
+        ConfigurationError: the two differ, or what the job says makes no sense.
+    """
+    if told is None:
+        return said
+    blocks = None if said is None else said.blocks
+    scale: Scale = "mean" if told.scale == "Mean" else "sum"
+    of_job = PartialBackward(told.fractions, told.rotate, scale, told.full_every, blocks)
+    if said is not None and said.describe(()) != of_job.describe(()):
+        raise ConfigurationError(
+            f"the script says backward=[{said.describe(())}] and the job's spec.backward [{of_job.describe(())}]; "
+            "let both say the same, or leave it out of the script"
+        )
+    return of_job

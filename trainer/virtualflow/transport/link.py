@@ -164,8 +164,8 @@ class Link:
         return self._keys.get((generation, key))
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was queued has been written to a connection."""
-        return bool(self.wait(lambda: (not self._queue and self.connected) or self.rejected, timeout))
+        """Wait until all that was queued has been written to a connection, or there will be none any more."""
+        return bool(self.wait(lambda: (not self._queue and self.connected) or self.rejected or self.refused, timeout))
 
     @property
     def silent_for(self) -> float:

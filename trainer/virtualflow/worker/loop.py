@@ -241,7 +241,8 @@ class Loop:
             update.cut.begin(number)
         compared = context.request.bitwise and len(state.ranges) > 1
         update.begin(computes, most, resumes=repairs, watched=number if compared else None)
-        pace.begin(time.monotonic(), len(computes))
+        work = len(computes) if update.cut is None else update.cut.work(computes, number)
+        pace.begin(time.monotonic(), work)
         if fusion.exploring or repairs:
             pace.disregard()
         if state.repair is not None and context.audit is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.backward import PassClass
 from virtualflow.protocol.lineage import Lineage
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.worker.lease import Lease
@@ -22,7 +23,11 @@ class MemberState:
     device: str = ""
     self_test: str = ""
     pace: float | None = None
-    """Seconds per virtual node by a profile of this device."""
+    """Seconds per virtual node with a whole pass, by a profile of this device."""
+    classes: tuple[PassClass, ...] = ()
+    """How far backward passes go, of equally large parts of all virtual nodes; none: all are whole."""
+    capacity: int | None = None
+    """Bytes of this device's memory for the training; ``None``: nobody says."""
     memory: m.MemoryPlan | None = None
     """What becomes of activations; ``None``: this worker has no budget of memory to plan within."""
     total_steps: int | None = None

@@ -16,11 +16,12 @@ from virtualflow.data import LoaderOptions, Sampler, micro_batch
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations import Memory
+from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
-from virtualflow.step import BatchNorm, PartialBackward, SchedulerInterval, why_not_separable
+from virtualflow.step import BatchNorm, PartialBackward, SchedulerInterval, agreed, why_not_separable
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -198,16 +199,19 @@ def check_layer_major(memory: Memory | None, environment: WorkerEnvironment, sca
         )
 
 
-def check_backward(backward: PartialBackward | None, virtual_nodes: int, *, layer_major: bool) -> None:
-    """Check that backward passes can end where they are to.
+def check_backward(
+    said: PartialBackward | None, told: BackwardSpec | None, virtual_nodes: int, *, layer_major: bool
+) -> None:
+    """Check that backward passes can end where script and job say.
 
     Raises:
-        ConfigurationError: they cannot, or some of the model would never be trained.
+        ConfigurationError: they cannot, the two differ, or some of the model would never be trained.
     """
+    if said is not None and not isinstance(said, PartialBackward):
+        raise ConfigurationError(f"backward is {said!r}; it must be a vf.PartialBackward(...), or left out")
+    backward = agreed(said, told)
     if backward is None:
         return
-    if not isinstance(backward, PartialBackward):
-        raise ConfigurationError(f"backward is {backward!r}; it must be a vf.PartialBackward(...), or left out")
     if layer_major:
         raise ConfigurationError(
             "in layer-major order each block runs backward for all virtual nodes together, so none can end earlier "

@@ -1,4 +1,4 @@
-"""How fast this worker is: its computing time per virtual node, measured as it trains.
+"""How fast this worker is: its computing time per virtual node with a whole backward pass, measured as it trains.
 
 The coordinator gives the more virtual nodes to a worker the faster it is, so the measurement must not take for speed
 what is none: the exchange and the waiting for others are left out, and so are attempts that came to nothing, steps that
@@ -44,7 +44,7 @@ class Pace:
         """What the latest samples say, ``None`` as long as they are few."""
         self._began: float | None = None
         self._computed: float | None = None
-        self._nodes = 0
+        self._nodes = 0.0
         self._committed_at: float | None = None
         self._to_skip = 0
         self.enter()
@@ -57,8 +57,8 @@ class Pace:
         self._began = self._computed = self._committed_at = None
         self._empty()
 
-    def begin(self, now: float, virtual_nodes: int) -> None:
-        """An attempt begins to fetch its first micro-batch."""
+    def begin(self, now: float, virtual_nodes: float) -> None:
+        """An attempt begins to fetch its first micro-batch; one whose pass ends early is a part of a virtual node."""
         self._began, self._computed, self._nodes = now, None, virtual_nodes
 
     def disregard(self) -> None:
@@ -101,8 +101,8 @@ class Pace:
             self._empty()
 
     def _empty(self) -> None:
-        self._steps = self._computed_nodes = 0
-        self._computing = self._passed = 0.0
+        self._steps = 0
+        self._computed_nodes = self._computing = self._passed = 0.0
 
     def _estimate(self) -> Estimate | None:
         if len(self._samples) < self._settings.fewest:

@@ -13,7 +13,7 @@ from virtualflow.device import device_of
 from virtualflow.memory.activations import Memory, limit
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
-from virtualflow.step import HOST
+from virtualflow.step import HOST, PartialBackward, agreed
 from virtualflow.worker.options import (
     Options,
     check_backward,
@@ -64,6 +64,18 @@ class Request:
         return limit(self.options.memory, told.device_memory, told.host_memory, told.activations, told.optimizer)
 
     @property
+    def backward(self) -> PartialBackward | None:
+        """How far backward passes go; ``None``: they are whole."""
+        return agreed(self.options.backward, self.environment.backward)
+
+    @property
+    def capacity(self) -> int | None:
+        """Bytes of the device for this training; ``None``: nobody says, and the device has no memory of its own."""
+        if self.memory is not None and self.memory.device is not None:
+            return self.memory.budget.device
+        return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
+
+    @property
     def host_optimizer(self) -> bool:
         """Whether the optimizer is on the host."""
         return self.memory is not None and self.memory.optimizer == "host"
@@ -99,7 +111,9 @@ def check_request(request: Request) -> None:
     check_optimizer(request.model, request.optimizer)
     check_scheduler(options.scheduler, options.scheduler_interval)
     check_device(options.device, request.model, layer_major=request.layer_major)
-    check_backward(options.backward, request.virtual_nodes, layer_major=request.layer_major)
+    check_backward(
+        options.backward, request.environment.backward, request.virtual_nodes, layer_major=request.layer_major
+    )
     check_layer_major(request.memory, request.environment, options.scaler)
     if request.host_optimizer:
         check_host_optimizer(request.model, request.optimizer)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from virtualflow.errors import CommunicatorBroken, Leave, StatesDiffer, VirtualFlowError, show, show_errors_plainly
+from virtualflow.memory import DoesNotFit
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.termination_message import TerminationMessageWriter
 from virtualflow.state import join_optimizers
@@ -53,7 +54,7 @@ class Run:
             environment = WorkerEnvironment.read()
             one = join_optimizers(optimizer)
         except VirtualFlowError as error:
-            self._termination_message.ended(error)
+            self._termination_message.ended(error, does_not_fit=isinstance(error, DoesNotFit))
             raise
         self._request = Request(model, one, dataset, options, environment, settings)
         self.virtual_nodes = self._request.virtual_nodes
@@ -147,6 +148,7 @@ class Run:
             context.checkpointer.newest,
             stacks,
             session.state.convicted or session.incarnation in odd,
+            isinstance(error, DoesNotFit),
         )
 
     def _report_result(self, context: Context) -> None:

@@ -415,6 +415,8 @@ class Session:
             floor=state.floor if newest is None else max(state.floor, newest.generation),
             failing=state.failing,
             memory=state.memory,
+            classes=state.classes,
+            capacity=state.capacity,
         )
 
     def _on_over(self) -> None:

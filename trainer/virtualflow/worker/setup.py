@@ -195,6 +195,8 @@ def connect(context: Context) -> None:
     session, request = context.session, context.request
     warning = None
     if session.coordinated:
+        if request.backward is not None:
+            session.state.classes, session.state.capacity = request.backward.classes(), request.capacity
         session.state.pace, warning = foretell_pace(request.environment, context.situation)
         if request.bitwise:
             session.state.self_test = bit_probe.digest(request.device)
@@ -255,7 +257,7 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
 
 
 def _open_cut(request: Request) -> BackwardCut | None:
-    backward = request.options.backward
+    backward = request.backward
     if backward is None:
         return None
     blocks, _ = find_blocks(
@@ -310,7 +312,7 @@ def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
 def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:
     cap = request.environment.max_fused or request.options.max_fused
     memory = request.memory
-    by_themselves = request.options.backward is not None or (memory is not None and memory.device is not None)
+    by_themselves = request.backward is not None or (memory is not None and memory.device is not None)
     if request.bitwise or not source.fuses or by_themselves:
         cap = 1
     settings = request.settings

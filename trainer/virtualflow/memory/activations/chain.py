@@ -149,6 +149,8 @@ class Chain:
         """A block is on the device; behind it, all is as it was."""
         link = self.links[index]
         with ExitStack() as back:
+            for module in link.module.modules():
+                back.callback(_put_tensors, module, _tensors_of(module))
             parameters, trained = _load_parameters(link, carrier, back)
             buffers: dict[int, _Buffer] = {}
             for prefix, module in link.module.named_modules(prefix=link.name):
@@ -166,6 +168,18 @@ class Chain:
 def _all_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every place of each."""
     return model.named_buffers(remove_duplicate=False)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Attributes that are no parameters or buffers: a weight that is computed from parameters before each call."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+
+
+def _put_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Leave nothing of the device there."""
+    for name in _tensors_of(module).keys() - tensors.keys():
+        delattr(module, name)
+    vars(module).update(tensors)
 
 
 def _load_parameters(

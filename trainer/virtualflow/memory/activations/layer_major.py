@@ -186,7 +186,9 @@ class LayerMajor:
         leaves, structure = tree_flatten(value)
         needs = [take is not None and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         if take is not None:
-            leaves = [take(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            # What a block returns twice enters the next one as one tensor: its gradients add up in the same order.
+            taken = {id(leaf): take(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+            leaves = [taken.get(id(leaf), leaf) for leaf in leaves]
         flight._entered.append(_Boundary(leaves, structure, needs))
         self._waiting += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         if self._budget.host is not None and self._waiting > self._budget.host:
@@ -210,14 +212,18 @@ class LayerMajor:
 
     def _bring(self, boundary: _Boundary) -> tuple[Any, dict[int, GradientEdge]]:
         """What enters a block, on the device, and where autograd is to stop, by position."""
-        leaves, edges = list(boundary.leaves), dict[int, GradientEdge]()
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                leaves[position] = self.carrier.bring(leaf)
+        leaves, edges, brought = list(boundary.leaves), dict[int, GradientEdge](), dict[int, Tensor]()
+        for position, leaf in enumerate(boundary.leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if id(leaf) not in brought:
+                tensor = self.carrier.bring(leaf)
                 if boundary.differentiable[position]:
                     anchor = torch.empty(0, device=self.carrier.device, requires_grad=True)
-                    leaves[position] = _Enter.apply(anchor, leaves[position])  # type: ignore[no-untyped-call]
-                    edges[position] = get_gradient_edge(leaves[position])
+                    tensor = _Enter.apply(anchor, tensor)  # type: ignore[no-untyped-call]
+                    edges[position] = get_gradient_edge(tensor)
+                brought[id(leaf)] = tensor
+            leaves[position] = brought[id(leaf)]
         return tree_unflatten(leaves, boundary.structure), edges
 
     # --- backward -----------------------------------------------------------------------------------------------------

@@ -4,9 +4,8 @@ Sizes are those of storages, each once. What a block has saved of its own output
 counted there; the block itself needs it in its backward pass, when it has come to be of nobody else's use, so it is a
 part of the block's *workspace*. That is counted in the first micro-batch (:mod:`workspace`).
 
-What enters a second block later (a skip) is counted in the first one. It is there until the second one has it, whatever
-becomes of the first, and so is its gradient from the second one's backward pass to the first one's: so it is counted
-once more, as something that no plan frees.
+What enters a second block later (a skip) is counted in the first one, and told beside: it is there until the second one
+has it, whatever becomes of the first, and so is its gradient from the second one's backward pass to the first one's.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from virtualflow.memory.activations.ledger import key_of
 from virtualflow.memory.activations.settings import ActivationSettings
 from virtualflow.memory.activations.visits import Visit
 from virtualflow.memory.activations.workspace import Peaks, count_peaks
-from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
+from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
 
 _LEAST = 1e-9
 """Seconds that anything takes."""
@@ -52,8 +51,8 @@ class _MicroBatch:
     blocks: list[_Seen]
     inputs: dict[int, int] = field(default_factory=dict)
     """Bytes of the user's data that enter blocks."""
-    passing: dict[int, int] = field(default_factory=dict)
-    """Bytes of what enters a second block."""
+    skips: dict[int, SkipProfile] = field(default_factory=dict)
+    """What enters a second block; blocks are numbered as among all."""
     left: int = 0
     """Bytes that blocks have saved of outputs that no block gets."""
 
@@ -85,8 +84,8 @@ class Probe:
         """What the running block has saved: held, so that no two of them get the same place."""
         self._handed: dict[int, int] = {}
         """What the last block has saved of its outputs, in bytes."""
-        self._entering: dict[int, ref[Tensor]] = {}
-        """What has entered a block."""
+        self._entering: dict[int, tuple[ref[Tensor], int]] = {}
+        """What has entered a block, and which."""
         self._began = 0.0
         self._current: int | None = None
         """The block whose backward pass runs."""
@@ -119,17 +118,18 @@ class Probe:
     def begin(self, visit: Visit, inputs: list[Tensor], arguments: Any, options: Any) -> None:
         """A block's forward pass begins."""
         seen, boundary = self._now.blocks[visit.block], {}
-        for tensor in inputs:
+        later: dict[int, tuple[int, int]] = {}
+        for place, tensor in enumerate(inputs):
+            key, size = key_of(tensor), tensor.untyped_storage().nbytes()
             if tensor.grad_fn is not None:
-                key, size = key_of(tensor), tensor.untyped_storage().nbytes()
                 before = self._entering.get(key)
-                if before is not None and before() is not None:
-                    self._now.passing[key] = size
+                if before is not None and before[0]() is not None:
+                    later[key] = place, size
                 else:
                     boundary[key] = size
-                    self._entering[key] = ref(tensor)
-            elif key_of(tensor) not in visit.permanent:
-                self._now.inputs[key_of(tensor)] = tensor.untyped_storage().nbytes()
+                    self._entering[key] = ref(tensor), visit.block
+            elif key not in visit.permanent:
+                self._now.inputs[key] = size
         seen.boundary += sum(boundary.values())
         for key, size in self._handed.items():
             if key not in boundary:
@@ -137,8 +137,20 @@ class Probe:
         self._handed = {}
         if self._count and not self._measured:
             seen.peaks = count_peaks(visit.module, arguments, options, self._device)
+        for key, (place, size) in later.items():
+            self._note_skip(key, size, visit.block, size if seen.peaks is None else seen.peaks.gradients[place])
         self._entered = boundary
         self._began = self._time()
+
+    def _note_skip(self, key: int, size: int, block: int, gradient: int) -> None:
+        """What a block got before enters this one, too."""
+        first = self._entering[key][1]
+        known = self._now.skips.get(key)
+        if block <= first:  # of blocks in another order nothing is known
+            self._now.left += size
+            return
+        gradient = max(gradient, known.gradient_bytes if known is not None else 0)
+        self._now.skips[key] = SkipProfile(first, block, size, gradient)
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
         """Autograd has saved a tensor that takes memory."""
@@ -247,8 +259,26 @@ class Probe:
                     workspace_bytes=most(lambda seen: seen.workspace),
                 )
             )
-        other = max(sum(each.inputs.values()) + sum(each.passing.values()) + each.left for each in self._measured)
-        return ChainSize(micro_batch, tuple(rows), other)
+        other = max(sum(each.inputs.values()) + each.left for each in self._measured)
+        return ChainSize(micro_batch, tuple(rows), other, self._skips())
+
+    def _skips(self) -> tuple[SkipProfile, ...]:
+        """The most bytes from a block to a later one, in any micro-batch; numbered as among those that have run."""
+        place = {block: number for number, block in enumerate(self.ran)}
+        most: dict[tuple[int, int], SkipProfile] = {}
+        for each in self._measured:
+            sums: dict[tuple[int, int], SkipProfile] = {}
+            for skip in each.skips.values():
+                way = place[skip.first], place[skip.last]
+                before = sums.get(way, SkipProfile(*way, 0, 0))
+                sums[way] = SkipProfile(
+                    *way, before.skip_bytes + skip.skip_bytes, before.gradient_bytes + skip.gradient_bytes
+                )
+            for way, skip in sums.items():
+                known = most.get(way, skip)
+                size = max(known.skip_bytes, skip.skip_bytes)
+                most[way] = SkipProfile(*way, size, max(known.gradient_bytes, skip.gradient_bytes))
+        return tuple(most[way] for way in sorted(most))
 
     def fixed_bytes(self) -> int:
         """What else is on the device all the time: parameters outside of blocks with their gradients, and buffers."""

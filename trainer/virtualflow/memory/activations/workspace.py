@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ class Peaks:
     """What is saved and the outputs are among them."""
     backward: int
     """With what is saved, and the gradients of outputs, inputs and parameters."""
+    gradients: tuple[int, ...]
+    """Of what holds the gradient of each tensor among its inputs: that may be a part of something larger."""
 
 
 def count_peaks(module: nn.Module, arguments: Any, options: Any, device: torch.device) -> Peaks | None:
@@ -56,9 +59,15 @@ def count_peaks(module: nn.Module, arguments: Any, options: Any, device: torch.d
             made.clear()
             live.peak = live.now
             wanted = [leaf for leaf in [*given, *module.parameters()] if leaf.requires_grad]
+            found: dict[int, int] = {}
             if ends and wanted:
-                torch.autograd.grad(ends, wanted, allow_unused=True)
-            return Peaks(forward, live.peak - before)
+                gradients: Sequence[Tensor | None] = torch.autograd.grad(ends, wanted, allow_unused=True)
+                found = {
+                    id(leaf): gradient.untyped_storage().nbytes()
+                    for leaf, gradient in zip(wanted, gradients, strict=True)
+                    if gradient is not None
+                }
+            return Peaks(forward, live.peak - before, tuple(found.get(id(leaf), 0) for leaf in given))
 
 
 def _leaves_no_trace(module: nn.Module, leaves: list[Any]) -> bool:
