@@ -24,27 +24,22 @@ from virtualflow.memory.activations.streams import Surroundings
 class Slot:
     """In place of a tensor that is computed again when autograd asks for it."""
 
-    __slots__ = ("__weakref__", "_segment", "_shape", "_visit", "saved")
+    __slots__ = ("__weakref__", "_segment", "_visit", "saved")
 
-    def __init__(self, segment: Segment, visit: Visit, tensor: Tensor) -> None:
-        self._segment, self._visit, self._shape = segment, visit, (tensor.dtype, tensor.shape)
+    def __init__(self, segment: Segment, visit: Visit) -> None:
+        self._segment, self._visit = segment, visit
         self.saved: Packed | None = None
 
-    def fill(self, tensor: Tensor, saved: Packed) -> None:
-        """It was computed again.
+    def load(self) -> Tensor:
+        """The tensor.
 
         Raises:
-            ConfigurationError: to something else.
+            ConfigurationError: it cannot be computed again.
         """
-        if (tensor.dtype, tensor.shape) != self._shape:
-            raise self._visit.differs()
-        self.saved = saved
-
-    def load(self) -> Tensor:
-        """The tensor."""
         if self.saved is None:
             self._segment.recompute()
-        assert self.saved is not None
+        if self.saved is None:  # an attempt has failed before
+            raise self._visit.differs()
         return self.saved.load()
 
 
@@ -154,18 +149,18 @@ class Recomputation:
         ]
         self._versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
         self._surroundings: Surroundings | None = Surroundings(visit.module, device)
-        self._slots: list[ref[Slot]] = []
+        self._saved: list[tuple[_Form, ref[Slot] | None]] = []
+        """What autograd has saved, in its order; ``None``: it was kept. A second forward pass saves as much again."""
 
     def _keep(self, leaf: Any) -> Any:
         return _Input(self._visit.save(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
     def pack(self, segment: Segment, tensor: Tensor) -> Packed:
         """What autograd is to keep in place of a tensor, when this is in that segment."""
-        if not self._visit.counts(tensor):
-            return Kept(tensor)
-        slot = Slot(segment, self._visit, tensor)
-        self._slots.append(ref(slot))
-        return slot
+        counts = self._visit.counts(tensor)
+        packed: Slot | Kept = Slot(segment, self._visit) if counts else Kept(tensor)
+        self._saved.append((_form(tensor), ref(packed) if isinstance(packed, Slot) else None))
+        return packed
 
     def end(self) -> None:
         """The first forward pass is over.
@@ -199,19 +194,19 @@ class Recomputation:
         inputs, self._inputs = [_input_again(each, outputs) for each in self._inputs], []
         arguments, options = tree_unflatten(inputs, self._structure)
         surroundings, self._surroundings = self._surroundings, None
-        slots, visit, at = self._slots, self._visit, 0
-        visit.permanent |= {key_of(buffer) for buffer in surroundings.buffers}
+        saved, visit, at = self._saved, self._visit, 0
+        enough = max((place for place, (_, known) in enumerate(saved, 1) if known is not None), default=0)
 
         def record(tensor: Tensor) -> Tensor:
             nonlocal at
-            if visit.counts(tensor):
-                if at == len(slots):
-                    raise visit.differs()
-                slot, at = slots[at](), at + 1
-                if slot is not None:
-                    slot.fill(tensor, visit.save(tensor))
-                if last and at == len(slots):
-                    raise _Enough
+            if at == len(saved) or saved[at][0] != _form(tensor):
+                raise visit.differs()
+            known, at = saved[at][1], at + 1
+            slot = None if known is None else known()
+            if slot is not None:
+                slot.saved = visit.save(tensor)
+            if last and at == enough:
+                raise _Enough
             return tensor.detach()
 
         made: list[Any] = []
@@ -219,10 +214,17 @@ class Recomputation:
             with surroundings.again(), saved_tensors_hooks(record, _as_it_is):
                 made = tree_flatten(visit.module.forward(*arguments, **options))[0]
         except _Enough:
-            pass
-        if at != len(slots):
+            return []
+        if at != len(saved):
             raise visit.differs()
         return [each.detach() if isinstance(each, Tensor) else each for each in made]
+
+
+_Form = tuple[torch.dtype, torch.Size | None]
+
+
+def _form(tensor: Tensor) -> _Form:
+    return tensor.dtype, None if tensor.is_nested else tensor.shape
 
 
 def find_links(leaves: list[Any], before: Visit) -> dict[int, Link]:
