@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from test_executor import plans_for
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from virtualflow.errors import ConfigurationError
+from virtualflow.memory.activations import module_state
 from virtualflow.memory.activations.blocks import find_blocks
 from virtualflow.memory.activations.executor import Executor
 
@@ -100,3 +104,131 @@ class Masks(nn.Module):
 )
 def test_a_block_may_join_one_that_hands_it_something_without_a_graph(build: Callable[[], nn.Module]) -> None:
     assert_nothing_changes(build, ["rrrr", "rjjj", "rjkk", "krjj", "rjrj", "krjk"], once)
+
+
+# --- what a block holds -----------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.drawing = torch.Generator().manual_seed(5)
+        self.random = np.random.default_rng(5)
+        self.calls = 0
+        self.norms: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.training:
+            x = x + torch.rand(8, generator=self.drawing) * self.random.random()
+        self.calls += 1
+        self.norms.append(float(x.detach().norm()))
+        return torch.sin(x + self.calls + len(self.norms))
+
+
+def evaluate(model: nn.Module) -> None:
+    loss = model(torch.randn(4, 8)).square().sum()
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    loss.backward()
+    for module in model.modules():
+        if isinstance(module, Noisy):
+            assert (module.calls, len(module.norms)) == (2, 2), "a second forward pass has left a trace"
+
+
+def twice(model: nn.Module) -> None:
+    (model(torch.randn(4, 8)).mean() - model(torch.randn(4, 8)).square().mean()).backward()
+
+
+def with_other_weights(model: nn.Module) -> None:
+    weights = {name: 1.5 * parameter for name, parameter in model.named_parameters()}
+    functional_call(model, weights, (torch.randn(4, 8),)).square().sum().backward()
+
+
+class Shift(nn.Module):
+    """Saves nothing but what enters its sine."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        if isinstance(shift, nn.Parameter):
+            self.shift = shift
+        else:
+            self.register_buffer("shift", shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x + self.shift + self.weight)
+
+
+class Shifts(nn.Module):
+    """Blocks with one shift in common, which the model moves."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shift(shift) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            with torch.no_grad():
+                layer.shift.add_(1)
+        return x
+
+
+def zeros() -> Tensor:
+    return torch.zeros(8)
+
+
+def spectral() -> nn.Module:
+    """The older one, by hooks that set attributes."""
+    linear = [nn.utils.spectral_norm(nn.Linear(8, 8)) for _ in range(2)]
+    return nn.Sequential(linear[0], nn.Tanh(), nn.Sequential(linear[1], nn.Sigmoid()), Sine())
+
+
+@pytest.mark.parametrize(
+    ("build", "run"),
+    [
+        pytest.param(lambda: nn.Sequential(Noisy(), Noisy()), evaluate, id="another mode, a generator, a counter"),
+        pytest.param(lambda: nn.Sequential(nn.Dropout(), Sine(), nn.Dropout()), evaluate, id="dropout in another mode"),
+        pytest.param(spectral, twice, id="weights that hooks compute"),
+        pytest.param(lambda: nn.Sequential(Shift(zeros()), Shift(zeros())), with_other_weights, id="other weights"),
+        pytest.param(lambda: Shifts(zeros()), once, id="a buffer that the model moves"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
+def test_a_block_finds_itself_as_it_was(build: Callable[[], nn.Module], run: Run) -> None:
+    assert_nothing_changes(build, ["rrrr", "rjjj", "krjs"], run)
+
+
+@pytest.mark.parametrize(
+    "shift",
+    [pytest.param(torch.zeros(4, 8), id="buffer"), pytest.param(nn.Parameter(torch.zeros(8)), id="parameter")],
+)
+def test_what_is_not_copied_and_was_changed_is_named(shift: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_state, "SMALL_BUFFER", 64)
+    with pytest.raises(ConfigurationError, match=r"shift of block layers.2 was changed since the block's forward pass"):
+        gradients(lambda: Shifts(shift), "rrr", once)
+
+
+def test_a_block_that_stores_its_output_holds_no_graph_of_former_calls() -> None:
+    class Storing(Sine):
+        out: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.out = super().forward(x)
+            return self.out
+
+    model = nn.Sequential(Storing(), Storing())
+    executor = Executor(model, find_blocks(model, None)[0], CPU)
+    executor.follow(plans_for("rr"))
+    seen = []
+    for _ in range(4):
+        executor.begin()
+        model(torch.randn(4, 8))
+        seen.append(executor.ledger.device_bytes)
+    executor.close()
+    assert seen[3] == seen[1] > 0

@@ -191,6 +191,12 @@ class Recomputation:
             ConfigurationError: it does something else than the first time.
         """
         assert self._surroundings is not None
+        changed = self._surroundings.changed()
+        if changed is not None:
+            raise ConfigurationError(
+                f"{changed} of block {self._visit.name} was changed since the block's forward pass began, so it cannot "
+                'be computed again; change it behind the backward pass, or use activations="swap"'
+            )
         inputs, self._inputs = [_input_again(each, outputs) for each in self._inputs], []
         arguments, options = tree_unflatten(inputs, self._structure)
         surroundings, self._surroundings = self._surroundings, None
