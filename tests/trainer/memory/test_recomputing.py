@@ -10,6 +10,7 @@ import torch
 from test_executor import plans_for
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations import module_state
@@ -232,3 +233,67 @@ def test_a_block_that_stores_its_output_holds_no_graph_of_former_calls() -> None
         seen.append(executor.ledger.device_bytes)
     executor.close()
     assert seen[3] == seen[1] > 0
+
+
+# --- what cannot be had twice -----------------------------------------------------------------------------------------
+
+
+class State:
+    """No tree that torch knows."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Advancing(Sine):
+    def forward(self, state: State) -> State:
+        state.x = super().forward(state.x)
+        return state
+
+
+class Advances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Advancing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State(x)
+        for layer in self.layers:
+            state = layer(state)
+        return state.x
+
+
+def with_hooks_on_top(model: nn.Module) -> None:
+    """The first hook is called behind those of a plan, and the second one before them."""
+    handles = [
+        model[1].register_forward_pre_hook(lambda module, given: (given[0] * 3,)),
+        model[2].register_forward_hook(lambda module, given, made: made * 3, prepend=True),
+    ]
+    once(model)
+    for handle in handles:
+        handle.remove()
+
+
+def with_a_hook_on_all(model: nn.Module) -> None:
+    handle = register_module_forward_hook(lambda module, given, made: made * 3 if isinstance(module, Sine) else None)
+    try:
+        once(model)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("build", "run", "said"),
+    [
+        pytest.param(Advances, once, "block layers.0 gets a State, which its forward may change", id="an object"),
+        pytest.param(frozen, with_hooks_on_top, "block 1 has a forward pre-hook that was registered", id="hooks"),
+        pytest.param(
+            frozen, with_a_hook_on_all, "block 0 has a forward hook that is called before", id="a global hook"
+        ),
+    ],
+)
+def test_a_block_is_kept_where_a_second_forward_pass_may_find_something_else(
+    build: Callable[[], nn.Module], run: Run, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_nothing_changes(build, ["rrrr", "rjjj", "rjsf"], run)
+    assert sum(said in message for message in caplog.messages) == 3  # once a run

@@ -148,6 +148,8 @@ class Recomputation:
             links[index] if index in links else self._keep(leaf) for index, leaf in enumerate(leaves)
         ]
         self._versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+        self._spoilt = False
+        """Whether the first forward pass has changed its input."""
         self._surroundings: Surroundings | None = Surroundings(visit.module, device)
         self._saved: list[tuple[_Form, ref[Slot] | None]] = []
         """What autograd has saved, in its order; ``None``: it was kept. A second forward pass saves as much again."""
@@ -162,20 +164,28 @@ class Recomputation:
         self._saved.append((_form(tensor), ref(packed) if isinstance(packed, Slot) else None))
         return packed
 
-    def end(self) -> None:
+    def end(self, *, returned: bool) -> None:
         """The first forward pass is over.
+
+        Args:
+            returned: whether it has made something; if not, it may have failed.
 
         Raises:
             ConfigurationError: it has changed its input, so that there is nothing to begin a second one from.
         """
         assert self._surroundings is not None
         self._surroundings.forget_unchanged()
-        if any(leaf._version != version for leaf, version in self._versions):
+        self._spoilt = any(leaf._version != version for leaf, version in self._versions)
+        self._versions = []
+        if returned:
+            self._check_inputs()
+
+    def _check_inputs(self) -> None:
+        if self._spoilt:
             raise ConfigurationError(
                 f"block {self._visit.name} changes its input in place, so it cannot be computed again; build it with "
                 "inplace=False, or name larger blocks: vf.Memory(..., blocks=[...])"
             )
-        self._versions = []
 
     def run(self, outputs: list[Any], *, last: bool) -> list[Any]:
         """Compute it again.
@@ -191,6 +201,7 @@ class Recomputation:
             ConfigurationError: it does something else than the first time.
         """
         assert self._surroundings is not None
+        self._check_inputs()
         changed = self._surroundings.changed()
         if changed is not None:
             raise ConfigurationError(
