@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import pytest
@@ -297,3 +298,33 @@ def test_a_block_is_kept_where_a_second_forward_pass_may_find_something_else(
 ) -> None:
     assert_nothing_changes(build, ["rrrr", "rjjj", "rjsf"], run)
     assert sum(said in message for message in caplog.messages) == 3  # once a run
+
+
+class PreActivated(nn.Module):
+    """Does not save its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.linear(torch.relu(x)))
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(PreActivated() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x += layer(x)
+        return x
+
+
+def test_an_input_that_is_changed_behind_a_block_is_named_where_it_is_needed() -> None:
+    assert_nothing_changes(AddsInPlace, ["kkk", "sss"], once)
+    with pytest.raises(ConfigurationError, match=r"entered block layers.2 was changed in place.* x = x \+ block"):
+        gradients(AddsInPlace, "rrr", once)

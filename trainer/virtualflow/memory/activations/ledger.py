@@ -171,14 +171,18 @@ def is_plain(tensor: Tensor) -> bool:
     return usual and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
+class ChangedInPlace(RuntimeError):
+    """A tensor is no longer what was saved."""
+
+
 def check_version(tensor: Tensor, version: int) -> None:
     """As autograd does where nothing is in its way.
 
     Raises:
-        RuntimeError: it was changed.
+        ChangedInPlace: it was changed.
     """
     if tensor._version != version:
-        raise RuntimeError(
+        raise ChangedInPlace(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
         )

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory.activations.ledger import Entry, Kept, Ledger, Packed, is_plain, key_of
+from virtualflow.memory.activations.ledger import ChangedInPlace, Entry, Kept, Ledger, Packed, is_plain, key_of
 from virtualflow.memory.activations.streams import Surroundings
 
 
@@ -208,7 +208,13 @@ class Recomputation:
                 f"{changed} of block {self._visit.name} was changed since the block's forward pass began, so it cannot "
                 'be computed again; change it behind the backward pass, or use activations="swap"'
             )
-        inputs, self._inputs = [_input_again(each, outputs) for each in self._inputs], []
+        try:
+            inputs, self._inputs = [_input_again(each, outputs) for each in self._inputs], []
+        except ChangedInPlace as error:
+            raise ConfigurationError(
+                f"what entered block {self._visit.name} was changed in place since, so the block cannot be computed "
+                'again; write x = x + block(x) and not x += block(x), or use activations="swap"'
+            ) from error
         arguments, options = tree_unflatten(inputs, self._structure)
         surroundings, self._surroundings = self._surroundings, None
         saved, visit, at = self._saved, self._visit, 0
