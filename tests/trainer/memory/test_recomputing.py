@@ -328,3 +328,53 @@ def test_an_input_that_is_changed_behind_a_block_is_named_where_it_is_needed() -
     assert_nothing_changes(AddsInPlace, ["kkk", "sss"], once)
     with pytest.raises(ConfigurationError, match=r"entered block layers.2 was changed in place.* x = x \+ block"):
         gradients(AddsInPlace, "rrr", once)
+
+
+# --- tensors without a storage of their own ---------------------------------------------------------------------------
+
+
+class Neighbours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, adjacent: Tensor) -> Tensor:
+        return torch.tanh(torch.sparse.mm(adjacent, self.linear(x)))
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Neighbours() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        adjacent = torch.eye(4).to_sparse()
+        for layer in self.layers:
+            x = layer(x, adjacent)
+        return x
+
+
+class Sequences(nn.Module):
+    """Of several lengths, in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nested.nested_tensor([x[:1], x[1:]])
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nested.to_padded_tensor(x, 0.0)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(Graph, id="sparse"),
+        pytest.param(Sequences, id="nested"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_blocks_may_get_sparse_and_nested_tensors(build: Callable[[], nn.Module]) -> None:
+    assert_nothing_changes(build, ["kkk", "sss", "rrr", "rjj", "fsk"], once)

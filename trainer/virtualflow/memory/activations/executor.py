@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten
 from virtualflow.memory import Action, BlockPlan, Point, Wait
 from virtualflow.memory.activations.blocks import Named
 from virtualflow.memory.activations.copies import Copies
-from virtualflow.memory.activations.ledger import Entry, Ledger, Packed, key_of
+from virtualflow.memory.activations.ledger import Entry, Ledger, Packed, has_storage, key_of
 from virtualflow.memory.activations.visits import Recomputation, Segment, Visit, find_links
 from virtualflow.state import StayingHook
 
@@ -119,7 +119,7 @@ class Executor:
     def begin(self) -> None:
         """A micro-batch begins: nothing of the one before is of interest."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
-        self._permanent = frozenset(key_of(tensor) for tensor in tensors if tensor.layout is torch.strided)
+        self._permanent = frozenset(key_of(tensor) for tensor in tensors if has_storage(tensor))
         self._before = None
         self._swapped.clear()
         self._due.clear()
@@ -140,7 +140,7 @@ class Executor:
             return
         block = self._index[id(module)]
         leaves = tree_flatten((arguments, options))[0]
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and has_storage(leaf)]
         given = frozenset(key_of(tensor) for tensor in inputs if tensor.grad_fn is None)
         visit = Visit(block, self._blocks[block][0], module, self.ledger, given, self._permanent)
         self._make_room(Point("forward", block))
@@ -217,9 +217,9 @@ class Executor:
             opened.recomputation.end(returned=bool(outputs))
         plan = self._plans[visit.block]
         if plan.action is Action.SWAP or plan.prefetch is not None:
-            self._swap_out(visit, {key_of(tensor) for tensor in outputs})
+            self._swap_out(visit, {key_of(tensor) for tensor in outputs if has_storage(tensor)})
         if self.observer is not None:
-            self.observer.end(visit, outputs)
+            self.observer.end(visit, [tensor for tensor in outputs if has_storage(tensor)])
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(_reach, self._reach, Point("backward", visit.block)))

@@ -165,10 +165,15 @@ def key_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_storage(tensor: Tensor) -> bool:
+    """Whether it is a window of one, and not sparse."""
+    return tensor.layout is torch.strided
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether it is nothing but a window of a storage."""
-    usual = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return usual and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    usual = type(tensor) in (Tensor, torch.nn.Parameter) and has_storage(tensor)
+    return usual and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
 
 
 class ChangedInPlace(RuntimeError):
