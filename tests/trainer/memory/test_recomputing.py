@@ -378,3 +378,26 @@ class Sequences(nn.Module):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_blocks_may_get_sparse_and_nested_tensors(build: Callable[[], nn.Module]) -> None:
     assert_nothing_changes(build, ["kkk", "sss", "rrr", "rjj", "fsk"], once)
+
+
+# --- what happens while a block runs ----------------------------------------------------------------------------------
+
+
+class Steepest(Sine):
+    """Adds its own gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        (slope,) = torch.autograd.grad(y.square().sum(), self.linear.bias, create_graph=True)
+        return y + slope.sin()
+
+
+def steepest() -> nn.Module:
+    return nn.Sequential(Steepest(), Steepest())
+
+
+@pytest.mark.parametrize("actions", ["rr", "rj"])
+def test_a_block_that_asks_for_gradients_meanwhile_is_refused_and_may_be_swapped(actions: str) -> None:
+    assert_nothing_changes(steepest, ["ss"], once)
+    with pytest.raises(ConfigurationError, match="block 0 asks for gradients while its forward pass runs"):
+        gradients(steepest, actions, once)

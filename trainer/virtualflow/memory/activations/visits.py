@@ -119,8 +119,18 @@ class Segment:
     visits: list[Recomputation] = field(default_factory=list)
 
     def recompute(self) -> None:
-        """Fill the slots of all its visits; what entered them is given back."""
+        """Fill the slots of all its visits; what entered them is given back.
+
+        Raises:
+            ConfigurationError: they cannot be computed again.
+        """
         outputs: list[Any] = []
+        if self.visits and not self.visits[-1].ended:
+            name = self.visits[-1].name
+            raise ConfigurationError(
+                f"block {name} asks for gradients while its forward pass runs, so it cannot be computed again; "
+                'leave it out of vf.Memory(..., blocks=[...]), or use activations="swap"'
+            )
         visits, self.visits = self.visits, []
         with torch.enable_grad():
             for visit in visits:
@@ -140,7 +150,8 @@ class Recomputation:
     """
 
     def __init__(self, visit: Visit, arguments: Any, before: Visit | None, device: torch.device) -> None:
-        self.block = visit.block
+        self.block, self.name = visit.block, visit.name
+        self.ended = False
         self._visit = visit
         leaves, self._structure = tree_flatten(arguments)
         links = {} if before is None else find_links(leaves, before)
@@ -173,6 +184,7 @@ class Recomputation:
         Raises:
             ConfigurationError: it has changed its input, so that there is nothing to begin a second one from.
         """
+        self.ended = True
         assert self._surroundings is not None
         self._surroundings.forget_unchanged()
         self._spoilt = any(leaf._version != version for leaf, version in self._versions)
