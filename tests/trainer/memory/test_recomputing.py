@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_executor import plans_for
 from torch import Tensor, nn
+from torch._C import _autograd
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -401,3 +402,31 @@ def test_a_block_that_asks_for_gradients_meanwhile_is_refused_and_may_be_swapped
     assert_nothing_changes(steepest, ["ss"], once)
     with pytest.raises(ConfigurationError, match="block 0 asks for gradients while its forward pass runs"):
         gradients(steepest, actions, once)
+
+
+class Interrupted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def saving() -> bool:
+    """Whether somebody sees what autograd saves."""
+    return _autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@pytest.mark.parametrize("actions", ["sss", "rrr"])
+@pytest.mark.parametrize("what", ["begin", "close"])
+def test_an_interrupt_in_a_block_leaves_no_hooks_behind(actions: str, what: str) -> None:
+    """As torch calls no hooks of modules then."""
+    model = nn.Sequential(Sine(), Interrupted(), Sine())
+    executor = Executor(model, find_blocks(model, None)[0], CPU)
+    executor.follow(plans_for(actions))
+    executor.begin()
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(4, 8))
+    assert saving()
+    getattr(executor, what)()
+    assert not saving()
+    executor.close()
+    assert not saving()
+    assert executor.ledger.device_bytes == executor.ledger.copies.ring.used == 0

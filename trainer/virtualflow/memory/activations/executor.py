@@ -120,16 +120,22 @@ class Executor:
         """A micro-batch begins: nothing of the one before is of interest."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._permanent = frozenset(key_of(tensor) for tensor in tensors if has_storage(tensor))
-        self._before = None
-        self._swapped.clear()
-        self._due.clear()
+        self._forget()
 
     def close(self) -> None:
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
+        self._forget()
+
+    def _forget(self) -> None:
+        while self._open:  # a block was interrupted, by what torch calls no hooks for: KeyboardInterrupt
+            opened = self._open.pop()
+            if opened is not None:
+                opened.hooks.__exit__()
         self._before = None
         self._swapped.clear()
+        self._due.clear()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
