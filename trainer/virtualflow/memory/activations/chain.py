@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations.blocks import Named, find_blocks
 from virtualflow.memory.activations.carrier import Carrier
-from virtualflow.memory.activations.streams import same_bits
+from virtualflow.memory.activations.module_state import same_bits
 
 
 @dataclass(frozen=True)

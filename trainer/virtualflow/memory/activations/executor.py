@@ -9,24 +9,36 @@ another order or not at all) costs memory or time, never bits.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
 from virtualflow.memory import Action, BlockPlan, Point, Wait
 from virtualflow.memory.activations.blocks import Named
 from virtualflow.memory.activations.copies import Copies
-from virtualflow.memory.activations.ledger import Entry, Ledger, Packed, key_of
+from virtualflow.memory.activations.ledger import Entry, Ledger, Packed, has_storage, key_of
 from virtualflow.memory.activations.visits import Recomputation, Segment, Visit, find_links
 from virtualflow.state import StayingHook
+
+logger = logging.getLogger("virtualflow.worker")
+
+_UNCHANGING = (
+    *(Tensor, NoneType, int, float, complex, str, bytes, Enum, slice, range, type, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+"""What a block may be given a second time: a forward pass leaves it as it is, or it is noticed."""
 
 
 class Observer(Protocol):
@@ -76,6 +88,7 @@ class Executor:
         self._before: tuple[Visit, Segment | None] | None = None
         """The last visit, and its segment."""
         self._swapped: dict[int, list[ref[Entry]]] = {}
+        self._said: set[str] = set()
         before, after = StayingHook(self._begin), StayingHook(self._end)
         self._handles = [
             handle
@@ -106,17 +119,23 @@ class Executor:
     def begin(self) -> None:
         """A micro-batch begins: nothing of the one before is of interest."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
-        self._permanent = frozenset(key_of(tensor) for tensor in tensors if tensor.layout is torch.strided)
-        self._before = None
-        self._swapped.clear()
-        self._due.clear()
+        self._permanent = frozenset(key_of(tensor) for tensor in tensors if has_storage(tensor))
+        self._forget()
 
     def close(self) -> None:
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
+        self._forget()
+
+    def _forget(self) -> None:
+        while self._open:  # a block was interrupted, by what torch calls no hooks for: KeyboardInterrupt
+            opened = self._open.pop()
+            if opened is not None:
+                opened.hooks.__exit__()
         self._before = None
         self._swapped.clear()
+        self._due.clear()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -126,14 +145,15 @@ class Executor:
             self._open.append(None)  # nothing is to be done, and nothing counted
             return
         block = self._index[id(module)]
-        inputs = [leaf for leaf in tree_flatten((arguments, options))[0] if isinstance(leaf, Tensor)]
+        leaves = tree_flatten((arguments, options))[0]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and has_storage(leaf)]
         given = frozenset(key_of(tensor) for tensor in inputs if tensor.grad_fn is None)
         visit = Visit(block, self._blocks[block][0], module, self.ledger, given, self._permanent)
         self._make_room(Point("forward", block))
         pack: Callable[[Tensor], Packed]
         segment: Segment | None = None
         recomputation: Recomputation | None = None
-        if self._plans[block].action is Action.RECOMPUTE:
+        if self._plans[block].action is Action.RECOMPUTE and self._can_be_repeated(block, leaves):
             segment, recomputation = self._join((arguments, options), visit)
             pack = partial(recomputation.pack, segment)
         else:
@@ -148,6 +168,24 @@ class Executor:
         hooks = saved_tensors_hooks(pack, self._load)
         hooks.__enter__()
         self._open.append(_Open(visit, hooks, segment, recomputation))
+
+    def _can_be_repeated(self, block: int, leaves: list[Any]) -> bool:
+        """Whether a forward pass that is like this one can be asked for; if not, the block is kept."""
+        name, module = self._blocks[block]
+        before, after = self._handles[2 * block], self._handles[2 * block + 1]
+        unknown = next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, _UNCHANGING)), None)
+        if unknown is not None:
+            why = f"gets a {unknown}, which its forward may change"
+        elif next(reversed(module._forward_pre_hooks)) != before.id:
+            why = "has a forward pre-hook that was registered behind vf.elastic"
+        elif next(iter(module._forward_hooks)) != after.id or torch_module._global_forward_hooks:
+            why = "has a forward hook that is called before those of vf.elastic"
+        else:
+            return True
+        if why not in self._said:
+            self._said.add(why)
+            logger.warning("memory: block %s %s; so it, and others like it, is kept and not computed again", name, why)
+        return False
 
     def _join(self, arguments: Any, visit: Visit) -> tuple[Segment, Recomputation]:
         """How the visit is computed again: with the one before if that hands over to it, or by itself."""
@@ -181,13 +219,13 @@ class Executor:
         leaves = tree_flatten(output)[0]
         visit.outputs = [(ref(leaf), leaf._version) if isinstance(leaf, Tensor) else None for leaf in leaves]
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if opened.recomputation is not None and outputs:
-            opened.recomputation.end()
+        if opened.recomputation is not None:
+            opened.recomputation.end(returned=bool(outputs))
         plan = self._plans[visit.block]
         if plan.action is Action.SWAP or plan.prefetch is not None:
-            self._swap_out(visit, {key_of(tensor) for tensor in outputs})
+            self._swap_out(visit, {key_of(tensor) for tensor in outputs if has_storage(tensor)})
         if self.observer is not None:
-            self.observer.end(visit, outputs)
+            self.observer.end(visit, [tensor for tensor in outputs if has_storage(tensor)])
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(_reach, self._reach, Point("backward", visit.block)))

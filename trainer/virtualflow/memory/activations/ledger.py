@@ -180,20 +180,29 @@ def key_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_storage(tensor: Tensor) -> bool:
+    """Whether it is a window of one, and not sparse."""
+    return tensor.layout is torch.strided
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether it is nothing but a window of a storage."""
-    usual = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return usual and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    usual = type(tensor) in (Tensor, torch.nn.Parameter) and has_storage(tensor)
+    return usual and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
+
+
+class ChangedInPlace(RuntimeError):
+    """A tensor is no longer what was saved."""
 
 
 def check_version(tensor: Tensor, version: int) -> None:
     """As autograd does where nothing is in its way.
 
     Raises:
-        RuntimeError: it was changed.
+        ChangedInPlace: it was changed.
     """
     if tensor._version != version:
-        raise RuntimeError(
+        raise ChangedInPlace(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
         )

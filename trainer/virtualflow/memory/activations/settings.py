@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 
 from virtualflow.memory.settings import PlannerSettings
 
+SMALL_BUFFER = 64 << 10
+"""Of buffers of a recomputed block, a copy of no more is kept between its two forward passes, whoever changes them;"""
+MANY_ITEMS = 1000
+"""and a list or the like that a module has is put back if it is no longer."""
+
 
 @dataclass(frozen=True)
 class ActivationSettings:

@@ -1,4 +1,4 @@
-"""What a block's forward pass depends on beside its inputs and parameters: random streams, autocast, buffers.
+"""What a block's forward pass depends on beside its inputs: random streams, autocast, and what its modules hold.
 
 A block that is computed again must find all of it as it was, and must not leave a trace: batch norm would otherwise
 move its running statistics twice, as it does under ``torch.utils.checkpoint``.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from virtualflow.memory.activations.module_state import ModuleState
 
 
 class Surroundings:
@@ -28,34 +31,22 @@ class Surroundings:
         self._device = device
         self._streams = read_streams(device)
         self._autocast = [_read_autocast(kind) for kind in sorted({"cpu", device.type})]
-        self._buffers = [
-            (part, name, buffer.detach().clone())
-            for part in module.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        ]
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """Copies that stand in for buffers when it is computed again."""
-        return [before for _, _, before in self._buffers]
+        self._state = ModuleState(module)
+        self._streams += _streams_of(self._state.others)
 
     def forget_unchanged(self) -> None:
-        """The forward pass is over: of the buffers that it has left alone, no copies are needed."""
-        self._buffers = [
-            (part, name, before)
-            for part, name, before in self._buffers
-            if (now := part._buffers[name]) is None or not same_bits(now, before)
-        ]
+        """The forward pass is over: of large buffers that it has left alone, no copies are needed."""
+        self._state.forget_unchanged()
+
+    def changed(self) -> str | None:
+        """What of the block was changed in place since, so that it cannot be as it was; ``None``: nothing."""
+        return self._state.changed()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """All is as it was; behind it, as before it. To be used once: buffers change in their copies."""
-        present = read_streams(self._device)
-        with ExitStack() as back:
-            for part, name, before in self._buffers:
-                back.callback(part._buffers.__setitem__, name, part._buffers[name])
-                part._buffers[name] = before
+        present = read_streams(self._device) + _streams_of(self._state.others)
+        with self._state.again(), ExitStack() as back:
             back.callback(write_streams, present)
             write_streams(self._streams)
             for autocast in self._autocast:
@@ -82,6 +73,22 @@ def read_streams(device: torch.device) -> Streams:
     return states
 
 
+def _streams_of(generators: Iterable[Any]) -> Streams:
+    """The states of those that are a block's own; what is no generator has none."""
+    states: Streams = []
+    numpy = sys.modules.get("numpy")
+    for each in generators:
+        if isinstance(each, torch.Generator):
+            states.append((each.set_state, each.get_state()))
+        elif isinstance(each, random.Random):
+            states.append((each.setstate, each.getstate()))
+        elif numpy is not None and isinstance(each, numpy.random.Generator):
+            states.append((partial(setattr, each.bit_generator, "state"), each.bit_generator.state))
+        elif numpy is not None and isinstance(each, numpy.random.RandomState):
+            states.append((each.set_state, each.get_state()))
+    return states
+
+
 def write_streams(states: Streams) -> None:
     """Let each generator go on from there."""
     for write, state in states:
@@ -96,14 +103,3 @@ def _read_autocast(kind: str) -> Callable[[], Any]:
         return torch.autocast(kind, dtype, enabled, cache)
 
     return enter
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether they are equal to the bit, not a number included."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return (
-        torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
-        if left.dim()
-        else (left.item() == right.item())
-    )

@@ -17,34 +17,29 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory.activations.ledger import Entry, Kept, Ledger, Packed, is_plain, key_of
+from virtualflow.memory.activations.ledger import ChangedInPlace, Entry, Kept, Ledger, Packed, is_plain, key_of
 from virtualflow.memory.activations.streams import Surroundings
 
 
 class Slot:
     """In place of a tensor that is computed again when autograd asks for it."""
 
-    __slots__ = ("__weakref__", "_segment", "_shape", "_visit", "saved")
+    __slots__ = ("__weakref__", "_segment", "_visit", "saved")
 
-    def __init__(self, segment: Segment, visit: Visit, tensor: Tensor) -> None:
-        self._segment, self._visit, self._shape = segment, visit, (tensor.dtype, tensor.shape)
+    def __init__(self, segment: Segment, visit: Visit) -> None:
+        self._segment, self._visit = segment, visit
         self.saved: Packed | None = None
 
-    def fill(self, tensor: Tensor, saved: Packed) -> None:
-        """It was computed again.
+    def load(self) -> Tensor:
+        """The tensor.
 
         Raises:
-            ConfigurationError: to something else.
+            ConfigurationError: it cannot be computed again.
         """
-        if (tensor.dtype, tensor.shape) != self._shape:
-            raise self._visit.differs()
-        self.saved = saved
-
-    def load(self) -> Tensor:
-        """The tensor."""
         if self.saved is None:
             self._segment.recompute()
-        assert self.saved is not None
+        if self.saved is None:  # an attempt has failed before
+            raise self._visit.differs()
         return self.saved.load()
 
 
@@ -124,8 +119,18 @@ class Segment:
     visits: list[Recomputation] = field(default_factory=list)
 
     def recompute(self) -> None:
-        """Fill the slots of all its visits; what entered them is given back."""
+        """Fill the slots of all its visits; what entered them is given back.
+
+        Raises:
+            ConfigurationError: they cannot be computed again.
+        """
         outputs: list[Any] = []
+        if self.visits and not self.visits[-1].ended:
+            name = self.visits[-1].name
+            raise ConfigurationError(
+                f"block {name} asks for gradients while its forward pass runs, so it cannot be computed again; "
+                'leave it out of vf.Memory(..., blocks=[...]), or use activations="swap"'
+            )
         visits, self.visits = self.visits, []
         with torch.enable_grad():
             for visit in visits:
@@ -145,7 +150,8 @@ class Recomputation:
     """
 
     def __init__(self, visit: Visit, arguments: Any, before: Visit | None, device: torch.device) -> None:
-        self.block = visit.block
+        self.block, self.name = visit.block, visit.name
+        self.ended = False
         self._visit = visit
         leaves, self._structure = tree_flatten(arguments)
         links = {} if before is None else find_links(leaves, before)
@@ -153,34 +159,45 @@ class Recomputation:
             links[index] if index in links else self._keep(leaf) for index, leaf in enumerate(leaves)
         ]
         self._versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+        self._spoilt = False
+        """Whether the first forward pass has changed its input."""
         self._surroundings: Surroundings | None = Surroundings(visit.module, device)
-        self._slots: list[ref[Slot]] = []
+        self._saved: list[tuple[_Form, ref[Slot] | None]] = []
+        """What autograd has saved, in its order; ``None``: it was kept. A second forward pass saves as much again."""
 
     def _keep(self, leaf: Any) -> Any:
         return _Input(self._visit.save(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
     def pack(self, segment: Segment, tensor: Tensor) -> Packed:
         """What autograd is to keep in place of a tensor, when this is in that segment."""
-        if not self._visit.counts(tensor):
-            return Kept(tensor)
-        slot = Slot(segment, self._visit, tensor)
-        self._slots.append(ref(slot))
-        return slot
+        counts = self._visit.counts(tensor)
+        packed: Slot | Kept = Slot(segment, self._visit) if counts else Kept(tensor)
+        self._saved.append((_form(tensor), ref(packed) if isinstance(packed, Slot) else None))
+        return packed
 
-    def end(self) -> None:
+    def end(self, *, returned: bool) -> None:
         """The first forward pass is over.
+
+        Args:
+            returned: whether it has made something; if not, it may have failed.
 
         Raises:
             ConfigurationError: it has changed its input, so that there is nothing to begin a second one from.
         """
+        self.ended = True
         assert self._surroundings is not None
         self._surroundings.forget_unchanged()
-        if any(leaf._version != version for leaf, version in self._versions):
+        self._spoilt = any(leaf._version != version for leaf, version in self._versions)
+        self._versions = []
+        if returned:
+            self._check_inputs()
+
+    def _check_inputs(self) -> None:
+        if self._spoilt:
             raise ConfigurationError(
                 f"block {self._visit.name} changes its input in place, so it cannot be computed again; build it with "
                 "inplace=False, or name larger blocks: vf.Memory(..., blocks=[...])"
             )
-        self._versions = []
 
     def run(self, outputs: list[Any], *, last: bool) -> list[Any]:
         """Compute it again.
@@ -196,22 +213,35 @@ class Recomputation:
             ConfigurationError: it does something else than the first time.
         """
         assert self._surroundings is not None
-        inputs, self._inputs = [_input_again(each, outputs) for each in self._inputs], []
+        self._check_inputs()
+        changed = self._surroundings.changed()
+        if changed is not None:
+            raise ConfigurationError(
+                f"{changed} of block {self._visit.name} was changed since the block's forward pass began, so it cannot "
+                'be computed again; change it behind the backward pass, or use activations="swap"'
+            )
+        try:
+            inputs, self._inputs = [_input_again(each, outputs) for each in self._inputs], []
+        except ChangedInPlace as error:
+            raise ConfigurationError(
+                f"what entered block {self._visit.name} was changed in place since, so the block cannot be computed "
+                'again; write x = x + block(x) and not x += block(x), or use activations="swap"'
+            ) from error
         arguments, options = tree_unflatten(inputs, self._structure)
         surroundings, self._surroundings = self._surroundings, None
-        slots, visit, at = self._slots, self._visit, 0
-        visit.permanent |= {key_of(buffer) for buffer in surroundings.buffers}
+        saved, visit, at = self._saved, self._visit, 0
+        enough = max((place for place, (_, known) in enumerate(saved, 1) if known is not None), default=0)
 
         def record(tensor: Tensor) -> Tensor:
             nonlocal at
-            if visit.counts(tensor):
-                if at == len(slots):
-                    raise visit.differs()
-                slot, at = slots[at](), at + 1
-                if slot is not None:
-                    slot.fill(tensor, visit.save(tensor))
-                if last and at == len(slots):
-                    raise _Enough
+            if at == len(saved) or saved[at][0] != _form(tensor):
+                raise visit.differs()
+            known, at = saved[at][1], at + 1
+            slot = None if known is None else known()
+            if slot is not None:
+                slot.saved = visit.save(tensor)
+            if last and at == enough:
+                raise _Enough
             return tensor.detach()
 
         made: list[Any] = []
@@ -219,10 +249,17 @@ class Recomputation:
             with surroundings.again(), saved_tensors_hooks(record, _as_it_is):
                 made = tree_flatten(visit.module.forward(*arguments, **options))[0]
         except _Enough:
-            pass
-        if at != len(slots):
+            return []
+        if at != len(saved):
             raise visit.differs()
         return [each.detach() if isinstance(each, Tensor) else each for each in made]
+
+
+_Form = tuple[torch.dtype, torch.Size | None]
+
+
+def _form(tensor: Tensor) -> _Form:
+    return tensor.dtype, None if tensor.is_nested else tensor.shape
 
 
 def find_links(leaves: list[Any], before: Visit) -> dict[int, Link]:

@@ -1,0 +1,158 @@
+"""What the modules of a block hold when its forward pass begins: parameters, buffers and attributes of their own.
+
+A block that is computed again must find all of it as it was: its model may be in another mode by then, another call may
+have given it other weights (``torch.func.functional_call``, ``spectral_norm``) or moved its buffers. What is bound to
+another object is bound again; buffers stand back as copies. Of what else is changed in place there is no copy, so that
+is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from virtualflow.memory.activations.settings import MANY_ITEMS, SMALL_BUFFER
+
+_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+"""What torch itself keeps in a module."""
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_CONTAINERS: Mapping[type, Callable[[Any, Any], object]] = {
+    list: lambda held, before: held.__setitem__(slice(None), before),
+    dict: lambda held, before: (held.clear(), held.update(before)),
+    set: lambda held, before: (held.clear(), held.update(before)),
+}
+"""Of which the contents are put back, and how."""
+
+
+class _Buffer:
+    """A buffer, and its bits while a first forward pass may change them."""
+
+    __slots__ = ("before", "name", "now", "part", "version")
+
+    def __init__(self, part: nn.Module, name: str, buffer: Tensor) -> None:
+        self.part, self.name = part, name
+        self.now, self.version = buffer, buffer._version
+        self.before: Tensor | None = buffer.detach().clone().requires_grad_(buffer.requires_grad)
+
+    def forget_unchanged(self) -> None:
+        """If it is large and was left alone, it needs no copy. Batch norm does not count what it changes."""
+        if self.before is None or self.now._version != self.version:
+            return
+        strided = self.now.layout is torch.strided
+        if not strided or (self.now.nbytes > SMALL_BUFFER and same_bits(self.now, self.before)):
+            self.before = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody has changed it since, and there is no copy."""
+        return self.before is None and self.now._version != self.version
+
+
+class ModuleState:
+    """All that a block's modules hold now.
+
+    Args:
+        module: the block.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.others: list[Any] = []
+        """Attributes that are no tensors, numbers or containers."""
+        self._module = module
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """What modules keep attributes in, and which these were."""
+        self._contents: list[tuple[Any, Any]] = []
+        """Lists and the like, and what was in them."""
+        self._watched: list[tuple[nn.Module, str, Tensor, int, bool]] = []
+        """Tensors that are not copied, with their version and whether they required a gradient."""
+        self._buffers: dict[int, _Buffer] = {}
+        for part in module.modules():
+            self._note(part)
+
+    def _note(self, part: nn.Module) -> None:
+        own = {name: value for name, value in vars(part).items() if name not in _MACHINERY}
+        for name, value in own.items():
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if isinstance(value, Tensor):
+                own[name] = self._watch(part, name, value)
+            elif (kind in _CONTAINERS or kind is tuple) and len(value) <= MANY_ITEMS:
+                if kind is not tuple:
+                    self._contents.append((value, value.copy()))
+                for each in value.values() if kind is dict else value:
+                    if isinstance(each, Tensor):
+                        self._watch(part, name, each)
+            else:
+                self.others.append(value)
+        parameters = {
+            name: None if value is None else self._watch(part, name, value) for name, value in part._parameters.items()
+        }
+        buffers = dict(part._buffers)
+        for name, buffer in buffers.items():
+            if buffer is not None and id(buffer) not in self._buffers:
+                self._buffers[id(buffer)] = _Buffer(part, name, buffer)
+        self._held += [(vars(part), own), (part._parameters, parameters), (part._buffers, buffers)]
+
+    def _watch(self, part: nn.Module, name: str, tensor: Tensor) -> Tensor:
+        """It is to be as it is, or this is noticed; what is bound again does not hold on to a graph."""
+        held = tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
+        self._watched.append((part, name, held, held._version, held.requires_grad))
+        return held
+
+    def forget_unchanged(self) -> None:
+        """The forward pass is over: of large buffers that it has left alone, no copies are needed."""
+        for buffer in self._buffers.values():
+            buffer.forget_unchanged()
+
+    def changed(self) -> str | None:
+        """What was changed in place since, of which there is no copy; ``None``: nothing."""
+        for part, name, tensor, version, required in self._watched:
+            if tensor._version != version or tensor.requires_grad is not required:
+                return self._name(part, name)
+        for buffer in self._buffers.values():
+            if buffer.changed:
+                return self._name(buffer.part, buffer.name)
+        return None
+
+    def _name(self, part: nn.Module, name: str) -> str:
+        names = {id(module): path for path, module in self._module.named_modules()}
+        return f"{names[id(part)]}.{name}".lstrip(".")
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """All is as it was; behind it, as before it. To be used once: buffers change in their copies."""
+        with ExitStack() as back:
+            for attributes, before in self._held:
+                back.callback(_bind, attributes, {n: v for n, v in attributes.items() if n not in _MACHINERY})
+                _bind(attributes, {name: self._bits(value) for name, value in before.items()})
+            for held, contents in self._contents:
+                back.callback(_CONTAINERS[type(held)], held, held.copy())
+                _CONTAINERS[type(held)](held, contents)
+            yield
+
+    def _bits(self, value: Any) -> Any:
+        buffer = self._buffers.get(id(value))
+        return value if buffer is None or buffer.before is None else buffer.before
+
+
+def _bind(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+    """Let these be all attributes there are, but for torch's own."""
+    for name in [name for name in attributes if name not in _MACHINERY and name not in values]:
+        del attributes[name]
+    attributes.update(values)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether they are equal to the bit, not a number included."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return (
+        torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+        if left.dim()
+        else (left.item() == right.item())
+    )
