@@ -129,6 +129,10 @@ class SchedulingSettings:
     efficiency: float = 0.5
     """``ShortestFirst`` gives the shortest job workers that each bring at least this part of what its first one did;
     those that bring less go to it last."""
+    thrift: float = 0.0
+    """Where a queue has kinds of device with prices: how much the price of a step counts beside the time when a job's
+    kind is chosen, as the power of the one that the other is multiplied by. 0: not at all; 1: half the price is worth
+    twice the time."""
     exact_work: int = 400_000
     """``MaxThroughput`` solves a queue of unequal workers exactly if that takes at most this many additions (about
     50 ms), else from the best gain per unit downward."""
@@ -140,6 +144,8 @@ class SchedulingSettings:
             raise ConfigurationError("the share of a queue that turns may have is a part of it, from 0 to 1")
         if self.hold < 0 or not 0 <= self.margin < 1 or not 0 <= self.efficiency <= 1:
             raise ConfigurationError("give a hold of 0 s or more, a margin below 1 and an efficiency from 0 to 1")
+        if self.thrift < 0:
+            raise ConfigurationError("the weight of prices in a queue is 0 or more")
 
 
 @dataclass(frozen=True)
