@@ -8,8 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from random_queues import NAMESPACES, curves, demands
 
-from virtualflow_operator.scheduling import Capacity
-from virtualflow_operator.scheduling.device_kinds import Kind, KindAllocation, KindDemand
+from virtualflow_operator.scheduling import Capacity, Kind, KindAllocation, KindDemand
 
 NAMES = ("V100", "P100", "K80")
 Queue = tuple[list[KindDemand], dict[str, Kind]]

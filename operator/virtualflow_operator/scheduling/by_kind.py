@@ -119,7 +119,7 @@ def _lend(
         if not (at_home or elsewhere):
             continue
         more = _mix(choice, at_home, elsewhere, rooms, known[job.name])
-        if at_home and now < job.changed + settings.hold:
+        if at_home and job.allocated and now < job.changed + settings.hold:
             more = {kind: count for kind, held in choice.demand.lent.items() if (count := min(held, more.get(kind, 0)))}
         if more:
             lent[job.name] = more

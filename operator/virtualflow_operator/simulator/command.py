@@ -11,12 +11,14 @@ import msgspec
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
-from virtualflow_operator.scheduling import POLICIES, policy
+from virtualflow_operator.scheduling import FIXED_SIZES, POLICIES, Policy, policy
 from virtualflow_operator.settings import SimulationSettings
+from virtualflow_operator.simulator.device_deciders import Aware, Unaware
+from virtualflow_operator.simulator.device_simulation import simulate_devices
 from virtualflow_operator.simulator.measures import Measures, measure
 from virtualflow_operator.simulator.plots import draw
 from virtualflow_operator.simulator.simulation import ResizeCost, Result, simulate
-from virtualflow_operator.simulator.trace import read
+from virtualflow_operator.simulator.trace import Trace, read
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -38,13 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     given = parser(defaults).parse_args(arguments)
     cost = _cost(given, defaults)
     trace = read(given.trace)
+    _check_kinds(given, trace)
     if given.capacity is not None:
         trace = trace.on(given.capacity)
     chosen = {name: policy(name) for name in given.policy or POLICIES}
-    results = {
-        name: simulate(trace, decide, cost, defaults.scheduling, knowledge=given.knowledge, every=given.every)
-        for name, decide in chosen.items()
-    }
+    results = {name: _play(given, trace, name, decide, cost, defaults) for name, decide in chosen.items()}
     measured = {name: measure(result) for name, result in results.items()}
     print(f"{given.trace}: {len(trace.jobs)} jobs; {_describe(cost)}")
     print(table(measured))
@@ -101,10 +101,42 @@ def parser(defaults: SimulationSettings) -> Parser:
         default="all",
         help="what policies know of a job's speeds: all of the trace, or those it has run at (default all)",
     )
+    parser.add_argument(
+        "--one-pool", action="store_true", help="for comparison: policies that take all kinds of device for one"
+    )
     parser.add_argument("--every", type=float, metavar="S", help="decide at least every S seconds (default: at events)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the measures there")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG pictures there")
     return parser
+
+
+def _check_kinds(given: argparse.Namespace, trace: Trace) -> None:
+    """Refuse what a trace with or without kinds of device cannot be asked.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if given.one_pool and not trace.has_kinds:
+        raise ConfigurationError(f"{given.trace} has no kinds of device; leave out --one-pool")
+    options = {"--capacity": given.capacity, "--every": given.every, "--restart": given.restart or None}
+    wrong = [option for option, value in options.items() if value is not None]
+    if trace.has_kinds and wrong:
+        raise ConfigurationError(f"{given.trace} has kinds of device; leave out {' and '.join(wrong)}")
+
+
+def _play(
+    given: argparse.Namespace,
+    trace: Trace,
+    name: str,
+    decide: Policy,
+    cost: ResizeCost,
+    defaults: SimulationSettings,
+) -> Result:
+    """Play the trace against one policy."""
+    if not trace.has_kinds:
+        return simulate(trace, decide, cost, defaults.scheduling, knowledge=given.knowledge, every=given.every)
+    decider = Unaware(decide) if given.one_pool else Aware(decide, lends=name not in FIXED_SIZES)
+    return simulate_devices(trace, decider, cost, defaults.scheduling, knowledge=given.knowledge).result
 
 
 def _cost(given: argparse.Namespace, defaults: SimulationSettings) -> ResizeCost:

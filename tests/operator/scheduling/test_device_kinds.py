@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 from scheduling_cases import NOW, TOLD, job, running
 
-from virtualflow_operator.scheduling import Capacity, Demand, ScalingCurve, policy
-from virtualflow_operator.scheduling.by_kind import decide_by_kind
-from virtualflow_operator.scheduling.device_kinds import Kind, KindAllocation, KindDemand
+from virtualflow_operator.scheduling import (
+    Capacity,
+    Demand,
+    Kind,
+    KindAllocation,
+    KindDemand,
+    ScalingCurve,
+    decide_by_kind,
+    policy,
+)
 from virtualflow_operator.settings import SchedulingSettings
 
 FAST_AND_SLOW = {"V100": Kind(Capacity(4)), "K80": Kind(Capacity(4))}

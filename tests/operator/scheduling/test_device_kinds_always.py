@@ -12,12 +12,18 @@ from random_kinds import Queue, apply_kinds, complaint_of_kinds, queues_with_kin
 from random_queues import NOW, settings
 
 from tiers import examples, nightly
-from virtualflow_operator.scheduling import POLICIES, next_change
-from virtualflow_operator.scheduling.by_kind import decide_by_kind
-from virtualflow_operator.scheduling.device_kinds import Kind, KindAllocation, KindDemand, mixed_speed
+from virtualflow_operator.scheduling import (
+    FIXED_SIZES,
+    POLICIES,
+    Kind,
+    KindAllocation,
+    KindDemand,
+    decide_by_kind,
+    mixed_speed,
+    next_change,
+)
 from virtualflow_operator.settings import SchedulingSettings
 
-GANGS = ("FIFO", "Priority")
 EVERY = pytest.mark.parametrize(
     "name", ["ShortestFirst", *(nightly(name) for name in POLICIES if name != "ShortestFirst")]
 )
@@ -26,7 +32,7 @@ EVERY = pytest.mark.parametrize(
 def decide(
     name: str, jobs: list[KindDemand], kinds: dict[str, Kind], told: SchedulingSettings, now: float = NOW
 ) -> dict[str, KindAllocation]:
-    return decide_by_kind(POLICIES[name], now, jobs, kinds, told, lends=name not in GANGS)
+    return decide_by_kind(POLICIES[name], now, jobs, kinds, told, lends=name not in FIXED_SIZES)
 
 
 @EVERY
