@@ -22,6 +22,8 @@ Table = Mapping[str, Mapping[str, Mapping[int, float]]]
 GAVEL_DEVICES = {"V100": 6, "P100": 6, "K80": 6}
 """A sixth of the cluster that Gavel's authors simulate."""
 AUTHORS_DEVICES = {"V100": 2, "2080 Ti": 4, "P100": 4, "K80": 4}
+RATINGS = {"V100": 15.7, "2080 Ti": 13.4, "P100": 9.3, "K80": 4.4}
+"""TFLOPS in single precision, at most, from NVIDIA's data sheets (of half a K80, which is one device)."""
 AUTHORS_SIZES = (1, 2, 4, 8)
 _BATCHES = {"cifar10": 128, "glue": 32, "wmt": 3_072}
 """Samples (tokens) for a worker and step, as large as every kind was profiled with."""
@@ -58,7 +60,14 @@ def authors() -> Table:
 
 
 def make(
-    table: Table, devices: Mapping[str, int], *, seed: int, jobs: int, load: float, mobility: Mobility = "mixes"
+    table: Table,
+    devices: Mapping[str, int],
+    *,
+    seed: int,
+    jobs: int,
+    load: float,
+    mobility: Mobility = "mixes",
+    rated: bool = False,
 ) -> Trace:
     """A trace of jobs with Poisson arrivals.
 
@@ -72,17 +81,21 @@ def make(
         jobs: how many.
         load: work that comes, over what all devices do, both as V100s would count them.
         mobility: of every job.
+        rated: whether policies are told the devices' peak performance.
     """
     chance = random.Random(seed)
     models = sorted(table)
-    events: list[Event] = [NodeEvent(0.0, kind, units, kind=kind) for kind, units in devices.items()]
+    events: list[Event] = [
+        NodeEvent(0.0, kind, units, kind=kind, rating=RATINGS[kind] if rated else 1.0)
+        for kind, units in devices.items()
+    ]
     drawn = [_draw(chance, table, models) for _ in range(jobs)]
     worth = {
         kind: sum(table[model][kind][1] / max(speeds[1] for speeds in table[model].values()) for model in models)
         / len(models)
         for kind in devices
     }
-    gap = sum(_device_seconds(table[model], size, steps) for model, size, steps in drawn) / jobs
+    gap = sum(steps / max(speeds[1] for speeds in table[model].values()) for model, _, steps in drawn) / jobs
     gap /= load * sum(worth[kind] * units for kind, units in devices.items())
     now = 0.0
     for index, (model, size, steps) in enumerate(drawn):
@@ -103,9 +116,3 @@ def _draw(chance: random.Random, table: Table, models: list[str]) -> tuple[str, 
     size = min(chance.choices((1, 2, 4, 8), (70, 10, 15, 5))[0], max(speeds))
     minutes = 10 ** (chance.uniform(1.5, 3) if chance.random() < 0.8 else chance.uniform(3, 4))
     return model, size, max(1, round(60 * minutes * speeds[size]))
-
-
-def _device_seconds(speeds: Mapping[str, Mapping[int, float]], size: int, steps: int) -> float:
-    """Of one device, the fastest for the job."""
-    del size
-    return steps / max(of[1] for of in speeds.values())

@@ -86,7 +86,9 @@ def choose_homes(
             kind = option.kind
             end = max(option.alone, (load[kind] + option.work) / units[kind])
             times[kind] = (end + after * option.work * value[kind]) * option.money**settings.thrift
-        best = min(offered, key=lambda option: (times[option.kind], option.kind))
+        best = min(
+            offered, key=lambda option: (times[option.kind], load[option.kind] / units[option.kind], option.kind)
+        )
         had = next((option for option in offered if option.kind == demand.home), None)
         if had is not None:
             fits = taken[best.kind] + best.units <= units[best.kind]

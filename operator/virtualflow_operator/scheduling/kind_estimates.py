@@ -1,7 +1,8 @@
 """How fast a job would be on a kind of device that it has not run on: assumed, from what is known, and said so.
 
-What is known comes first: other jobs that were measured on both kinds, the median of how much faster the one was; where
-there are none, the ratings that the kinds were given.
+What is known comes first: other jobs that were measured on both kinds, the median of how much faster the one was. Where
+there are none, the ratings that the kinds were given. A job that may move takes them for a little more: so it tries the
+kind, and then it is known.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from statistics import median
 
 from virtualflow_operator.scheduling.curve import ScalingCurve
 from virtualflow_operator.scheduling.device_kinds import Kind, KindDemand
+
+_OPTIMISM = 1.25
+"""More than a job has to gain before it moves (``SchedulingSettings.margin``)."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +56,27 @@ class KnownCurves:
 def know(demands: Iterable[KindDemand], kinds: Mapping[str, Kind]) -> dict[str, KnownCurves]:
     """What is known of each job, by name."""
     demands = list(demands)
-    ratings = _ratings(demands, kinds)
-    return {demand.job.name: _curves(demand, kinds, ratings) for demand in demands}
+    sober, guessed = _ratings(demands, kinds)
+    hopeful = {kind: rating * (_OPTIMISM if kind in guessed else 1.0) for kind, rating in sober.items()}
+    return {d.job.name: _curves(d, kinds, sober if d.mobility == "stays" else hopeful) for d in demands}
 
 
-def _ratings(demands: Iterable[KindDemand], kinds: Mapping[str, Kind]) -> dict[str, float]:
-    """How fast each kind is, beside the one on which most jobs were measured."""
+def _ratings(demands: Iterable[KindDemand], kinds: Mapping[str, Kind]) -> tuple[dict[str, float], set[str]]:
+    """How fast each kind is, beside the one on which most jobs were measured, and for which of them that is a guess."""
     measured = [
-        {kind: curve.speed(1) for kind, curve in demand.curves.items() if kind in kinds and curve.measured}
+        {kind: curve.speed(1) for kind, curve in demand.curves.items() if kind in kinds and curve.points}
         for demand in demands
     ]
     count = {kind: sum(kind in speeds for speeds in measured) for kind in kinds}
     common = min(kinds, key=lambda kind: (-count[kind], kind))
-    found = {}
+    found: dict[str, float] = {}
+    guessed: set[str] = set()
     for kind in sorted(kinds):
         ratios = [speeds[kind] / speeds[common] for speeds in measured if kind in speeds and common in speeds]
         found[kind] = median(ratios) if ratios else kinds[kind].rating / kinds[common].rating
-    return found
+        if not ratios and kind != common:
+            guessed.add(kind)
+    return found, guessed
 
 
 def _curves(demand: KindDemand, kinds: Mapping[str, Kind], ratings: Mapping[str, float]) -> KnownCurves:

@@ -110,7 +110,7 @@ def simulate_devices(
         decider: says what each job gets; it is of this simulation alone.
         cost: of each change; a restart is not modelled here.
         settings: of the policy.
-        knowledge: about the jobs' speeds. Of those seen, a job on several kinds shows none.
+        knowledge: about the jobs' speeds.
 
     Raises:
         PolicyError: more was given out than there was, or a job's limits were broken.
@@ -221,7 +221,8 @@ class _Simulation:
             return sum(node.units * node.price for node in of) / units if units else None
 
         there = Capacity(sum(node.units for node in steady), sum(node.units for node in spot))
-        return Kind(there, price=price(steady) or price(spot) or 1.0, spot_price=price(spot))
+        rating = max((node.rating for node in nodes), default=1.0)
+        return Kind(there, rating, price(steady) or price(spot) or 1.0, price(spot))
 
     def _submit(self, event: JobEvent) -> None:
         curves = {kind: ScalingCurve() for kind in event.kinds}
@@ -246,15 +247,15 @@ class _Simulation:
         self._active[event.name] = found
 
     def _learn(self, job: _Job) -> None:
+        """Show the policy how fast the job is on each kind of its mix: every worker's pace is measured."""
         there = +job.running
-        if self._knowledge == "all" or len(there) != 1:
-            return
-        ((kind, workers),) = there.items()
-        known = job.seen.setdefault(kind, {})
-        if workers not in known:
-            known[workers] = job.job.speed(workers, kind)
-            curves = dict(job.demand.curves) | {kind: ScalingCurve.of(known.items())}
-            job.demand = replace(job.demand, curves=curves)
+        workers = there.total()
+        new = {kind for kind in there if workers not in job.seen.get(kind, {})} if self._knowledge == "seen" else ()
+        for kind in new:
+            job.seen.setdefault(kind, {})[workers] = job.job.speed(workers, kind)
+        if new:
+            seen = {kind: ScalingCurve.of(known.items()) for kind, known in job.seen.items()}
+            job.demand = replace(job.demand, curves={**job.demand.curves, **seen})
 
     def _decide(self) -> None:
         for job in self._active.values():

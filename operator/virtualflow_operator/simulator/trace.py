@@ -9,7 +9,7 @@ One row, or one object of the list ``events``, is one event. ``event`` says whic
   be on spot capacity). Where there are kinds of device, ``throughput`` is that of each (``V100=1:2.0 4:6.5;
   K80=1:0.4``), and ``mobility`` what a job may do that has begun: ``mixes`` (the default), ``moves`` or ``stays``.
 - ``node``: ``units`` of capacity join; ``spot`` (``true``) if they may be withdrawn. Where there are kinds of device,
-  ``kind``, and ``price`` of a unit for a second (1).
+  ``kind``, ``price`` of a unit for a second (1) and ``rating``: how fast it is thought to be beside the others (1).
 - ``gone``: the node ``name`` leaves.
 
 Empty cells mean the default; lines that begin with ``#`` are comments. Times are seconds.
@@ -46,6 +46,7 @@ COLUMNS = (
     "spot",
     "kind",
     "price",
+    "rating",
     "mobility",
 )
 """Of a CSV file, in the order in which they are written; a file may leave out those that it does not need."""
@@ -101,6 +102,7 @@ class NodeEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     spot: bool = False
     kind: str = ""
     price: float = 1.0
+    rating: float = 1.0
 
 
 class GoneEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event", tag="gone"):
@@ -200,7 +202,9 @@ def _wrong(event: Event) -> str | None:
     if event.units < 1:
         return f"units={event.units}: give 1 or more"
     if isinstance(event, NodeEvent):
-        return None if math.isfinite(event.price) and event.price > 0 else f"price={event.price:g}: give one above 0"
+        if not all(math.isfinite(number) and number > 0 for number in (event.price, event.rating)):
+            return f"price={event.price:g}, rating={event.rating:g}: give numbers above 0"
+        return None
     if event.steps < 1:
         return f"steps={event.steps}: give 1 or more"
     if event.kinds and event.throughput:
@@ -261,6 +265,7 @@ _CELLS = {
     "spot": "give true or false",
     "throughput": "write workers:steps per second, such as 1:2.0 4:6.5",
     "price": "give a number",
+    "rating": "give a number",
     "mobility": "give mixes, moves or stays",
 }
 """What to do about a cell that makes no sense; the others that are not text take whole numbers."""

@@ -76,7 +76,7 @@ def test_a_trace_with_kinds_is_read_and_written(tmp_path: Path) -> None:
         (TRACE.replace("K80,,true", ",,true"), "some devices have kinds and others have none"),
         (TRACE.replace("K80=1:1,", "1:1,"), "some devices have kinds and others have none"),
         (TRACE.replace("; K80=", "; V100="), "name each kind of device once"),
-        (TRACE.replace("2.5", "0"), "price=0: give one above 0"),
+        (TRACE.replace("2.5", "0"), "price=0, rating=1: give numbers above 0"),
         (TRACE.replace("stays", "flies"), "mobility=flies: give mixes, moves or stays"),
         (TRACE.replace("V100=1:10 2:18", "V100=2:18 1:10"), "ascending numbers of workers"),
     ],
