@@ -98,7 +98,7 @@ def compare(
     for seed in range(seeds):
         trace = make(table, devices, seed=seed, jobs=JOBS, load=load, mobility=mobility, rated=knowledge == "seen")
         decide = POLICIES[policy]
-        aware = play(trace, Aware(decide, lends=policy not in FIXED_SIZES), knowledge).mean_completion
+        aware = play(trace, Aware(decide, elastic=policy not in FIXED_SIZES), knowledge).mean_completion
         completions.append(aware)
         for way, gathers in ways.items():
             unaware = play(trace, Unaware(decide, seed=seed, gathers=gathers), knowledge).mean_completion

@@ -33,7 +33,7 @@ def decide_by_kind(
     kinds: Mapping[str, Kind],
     settings: SchedulingSettings,
     *,
-    lends: bool = True,
+    elastic: bool = True,
 ) -> dict[str, KindAllocation]:
     """Say what each job gets of each kind.
 
@@ -43,8 +43,8 @@ def decide_by_kind(
     Args:
         policy: of the queue.
         kinds: by name; there is at least one.
-        lends: whether jobs may have what the jobs of another kind leave. Not with fixed sizes: there a job has its size
-            or waits.
+        elastic: whether the policy gives turns to those who have waited for long, who then keep their home, and lets
+            jobs have what those of another kind leave. Not with fixed sizes: there a job has its size or waits.
 
     Raises:
         ValueError: two jobs bear the same name, or there is no kind.
@@ -55,7 +55,7 @@ def decide_by_kind(
     kinds = dict(sorted(kinds.items()))  # sums of floats are the same in the same order
     demands = sorted(demands, key=lambda demand: demand.job.name)
     known = know(demands, kinds)
-    choices = choose_homes(now, demands, kinds, known, settings)
+    choices = choose_homes(now, demands, kinds, known, settings, turns=elastic)
     found: dict[str, Allocation] = {}
     rooms: dict[str, Room] = {}
     for kind in kinds:
@@ -66,7 +66,7 @@ def decide_by_kind(
             if decided[member.name].workers:
                 rooms[kind].start(member, decided[member.name].workers)
         found |= decided
-    lent = _lend(now, choices, found, rooms, known, settings) if lends else {}
+    lent = _lend(now, choices, found, rooms, known, settings) if elastic else {}
     return {
         choice.demand.job.name: _allocation(
             choice,
@@ -152,7 +152,6 @@ def _mix(
 ) -> dict[str, int]:
     """What the job has elsewhere once it has all the workers that make it faster; the fastest kinds first."""
     job = choice.demand.job
-
     workers = joined(choice.kind, at_home, elsewhere)
     fastest = mixed_speed(known.speed, workers)
     for kind in sorted(known.weights, key=lambda kind: (-known.weights[kind], kind)):

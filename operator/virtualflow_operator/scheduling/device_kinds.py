@@ -54,8 +54,8 @@ class KindDemand:
     """One job in a queue with kinds."""
 
     job: Demand
-    """What every policy sees of it. ``allocated`` counts the workers at home; its curve and maximum are replaced by
-    those of the kind."""
+    """What every policy sees of it. ``allocated`` counts the workers at home; its curve is replaced by that of the
+    kind."""
     curves: Mapping[str, ScalingCurve]
     """The kinds that it may use. One without points is not measured there."""
     mobility: Mobility = "mixes"
@@ -123,9 +123,8 @@ def mixed_speed(speed: Callable[[str, int], float], workers: Mapping[str, int]) 
     """Steps per second of a job on several kinds, with its virtual nodes split by speed.
 
     Every worker is worth what one of its kind brings among as many of its own: the mean over the workers of what the
-    whole would make on their kind alone. Exact on one kind, and where the gradients' exchange takes no time; else a
-    little too low, as the exchange does not grow with the slower devices' computation. What is left over where virtual
-    nodes do not divide is not counted.
+    whole would make on their kind alone. Exact on one kind, and where the gradients' exchange takes no time; where it
+    takes as long on all kinds, a little too low. What is left over where virtual nodes do not divide is not counted.
 
     Args:
         speed: of so many workers of one kind.

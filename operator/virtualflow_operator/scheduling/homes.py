@@ -61,8 +61,14 @@ def choose_homes(
     kinds: Mapping[str, Kind],
     known: Mapping[str, KnownCurves],
     settings: SchedulingSettings,
+    *,
+    turns: bool,
 ) -> list[Choice]:
-    """Choose a kind for each job; the shortest first."""
+    """Choose a kind for each job; the shortest first.
+
+    Args:
+        turns: whether the policy gives any to those who have waited for long.
+    """
     usual = _usual_length(demands, known)
     rooms = {name: Room(kind.capacity) for name, kind in kinds.items()}
     options = {d.job.name: _options(d, kinds, known[d.job.name], usual, rooms) for d in demands}
@@ -71,7 +77,7 @@ def choose_homes(
     units = {name: kind.capacity.total for name, kind in kinds.items()}
     whole = sum(units[name] * value[name] for name in kinds)
 
-    settled = _settled(now, demands, kinds, settings)
+    settled = _settled(now, demands, kinds, settings) if turns else set()
     load = dict.fromkeys(kinds, 0.0)
     taken = dict.fromkeys(kinds, 0)
     chosen = []
@@ -107,10 +113,9 @@ def _settled(
     """Who stays where it is because of its long wait: it is next there, or it has its turn."""
     rooms = {kind: Room(of.capacity) for kind, of in kinds.items()}
     settled = set()
-    for demand in sorted(demands, key=lambda demand: (demand.job.began, demand.job.name)):
+    overdue = [demand for demand in demands if demand.home in kinds and is_overdue(now, demand.job, settings)]
+    for demand in sorted(overdue, key=lambda demand: (demand.job.began, demand.job.name)):
         job = demand.job
-        if demand.home not in kinds or not is_overdue(now, job, settings):
-            continue
         if job.allocated:
             if rooms[demand.home].lacks(job, job.minimum):
                 continue

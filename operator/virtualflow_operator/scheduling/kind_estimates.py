@@ -27,11 +27,8 @@ class KnownCurves:
     measured nowhere."""
     weights: Mapping[str, float]
     """How fast a worker is on each kind, the fastest 1."""
-
-    @property
-    def measured(self) -> bool:
-        """Whether its speeds are steps per second, on one kind at least; otherwise only ``weights`` says something."""
-        return any(curve.measured for curve, _, _ in self.bases.values())
+    measured: bool
+    """Whether its speeds are steps per second; otherwise only ``weights`` says something."""
 
     def speed(self, kind: str, workers: int) -> float:
         """Steps per second; relative ones where nothing was measured."""
@@ -50,7 +47,7 @@ class KnownCurves:
         curve, factor, basis = self.bases[kind]
         if basis != kind:
             return f"; its speed on {kind} is assumed, {factor:.2g} times that on {basis}"
-        return "" if curve.points else f"; its speed on {kind} is not measured, that of other jobs is assumed"
+        return "" if curve.points else "; its speed is not measured yet"
 
 
 def know(demands: Iterable[KindDemand], kinds: Mapping[str, Kind]) -> dict[str, KnownCurves]:
@@ -95,4 +92,4 @@ def _curves(demand: KindDemand, kinds: Mapping[str, Kind], ratings: Mapping[str,
             bases[kind] = demand.curves[like], factor, like
             speeds[kind] = demand.curves[like].speed(1) * factor
     fastest = max(speeds.values(), default=1.0)
-    return KnownCurves(bases, {kind: speed / fastest for kind, speed in speeds.items()})
+    return KnownCurves(bases, {kind: speed / fastest for kind, speed in speeds.items()}, bool(known))

@@ -135,7 +135,7 @@ def _play(
     """Play the trace against one policy."""
     if not trace.has_kinds:
         return simulate(trace, decide, cost, defaults.scheduling, knowledge=given.knowledge, every=given.every)
-    decider = Unaware(decide) if given.one_pool else Aware(decide, lends=name not in FIXED_SIZES)
+    decider = Unaware(decide) if given.one_pool else Aware(decide, elastic=name not in FIXED_SIZES)
     return simulate_devices(trace, decider, cost, defaults.scheduling, knowledge=given.knowledge).result
 
 

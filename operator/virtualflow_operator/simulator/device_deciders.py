@@ -40,14 +40,14 @@ class Decider(Protocol):
 class Aware:
     """The policy of a queue with kinds, as the operator runs it."""
 
-    def __init__(self, policy: Policy, *, lends: bool = True) -> None:
-        self._policy, self._lends = policy, lends
+    def __init__(self, policy: Policy, *, elastic: bool = True) -> None:
+        self._policy, self._elastic = policy, elastic
 
     def decide(
         self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, Kind], settings: SchedulingSettings
     ) -> dict[str, KindAllocation]:
         """What each job gets."""
-        return decide_by_kind(self._policy, now, demands, kinds, settings, lends=self._lends)
+        return decide_by_kind(self._policy, now, demands, kinds, settings, elastic=self._elastic)
 
     def again(self, now: float, demands: Sequence[KindDemand], settings: SchedulingSettings) -> float | None:
         """When time alone may change that."""

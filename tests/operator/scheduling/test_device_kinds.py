@@ -132,3 +132,17 @@ def test_two_jobs_of_one_name_and_no_kinds_are_errors() -> None:
         decide([demand, demand], FAST_AND_SLOW)
     with pytest.raises(ValueError, match="at least one kind"):
         decide([demand], {})
+
+
+def test_fixed_sizes_give_no_turn_so_a_long_wait_binds_nobody_to_a_kind() -> None:
+    """Found by hypothesis: the second job seemed to have a turn, was suspended for the first, and moved only then."""
+    told = SchedulingSettings(starvation_bound=60.0, margin=0.0)
+    kinds = {kind: Kind(Capacity(0, 4)) for kind in ("P100", "K80")}
+    curves = {kind: ScalingCurve() for kind in kinds}
+    jobs = [
+        KindDemand(job("a", 1, units=4, allocated=1), curves, "stays", "K80", bound=True),
+        KindDemand(job("b", 1, units=4, allocated=1, waited=60.0), curves, "moves", "K80", bound=True),
+    ]
+    first = decide_by_kind(policy("FIFO"), NOW, jobs, kinds, told, elastic=False)
+    after = [demand.given(first[demand.job.name], NOW) for demand in jobs]
+    assert decide_by_kind(policy("FIFO"), NOW, after, kinds, told, elastic=False) == first

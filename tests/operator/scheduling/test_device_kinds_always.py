@@ -32,7 +32,7 @@ EVERY = pytest.mark.parametrize(
 def decide(
     name: str, jobs: list[KindDemand], kinds: dict[str, Kind], told: SchedulingSettings, now: float = NOW
 ) -> dict[str, KindAllocation]:
-    return decide_by_kind(POLICIES[name], now, jobs, kinds, told, lends=name not in FIXED_SIZES)
+    return decide_by_kind(POLICIES[name], now, jobs, kinds, told, elastic=name not in FIXED_SIZES)
 
 
 @EVERY
