@@ -297,6 +297,7 @@ FIGURES: dict[str, Figure] = {
     **_program("uneven", "Workers of unequal speed"),
     **_program("heterogeneous", "The paper's heterogeneous case"),
     **_program("scheduling_traces", "Sharing a cluster: the paper's 20 jobs"),
+    **_program("scheduling_devices", "Sharing kinds of device"),
     **_program("coordinator", "A thousand workers"),
     **_program("scheduling", "A decision about a thousand queued jobs"),
     "soak": Figure(

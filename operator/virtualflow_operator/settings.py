@@ -133,6 +133,10 @@ class SchedulingSettings:
     """Kinds of jobs whose service is remembered, to predict that of the next ones: a queue's status lists them."""
     latest: float = 0.25
     """The part that the latest job of a kind has in what the next one is expected to need: what is trained changes."""
+    thrift: float = 0.0
+    """Where a queue has kinds of device with prices: how much the price of a step counts beside the time when a job's
+    kind is chosen, as the power of the one that the other is multiplied by. 0: not at all; 1: half the price is worth
+    twice the time."""
     exact_work: int = 400_000
     """``MaxThroughput`` solves a queue of unequal workers exactly if that takes at most this many additions (about
     50 ms), else from the best gain per unit downward."""
@@ -146,6 +150,8 @@ class SchedulingSettings:
             raise ConfigurationError("give a hold of 0 s or more, a margin below 1 and an efficiency from 0 to 1")
         if self.remembered < 1 or not 0 < self.latest <= 1:
             raise ConfigurationError("remember 1 kind of jobs or more, and give the latest a part above 0, up to 1")
+        if self.thrift < 0:
+            raise ConfigurationError("the weight of prices in a queue is 0 or more")
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,39 @@ from types import MappingProxyType
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling.admission import next_change
+from virtualflow_operator.scheduling.by_kind import decide_by_kind
 from virtualflow_operator.scheduling.curve import ScalingCurve
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Policy
+from virtualflow_operator.scheduling.device_kinds import (
+    Kind,
+    KindAllocation,
+    KindDemand,
+    Mobility,
+    mixed_speed,
+)
 from virtualflow_operator.scheduling.fifo import fifo
 from virtualflow_operator.scheduling.max_throughput import max_throughput
 from virtualflow_operator.scheduling.priority import priority
 from virtualflow_operator.scheduling.shortest_first import shortest_first
 from virtualflow_operator.scheduling.weighted_fair_share import weighted_fair_share
 
-__all__ = ["POLICIES", "Allocation", "Capacity", "Demand", "Policy", "ScalingCurve", "next_change", "policy"]
+__all__ = [
+    "FIXED_SIZES",
+    "POLICIES",
+    "Allocation",
+    "Capacity",
+    "Demand",
+    "Kind",
+    "KindAllocation",
+    "KindDemand",
+    "Mobility",
+    "Policy",
+    "ScalingCurve",
+    "decide_by_kind",
+    "mixed_speed",
+    "next_change",
+    "policy",
+]
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -31,6 +55,9 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     }
 )
 """Every policy by the name that a queue's spec gives."""
+
+FIXED_SIZES = frozenset({"FIFO", "Priority"})
+"""Those under which a job has its size or waits."""
 
 
 def policy(name: str) -> Policy:

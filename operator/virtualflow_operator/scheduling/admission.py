@@ -76,7 +76,7 @@ def admit(
     able, never = sort_out(demands, capacity)
     found = Admission(Room(capacity), waiting=never)
     turns = [demand for demand in able if _has_turn(demand, now, settings)]
-    overdue = [demand for demand in able if not demand.allocated and now >= demand.began + settings.starvation_bound]
+    overdue = [demand for demand in able if not demand.allocated and is_overdue(now, demand, settings)]
     for demand in sorted(turns, key=_by_time):
         if not found.try_(demand):
             found.due.add(demand.name)
@@ -158,6 +158,13 @@ def next_change(now: float, demands: Iterable[Demand], settings: SchedulingSetti
         if time > now
     ]
     return min(times, default=None)
+
+
+def is_overdue(now: float, demand: Demand, settings: SchedulingSettings) -> bool:
+    """Whether it has waited for so long that it is to have a turn, or has one."""
+    if demand.allocated:
+        return _has_turn(demand, now, settings)
+    return now >= demand.began + settings.starvation_bound
 
 
 def _has_turn(demand: Demand, now: float, settings: SchedulingSettings) -> bool:

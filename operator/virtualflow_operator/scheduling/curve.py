@@ -54,7 +54,10 @@ class ScalingCurve:
         highest = 0.0
         for workers, speed in sorted(best.items()) or [(1, 1.0)]:
             highest = max(highest, speed)  # more workers are never slower: they need not be used
-            while len(corners) > 1 and _slope(corners[-2], corners[-1]) <= _slope(corners[-1], (workers, highest)):
+            while len(corners) > 1:  # slopes stand here in full: a decision about many jobs does little else
+                (first, low), (second, high) = corners[-2:]
+                if (high - low) / (second - first) > (highest - high) / (workers - second):
+                    break
                 corners.pop()
             corners.append((workers, highest))
         return tuple(corners)

@@ -13,14 +13,16 @@ import msgspec
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
-from virtualflow_operator.scheduling import POLICIES, Policy, policy
+from virtualflow_operator.scheduling import FIXED_SIZES, POLICIES, Policy, policy
 from virtualflow_operator.settings import SimulationSettings
+from virtualflow_operator.simulator.device_deciders import Aware, Unaware
+from virtualflow_operator.simulator.device_simulation import simulate_devices
 from virtualflow_operator.simulator.measures import Measures, measure
 from virtualflow_operator.simulator.outcome import Result
 from virtualflow_operator.simulator.plots import draw
 from virtualflow_operator.simulator.power_of_two import power_of_two_share
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
-from virtualflow_operator.simulator.trace import read
+from virtualflow_operator.simulator.trace import Trace, read
 
 BASELINES: Mapping[str, Policy] = MappingProxyType({"PowerOfTwoShare": power_of_two_share})
 """Policies that no queue can have."""
@@ -45,13 +47,11 @@ def main(arguments: Sequence[str]) -> int:
     given = parser(defaults).parse_args(arguments)
     cost = _cost(given, defaults)
     trace = read(given.trace)
+    _check_kinds(given, trace)
     if given.capacity is not None:
         trace = trace.on(given.capacity)
     chosen = {name: BASELINES.get(name) or policy(name) for name in given.policy or POLICIES}
-    results = {
-        name: simulate(trace, decide, cost, defaults.scheduling, knowledge=given.knowledge, every=given.every)
-        for name, decide in chosen.items()
-    }
+    results = {name: _play(given, trace, name, decide, cost, defaults) for name, decide in chosen.items()}
     measured = {name: measure(result) for name, result in results.items()}
     print(f"{given.trace}: {len(trace.jobs)} jobs; {_describe(cost)}")
     print(table(measured))
@@ -116,10 +116,49 @@ def parser(defaults: SimulationSettings) -> Parser:
         help="what policies know of a job: its steps and all speeds of the trace; its steps, and the speeds it has run "
         "at; no steps, but what jobs like it needed; or no steps (default all)",
     )
+    parser.add_argument(
+        "--one-pool", action="store_true", help="for comparison: policies that take all kinds of device for one"
+    )
     parser.add_argument("--every", type=float, metavar="S", help="decide at least every S seconds (default: at events)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the measures there")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG pictures there")
     return parser
+
+
+def _check_kinds(given: argparse.Namespace, trace: Trace) -> None:
+    """Refuse what a trace with or without kinds of device cannot be asked.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if given.one_pool and not trace.has_kinds:
+        raise ConfigurationError(f"{given.trace} has no kinds of device; leave out --one-pool")
+    options = {
+        "--capacity": given.capacity is not None,
+        "--every": given.every is not None,
+        "--restart": given.restart,
+        "--release": given.release is not None,
+        f"--knowledge {given.knowledge}": given.knowledge in ("past", "none"),
+        **{f"--policy {name}": name in (given.policy or ()) for name in BASELINES},
+    }
+    wrong = [option for option, asked in options.items() if asked]
+    if trace.has_kinds and wrong:
+        raise ConfigurationError(f"{given.trace} has kinds of device; leave out {' and '.join(wrong)}")
+
+
+def _play(
+    given: argparse.Namespace,
+    trace: Trace,
+    name: str,
+    decide: Policy,
+    cost: ResizeCost,
+    defaults: SimulationSettings,
+) -> Result:
+    """Play the trace against one policy."""
+    if not trace.has_kinds:
+        return simulate(trace, decide, cost, defaults.scheduling, knowledge=given.knowledge, every=given.every)
+    decider = Unaware(decide) if given.one_pool else Aware(decide, elastic=name not in FIXED_SIZES)
+    return simulate_devices(trace, decider, cost, defaults.scheduling, knowledge=given.knowledge).result
 
 
 def _cost(given: argparse.Namespace, defaults: SimulationSettings) -> ResizeCost:

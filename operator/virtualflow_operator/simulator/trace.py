@@ -6,8 +6,11 @@ One row, or one object of the list ``events``, is one event. ``event`` says whic
   second`` pairs (``1:2.0 4:6.5``); in between it is interpolated, beyond the last pair it stays. ``min`` (1), ``max``
   (the last pair's), ``requested`` (the maximum; what policies with fixed sizes give), ``weight`` (1), ``priority`` (0),
   ``units`` of capacity for each worker (1), ``namespace`` (``default``), ``on_demand`` (``true``: the minimum must not
-  be on spot capacity), ``join`` (seconds until a new worker counts: as for all jobs).
-- ``node``: ``units`` of capacity join; ``spot`` (``true``) if they may be withdrawn.
+  be on spot capacity), ``join`` (seconds until a new worker counts: as for all jobs). Where there are kinds of device,
+  ``throughput`` is that of each (``V100=1:2.0 4:6.5; K80=1:0.4``), and ``mobility`` what a job may do that has begun:
+  ``mixes`` (the default), ``moves`` or ``stays``.
+- ``node``: ``units`` of capacity join; ``spot`` (``true``) if they may be withdrawn. Where there are kinds of device,
+  ``kind``, ``price`` of a unit for a second (1) and ``rating``: how fast it is thought to be beside the others (1).
 - ``gone``: the node ``name`` leaves.
 
 Empty cells mean the default; lines that begin with ``#`` are comments. Times are seconds.
@@ -25,6 +28,7 @@ from typing import Any
 import msgspec
 
 from virtualflow.errors import ConfigurationError
+from virtualflow_operator.scheduling import Mobility
 
 COLUMNS = (
     "event",
@@ -42,6 +46,10 @@ COLUMNS = (
     "on_demand",
     "spot",
     "join",
+    "kind",
+    "price",
+    "rating",
+    "mobility",
 )
 """Of a CSV file, in the order in which they are written; a file may leave out those that it does not need."""
 
@@ -52,8 +60,11 @@ class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     time: float
     name: str
     steps: int
-    throughput: dict[int, float]
+    throughput: dict[int, float] = {}
     """Steps per second by number of workers, ascending."""
+    kinds: dict[str, dict[int, float]] = {}
+    """The same by kind of device, in place of it."""
+    mobility: Mobility = "mixes"
     min: int = 1
     max: int = 0
     """0: the largest number of workers with a known speed."""
@@ -70,11 +81,11 @@ class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     @property
     def maximum(self) -> int:
         """Workers, at most."""
-        return self.max or max(self.throughput)
+        return self.max or max(workers for speeds in (self.throughput, *self.kinds.values()) for workers in speeds)
 
-    def speed(self, workers: int) -> float:
+    def speed(self, workers: int, kind: str = "") -> float:
         """Steps per second: as given, in between on the line from one given number to the next, from (0, 0) on."""
-        known = self.throughput
+        known = self.kinds[kind] if kind else self.throughput
         if workers in known or workers <= 0:
             return known.get(workers, 0.0)
         numbers = list(known)
@@ -93,6 +104,9 @@ class NodeEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     name: str
     units: int
     spot: bool = False
+    kind: str = ""
+    price: float = 1.0
+    rating: float = 1.0
 
 
 class GoneEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event", tag="gone"):
@@ -116,6 +130,11 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def jobs(self) -> tuple[JobEvent, ...]:
         """The jobs, by arrival."""
         return tuple(event for event in self.events if isinstance(event, JobEvent))
+
+    @property
+    def has_kinds(self) -> bool:
+        """Whether its devices have kinds; if one has, all have."""
+        return any(job.kinds for job in self.jobs)
 
     def on(self, units: int) -> Trace:
         """The same jobs on ``units`` of steady on-demand capacity, in place of the nodes of the trace."""
@@ -167,6 +186,13 @@ def check(events: Iterable[tuple[str, Event]], origin: str) -> Trace:
         kept.append(event)
     if not names:
         raise ConfigurationError(f"{origin}: there are no jobs in it; add rows with event=job")
+    kinds = {bool(event.kinds) for event in kept if isinstance(event, JobEvent)}
+    kinds |= {bool(event.kind) for event in kept if isinstance(event, NodeEvent)}
+    if len(kinds) > 1:
+        raise ConfigurationError(
+            f"{origin}: some devices have kinds and others have none; give each node a kind, and each job its "
+            "throughput by kind"
+        )
     return Trace(tuple(kept))
 
 
@@ -180,16 +206,20 @@ def _wrong(event: Event) -> str | None:
     if event.units < 1:
         return f"units={event.units}: give 1 or more"
     if isinstance(event, NodeEvent):
+        if not all(math.isfinite(number) and number > 0 for number in (event.price, event.rating)):
+            return f"price={event.price:g}, rating={event.rating:g}: give numbers above 0"
         return None
     if event.steps < 1:
         return f"steps={event.steps}: give 1 or more"
-    speeds = event.throughput
-    if (
-        not speeds
-        or any(w < 1 or not math.isfinite(s) or s <= 0 for w, s in speeds.items())
-        or sorted(speeds) != list(speeds)
-    ):
-        return "throughput: give ascending numbers of workers with steps per second above 0, such as 1:2.0 4:6.5"
+    if event.kinds and event.throughput:
+        return "throughput: give it for all devices, or for each of their kinds, not both"
+    for speeds in event.kinds.values() if event.kinds else (event.throughput,):
+        if (
+            not speeds
+            or any(w < 1 or not math.isfinite(s) or s <= 0 for w, s in speeds.items())
+            or sorted(speeds) != list(speeds)
+        ):
+            return "throughput: give ascending numbers of workers with steps per second above 0, such as 1:2.0 4:6.5"
     if not 1 <= event.min <= event.maximum:
         return f"min={event.min}, max={event.maximum}: give 1 <= min <= max"
     if event.requested and not event.min <= event.requested <= event.maximum:
@@ -241,6 +271,9 @@ _CELLS = {
     "on_demand": "give true or false",
     "spot": "give true or false",
     "throughput": "write workers:steps per second, such as 1:2.0 4:6.5",
+    "price": "give a number",
+    "rating": "give a number",
+    "mobility": "give mixes, moves or stays",
 }
 """What to do about a cell that makes no sense; the others that are not text take whole numbers."""
 
@@ -258,14 +291,27 @@ def _event(row: Mapping[str, str]) -> Event:
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     values: dict[str, Any] = {}
     for column, cell in row.items():
-        if column in fields:
+        if column == "throughput" and kind is JobEvent and "=" in cell:
+            values["kinds"] = _by_kind(cell)
+        elif column in fields and (column, kind) != ("kinds", JobEvent):
             values[column] = _value(column, cell, fields[column].type)
         elif column != "event":
             raise ValueError(f"{column}={cell}: a {event} has no {column}; leave the cell empty")
     for name, field in fields.items():
-        if field.required and name not in values:
+        if (field.required or (name == "throughput" and "kinds" not in values)) and name not in values:
             raise ValueError(f"{name} is empty; a {event} needs it")
     return kind(**values)
+
+
+def _by_kind(cell: str) -> dict[str, dict[int, float]]:
+    """The throughputs of each kind of device in a cell."""
+    found: dict[str, dict[int, float]] = {}
+    for part in cell.split(";"):
+        kind, _, speeds = part.partition("=")
+        if not kind.strip() or kind.strip() in found:
+            raise ValueError(f"throughput={cell}: name each kind of device once, such as V100=1:2.0 4:6.5; K80=1:0.4")
+        found[kind.strip()] = _value("throughput", speeds, dict[int, float])
+    return found
 
 
 def _value(column: str, cell: str, kind: Any) -> Any:
@@ -299,7 +345,10 @@ def write(trace: Trace, path: Path, comment: Iterable[str] = ()) -> None:
 def _row(event: Event) -> dict[str, str]:
     defaults = {f.name: f.default for f in msgspec.structs.fields(event)}
     given = msgspec.structs.asdict(event)
+    kinds = given.pop("kinds", {})
     row = {name: _cell(value) for name, value in given.items() if value != defaults[name]}
+    if kinds:
+        row["throughput"] = "; ".join(f"{kind}={_cell(speeds)}" for kind, speeds in kinds.items())
     row.setdefault("time", _cell(event.time))
     return {"event": str(event.__struct_config__.tag), **row}
 
