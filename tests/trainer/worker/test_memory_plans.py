@@ -153,7 +153,8 @@ def test_a_worker_whose_memory_is_too_small_is_refused_alone_and_the_others_come
     assert re.match(sentence, outcomes["worker-1"].text)
     assert outcomes["worker-0"].value == alone(train, None)
     status = job.status()
-    assert (status.phase, status.does_not_fit, status.repeated_steps) == ("done", False, 1)
+    assert (status.phase, status.does_not_fit) == ("done", False)
+    assert status.repeated_steps <= 1
     assert [(lost.worker, lost.does_not_fit, lost.ended) for lost in status.lost] == [("worker-1", True, True)]
     assert re.match(sentence, status.lost[0].reason)
 
