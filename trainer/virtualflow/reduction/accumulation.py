@@ -191,6 +191,10 @@ def multiply(tensors: Iterable[Tensor | None], factor: float) -> None:
     if factor == 1.0:
         return
     there = [tensor for tensor in tensors if tensor is not None]
+    if factor == 0.0:  # a mean over nothing is not a number, and counts for nothing
+        for tensor in there:
+            tensor.zero_()
+        return
     # Every floating-point type holds such a power of two as it is; torch would round any other factor to the type of
     # the tensors first.
     if there and math.frexp(factor)[0] == 0.5 and 2.0**-14 <= factor <= 1.0:
