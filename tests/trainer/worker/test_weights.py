@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from tiers import nightly
-from virtualflow.protocol.settings import ENV_VERIFY
+from virtualflow.protocol.settings import ENV_TRACE_DIR, ENV_VERIFY
 from virtualflow.step import SpotChecker
 
 BATCH, NODES, EPOCHS = 16, 8, 3
@@ -128,6 +130,16 @@ def test_the_bits_are_the_same_through_a_join_and_a_kill_with_every_step_checked
     assert results == [reference] * 2, outcomes
     begun = sum(outcome.log.count(BEGUN_EARLY) for outcome in outcomes.values())
     assert begun if how != "behind" else not begun
+
+
+def test_a_trace_has_the_weights_and_changes_nothing(tmp_path: Path) -> None:
+    traced = alone(in_a_job, "before", "", environment={ENV_TRACE_DIR: str(tmp_path)})
+    assert traced == alone(in_a_job, "before", "")
+    (file,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    weights = [line["metrics"]["its weight"] for line in lines if "its weight" in line.get("metrics", {})]
+    assert len(weights) == 3 * EPOCHS * NODES
+    assert sum(map(float, weights)) == EPOCHS * int(tokens(sentences().tensors[1]))
 
 
 def test_a_weight_that_is_another_one_on_the_worker_that_checks_is_found() -> None:
