@@ -95,8 +95,17 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
     return losses, dict(model.state_dict())
 
 
-@pytest.mark.parametrize("reproducibility", ["bitwise", "statistical"])
-@pytest.mark.parametrize("how", ["function", "before", "behind", "by layers"])
+@pytest.mark.parametrize(
+    ("how", "reproducibility"),
+    [
+        ("function", "bitwise"),
+        ("before", "statistical"),
+        ("behind", "bitwise"),
+        ("by layers", "bitwise"),
+        nightly("before", "bitwise"),
+        *(nightly(how, "statistical") for how in ("function", "behind", "by layers")),
+    ],
+)
 def test_it_is_plain_pytorch_with_num_items_in_batch(how: str, reproducibility: str) -> None:
     losses, weights = plain()
     found = alone(lambda: train(how, reproducibility=reproducibility))
@@ -132,6 +141,7 @@ def test_the_bits_are_the_same_through_a_join_and_a_kill_with_every_step_checked
     assert begun if how != "behind" else not begun
 
 
+@pytest.mark.nightly
 def test_a_trace_has_the_weights_and_changes_nothing(tmp_path: Path) -> None:
     traced = alone(in_a_job, "before", "", environment={ENV_TRACE_DIR: str(tmp_path)})
     assert traced == alone(in_a_job, "before", "")

@@ -168,8 +168,7 @@ class Addition:
         """Make all additions of a place but the last; what that one is to add, if :attr:`merged` is not empty."""
         if tensor is not None and self.weight != 1.0:
             # A copy: gradients may share memory with others that the backward pass has not handed over yet.
-            tensor = tensor.clone()
-            multiply([tensor], self.weight)
+            tensor = tensor * self.weight if self.weight else torch.zeros_like(tensor)
         for tensors in reversed(self.merged[1:]):
             tensor = add_one(self.take(tensors, place), tensor)
         return (self.take(self.merged[0], place) if self.merged else None), tensor
