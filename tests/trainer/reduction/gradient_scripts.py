@@ -44,6 +44,7 @@ class Body:
     step: int
     node: int
     seen: list[Any]
+    weigh: Callable[[float], None]
 
     def loss(self) -> Tensor:
         return self.model(self.x, self.node).square().mean()
@@ -218,8 +219,34 @@ def frozen_by_turns(body: Body) -> None:
     body.loss().backward()
 
 
+def weight(body: Body) -> float:
+    """One of them weighs nothing."""
+    return 0.3 * ((body.node * body.step + 1) % 5)
+
+
+def weighed(body: Body) -> None:
+    body.weigh(weight(body))
+    body.loss().backward()
+
+
+def weighed_late(body: Body) -> None:
+    weighed(body) if body.step >= 4 else plain(body)
+
+
+def weighed_behind(body: Body) -> None:
+    body.loss().backward()
+    body.weigh(weight(body))
+
+
+def weighed_behind_late(body: Body) -> None:
+    weighed_behind(body) if body.step >= 4 else plain(body)
+
+
 SCRIPTS: dict[Callable[[Body], None], tuple[bool, bool]] = {
     plain: (True, False),
+    weighed: (True, False),
+    weighed_behind: (False, False),
+    weighed_behind_late: (True, True),
     zeroed_before: (True, False),
     zeroed_before_in_place: (True, False),
     zeroed_behind_late: (True, True),

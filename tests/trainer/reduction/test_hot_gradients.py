@@ -30,6 +30,9 @@ from gradient_scripts import (
     replaced,
     thrown_away,
     twice,
+    weighed,
+    weighed_late,
+    weight,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,12 +128,18 @@ class Worker:
                 sync.expect(samples[node])
             draw = torch.Generator().manual_seed(100 * step + node)
             x = torch.randn(samples[node], 4, generator=draw)
-            self.script(Body(self.model, x, step, node, seen))
+            told: list[float] = []
+
+            def weigh(weight: float, told: list[float] = told) -> None:
+                told.append(weight)
+                sync.weigh(weight)
+
+            self.script(Body(self.model, x, step, node, seen, weigh))
             sync.computed()
             check = None if self.checker is None else self.checker.check
             if self.checker is not None and check is not None and check.virtual_node == node:
                 self.checker.note()
-            sync.take(samples[node], {})
+            sync.take(samples[node], {}, weight=told[-1] if told else None)
         return self.update.synchronize(seat, holdings, step, m.Generation(0, 0), more=True)
 
 
@@ -208,10 +217,11 @@ def test_a_script_that_has_looked_once_gets_to_see_all_gradients_for_ever_after(
     assert [step for step, _, _ in worker.seen] == [step for step in (3, 6, 9, 12) for _ in range(NODES)]
 
 
-def test_virtual_nodes_that_run_as_one_are_added_up_hot(hot: list[int]) -> None:
+@pytest.mark.parametrize("script", [plain, weighed], ids=lambda script: script.__name__)
+def test_virtual_nodes_that_run_as_one_are_added_up_hot(script: Callable[[Body], None], hot: list[int]) -> None:
     states = []
     for how in (COLD, HOT["gathered whole"]):
-        workers = [Worker(how, plain, "statistical") for _ in RANGES["halves"]]
+        workers = [Worker(how, script, "statistical") for _ in RANGES["halves"]]
         states.append(train(workers, RANGES["halves"]))
     assert hot
     assert states[0] == states[1]
@@ -317,6 +327,34 @@ def test_whatever_scripts_do_when_they_like_the_bits_and_what_they_see_stay(
     workers = [Worker(how, script) for _ in ranges]
     assert train(workers, ranges) == [states] * len(workers)
     assert sorted(found for worker in workers for found in worker.seen) == sorted(cold.seen)
+
+
+def test_what_weights_come_to_is_the_mean_over_what_all_virtual_nodes_weigh() -> None:
+    worker = Worker(COLD, weighed)
+    start = copy.deepcopy(worker.model.state_dict())
+    train([worker], RANGES["alone"], steps=1)
+
+    by_hand = Model()
+    by_hand.load_state_dict(start)
+    sizes = [SAMPLES - (node == 7) for node in range(NODES)]
+    total, loss = 0.0, torch.zeros(())
+    for node, size in enumerate(sizes):
+        x = torch.randn(size, 4, generator=torch.Generator().manual_seed(100 + node))
+        by = weight(Body(by_hand, x, 1, node, [], lambda weight: None))
+        total, loss = total + by, loss + by * by_hand(x, node).square().mean()
+    (loss / total).backward()
+    with torch.no_grad():
+        for parameter in by_hand.parameters():
+            parameter.sub_(0.1 * parameter.grad)  # type: ignore[operator]
+    for one, other in zip(worker.model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_an_exchange_under_way_whose_scale_went_by_samples_is_repeated_when_weights_are_told() -> None:
+    states, _ = reference(weighed_late)
+    workers = [Worker(HOT["in buckets"], weighed_late) for _ in RANGES["unaligned"]]
+    assert train(workers, RANGES["unaligned"]) == [states] * 2
+    assert [worker.repeated for worker in workers] == [1, 1]
 
 
 def test_hooks_are_gone_when_the_run_is_over() -> None:

@@ -100,6 +100,16 @@ def plain_gradients(model: Net, x: Tensor, depth: int | None) -> dict[str, Tenso
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def test_a_mean_over_those_that_reach_a_parameter_goes_by_what_they_weigh() -> None:
+    model = build()
+    cut = cut_for(model, vf.PartialBackward((1, 0.5), rotate=False))
+    cut.begin(1)
+    factors = cut.factors({0: 0.5, 1: 3.0, 2: 0.0, 3: 7.25, 4: 1.0, 5: 2.0})
+    names = [name for name, _ in model.named_parameters()]
+    assert factors[names.index("stem.weight")] == 13.75 / 3.5
+    assert names.index("head.weight") not in factors
+
+
 def depth_of(fraction: float) -> int | None:
     return None if fraction == 1 else max(1, int(fraction * BLOCKS + 0.5))
 

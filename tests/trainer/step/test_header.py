@@ -17,7 +17,16 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.messages import NO_GENERATION, Generation
 from virtualflow.reduction.summation import CanonicalSummation
 from virtualflow.step.buffers import BufferTracker
-from virtualflow.step.header import HeaderFormat, Kind, NodeRecord, Schema, StepHeader, combine_metrics, layout_hash
+from virtualflow.step.header import (
+    HeaderFormat,
+    Kind,
+    NodeRecord,
+    Schema,
+    StepHeader,
+    combine_metrics,
+    layout_hash,
+    read_weights,
+)
 
 # --- headers ----------------------------------------------------------------------------------------------------------
 
@@ -33,7 +42,13 @@ def double(value: float) -> bytes:
 def records(draw: st.DrawFn) -> list[NodeRecord]:
     metrics = st.dictionaries(st.sampled_from(NAMES), st.floats(), max_size=len(NAMES))
     return [
-        NodeRecord(draw(st.integers(0, 2**40)), draw(metrics), {}, {"seen": torch.tensor([node, -node])})
+        NodeRecord(
+            draw(st.integers(0, 2**40)),
+            draw(metrics),
+            {},
+            {"seen": torch.tensor([node, -node])},
+            told=draw(st.none() | st.floats(0, 1e300)),
+        )
         for node in range(draw(st.integers(1, 6)))
     ]
 
@@ -74,6 +89,8 @@ def test_a_step_header_is_read_as_it_was_written(
     assert header.offer == Generation(incarnation, counter)
     assert (header.wishes, header.more, header.steady, header.saves) == flags
     assert header.samples == tuple(record.samples for record in records)
+    assert header.told == tuple(record.told for record in records)
+    assert header.weights == tuple(record.weight for record in records)
     assert header.present == tuple(present)
     for record, row in zip(records, header.metrics, strict=True):
         for name, (value, there) in zip(schema.metrics, row, strict=True):
@@ -98,11 +115,11 @@ def test_step_headers_of_one_generation_have_one_size_however_much_a_worker_carr
     assert sizes == {form.size}
 
 
-def header(samples: list[int], rows: list[list[float | None]]) -> StepHeader:
+def header(samples: list[int], rows: list[list[float | None]], weights: list[float | None] | None = None) -> StepHeader:
     metrics = tuple(tuple((0.0 if v is None else v, v is not None) for v in row) for row in rows)
     form = HeaderFormat(Schema(), 0, len(samples), 0, 16)
     told = form.tell(Kind.TRAIN, 1, NO_GENERATION, records=[NodeRecord(count) for count in samples])
-    return replace(told, metrics=metrics)
+    return replace(told, metrics=metrics, told=tuple(weights or [None] * len(samples)))
 
 
 def hand_mean(samples: list[int], values: list[float | None]) -> float | None:
@@ -111,7 +128,7 @@ def hand_mean(samples: list[int], values: list[float | None]) -> float | None:
     def total(left: int, right: int) -> tuple[float, float]:
         if right - left == 1:
             value = values[left]
-            return (0.0, 0.0) if value is None else (value * samples[left], float(samples[left]))
+            return (0.0, 0.0) if value is None or not samples[left] else (value * samples[left], float(samples[left]))
         middle = (left + right) // 2
         a, b = total(left, middle), total(middle, right)
         return a[0] + b[0], a[1] + b[1]
@@ -154,6 +171,31 @@ def test_a_metric_that_some_virtual_nodes_did_not_log_is_the_mean_over_the_other
         header([2, 0], [[5.0, None, 3.0], [9.0, None, 9.0]]),
     ]
     assert combine_metrics(schema, CanonicalSummation(4), headers) == {"all": (4 + 8 + 10) / 8, "some": (14 + 6) / 4}
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_script_has_told_counts_in_place_of_samples() -> None:
+    headers = [header([4, 4], [[1.0], [float("nan")]], [30.0, 0.0]), header([3, 0], [[5.0], [None]], [0.5, None])]
+    assert read_weights(headers) == [30.0, 0.0, 0.5, 0]
+    # A mean over nothing is not a number, and nobody counts it.
+    assert combine_metrics(Schema(("loss",)), CanonicalSummation(4), headers) == {"loss": (30 + 2.5) / 30.5}
+
+
+@pytest.mark.parametrize(
+    ("samples", "weights", "sentence"),
+    [
+        ([0, 0], [None, None], "the dataset gave no samples at all"),
+        ([4, 4, 0], [7.0, None, None], "step.weight was called for 1 of the 2 micro-batches of a step"),
+        ([4, 4], [0.0, 0.0], "all micro-batches of a step weigh nothing"),
+    ],
+    ids=["no samples", "some told", "nothing"],
+)
+def test_weights_without_a_mean_are_refused(samples: list[int], weights: list[float | None], sentence: str) -> None:
+    each = [header([count], [[]], [weight]) for count, weight in zip(samples, weights, strict=True)]
+    with pytest.raises(ConfigurationError, match=sentence):
+        read_weights(each)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Worker:
             guard=SimpleNamespace(check=nothing),
             loading=SimpleNamespace(fetch=lambda nodes: nodes.start),
         )
-        self.checking = SpotChecking(context, self._present)
+        self.checking = SpotChecking(context, self._present, lambda: None)
         self._computed: dict[int, int] = {}
 
     def enter(self, wires: Wires, holdings: Sequence[Sequence[int]], computes: Sequence[int], repairs: bool) -> None:

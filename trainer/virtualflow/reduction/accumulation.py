@@ -168,8 +168,7 @@ class Addition:
         """Make all additions of a place but the last; what that one is to add, if :attr:`merged` is not empty."""
         if tensor is not None and self.weight != 1.0:
             # A copy: gradients may share memory with others that the backward pass has not handed over yet.
-            tensor = tensor.clone()
-            multiply([tensor], self.weight)
+            tensor = tensor * self.weight if self.weight else torch.zeros_like(tensor)
         for tensors in reversed(self.merged[1:]):
             tensor = add_one(self.take(tensors, place), tensor)
         return (self.take(self.merged[0], place) if self.merged else None), tensor
@@ -191,6 +190,10 @@ def multiply(tensors: Iterable[Tensor | None], factor: float) -> None:
     if factor == 1.0:
         return
     there = [tensor for tensor in tensors if tensor is not None]
+    if factor == 0.0:  # a mean over nothing is not a number, and counts for nothing
+        for tensor in there:
+            tensor.zero_()
+        return
     # Every floating-point type holds such a power of two as it is; torch would round any other factor to the type of
     # the tensors first.
     if there and math.frexp(factor)[0] == 0.5 and 2.0**-14 <= factor <= 1.0:

@@ -37,6 +37,10 @@ class Early:
         self._staged: dict[tuple[int, int], Tensors] = {}
         self._next = 0
 
+    def weigh(self, weight: float) -> None:
+        """The factor of the last virtual node's tensors is another one; none of them has been given."""
+        self._addition.weight = weight
+
     @property
     def places(self) -> frozenset[int]:
         """What it reduces."""

@@ -141,6 +141,15 @@ class Handover:
         self._stream = _stream(self._parameters[0])
         self._watching = self._steady = True
 
+    @property
+    def begun(self) -> bool:
+        """Whether autograd has handed over any gradient of the virtual node that runs."""
+        return bool(self._seen)
+
+    def unsettle(self) -> None:
+        """The gradients of the virtual node that runs were not what was to be added up."""
+        self._steady = False
+
     def _on_gradient(self, place: int, parameter: Tensor) -> None:
         gradient = parameter.grad
         if not self._watching or gradient is None or not self._trained[place]:

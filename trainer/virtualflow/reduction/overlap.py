@@ -192,6 +192,21 @@ class Overlap:
             self._handover.begin(self._early, plain=plain or not self._hot)
             self._watched = True
 
+    def weigh(self, weight: float) -> None:
+        """The virtual node that runs counts by a factor that its script has told only now.
+
+        Those of its gradients that were handed over before count as changed behind the backward pass. So do all that
+        set out with a scale that goes by samples.
+        """
+        if not self._running:
+            return
+        if self._handover.begun or (self._early is not None and not self._deferred):
+            self._handover.unsettle()
+        elif self._early is not None:
+            self._early.weigh(weight)
+        elif self._addition is not None:
+            self._addition.weight = weight
+
     @property
     def torn(self) -> bool:
         """Whether some places of a sum may be ahead of others."""

@@ -11,6 +11,7 @@ registered before all of them runs first. That this is so is checked with every 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -104,21 +105,21 @@ class BackwardCut:
         """How many virtual nodes with a whole pass compute as much as these."""
         return sum(cost_of(self._backward.fraction(step, node, self._virtual_nodes)) for node in virtual_nodes)
 
-    def factors(self, samples: Mapping[int, int]) -> dict[int, float]:
-        """What makes of a mean over all samples of the step that over those whose pass was to reach the parameter.
+    def factors(self, weights: Mapping[int, float]) -> dict[int, float]:
+        """What makes of a mean over all virtual nodes that over those whose pass was to reach the parameter.
 
         Args:
-            samples: of each virtual node of the job.
+            weights: what each virtual node of the job counts by.
 
         Returns:
             The factors that are not 1, by the parameters' places.
         """
         if self._backward.scale == "sum":
             return {}
-        cuts = {node: self.cut(node, self._step) for node in samples}
-        whole = sum(samples.values())
+        cuts = {node: self.cut(node, self._step) for node in weights}
+        whole = math.fsum(weights.values())
         reached = {
-            level: sum(count for node, count in samples.items() if cuts[node] <= level) for level in set(self._levels)
+            level: math.fsum(by for node, by in weights.items() if cuts[node] <= level) for level in set(self._levels)
         }
         # Where it is none, nobody has a gradient.
         return {

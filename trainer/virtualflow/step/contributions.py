@@ -102,7 +102,7 @@ class Contributions:
         for node in sorted(records):
             record = self._records[node] = records[node]
             values: Tensors = self._take_buffers(record.averaged) if record.samples else [None] * len(self._summed)
-            sums.add(node, values, weight=record.samples / unit)
+            sums.add(node, values, weight=record.weight / unit)
         for place, there in enumerate(given):
             self._given[place] |= there
         for ((left, right), gradients), (_, buffers) in zip(parts, sums.parts, strict=True):
@@ -186,7 +186,7 @@ class Contributions:
                 there = [self._buffers.baseline(n) if v is None else v for n, v in zip(new, given, strict=True)]
                 # They stay as they are in the record, from which the next attempt would begin.
                 values = [value.to(summed_as(value.dtype), copy=True) for value in there]
-            sums.add(node, values, weight=record.samples / unit, count=record.virtual_nodes)
+            sums.add(node, values, weight=record.weight / unit, count=record.virtual_nodes)
         parts: Parts = []
         for (nodes, tensors), (_, added) in zip(self.accumulator.parts, sums.parts, strict=True):
             known = dict(zip(self._summed, tensors[self._count :], strict=True))

@@ -9,9 +9,11 @@ repeated. What it had taken over by then can be kept for the next attempt (``con
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from virtualflow.device import device_of
@@ -32,6 +34,7 @@ from virtualflow.step.header import (
     first_header,
     layout_hash,
     read_headers,
+    read_weights,
 )
 from virtualflow.step.spot_checker import SpotChecker
 from virtualflow.step.state_watch import StateWatch
@@ -46,8 +49,6 @@ class Reduced:
     """A complete synchronization, not yet applied."""
 
     headers: tuple[StepHeader, ...]
-    samples: int
-    """Of the whole global batch."""
     metrics: dict[str, float]
     gradients: Tensors
     present: tuple[bool, ...]
@@ -95,6 +96,8 @@ class GradientSync:
         self._reducer, self._overlap = reducer, Overlap(self._parameters, reducer, settings)
         self._late, self._outcome = False, Settled()
         self.forget_contributions()
+        self._weighed = False
+        """Whether the script told weights in the last synchronization, so that the scale of the next one is open."""
         self._trained: tuple[bool, ...] = ()
         """Which of all parameters are trained in the present attempt."""
         self._layout: tuple[object, int] = (None, 0)
@@ -161,9 +164,23 @@ class GradientSync:
             last=node,
             count=virtual_nodes,
             weight=samples / self._unit,
-            scale=None if of_step is None else self._unit / of_step,
+            scale=None if of_step is None or self._weighed else self._unit / of_step,
             plain=self._is_checked(node),
         )
+
+    def weigh(self, weight: float) -> None:
+        """The script has said what the virtual node that runs counts by, in place of its samples.
+
+        Raises:
+            ConfigurationError: a gradient's type is too narrow for that.
+        """
+        narrow = next((name for name, p in self._named if p.dtype is torch.float16 and p.requires_grad), None)
+        if narrow is not None:
+            raise ConfigurationError(
+                f"parameter {narrow} is of torch.float16, in which a gradient that counts by tokens overflows; keep "
+                "parameters in float32 (with autocast and a scaler) or in bfloat16"
+            )
+        self._overlap.weigh(weight / self._unit)
 
     def _is_checked(self, node: int) -> bool:
         check = None if self.spot_checker is None else self.spot_checker.check
@@ -182,30 +199,43 @@ class GradientSync:
         if self._overlap.running:
             self._outcome = self._overlap.settle()
 
-    def take(self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1) -> None:
+    def take(
+        self,
+        samples: int,
+        metrics: dict[str, float | Tensor],
+        virtual_nodes: int = 1,
+        weight: float | None = None,
+    ) -> None:
         """Take over what the next virtual node has left in the model: gradients and changed buffers.
 
         Args:
             samples: how many its micro-batch had; fewer than usual weigh less, none weigh nothing.
             metrics: what the user's code has logged for it.
             virtual_nodes: how many its micro-batch stands for.
+            weight: what it counts by, if not by its samples.
         """
         self.computed()
         settled, self._outcome = self._outcome, Settled()
-        record = self.collect(samples, metrics, virtual_nodes)
+        record = self.collect(samples, metrics, virtual_nodes, weight)
         gradients, given = take_gradients(self._named, self._trained, settled)
         if self.cut is not None:
             self.cut.check(given)
-        node, weight = self._order[self._taken], samples / self._unit
-        self._contributions.add(node, record, gradients, given, weight, settled.added)
+        node, factor = self._order[self._taken], record.weight / self._unit
+        self._contributions.add(node, record, gradients, given, factor, settled.added)
         if settled.sent:
             self._contributions.note_sent(self._overlap.early, self._overlap.steady)
         self._taken += virtual_nodes
 
-    def collect(self, samples: int, metrics: dict[str, float | Tensor], virtual_nodes: int = 1) -> NodeRecord:
+    def collect(
+        self,
+        samples: int,
+        metrics: dict[str, float | Tensor],
+        virtual_nodes: int = 1,
+        weight: float | None = None,
+    ) -> NodeRecord:
         """What a virtual node has left behind beside gradients; the buffers are put back."""
         averaged, copied = self._buffers.collect(self.schema) if samples else ({}, {})
-        return NodeRecord(samples, metrics, averaged, copied, virtual_nodes)
+        return NodeRecord(samples, metrics, averaged, copied, virtual_nodes, weight)
 
     def take_summed(self, records: Mapping[int, NodeRecord], parts: Parts, given: Sequence[bool]) -> None:
         """In place of :meth:`take`: all virtual nodes of the attempt at once; see ``Contributions.add_summed``."""
@@ -269,12 +299,11 @@ class GradientSync:
         """Reduce everything with the other workers; see ``Update.synchronize``."""
         self._buffers.refuse_strangers()
         headers, form = self._agree_on_headers(communicator, holdings, number, offer, more=more, saves=saves)
-        samples = sum(sum(header.samples) for header in headers)
-        if samples == 0:
-            raise ConfigurationError("the dataset gave no samples at all; check its shards")
+        weights = read_weights(headers)
+        self._weighed = any(weight is not None for header in headers for weight in header.told)
         present = [any(there) for there in zip(*(header.present for header in headers), strict=True)]
         count = len(self._parameters)
-        scale = self._unit / samples
+        scale = self._unit / math.fsum(weights)
         steady = all(header.steady for header in headers)
         if not repairs:  # in which some may have computed nothing that would tell
             self._overlap.learn(number, (place for place in range(count) if present[place]), steady)
@@ -283,7 +312,7 @@ class GradientSync:
                 "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step"
             )
         begun = self._overlap.places
-        factors = {} if self.cut is None else self.cut.factors(_samples_of(headers, holdings))
+        factors = {} if self.cut is None else self.cut.factors(_by_node(weights, holdings))
         early = self._await_early(scale, steady, present, portion, factors)
         sums = [tensor.to(summed_as(tensor.dtype)) for tensor in self._buffers.templates(self.schema.averaged)]
         reduced = self._reducer.reduce(
@@ -301,7 +330,7 @@ class GradientSync:
         if form.copied_bytes:
             buffers |= self._buffers.read_copied(self.schema, first_header(headers, holdings).copied)
         metrics = combine_metrics(self.schema, self._summation, headers, holdings if self._summation.movable else None)
-        return Reduced(headers, samples, metrics, reduced[:count], tuple(present[:count]), buffers)
+        return Reduced(headers, metrics, reduced[:count], tuple(present[:count]), buffers)
 
     def _await_early(
         self,
@@ -427,7 +456,6 @@ class GradientSync:
         self._overlap.close()
 
 
-def _samples_of(headers: Sequence[StepHeader], holdings: Sequence[Sequence[int]]) -> dict[int, int]:
+def _by_node(weights: Sequence[float], holdings: Sequence[Sequence[int]]) -> dict[int, float]:
     """Of each virtual node, where each has a record of its own."""
-    nodes = [node for holding in holdings for node in holding]
-    return dict(zip(nodes, (samples for header in headers for samples in header.samples), strict=True))
+    return dict(zip((node for holding in holdings for node in holding), weights, strict=True))

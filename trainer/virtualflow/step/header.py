@@ -23,13 +23,15 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from virtualflow.errors import VirtualFlowError
+from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Summation
 
 _FIXED = struct.Struct("<12q")
-_NODE = struct.Struct("<q")
+_NODE = struct.Struct("<qd")
 _PAIR = struct.Struct("<dd")
+_UNTOLD = -1.0
+"""In place of a weight, where the script has told none."""
 
 
 class Kind(IntEnum):
@@ -79,6 +81,13 @@ class NodeRecord:
     copied: dict[str, Tensor] = field(default_factory=dict)
     virtual_nodes: int = 1
     """How many it is of."""
+    told: float | None = None
+    """What the script has said that it counts by."""
+
+    @property
+    def weight(self) -> float:
+        """What it counts by: its samples, where the script has said nothing else."""
+        return self.samples if self.told is None else self.told
 
 
 @dataclass(frozen=True)
@@ -102,10 +111,17 @@ class StepHeader:
     """Its hash of the gradients of the virtual node that two workers compute (``spot_checker``)."""
     samples: tuple[int, ...]
     """Of each of its records: in a ``bitwise`` job, of each virtual node."""
+    told: tuple[float | None, ...]
+    """What the script has said that each of them counts by."""
     present: tuple[bool, ...]
     metrics: tuple[tuple[tuple[float, bool], ...], ...]
     """For each record and metric of the schema: the value, and whether there is one."""
     copied: bytes
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """What each record counts by: its samples, where the script has said nothing else."""
+        return tuple(count if told is None else told for count, told in zip(self.samples, self.told, strict=True))
 
 
 @dataclass(frozen=True)
@@ -168,6 +184,7 @@ class HeaderFormat:
             state=state,
             check=check,
             samples=samples,
+            told=tuple(record.told for record in records),
             present=tuple(present),
             metrics=tuple(metrics),
             copied=copied,
@@ -183,8 +200,8 @@ class HeaderFormat:
         bits = sum(1 << place for place, there in enumerate(header.present) if there)
         block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
         at += (self.places + 7) // 8
-        for samples, metrics in zip(header.samples, header.metrics, strict=True):
-            _NODE.pack_into(block, at, samples)
+        for samples, told, metrics in zip(header.samples, header.told, header.metrics, strict=True):
+            _NODE.pack_into(block, at, samples, _UNTOLD if told is None else told)
             at += _NODE.size
             for value, there in metrics:
                 _PAIR.pack_into(block, at, value, there)
@@ -201,9 +218,11 @@ class HeaderFormat:
         at = _FIXED.size
         bits = int.from_bytes(raw[at : at + (self.places + 7) // 8], "little")
         at += (self.places + 7) // 8
-        samples, metrics = [], []
+        samples, told, metrics = list[int](), list[float | None](), []
         for _ in range(nodes):
-            samples.append(_NODE.unpack_from(raw, at)[0])
+            count, weight = _NODE.unpack_from(raw, at)
+            samples.append(count)
+            told.append(None if weight == _UNTOLD else weight)
             at += _NODE.size
             values = []
             for _ in self.schema.metrics:
@@ -223,6 +242,7 @@ class HeaderFormat:
             state=state,
             check=check,
             samples=tuple(samples),
+            told=tuple(told),
             present=tuple(bool(bits >> place & 1) for place in range(self.places)),
             metrics=tuple(metrics),
             copied=raw[len(raw) - self.copied_bytes :] if self.copied_bytes else b"",
@@ -266,13 +286,37 @@ def first_header(headers: Sequence[StepHeader], holdings: Sequence[Sequence[int]
     return firsts[min(firsts)]
 
 
+def read_weights(headers: Sequence[StepHeader]) -> list[float]:
+    """What each record of all members counts by.
+
+    Raises:
+        ConfigurationError: that gives no mean.
+    """
+    weights = [weight for header in headers for weight in header.weights]
+    filled = sum(count > 0 for header in headers for count in header.samples)
+    told = sum(weight is not None for header in headers for weight in header.told)
+    if filled == 0:
+        raise ConfigurationError("the dataset gave no samples at all; check its shards")
+    if told not in (0, filled):
+        raise ConfigurationError(
+            f"step.weight was called for {told} of the {filled} micro-batches of a step; call it for each of them, or "
+            "for none"
+        )
+    if not any(weights):
+        raise ConfigurationError(
+            "all micro-batches of a step weigh nothing, so there is no mean over them; leave out samples without "
+            "anything that the loss is averaged over"
+        )
+    return weights
+
+
 def combine_metrics(
     schema: Schema,
     summation: Summation,
     headers: Sequence[StepHeader],
     holdings: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, float]:
-    """Means over all samples, each record weighted by its samples, summed as gradients are.
+    """Means over all virtual nodes, each record by its weight, summed as gradients are.
 
     A metric that some virtual nodes did not log is the mean over those that did.
 
@@ -282,14 +326,14 @@ def combine_metrics(
         headers: of all members.
         holdings: the virtual nodes of their records, ascending; ``None``: the records are in the order to add them up.
     """
-    samples = [count for header in headers for count in header.samples]
+    weights = [weight for header in headers for weight in header.weights]
     rows = [row for header in headers for row in header.metrics]
     nodes = range(len(rows)) if holdings is None else [node for holding in holdings for node in holding]
     combined = {}
     for place, name in enumerate(schema.metrics):
         weighted = {
-            (node, node + 1): (row[place][0] * count, float(count)) if row[place][1] else (0.0, 0.0)
-            for node, row, count in zip(nodes, rows, samples, strict=True)
+            (node, node + 1): (row[place][0] * by, by) if by and row[place][1] else (0.0, 0.0)
+            for node, row, by in zip(nodes, rows, weights, strict=True)
         }
         total, weight = summation.add_up(weighted, lambda a, b: (a[0] + b[0], a[1] + b[1]))
         if weight:

@@ -47,6 +47,7 @@ class SpotChecker:
         self._parameters = list(model.parameters())
         self._seed, self._virtual_nodes = seed, virtual_nodes
         self._condensed: list[Tensor | None] | None = None
+        self._weight: float | None = None
         self._value = 0
 
     def begin(self, step: int, holdings: Sequence[Sequence[int]]) -> None:
@@ -56,18 +57,20 @@ class SpotChecker:
         """
         self.check = choose_check(self._seed, step, self._virtual_nodes, self.sample, holdings)
 
-    def note(self) -> None:
-        """The gradients of the virtual node are there, as autograd has left them."""
+    def note(self, weight: float | None = None) -> None:
+        """The gradients of the virtual node are there, as autograd has left them, and what was told of its weight."""
+        self._weight = weight
         gradients = [parameter.grad if parameter.requires_grad else None for parameter in self._parameters]
         self._condensed = [None if g is None or not is_plain(g) else condense(bytes_of(g)) for g in gradients]
 
     @property
     def value(self) -> int:
-        """Their hash, as int64; of interest only from those who compute what is checked."""
+        """The hash of both, as int64; of interest only from those who compute what is checked."""
         if self._condensed is not None:
             found = iter(hashes_of([raw for raw in self._condensed if raw is not None]))
             hashes = [_NONE if raw is None else struct.pack("<q", next(found)) for raw in self._condensed]
-            self._condensed, self._value = None, hash_of(b"".join(hashes))
+            weight = b"" if self._weight is None else struct.pack("<d", self._weight)
+            self._condensed, self._value = None, hash_of(b"".join(hashes) + weight)
         return self._value
 
     def differs(self, values: Sequence[int]) -> Doubted | None:

@@ -18,6 +18,7 @@ from virtualflow.step import BatchNorm, PartialBackward, SchedulerInterval
 from virtualflow.worker.options import Options, read_device
 from virtualflow.worker.run import Run
 from virtualflow.worker.settings import WorkerSettings
+from virtualflow.worker.step import Weight
 
 
 def elastic(
@@ -48,6 +49,7 @@ def elastic(
     device: torch.device | str | None = None,
     memory: Memory | None = None,
     backward: PartialBackward | None = None,
+    weight: Weight | None = None,
     **loader: Unpack[LoaderOptions],
 ) -> Run:
     """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
@@ -99,6 +101,8 @@ def elastic(
         backward: lets the backward passes of some virtual nodes end before they have reached the model's first blocks
             (structured partial backpropagation). It changes what is trained, alike on any number of workers, and stays
             the same for a job's life. A ``statistical`` job then runs its virtual nodes one by one.
+        weight: called with each micro-batch that the inner loop gets; returns what it counts by, such as how many of
+            its tokens the loss is a mean over. Without it, and without ``step.weight``, it counts by its samples.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -131,6 +135,7 @@ def elastic(
             sampler,
             memory,
             backward,
+            weight,
             loader,
             read_device(device),
         ),

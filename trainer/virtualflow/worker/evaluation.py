@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from virtualflow.data import LoaderOptions, Source, open_source, seed_virtual_node
+from virtualflow.data import LoaderOptions, MicroBatch, Source, open_source, seed_virtual_node
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError, show_errors_plainly
 from virtualflow.protocol.wording import counted
@@ -20,6 +20,9 @@ from virtualflow.worker.run import active_loop
 
 Rows = Any
 """A tensor with one row a sample, or a tuple, list or dict of such."""
+
+Compute = Callable[[MicroBatch], Any]
+"""Gets a micro-batch, and returns what all workers are to have of it: of a run, tensors of the CPU in nests."""
 
 
 def evaluate(
@@ -47,6 +50,22 @@ def evaluate(
     Raises:
         ConfigurationError: the dataset is no map-style one or the sizes do not fit.
     """
+
+    def compute(batch: MicroBatch) -> Rows:
+        rows = _checked(fn(batch.data), batch.size)
+        return rows if active_loop() is None else _to_cpu(rows)
+
+    return _join(evaluate_in_parts(model, dataset, compute, batch_size=batch_size, **loader))
+
+
+def evaluate_in_parts(
+    model: nn.Module, dataset: Any, compute: Compute, *, batch_size: int, **loader: Unpack[LoaderOptions]
+) -> list[Any]:
+    """As :func:`evaluate`, for whatever ``compute`` makes of each micro-batch, in their order.
+
+    Raises:
+        ConfigurationError: the dataset is no map-style one or the sizes do not fit.
+    """
     show_errors_plainly()
     loop = active_loop()
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -68,25 +87,23 @@ def evaluate(
     try:
         model.eval()
         with torch.no_grad():
-            parts = _alone(source, fn) if loop is None else _together(loop, source, fn)
+            return _alone(source, compute) if loop is None else _together(loop, source, compute)
     finally:
         source.close()
         for module, training in modes.items():
             module.training = training
-    return _join(parts)
 
 
-def _alone(source: Source, fn: Callable[[Any], Rows]) -> list[Rows]:
+def _alone(source: Source, compute: Compute) -> list[Any]:
     source.assign(range(1), 0, 0)
-    batches = (source.fetch(0, step, 0) for step in range(source.steps_per_epoch or 0))
-    return [_checked(fn(batch.data), batch.size) for batch in batches]
+    return [compute(source.fetch(0, step, 0)) for step in range(source.steps_per_epoch or 0)]
 
 
-def _together(loop: Loop, source: Source, fn: Callable[[Any], Rows]) -> list[Rows]:
+def _together(loop: Loop, source: Source, compute: Compute) -> list[Any]:
     """One exchange a batch; the rows of virtual node v are the v-th slice of the batch."""
     loop.begin_evaluation()
     training, membership, state = loop.context.training, loop.context.membership, loop.context.session.state
-    rows: list[Rows] = []
+    found: list[Any] = []
     assigned = range(0)
     for step in range(source.steps_per_epoch or 0):
         number = training.exchanges + 1
@@ -96,24 +113,24 @@ def _together(loop: Loop, source: Source, fn: Callable[[Any], Rows]) -> list[Row
                 assigned = state.assigned
                 source.assign(assigned, 0, step)
             try:
-                _gather(loop, source, fn, step, number)
+                _gather(loop, source, compute, step, number)
             except CommunicatorBroken as error:
                 membership.recover(error)
                 assigned = range(0)
         if training.evaluated is None:
             raise VirtualFlowError("an evaluation was overtaken by a step; call vf.evaluate on all workers alike")
-        by_node: dict[int, Rows] = {}
+        by_node: dict[int, Any] = {}
         for block in training.evaluated:
             by_node |= codec.unpack(block)
-        rows += [by_node[node] for node in sorted(by_node)]
+        found += [by_node[node] for node in sorted(by_node)]
     loop.end_evaluation()
-    return rows
+    return found
 
 
-def _gather(loop: Loop, source: Source, fn: Callable[[Any], Rows], step: int, number: int) -> None:
+def _gather(loop: Loop, source: Source, compute: Compute, step: int, number: int) -> None:
     context, state = loop.context, loop.context.session.state
     communicator = context.membership.communicator
-    mine: dict[int, Rows] = {}
+    mine: dict[int, Any] = {}
     with context.turns.within():
         for node in state.assigned:
             context.membership.check()
@@ -123,7 +140,7 @@ def _gather(loop: Loop, source: Source, fn: Callable[[Any], Rows], step: int, nu
                 context.turns.take(context.training.completed_steps, context.membership.check)
                 context.session.activity.mark("evaluating", context.training.completed_steps)
                 seed_virtual_node(context.request.options.seed, -number, node)
-                mine[node] = _to_cpu(_checked(fn(batch.data), batch.size))
+                mine[node] = compute(batch)
     form = context.update.sync.header_format(state.ranges)
     header = form.write(form.tell(Kind.EVALUATE, number, context.session.offer(evaluating=True)))
     headers = read_headers(form, communicator.all_gather(header), Kind.EVALUATE, number)

@@ -16,9 +16,7 @@ from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
 from virtualflow.memory.activations import Chain, Flight, LayerMajor, Summed
 from virtualflow.worker.setup import Context
-from virtualflow.worker.step import Loss
-
-Metrics = dict[str, float | Tensor]
+from virtualflow.worker.step import Loss, Told
 
 
 class LayeredAttempts:
@@ -28,11 +26,11 @@ class LayeredAttempts:
         context: the parts of the run.
         chain: the model's blocks.
         layers: run them.
-        begin_log: returns a new place for what the script logs from now on.
+        listen: gets a micro-batch, and returns a place for what the script tells of it from now on.
     """
 
-    def __init__(self, context: Context, chain: Chain, layers: LayerMajor, begin_log: Callable[[], Metrics]) -> None:
-        self._context, self._chain, self._layers, self._begin_log = context, chain, layers, begin_log
+    def __init__(self, context: Context, chain: Chain, layers: LayerMajor, listen: Callable[[Any], Told]) -> None:
+        self._context, self._chain, self._layers, self._listen = context, chain, layers, listen
 
     def attempt(self, computes: Sequence[int], number: int) -> Iterator[Any]:
         """Compute these virtual nodes for the step ``number``, and contribute what comes of them."""
@@ -49,7 +47,8 @@ class LayeredAttempts:
         records = {}
         for flight in work.flights:
             self._chain.put_buffers(flight.buffers)
-            records[flight.number] = sync.collect(flight.samples, work.metrics.get(flight.number, {}))
+            told = work.told.get(flight.number, Told())
+            records[flight.number] = sync.collect(flight.samples, told.metrics, weight=told.weight)
         assert work.summed is not None
         sync.take_summed(records, work.summed.parts, work.summed.given)
 
@@ -82,10 +81,12 @@ class LayeredAttempts:
 
         def compute(script_loss: Loss) -> None:
             def loss(flight: Flight, output: Any, rest: Sequence[Any]) -> Tensor:
-                logged = work.metrics[flight.number] = self._begin_log()
+                told = work.told[flight.number] = self._listen(flight.data)
                 value = script_loss(output, *rest)
                 if isinstance(value, Tensor):
-                    logged.setdefault("loss", value.detach().clone())
+                    told.metrics.setdefault("loss", value.detach().clone())
+                if told.weight is not None:
+                    flight.weight = told.weight / self._context.update.sync.unit
                 return value
 
             try:
@@ -109,7 +110,7 @@ class LayeredAttempts:
 @dataclass
 class _Work:
     flights: list[Flight]
-    metrics: dict[int, Metrics] = field(default_factory=dict)
-    """What each has logged."""
+    told: dict[int, Told] = field(default_factory=dict)
+    """What the script has told of each."""
     summed: Summed | None = None
     broken: CommunicatorBroken | None = None

@@ -29,7 +29,7 @@ from virtualflow.worker.layers import LayeredAttempts
 from virtualflow.worker.script import check_averages
 from virtualflow.worker.setup import Context
 from virtualflow.worker.spot_checking import SpotChecking
-from virtualflow.worker.step import Step
+from virtualflow.worker.step import Step, Told, read_weight
 
 BETWEEN = "running the script's code after the inner loop"
 SAVING = "saving a checkpoint"
@@ -47,11 +47,12 @@ class Loop:
         self._seed = context.request.options.seed
         self._virtual_nodes = context.request.virtual_nodes
         self._micro_batch = context.request.micro_batch
-        self._metrics: dict[str, float | Tensor] = {}
+        self._told = Told()
+        """What the script has told of the present virtual node."""
         self._open_step: Step | None = None
-        self._spot_checking = SpotChecking(context, self._present)
+        self._spot_checking = SpotChecking(context, self._present, lambda: self._told.weight)
         self._repetition = Repetition(context.request.model)
-        self._layers = None if context.layers is None else LayeredAttempts(context, *context.layers, self._begin_log)
+        self._layers = None if context.layers is None else LayeredAttempts(context, *context.layers, self._listen)
         self._unproven = context.request.bitwise and context.session.coordinated
         """Whether no virtual node was computed twice yet."""
         self._step_is_new = False
@@ -115,14 +116,23 @@ class Loop:
         """Whether all virtual nodes are computed together, block by block."""
         return self._layers is not None
 
-    def _begin_log(self) -> dict[str, float | Tensor]:
-        self._metrics = {}
-        return self._metrics
+    def _listen(self, data: Any) -> Told:
+        """The script is about to compute a micro-batch: where to note what it tells of it."""
+        self._told = Told()
+        weight = self.context.request.options.weight
+        if weight is not None:
+            self.weigh(read_weight(weight(data)))
+        return self._told
 
     def log_metrics(self, metrics: dict[str, float | Tensor]) -> None:
         """Note metrics of the present virtual node (``Step.log``)."""
         for name, value in metrics.items():
-            self._metrics[name] = value.detach() if isinstance(value, Tensor) else float(value)
+            self._told.metrics[name] = value.detach() if isinstance(value, Tensor) else float(value)
+
+    def weigh(self, weight: float) -> None:
+        """Note what the present virtual node counts by (``Step.weight``)."""
+        self._told.weight = weight
+        self.context.update.sync.weigh(weight)
 
     def warm_up(self) -> Iterator[Any]:
         """Let a joiner's first forward and backward pass happen before anybody waits for it.
@@ -297,8 +307,8 @@ class Loop:
                     torch.cuda.current_stream(self._kernels_on).synchronize()
                 pace.end(time.monotonic())
             if context.trace is not None:
-                context.trace.computed(context.session.generation, number, batch.virtual_node, self._metrics)
-            update.sync.take(batch.size, self._metrics, len(nodes))
+                context.trace.computed(context.session.generation, number, batch.virtual_node, self._told)
+            update.sync.take(batch.size, self._told.metrics, len(nodes), self._told.weight)
 
     def _compute_once_more(self, batch: MicroBatch, number: int) -> Iterator[Any]:
         """Compute the first virtual node of all an additional time before; a joiner runs what others have run so."""
@@ -311,7 +321,7 @@ class Loop:
 
     def _present(self, batch: MicroBatch, number: int) -> Iterator[Any]:
         """Give a micro-batch to the user's code, with the random streams of its (first) virtual node."""
-        self._metrics = {}
+        self._told = Told()
         if batch.size:
             self.context.fusion.present(batch)
             activations, cut = self.context.activations, self.context.update.cut
@@ -320,6 +330,7 @@ class Loop:
             seed_virtual_node(self._seed, number, batch.virtual_node)
             ends = nullcontext(True) if cut is None else cut.within(batch.virtual_node, number)
             with self.context.guard.within("inner loop"), ends as whole:
+                self._listen(batch.data)
                 yield batch.data
             if activations is not None and whole:  # a plan is for the longest
                 activations.end(batch.size)

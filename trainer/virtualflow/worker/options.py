@@ -22,6 +22,7 @@ from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
 from virtualflow.step import BatchNorm, PartialBackward, SchedulerInterval, agreed, why_not_separable
+from virtualflow.worker.step import Weight
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -52,6 +53,7 @@ class Options:
     sampler: Sampler | None
     memory: Memory | None
     backward: PartialBackward | None
+    weight: Weight | None
     loader: LoaderOptions
     device: torch.device | None
 

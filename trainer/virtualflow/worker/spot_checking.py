@@ -26,11 +26,13 @@ class SpotChecking:
     Args:
         context: the parts of the run.
         present: see :data:`Present`.
+        weight: what the script has told that the micro-batch counts by.
     """
 
-    def __init__(self, context: Context, present: Present) -> None:
+    def __init__(self, context: Context, present: Present, weight: Callable[[], float | None]) -> None:
         self._context = context
         self._present = present
+        self._weight = weight
         self._checker = context.update.spot_checker
         self._state = context.session.state
 
@@ -51,7 +53,7 @@ class SpotChecking:
         """A virtual node that this worker contributes has been computed; its gradients are as autograd left them."""
         check = None if self._checker is None else self._checker.check
         if self._checker is not None and check is not None and check.virtual_node == virtual_node:
-            self._checker.note()
+            self._checker.note(self._weight())
 
     def settle(self, number: int, doubted: Doubted) -> Generator[Any, None, VirtualFlowError]:
         """Two workers came to different gradients: have the virtual node computed once more, and see who was wrong.
@@ -93,5 +95,5 @@ class SpotChecking:
         batch = context.loading.fetch(range(virtual_node, virtual_node + 1))
         context.session.activity.mark("computing", number)
         yield from self._present(batch, number)
-        self._checker.note()
+        self._checker.note(self._weight())
         context.update.sync.discard()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,6 +13,18 @@ from virtualflow.errors import ConfigurationError, VirtualFlowError
 
 Loss = Callable[..., Tensor]
 """Gets what the model returns, and the elements of the micro-batch behind its first: ``loss(output, target)``."""
+
+Weight = Callable[[Any], float | Tensor]
+"""Gets a micro-batch, and says what it counts by."""
+
+
+@dataclass
+class Told:
+    """What the script has told of a micro-batch."""
+
+    metrics: dict[str, float | Tensor] = field(default_factory=dict)
+    weight: float | None = None
+    """What it counts by, if not by its samples."""
 
 
 class Attempts(Protocol):
@@ -35,6 +49,9 @@ class Attempts(Protocol):
 
     def log_metrics(self, metrics: dict[str, float | Tensor]) -> None:
         """Note metrics of the present micro-batch."""
+
+    def weigh(self, weight: float) -> None:
+        """Note what the present micro-batch counts by."""
 
 
 class Step:
@@ -94,6 +111,21 @@ class Step:
             values[name] = value.detach().clone() if isinstance(value, Tensor) else value
         self._attempts.log_metrics(values)
 
+    def weight(self, weight: float | Tensor) -> None:
+        """Let the present micro-batch count by this and not by its samples, such as by its tokens.
+
+        The loss is to be a mean over so much. The step's gradient, metrics and averaged buffers are then means over all
+        that the virtual nodes of the step weigh, whoever computes them. It is called for each micro-batch of a step or
+        for none. Best before ``backward``: behind it, this worker cannot add up gradients while they are hot.
+
+        Raises:
+            VirtualFlowError: there is no present micro-batch.
+            ConfigurationError: that is no weight.
+        """
+        if self.complete or not self._iterating:
+            raise VirtualFlowError("step.weight belongs into the loop over the micro-batches")
+        self._attempts.weigh(read_weight(weight))
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of this worker, again when an attempt was aborted; then commit the step."""
         if self._attempts.layer_major:
@@ -111,7 +143,7 @@ class Step:
 
         Args:
             loss: called once a virtual node, ``loss(output, *rest)``; returns a tensor of one number. It may call
-                :meth:`log`.
+                :meth:`log` and :meth:`weight`.
 
         Raises:
             ConfigurationError: the run is in another order, or micro-batches or the loss are not of this kind.
@@ -138,3 +170,21 @@ class Step:
         yield from self._attempts.make(self.number)
         self.metrics = dict(self._attempts.metrics)
         self.complete = True
+
+
+def read_weight(weight: Any) -> float:
+    """What a script gives as a weight.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise ConfigurationError(
+            f"a micro-batch is to weigh {weight!r}; its weight is one number from 0, such as how many tokens its loss "
+            "is a mean over"
+        )
+    return number

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from virtualflow.data import MicroBatch
 from virtualflow.protocol import messages as m
 from virtualflow.state import content_hash, optimizers_of
 from virtualflow.verify import BESIDE, Began, Committed, Computed, Opened, Record, encode
+from virtualflow.worker.step import Told
 from virtualflow.worker.train_state import Training
 
 
@@ -60,14 +61,13 @@ class TraceWriter:
         """The samples of a virtual node are here, and the user's code has not seen them yet."""
         self._inputs = content_hash(batch.samples), content_hash(batch.data)
 
-    def computed(
-        self, generation: m.Generation, step: int, virtual_node: int, metrics: Mapping[str, float | Tensor]
-    ) -> None:
+    def computed(self, generation: m.Generation, step: int, virtual_node: int, told: Told) -> None:
         """The user's code has run a virtual node: its gradients and buffers are as it has left them."""
         model = self._training.model
         gradients = {name: content_hash(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         buffers = {name: content_hash(buffer) for name, buffer in model.named_buffers()}
         samples, data = self._inputs
+        metrics = told.metrics if told.weight is None else {**told.metrics, "its weight": told.weight}
         self._write(
             Computed(
                 (generation.incarnation, generation.counter),

@@ -60,6 +60,14 @@ class Training:
     def __post_init__(self) -> None:
         self._received: dict[str, Any] | None = None
 
+    def begin_behind(self, step: int, steps_per_epoch: int) -> None:
+        """Begin behind a step that was made elsewhere: the objects have its state already, alike on all workers.
+
+        It holds where nobody has a state yet, and there is no checkpoint of the library's own.
+        """
+        self.completed_steps = self.exchanges = step
+        self.position = divmod(step, steps_per_epoch)
+
     @property
     def numbers(self) -> dict[str, float]:
         """All that is told of the training in numbers."""
