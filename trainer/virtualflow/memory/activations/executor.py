@@ -129,7 +129,8 @@ class Executor:
         self._forget()
 
     def _forget(self) -> None:
-        while self._open:  # a block was interrupted, by what torch calls no hooks for: KeyboardInterrupt
+        """Let go of a micro-batch, and of blocks in it that were interrupted: torch calls hooks for exceptions only."""
+        while self._open:
             opened = self._open.pop()
             if opened is not None:
                 opened.hooks.__exit__()

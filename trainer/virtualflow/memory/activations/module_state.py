@@ -61,7 +61,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.others: list[Any] = []
-        """Attributes that are no tensors, numbers or containers."""
+        """Attributes that are no tensors, numbers or containers; generators may be among them."""
         self._module = module
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """What modules keep attributes in, and which these were."""
