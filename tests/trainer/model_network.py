@@ -187,6 +187,8 @@ class Network:
         self.cut.clear()
         for mesh in self.meshes.values():
             mesh.mend()
+        for worker in self.workers.values():
+            worker.mute = False
 
     # --- the authority ------------------------------------------------------------------------------------------------
 
@@ -255,7 +257,7 @@ class Network:
             for coordinator in living:
                 coordinator.now = self.now
                 for worker in self.workers.values():
-                    if worker.connected_to is coordinator and worker.runs:
+                    if worker.connected_to is coordinator and worker.runs and not worker.mute:
                         self.speak(worker)  # a sign of life does not overtake what was said before
                         coordinator.hear(worker.incarnation, m.Heartbeat())
                 self.decide(coordinator)
@@ -303,7 +305,7 @@ class Network:
     def speak(self, worker: Worker, most: int = 16) -> None:
         """What the worker has said arrives."""
         for _ in range(most):
-            coordinator = worker.connected_to
+            coordinator = None if worker.mute else worker.connected_to
             message = worker.wire.next_message() if coordinator is not None else None
             if message is None:
                 return

@@ -299,6 +299,8 @@ class Worker:
         self.ending: Leave | None = None
         self.leads_to: int | None = 0
         """The coordinator that its connections come to."""
+        self.mute = False
+        """Nothing that it says to its coordinator arrives, though it hears it."""
         self.connected_to: Any = None
         self.reconnect_at = 0.0
         self.inbox: deque[m.ToWorker] = deque()

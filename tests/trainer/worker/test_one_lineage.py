@@ -26,7 +26,7 @@ HOUR = 3_600
 class Lineages(RuleBasedStateMachine):
     """Anything may happen at any moment; then it stops, and one generation holds all who live."""
 
-    @initialize(workers=st.integers(1, 4), second=st.booleans(), steps=st.integers(8, 14))
+    @initialize(workers=st.integers(1, 4), second=st.booleans(), steps=st.integers(0, 14))
     def begin(self, workers: int, second: bool, steps: int) -> None:
         self.network = Network(workers)
         self.model = opened(self.network)
@@ -121,6 +121,12 @@ class Lineages(RuleBasedStateMachine):
         if a is not None and b is not None and a is not b:
             self.network.part([(a, b), (b, a)], lose=lose, silent=False)
             self.network.heal()
+
+    @rule(which=st.integers(0, 5))
+    def what_a_worker_tells_its_coordinator_is_held_up(self, which: int) -> None:
+        worker = self.pick(which)
+        if worker is not None:
+            worker.mute = worker.touched = True
 
     @rule()
     def the_network_heals(self) -> None:
@@ -412,4 +418,27 @@ def test_a_recovery_proposed_before_a_newer_generation_was_known_takes_all_of_th
     model.all_go_on(rounds=8)
     model.a_coordinator_dies(which=0)
     model.an_end_is_confirmed_beforehand(which=1, within=1.0)
+    model.settle()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nobody_begins_beside_a_first_generation_whose_coordinator_has_not_heard_of_it(
+    model: Lineages, workers: int
+) -> None:
+    """The plan, and the keys, have reached them; what they said then was lost."""
+    model.begin(workers=workers, second=False, steps=0)
+    coordinator = model.network.coordinators[0]
+    assert coordinator is not None
+    while coordinator.state.proposed is None:
+        model.go_on(1)
+    first = model.living
+    for number in range(workers):
+        model.what_a_worker_tells_its_coordinator_is_held_up(which=number)
+    model.go_on(8)
+    assert all(worker.history.completed_steps > 0 for worker in first)
+    for number in range(workers):
+        model.the_address_leads_elsewhere(which=number, where=None)
+        model.a_worker_starts(where=0)
+    model.go_on(20)
+    assert "waiting for the word of whoever runs worker-0" in coordinator.state.reason
     model.settle()

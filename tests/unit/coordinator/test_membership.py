@@ -123,6 +123,14 @@ TABLE = [
         id="unless somebody may be in it already",
     ),
     pytest.param(
+        cluster(worker("a", **silent(HEARTBEAT)), worker("b"), proposed=plan(FIRST, "a", "recovery", "a", "start")),
+        None,
+        "a lost: not connected when it was needed; 0 workers left, which is no majority: waiting for the word of "
+        "whoever runs a that it has ended",
+        None,
+        id="who was to begin may have, unheard",
+    ),
+    pytest.param(
         cluster(worker("w-10"), worker("w-9", ready_at=NOW)),
         "recovery w-9 w-10 +w-9 w-10 start",
         "starting with 2 workers",

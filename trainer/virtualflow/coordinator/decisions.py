@@ -79,8 +79,9 @@ def _apply(state: JobState, decision: Decision, now: float) -> bool:
         state.fail(decision.reason)
     elif decision.over:
         state.trained = state.trained or state.running is not None
-        if state.trained:
-            # Another coordinator may have handed the training on to workers that this one has never heard of.
+        if state.trained or state.proposed is not None:
+            # Another coordinator may have handed the training on to workers that this one has never heard of. Or those
+            # who were to begin have begun, and it was this coordinator that did not hear of it.
             state.ask_who_may_train()
         state.running = state.history.progress = None
         state.rebuilds, state.waiting_since = 0, now

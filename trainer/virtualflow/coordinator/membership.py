@@ -105,8 +105,9 @@ def _find_objectors(cluster: Cluster, survivors: Collection[str], ended: Collect
     ]
     if running is not None:
         stages.append((running, "settled" if running.generation <= cluster.settled else "counted"))
-    if proposed is not None and (running is not None or cluster.prepared):
-        stages.append((proposed, "attempted"))  # while not all have its communicator, nobody begins by it
+    if proposed is not None and (running is not None or cluster.prepared or not survivors):
+        # A survivor of an initial start knows whether it has begun, and says so when it enters another generation.
+        stages.append((proposed, "attempted"))
     objectors = {
         member.incarnation: member.worker
         for plan, stage in stages
