@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from coordinator_server import hello
+from driven import first_job
 from simulated import SETTINGS, Worker, World, assert_together, running_world
 
+from virtualflow.coordinator.absence import excuse
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import MAX_LOST
-from virtualflow.coordinator.worker_messages import excuse
 from virtualflow.protocol import http_api
+from virtualflow.protocol import messages as m
 
 
 def declared_lost(new_coordinator: bool = False) -> tuple[World, Worker]:
@@ -51,6 +54,7 @@ def test_who_was_declared_lost_and_wakes_up_under_a_new_coordinator_never_meets_
     asleep.hung = True
     world.settle(SETTINGS.heartbeat_limit + 2.0)
     world.kill(other)  # nobody is left, so others begin anew
+    world.call(http_api.GoneCall(other.name, other.incarnation))
     others = [world.start_worker(f"new-{number}") for number in range(2)]
     for worker in others:
         worker.ready = True
@@ -162,6 +166,65 @@ def test_a_loss_that_a_new_coordinator_hears_of_too_early_is_kept_in_mind() -> N
     assert world.workers["worker-0.0"].synced
     assert world.state.running is not None
     assert len(world.state.running.members) == 1
+
+
+def test_a_coordinator_that_is_cut_off_from_all_who_train_declares_nobody_lost() -> None:
+    """They train on without it. Who comes back first is no witness against the others."""
+    world = running_world(3)
+    first, *others = world.workers.values()
+    for worker in world.workers.values():
+        worker.hung = True
+    world.settle(3 * SETTINGS.heartbeat_limit)
+    assert world.status().lost == ()
+    first.hung = False
+    world.settle(SETTINGS.heartbeat_limit - 1.0)
+    assert world.status().lost == ()
+    others[0].hung = False
+    world.settle(2.0)
+    assert [lost.worker for lost in world.status().lost] == [others[1].name]
+
+
+def test_where_nobody_runs_the_workers_all_who_have_died_are_lost_in_the_end() -> None:
+    world = running_world(2)
+    world.authority = False
+    for worker in world.workers.values():
+        world.kill(worker)
+    world.settle(5.0)
+    assert world.status().lost == ()
+    world.settle(SETTINGS.silence_patience * SETTINGS.heartbeat_limit)
+    assert len(world.status().lost) == 2
+    for worker in list(world.workers.values()):
+        world.start_worker(worker.name).ready = True
+    world.settle(5.0)
+    assert world.state.running is not None
+    assert len(world.state.running.members) == 2
+
+
+def test_who_comes_back_to_a_coordinator_that_did_not_run_is_not_taken_for_the_one_that_died() -> None:
+    """All connections have closed, and it reads that before anybody can come again."""
+    job, first = first_job()
+    job.now = 20.0
+    excuse(job.state, 17.0, job.now)
+    for worker in "ab":
+        job.hear(f"i{worker}", m.Broken(first.generation, 3, "connection closed by peer"))
+    for worker in "abc":
+        job.lose_connection(f"i{worker}")
+    job.decide()
+    assert job.status().lost == ()
+    job.now += 0.9
+    assert job.admit(_member("a", first)) is None
+    job.decide()
+    job.now += 0.9
+    assert job.admit(_member("b", first)) is None
+    job.decide()
+    assert job.status().lost == ()
+    job.now += 0.3
+    job.decide()
+    assert [lost.worker for lost in job.status().lost] == ["c"]
+
+
+def _member(worker: str, plan: m.Plan) -> m.Hello:
+    return hello(worker, f"i{worker}", plan=plan, fingerprint="f", ready=True)
 
 
 def test_a_silent_coordinator_is_not_the_workers_silence() -> None:

@@ -180,12 +180,10 @@ class Roster:
             self._over.popitem(last=False)
 
     def namesakes(self, name: str, incarnation: str) -> list[str]:
-        """Other living processes of that name."""
-        return [
-            i
-            for i, worker in self.workers.items()
-            if worker.name == name and i != incarnation and worker.present and not worker.done
-        ]
+        """Other processes of that name whose end is not known: those that live, and those that were declared lost."""
+        living = [i for i, worker in self.workers.items() if worker.name == name and worker.present and not worker.done]
+        lost = [i for i, worker in self.lost.items() if worker.worker == name and not worker.ended]
+        return [i for i in (*living, *lost) if i != incarnation]
 
     def shift(self, seconds: float, now: float) -> None:
         """Nobody could be heard for so long: that silence does not count."""

@@ -57,6 +57,9 @@ class MembershipSettings:
 
     heartbeat_limit: float = HEARTBEAT_LIMIT
     """A worker that was silent for this long is declared lost (``--heartbeat-limit``)."""
+    silence_patience: float = 60.0
+    """While no member of the running generation is heard of, it may be the coordinator that is cut off. Their silence
+    has to last so many times that limit then, unless whoever runs the workers says that they have ended."""
 
     hang_limit: float | None = None
     """A training thread that makes no progress for so long while others wait for it hangs, and its worker is declared
@@ -95,7 +98,8 @@ class MembershipSettings:
 
     restart_grace: float = 2.0
     """A new coordinator that nobody tells who may train starts no first generation for this long: workers of a running
-    one may be on their way to it. More than the longest pause between two attempts to connect."""
+    one may be on their way to it. More than the longest pause between two attempts to connect. One that did not run, or
+    was cut off, gives its workers this long to come back."""
 
     join_patience: float = 2.0
     """How long the relief of a draining worker waits for joiners that were to enter with it."""

@@ -97,6 +97,8 @@ class Cluster:
     """The newest generation whose members have its failure counted against them."""
     rebuilds: int = 0
     """Communicators rebuilt in a row over unchanged members without a step in between."""
+    excused_at: float = float("-inf")
+    """When the coordinator last ran again, or heard of its workers again, and did not before."""
     evaluating: bool = False
     stop: str | None = None
     trained: bool = False
@@ -110,6 +112,20 @@ class Cluster:
     def fewest(self) -> int:
         """How few workers may start the first generation: the minimum, as far as there are virtual nodes for them."""
         return max(1, min(self.minimum, self.virtual_nodes or self.minimum))
+
+    @property
+    def isolated(self) -> bool:
+        """None of those who train is connected: that is no news of any of them, but of this coordinator."""
+        members = self.running.members if self.running is not None else ()
+        training = [worker for x in members if (worker := self.workers[x.incarnation]).present and not worker.through]
+        return bool(training) and not any(worker.connected for worker in training)
+
+    @property
+    def heard_at(self) -> float:
+        """When somebody who trains was last heard of; ``-inf``: never."""
+        members = self.running.members if self.running is not None else ()
+        known = (self.workers[member.incarnation] for member in members)
+        return max((worker.last_heard for worker in known if worker.known_in_person), default=float("-inf"))
 
 
 @dataclass(frozen=True)
