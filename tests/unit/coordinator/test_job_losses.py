@@ -223,6 +223,25 @@ def test_who_comes_back_to_a_coordinator_that_did_not_run_is_not_taken_for_the_o
     assert [lost.worker for lost in job.status().lost] == ["c"]
 
 
+@pytest.mark.parametrize("joins", [False, True], ids=["a recovery", "a joiner"])
+def test_a_proposal_of_which_nothing_is_ever_heard_is_made_again(joins: bool) -> None:
+    """Also where an older worker does not tell the next connection that it could not build a communicator."""
+    job, first = first_job()
+    if joins:
+        assert job.admit(hello("d", "id", ready=True, fingerprint="f")) is None
+        job.state.wanted = 4
+    else:
+        job.hear("ia", m.Broken(first.generation, 3, "connection closed by peer"))
+    numbers = set()
+    began, ends = job.now, 2 * SETTINGS.build_limit
+    while job.now < began + ends:
+        for worker in job.state.roster.workers:
+            job.hear(worker, m.Heartbeat())
+        job.now = min(job.now + 1.0, job.decide() or float("inf"))
+        numbers |= {job.state.proposed.generation} if job.state.proposed is not None else set()
+    assert len(numbers) == 2
+
+
 def _member(worker: str, plan: m.Plan) -> m.Hello:
     return hello(worker, f"i{worker}", plan=plan, fingerprint="f", ready=True)
 

@@ -126,10 +126,14 @@ TABLE = [
         id="unless somebody may be in it already",
     ),
     pytest.param(
-        cluster(worker("a", **silent(HEARTBEAT)), worker("b"), proposed=plan(FIRST, "a", "recovery", "a", "start")),
+        cluster(
+            worker("a", last_heard=NOW - SILENCE, **silent(SILENCE)),
+            worker("b"),
+            proposed=plan(FIRST, "a", "recovery", "a", "start"),
+        ),
         None,
-        "a lost: not connected when it was needed; 0 workers left, which is no majority: waiting for the word of "
-        "whoever runs a that it has ended",
+        "a lost: not connected for 300 s; 0 workers left, which is no majority: waiting for the word of whoever runs a "
+        "that it has ended",
         None,
         id="who was to begin may have, unheard",
     ),

@@ -13,10 +13,10 @@ logger = logging.getLogger("virtualflow.coordinator")
 def note_return(state: JobState, worker: Worker, now: float) -> None:
     """That worker is about to be heard of: if nobody who trains was for long, nobody's silence in that time counts."""
     quiet = state.settings.heartbeat_limit / 2
-    if state.running is None or (worker.connected and now - worker.last_heard < quiet):
+    if worker.connected and now - worker.last_heard < quiet:
         return  # nearly always, at once
     cluster = state.snapshot()
-    if not state.running.includes(worker.incarnation):
+    if worker not in cluster.training:
         return
     if now - cluster.heard_at >= quiet:
         logger.info("nobody who trains was heard of for %.1f s", now - cluster.heard_at)

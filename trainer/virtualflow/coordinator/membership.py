@@ -158,6 +158,17 @@ def find_suspects(now: float, cluster: Cluster, settings: MembershipSettings) ->
     return cluster.absent if long_enough and cluster.absent < members else frozenset()
 
 
+def build_ends(cluster: Cluster, settings: MembershipSettings) -> float | None:
+    """When the proposed generation counts as broken, if nothing more is heard of it; ``None``: that is not near."""
+    plan = cluster.proposed
+    if plan is None or cluster.prepared or plan.generation in cluster.broken:
+        return None
+    members = (cluster.workers[member.incarnation] for member in plan.members)
+    if not all(worker.present and worker.connected for worker in members):
+        return None
+    return cluster.proposed_at + settings.build_limit
+
+
 def next_limit(now: float, cluster: Cluster, settings: MembershipSettings) -> float | None:
     """The earliest time after ``now`` at which a worker that stays silent would be declared lost."""
     return min((limit for _, limit, _ in _limits(now, cluster, settings) if limit > now), default=None)
@@ -176,7 +187,7 @@ def _limits(now: float, cluster: Cluster, settings: MembershipSettings) -> list[
         {x.incarnation for x in proposed.members} if proposed is not None and proposed.mode == "recovery" else set()
     )
     wanted = frozenset() if cluster.isolated else torn | awaited
-    heard_at = cluster.heard_at if running is not None else float("inf")
+    heard_at = cluster.heard_at if running is not None or proposed is not None else float("inf")
     limits: list[tuple[str, float, str]] = []
     for i, worker in cluster.workers.items():
         if worker.left:

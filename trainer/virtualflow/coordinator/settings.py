@@ -93,6 +93,11 @@ class MembershipSettings:
     drain_grace: float = DRAIN_GRACE
     """The deadline of a drain that names none: what Kubernetes gives a pod."""
 
+    build_limit: float = 30.0
+    """When the members of a proposed generation are all connected, and have neither all built its communicator by then
+    nor said that they cannot, it is proposed anew: the news is lost. Much longer than
+    ``CommunicatorSettings.connect_timeout``."""
+
     rebuilds: int = 8
     """Communicators broken in a row, with nobody lost and no step done, before the job has failed."""
 

@@ -114,18 +114,21 @@ class Cluster:
         return max(1, min(self.minimum, self.virtual_nodes or self.minimum))
 
     @property
+    def training(self) -> list[Worker]:
+        """Those who train, as far as is known: where nobody has said so yet, those who are to begin."""
+        plan = self.running or self.proposed
+        return [] if plan is None else [self.workers[member.incarnation] for member in plan.members]
+
+    @property
     def isolated(self) -> bool:
         """None of those who train is connected: that is no news of any of them, but of this coordinator."""
-        members = self.running.members if self.running is not None else ()
-        training = [worker for x in members if (worker := self.workers[x.incarnation]).present and not worker.through]
-        return bool(training) and not any(worker.connected for worker in training)
+        awaited = [worker for worker in self.training if worker.present and not worker.through]
+        return bool(awaited) and not any(worker.connected for worker in awaited)
 
     @property
     def heard_at(self) -> float:
         """When somebody who trains was last heard of; ``-inf``: never."""
-        members = self.running.members if self.running is not None else ()
-        known = (self.workers[member.incarnation] for member in members)
-        return max((worker.last_heard for worker in known if worker.known_in_person), default=float("-inf"))
+        return max((x.last_heard for x in self.training if x.known_in_person), default=float("-inf"))
 
 
 @dataclass(frozen=True)
