@@ -108,12 +108,10 @@ def _find_objectors(cluster: Cluster, survivors: Collection[str], ended: Collect
     if proposed is not None and (running is not None or cluster.prepared or not survivors):
         # A survivor of an initial start knows whether it has begun, and says so when it enters another generation.
         stages.append((proposed, "attempted"))
-    objectors = {
-        member.incarnation: member.worker
-        for plan, stage in stages
-        for member in plan.members
-        if member.incarnation in open_members(plan, stage, survivors, ended)
-    }
+    objectors = {}
+    for plan, stage in stages:
+        open_ = open_members(plan, stage, survivors, ended)
+        objectors.update({x.incarnation: x.worker for x in plan.members if x.incarnation in open_})
     return sorted(objectors.values())
 
 
