@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from coordinator_server import hello
-from driven import first_job
+from driven import Driven, first_job
 from simulated import SETTINGS, Worker, World, assert_together, running_world
 
 from virtualflow.coordinator.absence import excuse
@@ -13,6 +13,7 @@ from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import MAX_LOST
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_WORKERS
 
 
 def declared_lost(new_coordinator: bool = False) -> tuple[World, Worker]:
@@ -110,6 +111,45 @@ def test_the_status_names_the_latest_of_many_who_were_declared_lost() -> None:
         world.call(http_api.GoneCall(worker.name, worker.incarnation))
     lost = world.status().lost
     assert [worker.worker for worker in lost] == [f"spot-{number}" for number in range(3, MAX_LOST + 3)]
+
+
+def test_more_losses_at_once_than_the_status_names_are_confirmed_one_after_the_other() -> None:
+    job, workers = large_job(150)
+    for worker in workers[40:]:
+        job.lose_connection(f"i{worker}")
+    assert job.state.running is not None
+    job.hear("iw0", m.Broken(job.state.running.generation, 5, "connection closed by peer"))
+    for _ in range(3):
+        job.decide()
+        lost = job.status().lost
+        assert len(lost) == MAX_LOST
+        assert job.state.proposed is None or not any(one for one in lost if not one.ended)
+        for one in lost:
+            if not one.ended:
+                job.call(http_api.GoneCall(one.worker, one.incarnation, one.reason))
+    assert job.state.proposed is not None
+    assert len(job.state.proposed.members) == 40
+
+
+def test_no_confirmed_end_is_forgotten_while_others_wait_for_it() -> None:
+    job, workers = large_job(MAX_WORKERS)
+    for worker in workers[1:]:
+        job.call(http_api.GoneCall(worker, f"i{worker}", "killed"))
+    job.decide()
+    assert job.state.proposed is not None
+    assert [member.worker for member in job.state.proposed.members] == ["w0"]
+
+
+def large_job(size: int) -> tuple[Driven, list[str]]:
+    """So many workers train, each by one virtual node."""
+    job, workers = Driven(1, size, SETTINGS), [f"w{number}" for number in range(size)]
+    first, *others = (m.Member(name, f"i{name}", "127.0.0.1", n, n + 1) for n, name in enumerate(workers))
+    plan = m.Plan(m.Generation(1, 1), "recovery", (first, *others), tuple(workers), "start", "")
+    assert job.admit(hello("w0", "iw0", plan=plan, virtual_nodes=size, fingerprint="f")) is None
+    for incarnation in list(job.state.roster.workers):
+        job.state.roster.update(incarnation, connected=True, known_in_person=True, entered=plan.generation)
+    job.hear("iw0", m.Progress(plan.generation, 5, 0, 100, {}, 1.0, "training"))
+    return job, workers
 
 
 def test_a_worker_that_a_new_coordinator_leaves_behind_is_among_them() -> None:

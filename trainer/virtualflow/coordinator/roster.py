@@ -56,7 +56,7 @@ class Roster:
         self.workers: dict[str, Worker] = {}
         self.contacts: dict[str, Contact] = {}
         self.lost: OrderedDict[str, http_api.LostWorker] = OrderedDict()
-        """The latest processes that were declared lost; forgetting the worker itself does not end it here."""
+        """Processes that were declared lost; forgetting the worker itself does not end it here."""
         self._over: OrderedDict[str, _Over] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
 
@@ -154,8 +154,9 @@ class Roster:
             self.lost[incarnation] = http_api.LostWorker(
                 name, incarnation, address, why[:MAX_REASON], incarnation in self._ended, hung, convicted, does_not_fit
             )
-            while len(self.lost) > MAX_LOST:
-                self.lost.popitem(last=False)
+            while len(self.lost) > REMEMBERED:
+                confirmed = (i for i, lost in self.lost.items() if lost.ended)
+                del self.lost[next(confirmed, next(iter(self.lost)))]
 
     def note_ended(self, incarnation: str) -> bool:
         """Its end is confirmed; whether that is news."""
@@ -167,6 +168,16 @@ class Roster:
         if incarnation in self.lost:
             self.lost[incarnation] = structs.replace(self.lost[incarnation], ended=True)
         return True
+
+    @property
+    def listed_lost(self) -> tuple[http_api.LostWorker, ...]:
+        """The latest of those lost, as they came; first of all those whose end is to be confirmed, as others wait."""
+        if len(self.lost) <= MAX_LOST:
+            return tuple(self.lost.values())
+        open_ = [i for i, lost in self.lost.items() if not lost.ended][-MAX_LOST:]
+        confirmed = [i for i, lost in self.lost.items() if lost.ended]
+        listed = {*open_, *confirmed[len(confirmed) - (MAX_LOST - len(open_)) :]}
+        return tuple(lost for i, lost in self.lost.items() if i in listed)
 
     @property
     def ended(self) -> Set[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from virtualflow.protocol.settings import DRAIN_GRACE, HEARTBEAT_LIMIT
+from virtualflow.protocol.settings import DRAIN_GRACE, HEARTBEAT_LIMIT, MAX_WORKERS
 
 KEYS = 64
 """Keys that one member may publish for one generation's rendezvous; gloo needs one or two."""
@@ -21,11 +21,12 @@ KNOWN_GENERATIONS = 32
 APART = 1 << 19
 """Two coordinators that were started in different milliseconds of such a stretch never give the same number."""
 
-REMEMBERED = 1_000
-"""Latest processes that are over: should one come back, it is refused."""
+REMEMBERED = MAX_WORKERS
+"""Latest processes that are over: should one come back, it is refused. All of a job may be lost at once, and a decision
+waits for the confirmed end of each."""
 
 MAX_LOST = 64
-"""Latest processes declared lost that the status names."""
+"""Latest processes declared lost that the status names, those first whose end is not confirmed."""
 
 MAX_EVENTS = 200
 """Latest events in the status."""
