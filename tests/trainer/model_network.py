@@ -9,22 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from driven import Driven
 from model_worker import Exchanges, Wire, Worker
 
+from virtualflow.coordinator.absence import excuse
 from virtualflow.coordinator.roster import UnknownWorker
-from virtualflow.coordinator.settings import MembershipSettings
+from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.transport.settings import LinkSettings
 from virtualflow.worker import communicators
 
 SETTINGS = MembershipSettings(startup_grace=5.0)
 BUILD_LIMIT = 10.0
+PING_LIMIT = 9.0
+"""A worker closes its connection to a coordinator that has not answered for so long."""
 KEPT = 40
+UNHEARD = ("no sign of life", "not connected", "its connections closed")
+"""Why a worker is declared lost of which nothing is known."""
 MESHES_FAIL = "times in a row with nobody lost"
 """How a job ends whose workers reach their coordinator and not one another."""
 
@@ -38,6 +45,8 @@ class Mesh:
     made_at: float
     begun: set[int] = field(default_factory=set)
     """Ranks that have begun to build it."""
+    relayed: bool = False
+    """All know the keys of all."""
     closed: set[int] = field(default_factory=set)
     has_read: dict[int, int] = field(default_factory=dict)
     torn: dict[tuple[int, int], tuple[int, bool, bool]] = field(default_factory=dict)
@@ -94,6 +103,10 @@ class Coordinator(Driven):
     def __init__(self, incarnation: int, wanted: int, now: float) -> None:
         super().__init__(incarnation, wanted, SETTINGS, now)
         self.wake_at: float | None = None
+        self.frozen_at: float | None = None
+        """Since when it does not run."""
+        self.unread: list[Callable[[], None]] = []
+        """What has reached it meanwhile."""
 
 
 class Network:
@@ -153,8 +166,32 @@ class Network:
         worker.wire.connected = False
         worker.reconnect_at = self.now + pause
         if coordinator is not None and coordinator in self.coordinators:
-            coordinator.lose_connection(worker.incarnation)
+            self.reach(coordinator, lambda: coordinator.lose_connection(worker.incarnation))
+
+    def reach(self, coordinator: Coordinator, act: Callable[[], None], *, decide: bool = True) -> None:
+        """Let something reach a coordinator, at once or when it runs again."""
+        if coordinator.frozen_at is not None:
+            coordinator.unread.append(act)
+            return
+        coordinator.now = self.now
+        act()
+        if decide:
             self.decide(coordinator)
+
+    def freeze(self, coordinator: Coordinator) -> None:
+        """It does not run any more."""
+        coordinator.frozen_at = self.now
+
+    def thaw(self, coordinator: Coordinator) -> None:
+        """It runs again, notices for how long it did not, and reads what has come meanwhile."""
+        assert coordinator.frozen_at is not None
+        seconds, coordinator.frozen_at = self.now - coordinator.frozen_at, None
+        if seconds > CoordinatorSettings.stall:
+            excuse(coordinator.state, seconds, self.now)
+        unread, coordinator.unread = coordinator.unread, []
+        for act in unread:
+            self.reach(coordinator, act)
+        self.decide(coordinator)
 
     def lead(self, worker: Worker, where: int | None) -> None:
         """The coordinator's address leads elsewhere for that worker from now on."""
@@ -164,7 +201,7 @@ class Network:
 
     def kill(self, worker: Worker, *, lose: bool = False, silent: bool = False) -> None:
         """The process ends; ``silent``: with its machine, so that no connection closes."""
-        worker.alive = False
+        worker.alive, worker.harmed_at = False, self.now
         for mesh in self.meshes.values():
             for other in mesh.members:
                 mesh.tear(other, worker.incarnation, lose=lose, silent=silent, for_ever=True)
@@ -179,6 +216,7 @@ class Network:
         """The first of each pair gets nothing of the second any more."""
         for reader, writer in pairs:
             reader.touched = writer.touched = True
+            reader.harmed_at = writer.harmed_at = self.now
             self.cut.add((reader.incarnation, writer.incarnation))
             for mesh in self.meshes.values():
                 mesh.tear(reader.incarnation, writer.incarnation, lose=lose, silent=silent, for_ever=False)
@@ -187,12 +225,14 @@ class Network:
         self.cut.clear()
         for mesh in self.meshes.values():
             mesh.mend()
+        for worker in self.workers.values():
+            worker.mute = False
 
     # --- the authority ------------------------------------------------------------------------------------------------
 
     def say_gone(self, worker: Worker, which: int) -> None:
         coordinator = self.coordinators[which]
-        if coordinator is not None:
+        if coordinator is not None and coordinator.frozen_at is None:
             try:
                 coordinator.call(http_api.GoneCall(worker.name, worker.incarnation))
             except UnknownWorker:
@@ -214,7 +254,7 @@ class Network:
         And the other coordinator: it begins anew with whoever comes to it, if it may begin or once could.
         """
         coordinator, other = self.coordinators[self.ear], self.coordinators[1 - self.ear]
-        if coordinator is None or coordinator.state.ticket is None:
+        if coordinator is None or coordinator.frozen_at is not None or coordinator.state.ticket is None:
             return
         workers = [x for x in self.workers.values() if x.alive and not x.strand.over and not x.doomed]
         living = [http_api.LivingWorker(x.name, x.address) for x in workers]
@@ -226,6 +266,7 @@ class Network:
     def say_gone_beforehand(self, worker: Worker, within: float) -> None:
         """Its deletion is recorded; it goes on until it is carried out."""
         worker.doomed = worker.touched = True
+        worker.harmed_at = self.now
         self.false_words += 1
         self.deadlines[worker.incarnation] = self.now + within
         self.say_gone(worker, self.ear)
@@ -233,8 +274,12 @@ class Network:
     # --- coordinators -------------------------------------------------------------------------------------------------
 
     def decide(self, coordinator: Coordinator) -> None:
+        if coordinator.frozen_at is not None:
+            return
         coordinator.now = self.now
+        known = set(coordinator.state.roster.lost)
         coordinator.wake_at = coordinator.decide()
+        self.check_losses(coordinator, known)
         for incarnation, message in coordinator.take_outbox():
             worker = self.workers[incarnation]
             if isinstance(message, m.Plan):
@@ -249,16 +294,20 @@ class Network:
         """Let time pass, with heartbeats and with the coordinators' own limits."""
         end = self.now + seconds
         while self.now < end:
-            living = [coordinator for coordinator in self.coordinators if coordinator is not None]
+            living = [one for one in self.coordinators if one is not None and one.frozen_at is None]
             times = [coordinator.wake_at for coordinator in living if coordinator.wake_at is not None]
             self.now = max(min(end, self.now + 0.6, *times), self.now + 1e-6)
             for coordinator in living:
                 coordinator.now = self.now
                 for worker in self.workers.values():
-                    if worker.connected_to is coordinator and worker.runs:
+                    if worker.connected_to is coordinator and worker.runs and not worker.mute:
                         self.speak(worker)  # a sign of life does not overtake what was said before
                         coordinator.hear(worker.incarnation, m.Heartbeat())
                 self.decide(coordinator)
+            for worker in self.workers.values():
+                silent_since = worker.connected_to.frozen_at if worker.connected_to is not None else None
+                if silent_since is not None and worker.runs and self.now >= silent_since + PING_LIMIT:
+                    self.hang_up(worker)
             for incarnation, deadline in list(self.deadlines.items()):
                 if deadline <= self.now:
                     del self.deadlines[incarnation]
@@ -278,6 +327,9 @@ class Network:
             return
         coordinator = self.coordinators[worker.leads_to]
         if coordinator is None or worker.wire.refused is not None or worker.strand.over:
+            return
+        if coordinator.frozen_at is not None:
+            worker.reconnect_at = self.now + LinkSettings.retry_most
             return
         coordinator.now = self.now
         worker.inbox.clear()
@@ -303,19 +355,20 @@ class Network:
     def speak(self, worker: Worker, most: int = 16) -> None:
         """What the worker has said arrives."""
         for _ in range(most):
-            coordinator = worker.connected_to
+            coordinator = None if worker.mute else worker.connected_to
             message = worker.wire.next_message() if coordinator is not None else None
             if message is None:
                 return
-            coordinator.now = self.now
-            coordinator.hear(worker.incarnation, message)
-            if not isinstance(message, m.Publish | m.Progress):
-                self.decide(coordinator)
+            weighty = not isinstance(message, m.Publish | m.Progress)
+            self.reach(coordinator, partial(coordinator.hear, worker.incarnation, message), decide=weighty)
 
     def build(self, worker: Worker) -> None:
         """Meshes stand whose members all take part, and others fail when their time is over."""
         for plan in list(worker.builders.building.values()):
             mesh = self.mesh(plan)
+            by = next((x for x in self.coordinators if x is not None and plan in x.state.plans), None)
+            relays = len(mesh.members) == 1 or by is None or by.frozen_at is None
+            mesh.relayed |= relays and len(mesh.begun) == len(mesh.members)
             if self.meets(worker, mesh) or self.now >= mesh.made_at + BUILD_LIMIT:
                 worker.builders.build(plan)
 
@@ -324,7 +377,7 @@ class Network:
             pairs = ((worker.incarnation, other), (other, worker.incarnation))
             return self.workers[other].runs and not any(pair in self.cut for pair in pairs)
 
-        return len(mesh.begun) == len(mesh.members) and all(map(reaches, mesh.members))
+        return mesh.relayed and all(map(reaches, mesh.members))
 
     def think(self, worker: Worker) -> None:
         """The training goes on to where it waits for somebody."""
@@ -376,6 +429,17 @@ class Network:
         self.histories[steps] = None
         while len(self.histories) > KEPT:
             del self.histories[next(iter(self.histories))]
+
+    def check_losses(self, coordinator: Coordinator, known: set[str]) -> None:
+        """One complete copy is enough: not all who have the state are lost because nothing was heard of them."""
+        lost = coordinator.state.roster.lost
+        fresh = [i for i, one in lost.items() if i not in known and any(why in one.reason for why in UNHEARD)]
+        holders = [worker for worker in self.workers.values() if worker.could_go_on]
+        # Who was heard of in the last moments is a witness against the others, also if it has ended since.
+        if not fresh or any(worker.harmed_at > self.now - SETTINGS.heartbeat_limit for worker in self.workers.values()):
+            return
+        evicted = [worker.name for worker in holders if worker.incarnation in fresh and worker.harmed_at < 0]
+        assert not evicted or not all(x.incarnation in lost for x in holders), f"nobody but {evicted} could go on"
 
     def check_cause(self, worker: Worker, reason: str) -> None:
         told_why = worker.touched or self.false_words or worker.ending is not None

@@ -112,10 +112,7 @@ class Wire(Link):
 
     def connect(self) -> m.Hello:
         """Begin as ``_converse`` does; the first message."""
-        queued = [x for x in self._queue if isinstance(x, m.Note | m.Resumed)]
-        self._queue.clear()
-        self._told.clear()
-        self._queue.extend([*queued, *self._kept.values(), *self._published.values()])
+        self._queue_anew()
         self.connected = True
         hello = self._hello()
         seconds = hello.drain_deadline
@@ -296,9 +293,13 @@ class Worker:
         self.alive, self.stopped, self.doomed = True, False, False
         self.touched = False
         """Something has happened to it, for which it may be declared lost."""
+        self.harmed_at = float("-inf")
+        """When something has last happened to the process or to its connections with others, not with a coordinator."""
         self.ending: Leave | None = None
         self.leads_to: int | None = 0
         """The coordinator that its connections come to."""
+        self.mute = False
+        """Nothing that it says to its coordinator arrives, though it hears it."""
         self.connected_to: Any = None
         self.reconnect_at = 0.0
         self.inbox: deque[m.ToWorker] = deque()

@@ -58,6 +58,8 @@ def first_job() -> tuple[Driven, m.Plan]:
     for worker in "abc":
         assert job.admit(_hello(worker)) is None
     job.now = 3.0
+    for worker in "abc":
+        job.hear(f"i{worker}", m.Heartbeat())
     job.decide()
     first = job.state.proposed
     assert first is not None

@@ -52,6 +52,7 @@ def pending(names: str, joiners: str = "", **facts: object) -> dict[str, object]
 
 
 HEARTBEAT, RECONNECT, SUSPICION = SETTINGS.heartbeat_limit, SETTINGS.reconnect_grace, SETTINGS.suspicion_grace
+SILENCE = SETTINGS.silence_patience * HEARTBEAT
 DRAINS = {"draining": True, "deadline": NOW + 30.0}
 
 

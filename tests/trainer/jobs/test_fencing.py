@@ -70,7 +70,8 @@ def test_what_a_leader_writes_that_was_stopped_and_replaced_does_not_count(
     when: str, tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:
     directory = tmp_path / "kept"
-    job = start_job(train, str(directory), when, workers=1, membership=replace(HASTY, heartbeat_limit=2.0))
+    hasty = replace(HASTY, heartbeat_limit=2.0, silence_patience=1.0)
+    job = start_job(train, str(directory), when, workers=1, membership=hasty)
     stopped = job.workers["worker-0"]
     (lost,) = job.wait_for(lambda status: bool(status.lost), "the stopped leader is declared lost").lost
     assert [path.name for path in directory.glob(f".step-{STOPPED_AT:08d}*")], "it is in the middle of a checkpoint"

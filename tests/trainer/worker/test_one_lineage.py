@@ -26,7 +26,7 @@ HOUR = 3_600
 class Lineages(RuleBasedStateMachine):
     """Anything may happen at any moment; then it stops, and one generation holds all who live."""
 
-    @initialize(workers=st.integers(1, 4), second=st.booleans(), steps=st.integers(8, 14))
+    @initialize(workers=st.integers(1, 4), second=st.booleans(), steps=st.integers(0, 14))
     def begin(self, workers: int, second: bool, steps: int) -> None:
         self.network = Network(workers)
         self.model = opened(self.network)
@@ -72,6 +72,7 @@ class Lineages(RuleBasedStateMachine):
         worker = self.pick(which)
         if worker is not None:
             worker.stopped, worker.touched = not worker.stopped, True
+            worker.harmed_at = self.network.now
 
     @rule(which=st.integers(0, 5), act=st.sampled_from(["connect", "deliver", "build", "think", "speak", "advance"]))
     def a_worker_goes_on(self, which: int, act: str) -> None:
@@ -82,8 +83,8 @@ class Lineages(RuleBasedStateMachine):
     @rule(which=st.integers(0, 5), coordinator=st.integers(0, 1))
     def a_drain_is_announced(self, which: int, coordinator: int) -> None:
         worker, told = self.pick(which), self.network.coordinators[coordinator]
-        if worker is not None and told is not None:
-            worker.touched = True
+        if worker is not None and told is not None and told.frozen_at is None:
+            worker.touched, worker.harmed_at = True, self.network.now
             try:
                 told.call(http_api.DrainCall((worker.name,), 20.0))
             except UnknownWorker:
@@ -99,6 +100,14 @@ class Lineages(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def a_coordinator_dies(self, which: int) -> None:
         self.network.end_coordinator(which)
+
+    @rule(which=st.integers(0, 1))
+    def a_coordinator_stands_still_or_runs_again(self, which: int) -> None:
+        coordinator = self.network.coordinators[which]
+        if coordinator is not None and coordinator.frozen_at is None:
+            self.network.freeze(coordinator)
+        elif coordinator is not None:
+            self.network.thaw(coordinator)
 
     # --- the network --------------------------------------------------------------------------------------------------
 
@@ -121,6 +130,12 @@ class Lineages(RuleBasedStateMachine):
         if a is not None and b is not None and a is not b:
             self.network.part([(a, b), (b, a)], lose=lose, silent=False)
             self.network.heal()
+
+    @rule(which=st.integers(0, 5))
+    def what_a_worker_tells_its_coordinator_is_held_up(self, which: int) -> None:
+        worker = self.pick(which)
+        if worker is not None:
+            worker.mute = worker.touched = True
 
     @rule()
     def the_network_heals(self) -> None:
@@ -158,7 +173,7 @@ class Lineages(RuleBasedStateMachine):
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    @rule(seconds=st.sampled_from([0.1, 0.6, 2.0, 6.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.6, 2.0, 6.0, 12.0]))
     def time_passes(self, seconds: float) -> None:
         self.network.pass_time(seconds)
 
@@ -180,6 +195,9 @@ class Lineages(RuleBasedStateMachine):
             worker.stopped = False
             if worker.doomed:
                 network.kill(worker)
+        for one in network.coordinators:
+            if one is not None and one.frozen_at is not None:
+                network.thaw(one)
         which = network.ear if network.coordinators[network.ear] is not None else 1 - network.ear
         if network.coordinators[which] is None:
             network.start_coordinator(which)
@@ -412,4 +430,82 @@ def test_a_recovery_proposed_before_a_newer_generation_was_known_takes_all_of_th
     model.all_go_on(rounds=8)
     model.a_coordinator_dies(which=0)
     model.an_end_is_confirmed_beforehand(which=1, within=1.0)
+    model.settle()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nobody_begins_beside_a_first_generation_whose_coordinator_has_not_heard_of_it(
+    model: Lineages, workers: int
+) -> None:
+    """The plan, and the keys, have reached them; what they said then was lost."""
+    model.begin(workers=workers, second=False, steps=0)
+    coordinator = model.network.coordinators[0]
+    assert coordinator is not None
+    while coordinator.state.proposed is None:
+        model.go_on(1)
+    first = model.living
+    for number in range(workers):
+        model.what_a_worker_tells_its_coordinator_is_held_up(which=number)
+    model.go_on(8)
+    assert all(worker.history.completed_steps > 0 for worker in first)
+    for number in range(workers):
+        model.the_address_leads_elsewhere(which=number, where=None)
+        model.a_worker_starts(where=0)
+    model.go_on(20)
+    late = [worker for worker in model.living if worker not in first]
+    assert [worker.plan for worker in late] == [None] * workers
+    model.the_network_heals()
+    for number in range(workers):
+        model.the_address_leads_elsewhere(which=number, where=0)
+    model.settle()
+    assert set(first) < set(model.living)
+
+
+def test_those_who_train_on_cut_off_from_their_coordinator_are_not_given_up(model: Lineages) -> None:
+    """All of them were silent for longer than the heartbeat limit."""
+    model.begin(workers=3, second=False, steps=12)
+    for number in range(3):
+        model.the_address_leads_elsewhere(which=number, where=None)
+    model.go_on(20)
+    for number in range(3):
+        model.the_address_leads_elsewhere(which=number, where=0)
+    model.go_on(8)
+    assert len(model.living) == 3
+    model.settle()
+
+
+def test_the_survivors_of_a_death_while_the_coordinator_stood_still_go_on(model: Lineages) -> None:
+    """Their own pings have closed their connections; it finds all of them closed, and a collective broken."""
+    model.begin(workers=3, second=False, steps=12)
+    model.a_coordinator_stands_still_or_runs_again(which=0)
+    model.go_on(1)
+    model.a_worker_dies(which=0, lose=False, silent=False)
+    model.go_on(44)
+    model.a_coordinator_stands_still_or_runs_again(which=0)
+    model.go_on(8)
+    assert len(model.living) == 2
+    model.settle()
+
+
+@pytest.mark.parametrize("what", ["a beginning", "a recovery", "a joiner"])
+def test_what_could_not_be_built_while_the_coordinator_stood_still_is_built_anew(model: Lineages, what: str) -> None:
+    """Nobody could tell it: the connections were closed when it turned out."""
+    model.begin(workers=3, second=False, steps=0 if what == "a beginning" else 12)
+    coordinator = model.network.coordinators[0]
+    assert coordinator is not None
+    if what == "a recovery":
+        model.a_worker_dies(which=0, lose=False, silent=True)
+    elif what == "a joiner":
+        model.a_worker_starts(where=0)
+    while coordinator.state.proposed is None:
+        model.go_on(1, 0.1)
+    for worker in model.living:
+        model.network.deliver(worker)
+    model.a_coordinator_stands_still_or_runs_again(which=0)
+    model.go_on(44)
+    assert not any(worker.builders.building for worker in model.living)
+    model.a_coordinator_stands_still_or_runs_again(which=0)
+    model.ends_are_confirmed()
+    model.go_on(30)
+    assert model.all_are_inside(coordinator)
     model.settle()

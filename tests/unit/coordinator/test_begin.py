@@ -112,3 +112,18 @@ def test_who_comes_with_a_training_is_gone_on_with() -> None:
     job.decide()
     assert job.state.running == plan
     assert job.status().start_ticket is None
+
+
+def test_after_an_initial_start_that_came_to_nothing_it_is_asked_again_who_may_train() -> None:
+    """Those who were to begin may have begun, and handed the training on: the news of it was lost."""
+    job = replaced(wanted=2)
+    job.state.minimum, job.state.next_ticket = 2, TICKET + 1
+    assert job.admit(hello("other", ready=True)) is None
+    say(job)
+    assert begins(job)
+    job.call(GoneCall("other", "other.0"))
+    assert job.admit(hello("third", ready=True)) is None
+    assert not begins(job)
+    assert job.status().start_ticket == TICKET + 1
+    say(job, ticket=TICKET + 1)
+    assert begins(job)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from coordinator_server import hello
+from driven import Driven, first_job
 from simulated import SETTINGS, Worker, World, assert_together, running_world
 
+from virtualflow.coordinator.absence import excuse
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import MAX_LOST
-from virtualflow.coordinator.worker_messages import excuse
 from virtualflow.protocol import http_api
+from virtualflow.protocol import messages as m
+from virtualflow.protocol.settings import MAX_WORKERS
 
 
 def declared_lost(new_coordinator: bool = False) -> tuple[World, Worker]:
@@ -51,6 +55,7 @@ def test_who_was_declared_lost_and_wakes_up_under_a_new_coordinator_never_meets_
     asleep.hung = True
     world.settle(SETTINGS.heartbeat_limit + 2.0)
     world.kill(other)  # nobody is left, so others begin anew
+    world.call(http_api.GoneCall(other.name, other.incarnation))
     others = [world.start_worker(f"new-{number}") for number in range(2)]
     for worker in others:
         worker.ready = True
@@ -108,6 +113,45 @@ def test_the_status_names_the_latest_of_many_who_were_declared_lost() -> None:
     assert [worker.worker for worker in lost] == [f"spot-{number}" for number in range(3, MAX_LOST + 3)]
 
 
+def test_more_losses_at_once_than_the_status_names_are_confirmed_one_after_the_other() -> None:
+    job, workers = large_job(150)
+    for worker in workers[40:]:
+        job.lose_connection(f"i{worker}")
+    assert job.state.running is not None
+    job.hear("iw0", m.Broken(job.state.running.generation, 5, "connection closed by peer"))
+    for _ in range(3):
+        job.decide()
+        lost = job.status().lost
+        assert len(lost) == MAX_LOST
+        assert job.state.proposed is None or not any(one for one in lost if not one.ended)
+        for one in lost:
+            if not one.ended:
+                job.call(http_api.GoneCall(one.worker, one.incarnation, one.reason))
+    assert job.state.proposed is not None
+    assert len(job.state.proposed.members) == 40
+
+
+def test_no_confirmed_end_is_forgotten_while_others_wait_for_it() -> None:
+    job, workers = large_job(MAX_WORKERS)
+    for worker in workers[1:]:
+        job.call(http_api.GoneCall(worker, f"i{worker}", "killed"))
+    job.decide()
+    assert job.state.proposed is not None
+    assert [member.worker for member in job.state.proposed.members] == ["w0"]
+
+
+def large_job(size: int) -> tuple[Driven, list[str]]:
+    """So many workers train, each by one virtual node."""
+    job, workers = Driven(1, size, SETTINGS), [f"w{number}" for number in range(size)]
+    first, *others = (m.Member(name, f"i{name}", "127.0.0.1", n, n + 1) for n, name in enumerate(workers))
+    plan = m.Plan(m.Generation(1, 1), "recovery", (first, *others), tuple(workers), "start", "")
+    assert job.admit(hello("w0", "iw0", plan=plan, virtual_nodes=size, fingerprint="f")) is None
+    for incarnation in list(job.state.roster.workers):
+        job.state.roster.update(incarnation, connected=True, known_in_person=True, entered=plan.generation)
+    job.hear("iw0", m.Progress(plan.generation, 5, 0, 100, {}, 1.0, "training"))
+    return job, workers
+
+
 def test_a_worker_that_a_new_coordinator_leaves_behind_is_among_them() -> None:
     world, hung = declared_lost(new_coordinator=True)
     assert world.status().lost == ()
@@ -162,6 +206,84 @@ def test_a_loss_that_a_new_coordinator_hears_of_too_early_is_kept_in_mind() -> N
     assert world.workers["worker-0.0"].synced
     assert world.state.running is not None
     assert len(world.state.running.members) == 1
+
+
+def test_a_coordinator_that_is_cut_off_from_all_who_train_declares_nobody_lost() -> None:
+    """They train on without it. Who comes back first is no witness against the others."""
+    world = running_world(3)
+    first, *others = world.workers.values()
+    for worker in world.workers.values():
+        worker.hung = True
+    world.settle(3 * SETTINGS.heartbeat_limit)
+    assert world.status().lost == ()
+    first.hung = False
+    world.settle(SETTINGS.heartbeat_limit - 1.0)
+    assert world.status().lost == ()
+    others[0].hung = False
+    world.settle(2.0)
+    assert [lost.worker for lost in world.status().lost] == [others[1].name]
+
+
+def test_where_nobody_runs_the_workers_all_who_have_died_are_lost_in_the_end() -> None:
+    world = running_world(2)
+    world.authority = False
+    for worker in world.workers.values():
+        world.kill(worker)
+    world.settle(5.0)
+    assert world.status().lost == ()
+    world.settle(SETTINGS.silence_patience * SETTINGS.heartbeat_limit)
+    assert len(world.status().lost) == 2
+    for worker in list(world.workers.values()):
+        world.start_worker(worker.name).ready = True
+    world.settle(5.0)
+    assert world.state.running is not None
+    assert len(world.state.running.members) == 2
+
+
+def test_who_comes_back_to_a_coordinator_that_did_not_run_is_not_taken_for_the_one_that_died() -> None:
+    """All connections have closed, and it reads that before anybody can come again."""
+    job, first = first_job()
+    job.now = 20.0
+    excuse(job.state, 17.0, job.now)
+    for worker in "ab":
+        job.hear(f"i{worker}", m.Broken(first.generation, 3, "connection closed by peer"))
+    for worker in "abc":
+        job.lose_connection(f"i{worker}")
+    job.decide()
+    assert job.status().lost == ()
+    job.now += 0.9
+    assert job.admit(_member("a", first)) is None
+    job.decide()
+    job.now += 0.9
+    assert job.admit(_member("b", first)) is None
+    job.decide()
+    assert job.status().lost == ()
+    job.now += 0.3
+    job.decide()
+    assert [lost.worker for lost in job.status().lost] == ["c"]
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["a recovery", "a joiner"])
+def test_a_proposal_of_which_nothing_is_ever_heard_is_made_again(joins: bool) -> None:
+    """Also where an older worker does not tell the next connection that it could not build a communicator."""
+    job, first = first_job()
+    if joins:
+        assert job.admit(hello("d", "id", ready=True, fingerprint="f")) is None
+        job.state.wanted = 4
+    else:
+        job.hear("ia", m.Broken(first.generation, 3, "connection closed by peer"))
+    numbers = set()
+    began, ends = job.now, 2 * SETTINGS.build_limit
+    while job.now < began + ends:
+        for worker in job.state.roster.workers:
+            job.hear(worker, m.Heartbeat())
+        job.now = min(job.now + 1.0, job.decide() or float("inf"))
+        numbers |= {job.state.proposed.generation} if job.state.proposed is not None else set()
+    assert len(numbers) == 2
+
+
+def _member(worker: str, plan: m.Plan) -> m.Hello:
+    return hello(worker, f"i{worker}", plan=plan, fingerprint="f", ready=True)
 
 
 def test_a_silent_coordinator_is_not_the_workers_silence() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from memberships import (
     DRAINS,
@@ -11,6 +13,7 @@ from memberships import (
     RECONNECT,
     SECOND,
     SETTINGS,
+    SILENCE,
     SUSPICION,
     cluster,
     in_words,
@@ -22,7 +25,7 @@ from memberships import (
 )
 
 from virtualflow.coordinator.membership import decide, find_lost, find_suspects, next_limit
-from virtualflow.coordinator.snapshot import Cluster, listed
+from virtualflow.coordinator.snapshot import Cluster, Worker, listed
 from virtualflow.protocol.messages import Generation
 
 OLDER = plan(Generation(7, 0), "a d e", "recovery")
@@ -121,6 +124,18 @@ TABLE = [
         "b lost: killed",
         None,
         id="unless somebody may be in it already",
+    ),
+    pytest.param(
+        cluster(
+            worker("a", last_heard=NOW - SILENCE, **silent(SILENCE)),
+            worker("b"),
+            proposed=plan(FIRST, "a", "recovery", "a", "start"),
+        ),
+        None,
+        "a lost: not connected for 300 s; 0 workers left, which is no majority: waiting for the word of whoever runs a "
+        "that it has ended",
+        None,
+        id="who was to begin may have, unheard",
     ),
     pytest.param(
         cluster(worker("w-10"), worker("w-9", ready_at=NOW)),
@@ -252,10 +267,10 @@ TABLE = [
         id="until the end of that one is confirmed",
     ),
     pytest.param(
-        training(member("a", last_heard=NOW - HEARTBEAT), worker("b")),
+        training(member("a", last_heard=NOW - SILENCE), worker("b")),
         None,
-        "a lost: no sign of life for 5 s; 0 workers left, which is no majority: waiting for the word of whoever runs a "
-        "that it has ended",
+        "a lost: no sign of life for 300 s; 0 workers left, which is no majority: waiting for the word of whoever runs "
+        "a that it has ended",
         None,
         id="nobody begins anew while the only one may go on",
     ),
@@ -421,7 +436,53 @@ def test_a_worker_that_is_silent_is_declared_lost_at_the_moment_that_was_named()
     state = training(member("a"), member("b", last_heard=NOW - 0.1), member("c", **silent(0.3)))
     moment = next_limit(NOW, state, SETTINGS)
     assert moment is not None
+    assert not find_lost(moment, state, SETTINGS), "the others are silent as well"
+    heard = [replace(one, last_heard=NOW + 3.0) for one in state.workers.values() if one.connected]
+    state = training(*heard, state.workers["c"])
     assert list(find_lost(moment, state, SETTINGS)) == ["c"]
+
+
+TEN = 10 * HEARTBEAT
+ISOLATED = [
+    pytest.param([member("a", last_heard=NOW - TEN), member("b", **silent(TEN))], "", id="nobody is heard of"),
+    pytest.param([member("a", last_heard=NOW - TEN), worker("b")], "", id="but for one that does not train"),
+    pytest.param([member("a", last_heard=NOW - TEN), worker("b", last_heard=NOW - 6)], "", id="nor that one"),
+    pytest.param([member("a"), member("b", **silent(TEN)), worker("c", last_heard=NOW - 6)], "b c", id="one is"),
+    pytest.param(
+        [member("a", last_heard=NOW - TEN, known_in_person=False), member("b", **silent(TEN), last_heard=NOW - TEN)],
+        "",
+        id="one that was only named was not heard of",
+    ),
+    pytest.param(
+        [member("a", last_heard=NOW - SILENCE), member("b", **silent(SILENCE), last_heard=NOW - SILENCE)],
+        "a b",
+        id="but not for ever",
+    ),
+]
+
+
+@pytest.mark.parametrize(("workers", "lost"), ISOLATED)
+def test_silence_counts_only_while_somebody_who_trains_is_heard_of(workers: list[Worker], lost: str) -> None:
+    workers = [one if one.connected else replace(one, last_heard=one.disconnected_at) for one in workers]
+    assert " ".join(find_lost(NOW, training(*workers), SETTINGS)) == lost
+
+
+EXCUSED = [
+    pytest.param([silent(0.5), {}], NOW - 0.4, "", id="it closed while the coordinator did not run"),
+    pytest.param([silent(0.5), {}], NOW - 1.4, "", id="or that was read when it ran again"),
+    pytest.param([silent(0.5), {}], NOW - 1.6, "a", id="it closed later"),
+    pytest.param([silent(2.1), {}], NOW - 2.0, "a", id="it has not come back"),
+    pytest.param([silent(0.5), silent(0.5)], NOW - 60, "", id="all have closed"),
+]
+
+
+@pytest.mark.parametrize(("facts", "excused_at", "lost"), EXCUSED)
+def test_a_closed_connection_is_a_death_only_if_the_coordinator_was_there(
+    facts: list[dict[str, object]], excused_at: float, lost: str
+) -> None:
+    workers = [member(name, **known) for name, known in zip("ab", facts, strict=True)]
+    state = training(*workers, broken={FIRST: NOW - 0.4}, excused_at=excused_at)
+    assert " ".join(find_lost(NOW, state, SETTINGS)) == lost
 
 
 JOINED = plan(SECOND, "a b c", "planned", "c")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from virtualflow.coordinator.absence import note_return
 from virtualflow.coordinator.generations import confirm_end, count_above, declare_lost, learn, number_above
 from virtualflow.coordinator.roster import Contact
 from virtualflow.coordinator.settings import HEARTBEATS
@@ -35,6 +36,8 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
             state.roster.note_lost(hello.worker, hello.incarnation, hello.address, refusal)
         return _tell_refusal(state, hello.worker, refusal)
     known = state.roster.workers.get(hello.incarnation)
+    if known is not None:
+        note_return(state, known, now)
     if fault_in_number(hello.heard) is None:
         number_above(state, hello.heard)
     if hello.plan is not None:
@@ -44,7 +47,8 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     if hello.plan is None or any(plan.includes(hello.incarnation) for plan in state.newest):
         for namesake in state.roster.namesakes(hello.worker, hello.incarnation):
             # Whoever runs the workers has given the name, and so the place, to another one.
-            declare_lost(state, namesake, "another process has taken its name")
+            if namesake in state.roster.workers:
+                declare_lost(state, namesake, "another process has taken its name")
             confirm_end(state, namesake)
     state.virtual_nodes, state.reproducibility = hello.virtual_nodes, hello.reproducibility
     if hello.plan is not None or not state.trained:

@@ -26,6 +26,7 @@ def decide(state: JobState, now: float) -> float | None:
     """Make the membership decision and apply it; the time at which to come back, if any."""
     wake_at = None
     for _ in range(_ROUNDS):
+        _end_build(state, now)
         _apply_losses(state, now)
         _take_word(state)
         if state.phase in ENDED:
@@ -39,9 +40,18 @@ def decide(state: JobState, now: float) -> float | None:
     _relay(state)
     members = {x.incarnation for plan in state.newest for x in plan.members}
     state.roster.prune(members, lambda incarnation: state.roster.contacts[incarnation].waits_for_release)
-    times = [wake_at, membership.next_limit(now, state.snapshot(), state.settings)]
+    cluster, settings = state.snapshot(), state.settings
+    times = [wake_at, membership.next_limit(now, cluster, settings), membership.build_ends(cluster, settings)]
     # A limit that has passed was taken into account above: to wake for it again would be a busy loop.
     return min((t for t in times if t is not None and t > now), default=None)
+
+
+def _end_build(state: JobState, now: float) -> None:
+    """Nobody says what has become of the proposed generation: it is not to hold up all others for ever."""
+    ends = membership.build_ends(state.snapshot(), state.settings)
+    if ends is not None and ends <= now and state.proposed is not None:
+        logger.warning("nobody says what has become of generation %s: proposing anew", state.proposed.generation)
+        state.broken[state.proposed.generation] = now
 
 
 def _apply_losses(state: JobState, now: float) -> None:
@@ -79,8 +89,9 @@ def _apply(state: JobState, decision: Decision, now: float) -> bool:
         state.fail(decision.reason)
     elif decision.over:
         state.trained = state.trained or state.running is not None
-        if state.trained:
-            # Another coordinator may have handed the training on to workers that this one has never heard of.
+        if state.trained or state.proposed is not None:
+            # Another coordinator may have handed the training on to workers that this one has never heard of. Or those
+            # who were to begin have begun, and it was this coordinator that did not hear of it.
             state.ask_who_may_train()
         state.running = state.history.progress = None
         state.rebuilds, state.waiting_since = 0, now

@@ -26,7 +26,7 @@ from collections.abc import Collection
 from virtualflow.coordinator.hangs import find_hung
 from virtualflow.coordinator.planned_changes import plan_change
 from virtualflow.coordinator.settings import MembershipSettings
-from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, listed, ready_workers
+from virtualflow.coordinator.snapshot import Cluster, Decision, Proposal, Worker, listed, ready_workers
 from virtualflow.protocol.lineage import Stage, open_members
 from virtualflow.protocol.messages import Cause, Plan
 from virtualflow.protocol.wording import counted
@@ -91,7 +91,7 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
 def find_lost(now: float, cluster: Cluster, settings: MembershipSettings) -> dict[str, str]:
     """Which workers are declared lost at ``now``, with the reason for each; those that are through are never lost."""
     lost = {}
-    for incarnation, limit, why in _limits(cluster, settings):
+    for incarnation, limit, why in _limits(now, cluster, settings):
         if limit <= now and incarnation not in lost:
             lost[incarnation] = why
     return {**find_hung(cluster, settings), **lost}
@@ -105,14 +105,13 @@ def _find_objectors(cluster: Cluster, survivors: Collection[str], ended: Collect
     ]
     if running is not None:
         stages.append((running, "settled" if running.generation <= cluster.settled else "counted"))
-    if proposed is not None and (running is not None or cluster.prepared):
-        stages.append((proposed, "attempted"))  # while not all have its communicator, nobody begins by it
-    objectors = {
-        member.incarnation: member.worker
-        for plan, stage in stages
-        for member in plan.members
-        if member.incarnation in open_members(plan, stage, survivors, ended)
-    }
+    if proposed is not None and (running is not None or cluster.prepared or not survivors):
+        # A survivor of an initial start knows whether it has begun, and says so when it enters another generation.
+        stages.append((proposed, "attempted"))
+    objectors = {}
+    for plan, stage in stages:
+        open_ = open_members(plan, stage, survivors, ended)
+        objectors.update({x.incarnation: x.worker for x in plan.members if x.incarnation in open_})
     return sorted(objectors.values())
 
 
@@ -157,12 +156,23 @@ def find_suspects(now: float, cluster: Cluster, settings: MembershipSettings) ->
     return cluster.absent if long_enough and cluster.absent < members else frozenset()
 
 
+def build_ends(cluster: Cluster, settings: MembershipSettings) -> float | None:
+    """When the proposed generation counts as broken, if nothing more is heard of it; ``None``: that is not near."""
+    plan = cluster.proposed
+    if plan is None or cluster.prepared or plan.generation in cluster.broken:
+        return None
+    members = (cluster.workers[member.incarnation] for member in plan.members)
+    if not all(worker.present and worker.connected for worker in members):
+        return None
+    return cluster.proposed_at + settings.build_limit
+
+
 def next_limit(now: float, cluster: Cluster, settings: MembershipSettings) -> float | None:
     """The earliest time after ``now`` at which a worker that stays silent would be declared lost."""
-    return min((limit for _, limit, _ in _limits(cluster, settings) if limit > now), default=None)
+    return min((limit for _, limit, _ in _limits(now, cluster, settings) if limit > now), default=None)
 
 
-def _limits(cluster: Cluster, settings: MembershipSettings) -> list[tuple[str, float, str]]:
+def _limits(now: float, cluster: Cluster, settings: MembershipSettings) -> list[tuple[str, float, str]]:
     """When each worker is declared lost if nothing more is heard of it, and why: the most telling reason first."""
     running, proposed = cluster.running, cluster.proposed
     torn = {
@@ -174,6 +184,8 @@ def _limits(cluster: Cluster, settings: MembershipSettings) -> list[tuple[str, f
     awaited = (
         {x.incarnation for x in proposed.members} if proposed is not None and proposed.mode == "recovery" else set()
     )
+    wanted = frozenset() if cluster.isolated else torn | awaited
+    heard_at = cluster.heard_at if running is not None or proposed is not None else float("inf")
     limits: list[tuple[str, float, str]] = []
     for i, worker in cluster.workers.items():
         if worker.left:
@@ -183,20 +195,39 @@ def _limits(cluster: Cluster, settings: MembershipSettings) -> list[tuple[str, f
             continue
         if worker.failures >= settings.join_attempts:
             limits.append((i, float("-inf"), f"it could not be connected with the others {worker.failures} times"))
-        silence = f"for {settings.heartbeat_limit:g} s"
+        since = worker.last_heard if worker.connected else worker.disconnected_at
+        silence_ends = _silence_ends(now, since, heard_at, settings)
+        silence = f"for {silence_ends - since:.4g} s"
         if worker.connected:
-            limits.append((i, worker.last_heard + settings.heartbeat_limit, f"no sign of life {silence}"))
+            limits.append((i, silence_ends, f"no sign of life {silence}"))
             continue
-        if i in torn:
-            # A connection that closed while a collective broke is a death; a worker that a new coordinator has only
-            # heard of may still be on its way.
-            grace = 0.0 if worker.known_in_person and not worker.done else settings.reconnect_grace
-            limits.append((i, worker.disconnected_at + grace, "its connections closed"))
-        elif i in awaited:
-            limits.append((i, worker.disconnected_at + settings.reconnect_grace, "not connected when it was needed"))
+        if i in wanted:
+            why = "its connections closed" if i in torn else "not connected when it was needed"
+            limits.append((i, since + _grace(worker, i in torn, cluster, settings), why))
         if not worker.through:
-            limits.append((i, worker.disconnected_at + settings.heartbeat_limit, f"not connected {silence}"))
+            limits.append((i, silence_ends, f"not connected {silence}"))
     return limits
+
+
+def _grace(worker: Worker, torn: bool, cluster: Cluster, settings: MembershipSettings) -> float:
+    """How long others who need that worker now wait for it to connect again.
+
+    A connection that closed while a collective broke is a death. But a worker that a new coordinator has only heard of
+    may still be on its way, and where the coordinator itself did not run or was cut off, all connections have closed.
+    """
+    if worker.disconnected_at <= cluster.excused_at + settings.reconnect_grace:
+        return settings.restart_grace
+    return 0.0 if torn and worker.known_in_person and not worker.done else settings.reconnect_grace
+
+
+def _silence_ends(now: float, since: float, heard_at: float, settings: MembershipSettings) -> float:
+    """When a worker that is silent ``since`` then is lost.
+
+    Its silence tells something of it only if somebody who trains was heard of meanwhile, well after that began.
+    """
+    limit = since + settings.heartbeat_limit
+    told = heard_at >= since + settings.heartbeat_limit / 2
+    return limit if told or now < limit else since + settings.silence_patience * settings.heartbeat_limit
 
 
 def _start(now: float, cluster: Cluster, settings: MembershipSettings, lost: dict[str, str]) -> Decision:

@@ -56,7 +56,7 @@ class Roster:
         self.workers: dict[str, Worker] = {}
         self.contacts: dict[str, Contact] = {}
         self.lost: OrderedDict[str, http_api.LostWorker] = OrderedDict()
-        """The latest processes that were declared lost; forgetting the worker itself does not end it here."""
+        """Processes that were declared lost; forgetting the worker itself does not end it here."""
         self._over: OrderedDict[str, _Over] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
 
@@ -154,8 +154,9 @@ class Roster:
             self.lost[incarnation] = http_api.LostWorker(
                 name, incarnation, address, why[:MAX_REASON], incarnation in self._ended, hung, convicted, does_not_fit
             )
-            while len(self.lost) > MAX_LOST:
-                self.lost.popitem(last=False)
+            while len(self.lost) > REMEMBERED:
+                confirmed = (i for i, lost in self.lost.items() if lost.ended)
+                del self.lost[next(confirmed, next(iter(self.lost)))]
 
     def note_ended(self, incarnation: str) -> bool:
         """Its end is confirmed; whether that is news."""
@@ -169,6 +170,16 @@ class Roster:
         return True
 
     @property
+    def listed_lost(self) -> tuple[http_api.LostWorker, ...]:
+        """The latest of those lost, as they came; first of all those whose end is to be confirmed, as others wait."""
+        if len(self.lost) <= MAX_LOST:
+            return tuple(self.lost.values())
+        open_ = [i for i, lost in self.lost.items() if not lost.ended][-MAX_LOST:]
+        confirmed = [i for i, lost in self.lost.items() if lost.ended]
+        listed = {*open_, *confirmed[len(confirmed) - (MAX_LOST - len(open_)) :]}
+        return tuple(lost for i, lost in self.lost.items() if i in listed)
+
+    @property
     def ended(self) -> Set[str]:
         """Processes that take no part any more, by their own word or that of whoever runs them."""
         return self._ended.keys()
@@ -180,12 +191,10 @@ class Roster:
             self._over.popitem(last=False)
 
     def namesakes(self, name: str, incarnation: str) -> list[str]:
-        """Other living processes of that name."""
-        return [
-            i
-            for i, worker in self.workers.items()
-            if worker.name == name and i != incarnation and worker.present and not worker.done
-        ]
+        """Other processes of that name whose end is not known: those that live, and those that were declared lost."""
+        living = [i for i, worker in self.workers.items() if worker.name == name and worker.present and not worker.done]
+        lost = [i for i, worker in self.lost.items() if worker.worker == name and not worker.ended]
+        return [i for i in (*living, *lost) if i != incarnation]
 
     def shift(self, seconds: float, now: float) -> None:
         """Nobody could be heard for so long: that silence does not count."""

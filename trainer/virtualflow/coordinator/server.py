@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from virtualflow.coordinator.absence import excuse
 from virtualflow.coordinator.admission import admit, refuse_unread
 from virtualflow.coordinator.calls import carry_out
 from virtualflow.coordinator.decisions import decide
@@ -30,7 +31,7 @@ from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import CoordinatorSettings
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import Watchers, answer
-from virtualflow.coordinator.worker_messages import disconnect, excuse, handle
+from virtualflow.coordinator.worker_messages import disconnect, handle
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import framing, http_api, memory_copy
 from virtualflow.protocol import messages as m

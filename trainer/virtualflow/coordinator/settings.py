@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from virtualflow.protocol.settings import DRAIN_GRACE, HEARTBEAT_LIMIT
+from virtualflow.protocol.settings import DRAIN_GRACE, HEARTBEAT_LIMIT, MAX_WORKERS
 
 KEYS = 64
 """Keys that one member may publish for one generation's rendezvous; gloo needs one or two."""
@@ -21,11 +21,12 @@ KNOWN_GENERATIONS = 32
 APART = 1 << 19
 """Two coordinators that were started in different milliseconds of such a stretch never give the same number."""
 
-REMEMBERED = 1_000
-"""Latest processes that are over: should one come back, it is refused."""
+REMEMBERED = MAX_WORKERS
+"""Latest processes that are over: should one come back, it is refused. All of a job may be lost at once, and a decision
+waits for the confirmed end of each."""
 
 MAX_LOST = 64
-"""Latest processes declared lost that the status names."""
+"""Latest processes declared lost that the status names, those first whose end is not confirmed."""
 
 MAX_EVENTS = 200
 """Latest events in the status."""
@@ -57,6 +58,9 @@ class MembershipSettings:
 
     heartbeat_limit: float = HEARTBEAT_LIMIT
     """A worker that was silent for this long is declared lost (``--heartbeat-limit``)."""
+    silence_patience: float = 60.0
+    """While no member of the running generation is heard of, it may be the coordinator that is cut off. Their silence
+    has to last so many times that limit then, unless whoever runs the workers says that they have ended."""
 
     hang_limit: float | None = None
     """A training thread that makes no progress for so long while others wait for it hangs, and its worker is declared
@@ -90,12 +94,18 @@ class MembershipSettings:
     drain_grace: float = DRAIN_GRACE
     """The deadline of a drain that names none: what Kubernetes gives a pod."""
 
+    build_limit: float = 30.0
+    """When the members of a proposed generation are all connected, and have neither all built its communicator by then
+    nor said that they cannot, it is proposed anew: the news is lost. Much longer than
+    ``CommunicatorSettings.connect_timeout``."""
+
     rebuilds: int = 8
     """Communicators broken in a row, with nobody lost and no step done, before the job has failed."""
 
     restart_grace: float = 2.0
     """A new coordinator that nobody tells who may train starts no first generation for this long: workers of a running
-    one may be on their way to it. More than the longest pause between two attempts to connect."""
+    one may be on their way to it. More than the longest pause between two attempts to connect. One that did not run, or
+    was cut off, gives its workers this long to come back."""
 
     join_patience: float = 2.0
     """How long the relief of a draining worker waits for joiners that were to enter with it."""

@@ -97,6 +97,8 @@ class Cluster:
     """The newest generation whose members have its failure counted against them."""
     rebuilds: int = 0
     """Communicators rebuilt in a row over unchanged members without a step in between."""
+    excused_at: float = float("-inf")
+    """When the coordinator last ran again, or heard of its workers again, and did not before."""
     evaluating: bool = False
     stop: str | None = None
     trained: bool = False
@@ -110,6 +112,23 @@ class Cluster:
     def fewest(self) -> int:
         """How few workers may start the first generation: the minimum, as far as there are virtual nodes for them."""
         return max(1, min(self.minimum, self.virtual_nodes or self.minimum))
+
+    @property
+    def training(self) -> list[Worker]:
+        """Those who train, as far as is known: where nobody has said so yet, those who are to begin."""
+        plan = self.running or self.proposed
+        return [] if plan is None else [self.workers[member.incarnation] for member in plan.members]
+
+    @property
+    def isolated(self) -> bool:
+        """None of those who train is connected: that is no news of any of them, but of this coordinator."""
+        awaited = [worker for worker in self.training if worker.present and not worker.through]
+        return bool(awaited) and not any(worker.connected for worker in awaited)
+
+    @property
+    def heard_at(self) -> float:
+        """When somebody who trains was last heard of; ``-inf``: never."""
+        return max((x.last_heard for x in self.training if x.known_in_person), default=float("-inf"))
 
 
 @dataclass(frozen=True)

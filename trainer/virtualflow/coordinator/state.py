@@ -68,6 +68,8 @@ class JobState:
     """The newest that could not be built and whose members have had that counted against them."""
     trained: bool = False
     """A generation has run."""
+    excused_at: float = float("-inf")
+    """When this coordinator last ran again, or heard of its workers again, and did not before."""
     ticket: int | None = None
     """While it is set, nothing begins without a predecessor: a word that bears it is needed (``BeginCall``)."""
     next_ticket: int | None = None
@@ -172,6 +174,7 @@ class JobState:
             ended=frozenset(self.roster.ended),
             failures_counted=self.failures_counted,
             rebuilds=self.rebuilds,
+            excused_at=self.excused_at,
             evaluating=self.history.evaluating,
             stop=self.stop,
             trained=self.trained,

@@ -40,7 +40,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
             for i, worker in job.roster.workers.items()
             if worker.present
         ),
-        lost=tuple(job.roster.lost.values()),
+        lost=job.roster.listed_lost,
         proposed=proposed.generation.counter if proposed else None,
         proposed_workers=tuple(member.incarnation for member in proposed.members) if proposed and not brief else (),
         prepared=job.is_prepared,

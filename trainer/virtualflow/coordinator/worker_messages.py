@@ -11,6 +11,7 @@ from typing import get_args
 
 from msgspec import structs
 
+from virtualflow.coordinator.absence import note_return
 from virtualflow.coordinator.admission import fault_in_plan
 from virtualflow.coordinator.generations import (
     confirm_end,
@@ -38,6 +39,7 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
     worker = state.roster.workers.get(incarnation)
     if worker is None or worker.gone is not None or not worker.connected:
         return
+    note_return(state, worker, now)
     # What it did is no news any more once it says something else.
     state.roster.update(incarnation, last_heard=now, doing=None)
     match message:
@@ -107,13 +109,6 @@ def disconnect(state: JobState, incarnation: str, now: float) -> None:
     if worker is not None and worker.connected:
         state.roster.update(incarnation, connected=False, disconnected_at=now)
         state.note_news()
-
-
-def excuse(state: JobState, seconds: float, now: float) -> None:
-    """The coordinator itself did not run for so long: nobody's silence in that time counts."""
-    state.roster.shift(seconds, now)
-    state.broken = {generation: min(now, since + seconds) for generation, since in state.broken.items()}
-    state.proposed_at = min(now, state.proposed_at + seconds)
 
 
 def _beats(state: JobState, worker: Worker, doing: m.Doing | None) -> bool:

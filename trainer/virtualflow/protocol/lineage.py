@@ -43,8 +43,9 @@ def open_members(plan: Plan, stage: Stage, present: Collection[str], ended: Coll
 
     Empty if those present have the majorities that they need. To confirm that all others have ended is always enough.
     """
+    joiners, present, ended = frozenset(plan.joiners), frozenset(present), frozenset(ended)
     everyone = [member.incarnation for member in plan.members]
-    veterans = [member.incarnation for member in plan.members if member.worker not in plan.joiners] or everyone
+    veterans = [member.incarnation for member in plan.members if member.worker not in joiners] or everyone
     electorates = {"attempted": [veterans], "counted": [veterans, everyone], "settled": [everyone]}[stage]
     missing: set[str] = set()
     for electorate in electorates:

@@ -83,6 +83,8 @@ class Link:
         self._settings = settings
         self._queue: deque[m.FromWorker] = deque(maxlen=_BACKLOG)
         self._kept: dict[type, m.FromWorker] = {}
+        self._unbuilt: m.Broken | None = None
+        """The communicator of the newest plan could not be built here."""
         self._wake: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = threading.Event()
@@ -131,6 +133,16 @@ class Link:
         """A message that was kept has served its purpose."""
         with self.changed:
             self._kept.pop(kind, None)
+
+    def send_unbuilt(self, message: m.Broken) -> None:
+        """Tell each coordinator that a plan's communicator could not be built here, until a newer plan has come.
+
+        It is kept beside what became of the running generation: both must be known to whoever makes the next one.
+        """
+        with self.changed:
+            if self.plan is None or self.plan.generation <= message.generation:
+                self._unbuilt = message
+        self.send(message)
 
     def wait(self, predicate: Callable[[], T], timeout: float) -> T:
         """Wait until ``predicate()`` is true (called under the lock) or the time is over; its last value."""
@@ -241,13 +253,8 @@ class Link:
                 pause = min(pause * 2, self._settings.retry_most)
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        with self.changed:
-            # What waited is old news to a coordinator that is about to read Hello, but for what Hello does not say.
-            # The queue is taken before Hello is made: what is queued from now on may be missing in it.
-            queued = [x for x in self._queue if isinstance(x, m.Note | m.Resumed)]
-            self._queue.clear()
-            self._told.clear()
-            self._queue.extend([*queued, *self._kept.values(), *self._published.values()])
+        # The queue is taken before Hello is made: what is queued from now on may be missing in it.
+        self._queue_anew()
         await socket.send_bytes(_encode_hello(self._hello()))
         with self.changed:
             self.connected = True
@@ -267,6 +274,15 @@ class Link:
                 self.connected = False
                 self._lost_at = time.monotonic()
                 self.changed.notify_all()
+
+    def _queue_anew(self) -> None:
+        """Queue what a coordinator that is about to read Hello has to know beside it; what else waited is old news."""
+        with self.changed:
+            queued = [x for x in self._queue if isinstance(x, m.Note | m.Resumed)]
+            unbuilt = [] if self._unbuilt is None else [self._unbuilt]
+            self._queue.clear()
+            self._told.clear()
+            self._queue.extend([*queued, *self._kept.values(), *unbuilt, *self._published.values()])
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         assert self._wake is not None
@@ -308,7 +324,7 @@ class Link:
                 case m.Plan():
                     self._told.append(message.generation)
                     if self.plan is None or message.generation > self.plan.generation:
-                        self.plan = message
+                        self.plan, self._unbuilt = message, None
                         self._keys = {key: value for key, value in self._keys.items() if key[0] >= message.generation}
                         self._published = {k: v for k, v in self._published.items() if k[0] >= message.generation}
                     else:

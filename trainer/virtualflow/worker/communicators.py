@@ -127,7 +127,7 @@ class Communicators:
         except CommunicatorBroken as error:
             if not superseded():
                 detail = f"the communicator could not be built: {error}"
-                link.send(m.Broken(plan.generation, state.step, detail))
+                link.send_unbuilt(m.Broken(plan.generation, state.step, detail))
             return
         with link.changed:
             wanted = not superseded()
