@@ -321,12 +321,13 @@ class ElasticJob:
         self.wait_for(lambda status: status.generation > before.generation, f"a generation without {name}")
 
     def await_end(self, name: str) -> None:
-        """Wait until a worker's process has ended by itself."""
+        """Wait until a worker's process has ended by itself, and say so, as whoever runs the processes does."""
         deadline = time.monotonic() + PATIENCE
         while self.workers[name].process.exitcode is None:
             assert time.monotonic() < deadline, f"{name} does not end"
             self.status()
             time.sleep(0.01)
+        self.call("gone", worker=name, reason="it has ended")
 
     def kill_all(self) -> None:
         """SIGKILL all workers at once."""
