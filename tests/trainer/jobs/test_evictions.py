@@ -186,4 +186,4 @@ def test_an_evicted_worker_is_replaced_and_every_sample_counts_once(tmp_path: Pa
     (change,) = [change for change in found.report["changes"] if change["cause"] == "lost"]
     assert "lost: it came to other gradients of virtual node" in change["reason"]
     assert change["repeated_steps"] == 1
-    assert len(found.report["pids"]["worker-1"]) == 2
+    assert len(found.report["pids"]["worker-1"]) == 2, found.errors
