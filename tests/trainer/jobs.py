@@ -79,6 +79,4 @@ def check_changes(finished: Finished) -> None:
 
 def check_survivors(finished: Finished, started: int) -> None:
     """No more processes were started than were asked for, or were to take the place of those that had gone."""
-    assert sum(map(len, finished.report["pids"].values())) <= started, (
-        f"{finished.report['pids']}\n{finished.errors}"
-    )
+    assert sum(map(len, finished.report["pids"].values())) <= started, f"{finished.report['pids']}\n{finished.errors}"
