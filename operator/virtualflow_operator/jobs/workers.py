@@ -70,7 +70,9 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
     address = facts.scene.service.address if facts.scene.service is not None else ""
     # One with another token refuses new workers as well; one of another version need not.
     refused = facts.link is not None and facts.link.refused and not facts.link.incompatible
-    made = _make(facts, draft, plan, address) if address and not waiting and not refused else []
+    # The training has ended for all when it has for one: whoever has not said so yet is about to.
+    over = any(worker.pod.finished and worker.saw_the_end for worker in facts.pods.workers)
+    made = _make(facts, draft, plan, address) if address and not waiting and not refused and not over else []
     for worker in plan.withdraw:
         reason = worker.reason if worker.fate == "planned" else "others have taken its place"
         draft.delete(worker.pod, reason, "withdrawn")

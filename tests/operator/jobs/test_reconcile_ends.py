@@ -74,10 +74,12 @@ def test_the_last_words_of_its_workers_complete_a_job_without_a_coordinator() ->
     assert (status.phase, status.step, status.digest, status.loss) == ("Complete", 100, "abc", "0.5")
 
 
-def test_one_finished_worker_is_not_the_end_while_the_others_train() -> None:
+def test_one_finished_worker_is_not_the_end_while_the_others_train_and_gets_no_successor() -> None:
     stage = training()
     swap(stage, ended(stage.pods[2], 0, word=TerminationMessage("done", step=100, digest="abc")))
-    assert stage.decide().status.phase == "Running"
+    plan = stage.decide()
+    assert plan.status.phase == "Running"
+    assert created(plan) == []
 
 
 def _has_failed(stage: Stage) -> None:

@@ -50,6 +50,15 @@ def test_who_may_be_in_a_generation_of_a_former_coordinator_lives_and_was_starte
     assert found.elders(0) == [], "the first coordinator has no former one"
 
 
+def test_nobody_takes_the_place_of_who_has_seen_the_end_of_the_training() -> None:
+    found = table("worker-0", "worker-1", "worker-2", "worker-3")
+    for worker in found.workers[:3]:
+        cast("Running", worker.process).alive = False
+    found.workers[0].state, found.workers[0].judged = "done", True
+    found.workers[1].state, found.workers[1].judged = "training", True
+    assert [worker.name for worker in found.staying()] == ["worker-0", "worker-2", "worker-3"]
+
+
 def test_a_refusal_is_about_the_latest_process_of_that_name() -> None:
     found = table("worker-1", "worker-10", "worker-1")
     found.note_refusal(Refusal("worker-1", "it has other bits"))

@@ -100,8 +100,14 @@ class WorkerTable:
         return [worker for worker in self.living() if worker.number < count]
 
     def staying(self) -> list[Worker]:
-        """Living ones that were not asked to leave, and ended ones of which it is not yet known why."""
-        return [worker for worker in self.workers if not worker.draining and (worker.alive or not worker.judged)]
+        """Those whose place is filled: living ones that were not asked to leave, and ended ones that have seen the end
+        of the training, or of which it is not yet known why. The end may be seen before its news is here.
+        """
+        return [
+            worker
+            for worker in self.workers
+            if not worker.draining and (worker.alive or not worker.judged or worker.state == "done")
+        ]
 
     def unexplained(self) -> list[Worker]:
         """Those that ended without a verdict on it."""
