@@ -7,6 +7,7 @@ import msgspec
 from virtualflow.protocol.http_api import StopCall
 from virtualflow_operator.api import JobStatus, format_time, parse_time
 from virtualflow_operator.jobs import phases
+from virtualflow_operator.jobs.beginnings import unheard
 from virtualflow_operator.jobs.draft import Draft
 from virtualflow_operator.jobs.job_status_builder import build_status
 from virtualflow_operator.jobs.scene import Facts
@@ -47,6 +48,10 @@ def suspend(facts: Facts, draft: Draft) -> JobStatus:
     since = (parse_time(draft.status.scale_down_since) if draft.status.phase == "Suspending" else None) or now
     draft.amend(scale_down_since=format_time(since))
     deadline = since + facts.spec.elasticity.drain_grace_seconds + _patience(facts)
+    if live and unheard(facts) and now < deadline:
+        # A coordinator that took another's place knows of no training to stop before these have reached it.
+        draft.wake(deadline)
+        return phases.suspending(build_status(facts, draft.status), facts.job, now)
     in_training = remote is not None and remote.phase in ("training", "evaluating")
     if live and (in_training or _saving(facts, draft.status)) and facts.connected and now < deadline:
         draft.calls.append(StopCall(facts.rest))

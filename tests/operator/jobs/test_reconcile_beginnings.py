@@ -11,6 +11,7 @@ from scenes import (
     NOW,
     Stage,
     coordinator,
+    deleted,
     ended,
     link,
     message_of,
@@ -173,3 +174,15 @@ def test_a_failed_attempt_and_a_suspension_leave_nobody_to_wait_for() -> None:
     stage.link = None
     plan = stage.decide()
     assert (plan.status.phase, plan.status.start_ticket) == ("Suspended", None)
+
+
+def test_a_suspension_waits_for_workers_that_have_not_reached_a_replaced_coordinator() -> None:
+    """It would lose the steps since their last checkpoint: what knows of no training cannot stop it behind a step."""
+    stage = replaced()
+    stage.raw["spec"]["suspend"] = True
+    plan = stage.decide()
+    assert (plan.status.phase, plan.actions) == ("Suspending", ())
+    assert [call.ticket for call in said(plan)] == [SECOND], "it hears for whom to wait"
+    stage.write(plan)
+    assert deleted(stage.decide(NOW + 29)) == []
+    assert sorted(deleted(stage.decide(NOW + 30))) == ["digits-workers-0", "digits-workers-1"], "it had a drain's time"
