@@ -17,6 +17,7 @@ from kubelet import Kubelet
 from rights import WITH_KUEUE, documented
 from running import OperatorProcess, write_kubeconfig
 
+from virtualflow.coordinator.status_view import describe
 from virtualflow_operator.constants import COORDINATOR, LABEL_JOB, LABEL_ROLE, WORKER
 from virtualflow_operator.k8s.client import Object
 from virtualflow_operator.k8s.resources import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES
@@ -150,11 +151,6 @@ class Stage:
         """Names of the worker pods that run and may go on."""
         return [pod["metadata"]["name"] for pod in self.pods(name, WORKER) if running(pod)]
 
-    def coordinator(self, name: str) -> Any:
-        """The coordinator's own state of its job."""
-        uid = next(pod["metadata"]["uid"] for pod in self.pods(name, COORDINATOR) if running(pod))
-        return self.kubelet.coordinators[uid].coordinator.job
-
     def told(self, name: str, kind: type) -> list[Any]:
         """Calls of a kind that the job's coordinators got."""
         return [call for _, key, call in self.kubelet.told if key[1] == name and isinstance(call, kind)]
@@ -214,6 +210,8 @@ class Stage:
             lines.append(
                 f"--- {pod['metadata']['name']}: {status.get('phase')} {pod['metadata'].get('deletionTimestamp')}"
             )
+        for pod in self.kubelet.coordinators.values():
+            lines.append(f"--- a coordinator: {describe(pod.coordinator.state)}")
         for process in self.operators[-2:]:
             lines.append(f"=== {process.log.name}, exit code {process.exit_code}:\n{process.output()[-6_000:]}")
         return "\n".join(lines)

@@ -19,7 +19,6 @@ from virtualflow.protocol.versions import PROTOCOL
 DIGEST = "d" * 64
 STEP_SECONDS = 0.03
 """How long a step takes, and the pause after which a worker dials its coordinator again."""
-HEARTBEAT_STEPS = 20
 
 Exit = Callable[[int, TerminationMessage | None], None]
 
@@ -52,6 +51,10 @@ class Trainer:
         self.newest: m.Plan | None = None
         self.memory: m.MemoryPlan | None = None
         self.draining = False
+        self.heartbeat: float | None = None
+        """How often its coordinator wants a sign of life, once that has said so."""
+        self.beat_at = 0.0
+        """When it gave the latest one (loop time)."""
         self.failed: m.Failed | None = None
         """What it has said, if its script has raised."""
         self.leaving = False
@@ -177,7 +180,6 @@ class Training:
         self.paused = False
         """No step is made: nothing happens."""
         self.finished = False
-        self._ticks = 0
         self._task = asyncio.create_task(self._train(), name="training")
 
     def close(self) -> None:
@@ -209,6 +211,8 @@ class Training:
                     trainer.newest = plan
                     if plan.generation > trainer.generation and self._holds(plan, trainer):
                         trainer.say(m.Prepared(plan.generation), keep=True)
+            case m.Welcome():
+                trainer.heartbeat = message.heartbeat
             case m.Drain():
                 trainer.draining = True
             case m.Refuse() | m.End() if trainer.failed is not None:
@@ -277,9 +281,10 @@ class Training:
     async def _train(self) -> None:
         while True:
             await asyncio.sleep(STEP_SECONDS)
-            self._ticks += 1
-            if self._ticks % HEARTBEAT_STEPS == 0:
-                for trainer in self.trainers.values():
+            now = asyncio.get_running_loop().time()
+            for trainer in self.trainers.values():
+                if trainer.heartbeat is not None and now - trainer.beat_at >= trainer.heartbeat:
+                    trainer.beat_at = now
                     trainer.say(m.Heartbeat())
             plan = self.plan
             if plan is None or not plan.members or self.paused or self.finished or not self.complete(plan):
