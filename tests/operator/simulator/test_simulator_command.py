@@ -284,7 +284,7 @@ def test_without_the_operators_part_a_sentence_says_what_to_install(
     install(monkeypatch, commands)
     assert cli.main(["simulate", "trace.csv"]) == launcher.EXIT_USAGE
     (line,) = capsys.readouterr().err.splitlines()
-    assert "virtualflow simulate comes with the operator's part" in line
+    assert "virtualflow simulate is in a part of the project" in line
     assert "install the whole project with pip" in line
 
 

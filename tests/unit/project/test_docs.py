@@ -25,6 +25,7 @@ import yaml
 
 import virtualflow
 import virtualflow_operator
+from virtualflow.integrations import export
 from virtualflow.launcher import cli
 from virtualflow.launcher.fault_schedule import parse_schedule
 from virtualflow.launcher.settings import LauncherSettings
@@ -107,6 +108,9 @@ def test_a_documented_command_is_understood(command: str) -> None:
     if words[1] == "simulate":
         assert simulator.parser(SimulationSettings()).parse_args(words[2:]).trace
         return
+    if words[1] == "export":
+        assert export.parser().parse_args(words[2:]).output
+        return
     parsed = cli.parser(LauncherSettings()).parse_args(words[1:])
     assert callable(parsed.action)
     if getattr(parsed, "schedule", None):
@@ -125,7 +129,7 @@ def usage(command: str) -> str:
     ).stdout
 
 
-@pytest.mark.parametrize("command", ["run", "status", "scale", "drain", "profile", "plan", "coordinator"])
+@pytest.mark.parametrize("command", ["run", "status", "scale", "drain", "profile", "plan", "export", "coordinator"])
 def test_every_option_of_a_command_is_documented_and_no_other(command: str) -> None:
     heading = f"## virtualflow {'status, scale, drain' if command in ('status', 'scale', 'drain') else command}"
     documented = set(re.findall(r"(?<![\w`-])`?(--?[a-z][a-z-]*)", part("docs/reference/cli.md", heading)))

@@ -1,8 +1,8 @@
 """The command line: ``virtualflow run``, ``check``, ``bisect``, ``profile``, ``plan``, ``explain``, ``status``,
 ``scale``, ``drain``, ``coordinator`` and ``turns``.
 
-Commands of other parts of the project (``virtualflow simulate``) are found by the entry points of the group
-:data:`COMMANDS`: the library knows their names, and nothing of what they do.
+Commands of other parts of the project (``virtualflow export``, ``simulate``) are found by the entry points of the group
+:data:`COMMANDS`: the command line knows their names, and nothing of what they do.
 
 What is wrong with a request is said in one line on standard error. Exit codes: 0 success; 1 the job failed or
 the coordinator said no; 2 the request makes no sense and nothing was started; 130 and 143 stopped by SIGINT
@@ -105,13 +105,17 @@ def _external(name: str) -> Callable[[Sequence[str]], int]:
         try:
             command: Callable[[Sequence[str]], int] = entry.load()
         except ModuleNotFoundError as error:
+            if error.name in ("torch", "safetensors"):
+                raise ConfigurationError(
+                    f"virtualflow {name} needs {error.name}: pip install 'virtualflow[trainer]'"
+                ) from None
             if not entry.module.startswith(f"{error.name}."):
                 raise
         else:
             return command
     raise ConfigurationError(
-        f"virtualflow {name} comes with the operator's part, which this installation does not have or not know of; "
-        "install the whole project with pip, and a checkout again after an update"
+        f"virtualflow {name} is in a part of the project that this installation does not have or not know of; install "
+        "the whole project with pip, and a checkout again after an update"
     )
 
 

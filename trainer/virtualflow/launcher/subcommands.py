@@ -26,7 +26,10 @@ from virtualflow.protocol.settings import (
 
 Subcommand = Callable[[argparse.Namespace, LauncherSettings], int]
 
-EXTERNAL = {"simulate": "play a trace of jobs against scheduling policies"}
+EXTERNAL = {
+    "export": "write a checkpoint's weights as files that others read without this library",
+    "simulate": "play a trace of jobs against scheduling policies",
+}
 """Subcommands of other parts of the project, with their line of help."""
 
 EXPLAIN_WORKERS = 2

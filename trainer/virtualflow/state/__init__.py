@@ -3,12 +3,12 @@ checkpoints on disk. Also the pure decision who gives it to whom.
 """
 
 from virtualflow.state.capture import placed
-from virtualflow.state.checkpoint_format import JobIdentity
+from virtualflow.state.checkpoint_format import Found, JobIdentity, find_by_path, load, skipped
 from virtualflow.state.checkpoint_writer import CheckpointPolicy
 from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy
 from virtualflow.state.companions import Companions
 from virtualflow.state.content_hash import content_hash
-from virtualflow.state.digests import signature
+from virtualflow.state.digests import signature, transient_buffers
 from virtualflow.state.memory_copies import MemoryCopies
 from virtualflow.state.preallocation import Reserve, elder, make_room, tell_room
 from virtualflow.state.several import (
@@ -28,6 +28,7 @@ __all__ = [
     "CheckpointPolicy",
     "Checkpointer",
     "Companions",
+    "Found",
     "JobIdentity",
     "Kind",
     "MemoryCopies",
@@ -43,8 +44,10 @@ __all__ = [
     "choose_policy",
     "content_hash",
     "elder",
+    "find_by_path",
     "join_optimizers",
     "join_schedulers",
+    "load",
     "make_room",
     "move_state",
     "optimizers_of",
@@ -55,7 +58,9 @@ __all__ = [
     "share_out",
     "signature",
     "size_of",
+    "skipped",
     "someone_has_state",
     "split",
     "tell_room",
+    "transient_buffers",
 ]

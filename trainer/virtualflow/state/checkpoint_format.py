@@ -113,15 +113,17 @@ def find_newest(
     on_event: Callable[[str], None],
     identity: JobIdentity | None = None,
     damaged: Collection[int] = (),
+    only: Collection[Mark] | None = None,
 ) -> Found | None:
     """The newest checkpoint with a sound manifest and a state of its size; None where there is none.
 
-    Torn and corrupt ones are skipped with an event, and those of the steps that are ``damaged`` without one.
+    Torn and corrupt ones are skipped with an event; those of the steps that are ``damaged``, and all but ``only``
+    those, without one.
     ConfigurationError if the newest one that can be read is of another job than ``identity``, if another
     version of the format wrote it, or if it may not be read.
     """
     for mark, path in complete(directory):
-        if mark.step in damaged:
+        if mark.step in damaged or (only is not None and mark not in only):
             continue
         try:
             manifest = _read_manifest(path, mark.step)
@@ -147,6 +149,23 @@ def find_newest(
         tell_other_versions(manifest, f"the checkpoint {path}", on_event)
         return Found(mark, path, manifest.identity, manifest.state_sha256, (path / MANIFEST).stat().st_mtime)
     return None
+
+
+def find_by_path(
+    path: Path, on_event: Callable[[str], None], *, step: int | None = None, damaged: Collection[int] = ()
+) -> Found | None:
+    """As :func:`find_newest`, whichever job's they are.
+
+    Args:
+        path: of a directory with checkpoints, or of one of them.
+        on_event: is told of what is skipped.
+        step: of which it is to be; the newest by default.
+        damaged: steps of which those that are there are known not to be sound.
+    """
+    mark = Mark.read(path.resolve().name)
+    directory = path if mark is None else path.resolve().parent
+    marks = [each for each, _ in complete(directory) if mark in (None, each) and step in (None, each.step)]
+    return find_newest(directory, on_event, damaged=damaged, only=marks)
 
 
 def tell_other_versions(manifest: Manifest, name: str, on_event: Callable[[str], None]) -> None:

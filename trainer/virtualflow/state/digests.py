@@ -93,6 +93,12 @@ def signature(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
+def transient_buffers(model: torch.nn.Module) -> list[str]:
+    """Names of the buffers that a model's ``state_dict()`` leaves out."""
+    own = ((prefix, name) for prefix, module in model.named_modules() for name in module._non_persistent_buffers_set)
+    return sorted(f"{prefix}.{name}" if prefix else name for prefix, name in own)
+
+
 def tensor_signature(tensor: Tensor) -> dict[str, Any]:
     """What must be equal for the bits of one tensor to fit another one, as JSON: its shape and its dtype."""
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}

@@ -19,7 +19,15 @@ from virtualflow.memory.activations import Activations, Carrier, Chain, LayerMaj
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
 from virtualflow.reduction import choose_summation, host_memory
-from virtualflow.state import Checkpointer, Companions, JobIdentity, MemoryCopies, choose_policy, schedulers_of
+from virtualflow.state import (
+    Checkpointer,
+    Companions,
+    JobIdentity,
+    MemoryCopies,
+    choose_policy,
+    schedulers_of,
+    transient_buffers,
+)
 from virtualflow.state import signature as signature_of
 from virtualflow.step import HOST, BackwardCut, Guard, MicrobatchFusion, OptimizerOptions, SpotChecker, Update
 from virtualflow.transport import CopyClient
@@ -133,7 +141,9 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         signature["placement"] = "host"
     if update.cut is not None:
         signature["backward"] = update.cut.description
-    identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, signature)
+    # No state depends on it, so workers need not have it in common; whoever reads a checkpoint wants to know.
+    described = {**signature, "transient": transient_buffers(request.model)}
+    identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, described)
     checkpointer = _open_checkpointer(request, identity, session, profiling is None, resources)
     total_steps = options.total_steps(source.steps_per_epoch)
     stopwatch, pace = Stopwatch(), Pace(settings.pace)
