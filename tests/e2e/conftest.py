@@ -43,6 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_quick_start",
         "test_rights",
         "test_lifecycle",
+        "test_plugin",
         "test_latency",
         "test_hostile",
         "test_queue_bad_input",

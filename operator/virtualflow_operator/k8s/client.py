@@ -60,10 +60,10 @@ class KubeApi:
         """
         configuration = configure(settings, too_deep)
         try:
-            load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            load_incluster_config(client_configuration=configuration)
         except ConfigException:
             path = os.environ.get("KUBECONFIG") or "~/.kube/config"
-            loading = load_kube_config(path, client_configuration=configuration, persist_config=False)  # type: ignore[no-untyped-call]
+            loading = load_kube_config(path, client_configuration=configuration, persist_config=False)
             await loading
         return cls(ApiClient(configuration), settings, observe=observe)
 
@@ -75,7 +75,7 @@ class KubeApi:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.close()  # type: ignore[no-untyped-call]
+        await self._client.close()
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
         """Return one object."""
@@ -208,7 +208,7 @@ class KubeApi:
                 method, path, query_params=list(query), header_params=headers, body=body, auth_settings=["BearerToken"]
             )
             response = await self._client.call_api(*request, _request_timeout=self._timeout)
-            data: bytes = await response.read()  # type: ignore[no-untyped-call]
+            data: bytes = await response.read()
             code = response.status
         except (aiohttp.ClientError, ConfigException, OSError, TimeoutError) as error:
             raise unanswered(error, self._timeout.total) from error

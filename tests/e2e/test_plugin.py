@@ -1,0 +1,45 @@
+"""``kubectl vf`` and the client for programs, with a job of real pods."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from cluster import Object, until
+from cluster_jobs import Job, digits
+from installation import Installed
+
+from virtualflow.cluster import Client
+from virtualflow.cluster.plugin import main
+
+Start = Callable[[Object], Job]
+
+
+def test_a_job_is_followed_drained_and_explained(
+    installed: Installed, start: Start, reference: Callable[[Object], str]
+) -> None:
+    made = start(digits("digits", steps=600, pause=0.05))
+    made.wait_training(2, 240)
+    with Client(kubeconfig=installed.cluster.kubeconfig, namespace=made.namespace) as client:
+        job = client.job("digits")
+        lines: list[str] = []
+
+        def follow() -> None:
+            lines.extend(f"{line.worker}: {line.text}" for line in job.logs(follow=True))
+
+        reader = threading.Thread(target=follow, daemon=True)
+        reader.start()
+        first, second = job.workers()
+        job.drain(second)
+        made.wait_training(2, 240)
+        until("the drained worker is gone", lambda: second not in client.job("digits").workers(), 60)
+        made.go_fast()
+        status = client.job("digits").wait(240).status
+        assert (status["digest"], status["repeatedSteps"]) == (reference(digits("digits")), 0)
+        assert status["changes"] >= 1
+        reader.join(60)
+        assert not reader.is_alive(), "it ends with the job"
+        (third,) = set(job.workers()) - {first}
+        assert any(line.startswith(f"{first}: ") for line in lines)
+        assert any(line.startswith(f"{third}: ") for line in lines), "it came later"
+        assert main(["why", "--kubeconfig", installed.cluster.kubeconfig, "-n", made.namespace, "digits"]) == 0

@@ -1,0 +1,170 @@
+"""Jobs of a real API server, by program and by ``kubectl vf``; without nodes, so the test writes their statuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import kube_apiserver
+
+pytest.importorskip("kubernetes")
+from kubernetes import client as kubernetes
+from kubernetes import config as kubeconfigs
+
+from virtualflow.cluster import Client
+from virtualflow.cluster.client import GROUP, LABEL_JOB, LABEL_ROLE, PLURAL, VERSION, WORKER
+from virtualflow.cluster.plugin import main
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+
+pytestmark = pytest.mark.skipif(not kube_apiserver.at_hand(), reason=kube_apiserver.HOW)
+
+CRDS = Path(__file__).parents[3] / "crds"
+CONTAINER = {"name": "worker", "image": "trainer:test"}
+
+
+def manifest(name: str, **spec: Any) -> dict[str, Any]:
+    group = {"name": "w", "template": {"spec": {"containers": [CONTAINER]}}}
+    usual = {"workerGroups": [group], "virtualNodes": 8, "replicas": 2}
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "VirtualFlowJob",
+        "metadata": {"name": name},
+        "spec": usual | spec,
+    }
+
+
+@pytest.fixture(scope="module")
+def kubeconfig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with kube_apiserver.api_server(tmp_path_factory.mktemp("api")) as path:
+        api = kubeconfigs.new_client_from_config(str(path))
+        definitions = kubernetes.ApiextensionsV1Api(api)
+        definition = yaml.safe_load((CRDS / "virtualflowjobs.yaml").read_text())
+        definitions.create_custom_resource_definition(definition)
+        deadline = time.monotonic() + 60
+        while True:
+            found = definitions.read_custom_resource_definition(definition["metadata"]["name"])
+            said = {c.type: c.status for c in (found.status.conditions if found.status else None) or ()}
+            if said.get("Established") == "True":
+                break
+            assert time.monotonic() < deadline, said
+            time.sleep(0.05)
+        yield path
+        api.close()
+
+
+@pytest.fixture
+def client(kubeconfig: Path) -> Iterator[Client]:
+    with Client(kubeconfig=kubeconfig) as made:
+        yield made
+        for job in made.jobs():
+            job.delete()
+
+
+def write_status(client: Client, name: str, **status: Any) -> None:
+    """As the operator does."""
+    client._jobs.patch_namespaced_custom_object_status(
+        GROUP, VERSION, client.namespace, PLURAL, name, {"status": status}
+    )
+
+
+def add_worker(client: Client, job: str, name: str) -> None:
+    metadata = {"name": name, "labels": {LABEL_JOB: job, LABEL_ROLE: WORKER}}
+    body = {"metadata": metadata, "spec": {"containers": [CONTAINER]}}
+    client._core.create_namespaced_pod(client.namespace, body)
+
+
+def test_a_job_is_created_scaled_suspended_and_resumed(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest("digits")))
+    job = client.submit(tmp_path / "job.yaml")
+    assert (job.name, job.namespace, job.phase, job.finished) == ("digits", "default", "Pending", False)
+    job.scale(5)
+    assert job.refresh().body["spec"]["replicas"] == 5
+    job.suspend()
+    assert job.refresh().body["spec"]["suspend"] is True
+    job.resume()
+    assert job.refresh().body["spec"]["suspend"] is False
+    assert [each.name for each in client.jobs(everywhere=True)] == ["digits"]
+
+
+def test_who_waits_hears_of_the_end_and_of_why(client: Client) -> None:
+    job = client.submit(manifest("digits"))
+    with pytest.raises(TimeoutError, match=r"digits is Pending after 0\.2 s"):
+        job.wait(0.2)
+    ends = threading.Timer(0.3, write_status, (client, "digits"), {"phase": "Complete", "step": 9, "digest": "abc"})
+    ends.start()
+    assert job.wait(30).status["digest"] == "abc"
+    ends.join()
+    client.submit(manifest("broken"))
+    message = "Too many crashes: ValueError: no"
+    failed = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": message}
+    write_status(client, "broken", phase="Failed", conditions=[failed | {"lastTransitionTime": "2026-11-24T11:00:00Z"}])
+    with pytest.raises(VirtualFlowError, match=f"broken has failed: {message}"):
+        client.job("broken").wait(30)
+
+
+def test_a_worker_is_drained_by_an_eviction(client: Client) -> None:
+    job = client.submit(manifest("digits"))
+    add_worker(client, "digits", "digits-w-0")
+    assert job.workers() == ["digits-w-0"]
+    with pytest.raises(ConfigurationError, match="digits-w-7 is no worker of digits; it has digits-w-0"):
+        job.drain("digits-w-7")
+    job.drain("digits-w-0")
+    assert job.workers() == [], "a pod without a node goes at once"
+
+
+def test_what_the_api_server_refuses_is_one_sentence(client: Client, kubeconfig: Path) -> None:
+    client.submit(manifest("digits"))
+    with pytest.raises(ConfigurationError, match=r'cannot create the job digits: .*"digits" already exists'):
+        client.submit(manifest("digits"))
+    with pytest.raises(ConfigurationError, match="replicas must be at most virtualNodes"):
+        client.submit(manifest("other", replicas=9))
+    with pytest.raises(
+        ConfigurationError, match=r'cannot read the job gone in the namespace default: .*"gone" not found'
+    ):
+        client.job("gone")
+    with pytest.raises(ConfigurationError, match=r"that is no VirtualFlowJob"):
+        client.submit({"kind": "Job"})
+    with pytest.raises(ConfigurationError, match="no cluster"):
+        Client(kubeconfig=kubeconfig, context="other")
+
+
+def test_the_plugin_shows_and_changes_jobs(
+    client: Client, kubeconfig: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def say(*arguments: str) -> tuple[int, str, str]:
+        code = main([arguments[0], "--kubeconfig", str(kubeconfig), *arguments[1:]])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    assert say("top") == (0, "", "There are no jobs in the namespace default.\n")
+    client.submit(manifest("digits"))
+    assert "digits   Pending" in say("top")[1]
+    assert "no operator has seen it yet" in say("why", "digits")[1]
+    assert say("scale", "digits", "3") == (0, "digits: 3 workers wanted\n", "")
+    assert client.job("digits").body["spec"]["replicas"] == 3
+    assert say("scale", "digits", "9")[0] == 2
+    assert say("suspend", "digits")[0] == say("resume", "digits")[0] == 0
+    assert say("logs", "digits") == (0, "", "")
+    write_status(client, "digits", phase="Complete", step=7, digest="abc")
+    assert say("wait", "digits") == (0, "digits: Complete, step 7, digest abc\n", "")
+    code, _, said = say("why", "nobody")
+    assert (code, said.count("\n")) == (2, 1)
+
+
+def test_without_its_extra_the_plugin_says_what_it_needs() -> None:
+    program = (
+        "import sys; sys.modules['kubernetes'] = None\n"
+        "from virtualflow.cluster.plugin import main\n"
+        "sys.exit(main(['top']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "pip install 'virtualflow[cluster]'" in done.stderr

@@ -1,0 +1,149 @@
+"""What ``kubectl vf`` says of jobs and their workers, and how several logs become one: without a cluster."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from virtualflow.cluster.explanation import ADVICE, age, explain
+from virtualflow.cluster.logs import Line, followed, merged
+from virtualflow.cluster.tables import job_rows, table
+
+NOW = datetime(2026, 11, 24, 12, tzinfo=UTC)
+REASONS = Path(__file__).parents[3] / "docs" / "reference" / "reasons.md"
+
+
+def condition(kind: str, status: str, reason: str, message: str = "a sentence.") -> dict[str, str]:
+    return {"type": kind, "status": status, "reason": reason, "message": message}
+
+
+def job(name: str = "digits", **status: Any) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": "default", "creationTimestamp": "2026-11-24T11:00:00Z"}
+    return {"metadata": metadata, "spec": {}, "status": status}
+
+
+def test_advice_is_what_the_reference_says() -> None:
+    rows = [re.split(r" \| ", line.strip("| ")) for line in REASONS.read_text().splitlines() if line.startswith("| `")]
+    documented = {
+        row[0].strip("`"): re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", row[3].strip())
+        for row in rows
+        if len(row) == 4 and row[1] != "event"
+    }
+    assert {name: documented.get(name) for name in ADVICE} == dict(ADVICE)
+
+
+def test_what_is_in_the_way_comes_first_with_what_would_help() -> None:
+    body = job(
+        phase="Running",
+        workers="2/3",
+        step=120,
+        totalSteps=400,
+        conditions=[
+            condition("Allocated", "True", "Allocated", "3 workers of the queue shared: has its share."),
+            condition("Ready", "True", "Training", "Workers are training."),
+            condition("Progressing", "False", "Unschedulable", "digits-w-2: 0/3 nodes are available."),
+            condition("Degraded", "True", "FewerWorkers", "2 of 3 workers train."),
+            condition("Suspended", "False", "NotSuspended"),
+            condition("Complete", "False", "NotFinished"),
+            condition("Failed", "False", "NotFinished"),
+        ],
+        lastChange={
+            "from": 3,
+            "to": 2,
+            "step": 90,
+            "reason": "digits-w-2 is lost",
+            "pauseMilliseconds": 41,
+            "repeatedSteps": 1,
+        },
+    )
+    late = NOW - timedelta(minutes=5)
+    events = [
+        {"type": "Normal", "reason": "Resized", "message": "fine", "count": 1, "time": NOW},
+        {
+            "type": "Warning",
+            "reason": "WorkerLost",
+            "message": "digits-w-2: its node is gone",
+            "count": 2,
+            "time": late,
+        },
+    ]
+    assert explain(body, events, NOW) == [
+        "digits: Running, 2/3 workers train, step 120 of 400",
+        "  Progressing False, Unschedulable: digits-w-2: 0/3 nodes are available.",
+        "    to do: see Pods are Pending",
+        "  Degraded True, FewerWorkers: 2 of 3 workers train.",
+        "  Allocated True, Allocated: 3 workers of the queue shared: has its share.",
+        "  latest change: 3 to 2 workers at step 90 (digits-w-2 is lost), pause 41 ms, 1 step repeated",
+        "  5m ago, WorkerLost (2 times): digits-w-2: its node is gone",
+    ]
+
+
+def test_a_job_that_nobody_has_seen_says_so() -> None:
+    assert explain(job(), [], NOW) == ["digits: no operator has seen it yet", "  to do: see Nothing happens"]
+
+
+def test_jobs_that_train_come_first_the_fastest_first() -> None:
+    bodies = [
+        job("waits", phase="Pending"),
+        job("slow", phase="Running", workers="1/1", step=3, stepsPerSecond="0.5", loss="2.1"),
+        job("over", phase="Complete", step=9, totalSteps=9, stepsPerSecond="99"),
+        job("fast", phase="Running", workers="2/2", step=30, totalSteps=60, stepsPerSecond="12", changes=1),
+    ]
+    lines = table(job_rows(bodies, NOW)).splitlines()
+    assert [line.split()[0] for line in lines] == ["NAME", "fast", "slow", "over", "waits"]
+    assert lines[1].split() == ["fast", "Running", "2/2", "30/60", "12", "1", "0", "60m"]
+    assert "99" not in lines[3], "it is not fast any more"
+    assert table(job_rows(bodies, NOW, namespaces=True)).startswith("NAMESPACE   NAME")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (119, "119s"), (120, "2m"), (7_199, "119m"), (7_200, "2h"), (200_000, "2d")]
+)
+def test_an_age_is_short(seconds: int, text: str) -> None:
+    assert age(NOW - timedelta(seconds=seconds), NOW) == text
+    assert age((NOW - timedelta(seconds=seconds)).isoformat(), NOW) == text
+
+
+def test_logs_are_one_by_time() -> None:
+    logs = {"a": "2026T1 one\n2026T3 three words\n", "b": "2026T2 two\n2026T4\n", "c": ""}
+    assert list(merged(logs)) == [
+        Line("2026T1", "a", "one"),
+        Line("2026T2", "b", "two"),
+        Line("2026T3", "a", "three words"),
+        Line("2026T4", "b", ""),
+    ]
+
+
+def test_a_log_that_is_followed_has_each_line_of_everybody_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream breaks off, and begins again with lines that are known; a worker comes late; the job ends."""
+    monkeypatch.setattr("virtualflow.cluster.logs.LOOK_SECONDS", 0.05)
+    readings: dict[str, int] = {}
+    over = threading.Event()
+
+    def stream(worker: str, since: str | None) -> Iterator[str]:
+        readings[worker] = readings.get(worker, 0) + 1
+        yield "T1 begins"
+        if readings[worker] == 1:
+            return  # broken off
+        assert since in ("T1", "T2")
+        yield "T2 goes on"
+        if worker == "late":
+            over.set()
+
+    def workers() -> dict[str, bool]:
+        names = ["first", "late"] if readings.get("first", 0) > 1 else ["first"]
+        return {name: not over.is_set() for name in names}
+
+    found = list(followed(workers, stream, over.is_set))
+    assert sorted((line.worker, line.text) for line in found) == [
+        ("first", "begins"),
+        ("first", "goes on"),
+        ("late", "begins"),
+        ("late", "goes on"),
+    ]

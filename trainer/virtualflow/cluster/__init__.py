@@ -1,0 +1,27 @@
+"""Jobs of a cluster, for programs and people beside it: a client of the API server, and ``kubectl vf``.
+
+It sees what ``kubectl`` sees, and needs the extra ``cluster``; the rest of the library knows nothing of Kubernetes, and
+nothing may import this package. What it shows is the job's own status: nothing is decided here.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from virtualflow.cluster.client import Client, Job
+
+__all__ = ["Client", "Job"]
+
+NEEDS = "kubernetes is not installed: pip install 'virtualflow[cluster]'"
+
+
+def __getattr__(name: str) -> Any:
+    """What ``__all__`` says, once it is asked for: the plugin says in a sentence what is missing."""
+    if name not in __all__:
+        raise AttributeError(f"module 'virtualflow.cluster' has no attribute {name!r}")
+    try:
+        from virtualflow.cluster import client
+    except ModuleNotFoundError as error:
+        if error.name != "kubernetes":
+            raise
+        raise ImportError(NEEDS) from None
+    return getattr(client, name)

@@ -1,0 +1,386 @@
+"""``VirtualFlowJob`` objects by their API server: look at them, change them, wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import urllib3
+import yaml
+from kubernetes import client as kubernetes
+from kubernetes import config as kubeconfigs
+from kubernetes import watch
+
+from virtualflow.cluster.logs import Line, followed, merged
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+
+GROUP, VERSION, PLURAL = "virtualflow.dev", "v1alpha1", "virtualflowjobs"
+LABEL_JOB, LABEL_ROLE, WORKER = f"{GROUP}/job", f"{GROUP}/role", "worker"
+REQUEST_SECONDS = 30.0
+"""How long one request may take; a watch or a log that is followed begins anew after that much silence."""
+
+Object = dict[str, Any]
+
+
+class Client:
+    """The jobs of one namespace.
+
+    Args:
+        kubeconfig: as of ``kubectl --kubeconfig``; by default that of the environment, or of the pod that this runs in.
+        context: as of ``kubectl --context``.
+        namespace: by default the context's.
+
+    Raises:
+        ConfigurationError: there is no cluster to talk to.
+    """
+
+    def __init__(
+        self, *, kubeconfig: str | Path | None = None, context: str | None = None, namespace: str | None = None
+    ) -> None:
+        file = None if kubeconfig is None else str(kubeconfig)
+        try:
+            self._api = kubeconfigs.new_client_from_config(file, context)
+            self.namespace = namespace or _namespace_of(file, context)
+        except kubeconfigs.ConfigException as error:
+            if file is not None or context is not None:
+                raise ConfigurationError(f"no cluster: {error}") from None
+            self._api, self.namespace = _from_within(error), namespace or _namespace_within()
+        self._jobs = kubernetes.CustomObjectsApi(self._api)
+        self._core = kubernetes.CoreV1Api(self._api)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._api.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, manifest: Mapping[str, Any] | str | Path) -> Job:
+        """Create a job.
+
+        Args:
+            manifest: a ``VirtualFlowJob``, or the path of a YAML file with one.
+
+        Raises:
+            ConfigurationError: it is no such manifest, or the API server refuses it.
+        """
+        body = _read(manifest)
+        with _said(f"create the job {body['metadata']['name']}"):
+            made = self._jobs.create_namespaced_custom_object(
+                GROUP, VERSION, self._namespace_for(body), PLURAL, body, _request_timeout=REQUEST_SECONDS
+            )
+        return self._job(made)
+
+    def job(self, name: str) -> Job:
+        """The job of that name.
+
+        Raises:
+            ConfigurationError: there is none, or it may not be read.
+        """
+        return self._job(self._get(name, self.namespace))
+
+    def jobs(self, *, everywhere: bool = False) -> list[Job]:
+        """All jobs, by name.
+
+        Args:
+            everywhere: of all namespaces.
+        """
+        with _said("list jobs"):
+            if everywhere:
+                found = self._jobs.list_cluster_custom_object(GROUP, VERSION, PLURAL, _request_timeout=REQUEST_SECONDS)
+            else:
+                found = self._jobs.list_namespaced_custom_object(
+                    GROUP, VERSION, self.namespace, PLURAL, _request_timeout=REQUEST_SECONDS
+                )
+        return sorted((self._job(item) for item in found["items"]), key=lambda job: (job.namespace, job.name))
+
+    def _job(self, body: Object) -> Job:
+        return Job(self, body)
+
+    def _namespace_for(self, body: Object) -> str:
+        return str(body["metadata"].get("namespace") or self.namespace)
+
+    def _get(self, name: str, namespace: str) -> Object:
+        with _said(f"read the job {name} in the namespace {namespace}"):
+            found: Object = self._jobs.get_namespaced_custom_object(
+                GROUP, VERSION, namespace, PLURAL, name, _request_timeout=REQUEST_SECONDS
+            )
+        return found
+
+
+class Job:
+    """One job, as it was last seen: ``refresh`` looks again."""
+
+    def __init__(self, client: Client, body: Object) -> None:
+        self._client, self.body = client, body
+
+    def __repr__(self) -> str:
+        return f"Job({self.namespace}/{self.name}: {self.phase})"
+
+    @property
+    def name(self) -> str:
+        """``metadata.name``."""
+        return str(self.body["metadata"]["name"])
+
+    @property
+    def namespace(self) -> str:
+        """``metadata.namespace``."""
+        return str(self.body["metadata"]["namespace"])
+
+    @property
+    def status(self) -> Object:
+        """``status``; empty while no operator has seen the job."""
+        return self.body.get("status") or {}
+
+    @property
+    def phase(self) -> str:
+        """``status.phase``."""
+        return str(self.status.get("phase") or "Pending")
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is over for good."""
+        return self.phase in ("Complete", "Failed")
+
+    def refresh(self) -> Job:
+        """Look again; this object."""
+        self.body = self._client._get(self.name, self.namespace)
+        return self
+
+    def scale(self, workers: int) -> None:
+        """Ask for that many workers; they join and leave while the others train."""
+        self._patch({"spec": {"replicas": workers}}, f"scale {self.name} to {workers} workers", "scale")
+
+    def suspend(self) -> None:
+        """Stop behind a step, with a checkpoint, and give all pods back."""
+        self._patch({"spec": {"suspend": True}}, f"suspend {self.name}")
+
+    def resume(self) -> None:
+        """Go on after a suspension."""
+        self._patch({"spec": {"suspend": False}}, f"resume {self.name}")
+
+    def drain(self, worker: str) -> None:
+        """Let a worker hand over what it has and leave; another one takes its place.
+
+        Args:
+            worker: the name of its pod.
+        """
+        if worker not in self.workers():
+            raise ConfigurationError(
+                f"{worker} is no worker of {self.name}; it has {', '.join(self.workers()) or 'none'}"
+            )
+        body = kubernetes.V1Eviction(metadata=kubernetes.V1ObjectMeta(name=worker, namespace=self.namespace))
+        with _said(f"evict {worker}"):
+            self._client._core.create_namespaced_pod_eviction(
+                worker, self.namespace, body, _request_timeout=REQUEST_SECONDS
+            )
+
+    def delete(self) -> None:
+        """Delete it, with all that belongs to it."""
+        with _said(f"delete {self.name}"):
+            self._client._jobs.delete_namespaced_custom_object(
+                GROUP, VERSION, self.namespace, PLURAL, self.name, _request_timeout=REQUEST_SECONDS
+            )
+
+    def workers(self) -> list[str]:
+        """Names of the worker pods that are there, also of those that have ended."""
+        return [str(pod.metadata.name) for pod in self._pods()]
+
+    def wait(self, seconds: float | None = None) -> Job:
+        """Wait until it is over; this object.
+
+        Args:
+            seconds: how long at most.
+
+        Raises:
+            TimeoutError: it is not over by then.
+            VirtualFlowError: it has failed, or was deleted; the message says why.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not self.refresh().finished:
+            left = REQUEST_SECONDS if deadline is None else min(REQUEST_SECONDS, deadline - time.monotonic())
+            if left <= 0:
+                raise TimeoutError(f"{self.name} is {self.phase} after {seconds:g} s")
+            self._await_a_change(left)
+        if self.phase == "Failed":
+            said = [c["message"] for c in self.status.get("conditions", ()) if c["type"] == "Failed"]
+            raise VirtualFlowError(f"{self.name} has failed: {said[0] if said else 'its status does not say why'}")
+        return self
+
+    def events(self) -> list[Object]:
+        """Events of the job, the latest last: ``type``, ``reason``, ``message``, ``count``, ``time``."""
+        with _said(f"list events of {self.name}"):
+            found = self._client._core.list_namespaced_event(
+                self.namespace,
+                field_selector=f"involvedObject.uid={self.body['metadata']['uid']}",
+                _request_timeout=REQUEST_SECONDS,
+            )
+        shown = [
+            {
+                "type": event.type,
+                "reason": event.reason,
+                "message": event.message,
+                "count": event.count or (event.series.count if event.series else 1),
+                "time": event.last_timestamp or event.event_time or event.first_timestamp,
+            }
+            for event in found.items
+        ]
+        return sorted(shown, key=lambda event: (event["time"] is not None, event["time"]))
+
+    def logs(self, *, follow: bool = False, tail: int | None = None) -> Iterator[Line]:
+        """The lines of all workers, by time; those of workers that have ended too, as long as their pods are there.
+
+        Args:
+            follow: go on until the job is over; lines come as they are written.
+            tail: only so many of the latest of each worker.
+        """
+        if not follow:
+            yield from merged({name: self._log(name, tail) for name in self.workers()})
+            return
+        yield from followed(
+            lambda: {str(pod.metadata.name): pod.status.phase in ("Pending", "Running") for pod in self._pods()},
+            lambda name, since: self._stream(name, since, tail),
+            lambda: self.refresh().finished,
+        )
+
+    def _log(self, worker: str, tail: int | None) -> str:
+        with _said(f"read the log of {worker}"):
+            try:
+                return str(
+                    self._client._core.read_namespaced_pod_log(
+                        worker,
+                        self.namespace,
+                        timestamps=True,
+                        tail_lines=tail,
+                        _request_timeout=REQUEST_SECONDS,
+                    )
+                )
+            except kubernetes.ApiException as error:
+                if error.status in (400, 404):  # it has not begun, or is gone meanwhile
+                    return ""
+                raise
+
+    def _stream(self, worker: str, since: str | None, tail: int | None) -> Iterator[str]:
+        """Lines of a worker as they come; it ends with the container, or after some silence."""
+        try:
+            answer = self._client._core.read_namespaced_pod_log(
+                worker,
+                self.namespace,
+                timestamps=True,
+                follow=True,
+                tail_lines=tail if since is None else None,
+                since_seconds=None if since is None else 3_600,
+                _preload_content=False,
+                _request_timeout=(REQUEST_SECONDS, REQUEST_SECONDS),
+            )
+        except (kubernetes.ApiException, urllib3.exceptions.HTTPError):
+            return
+        try:
+            rest = b""
+            for chunk in answer.stream(65_536):
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from (line.decode(errors="replace") for line in lines)
+            if rest:
+                yield rest.decode(errors="replace")
+        except urllib3.exceptions.HTTPError:
+            return
+        finally:
+            answer.release_conn()
+
+    def _pods(self) -> list[Any]:
+        with _said(f"list the workers of {self.name}"):
+            found = self._client._core.list_namespaced_pod(
+                self.namespace,
+                label_selector=f"{LABEL_JOB}={self.name},{LABEL_ROLE}={WORKER}",
+                _request_timeout=REQUEST_SECONDS,
+            )
+        return list(found.items)
+
+    def _await_a_change(self, seconds: float) -> None:
+        with _said(f"watch {self.name}"):
+            stream = watch.Watch().stream(
+                self._client._jobs.list_namespaced_custom_object,
+                GROUP,
+                VERSION,
+                self.namespace,
+                PLURAL,
+                field_selector=f"metadata.name={self.name}",
+                resource_version=self.body["metadata"]["resourceVersion"],
+                timeout_seconds=max(1, int(seconds)),
+                _request_timeout=seconds + REQUEST_SECONDS,
+            )
+            next(iter(stream), None)
+
+    def _patch(self, body: Object, what: str, subresource: str = "") -> None:
+        with _said(what):
+            if subresource == "scale":
+                self._client._jobs.patch_namespaced_custom_object_scale(
+                    GROUP, VERSION, self.namespace, PLURAL, self.name, body, _request_timeout=REQUEST_SECONDS
+                )
+            else:
+                self._client._jobs.patch_namespaced_custom_object(
+                    GROUP, VERSION, self.namespace, PLURAL, self.name, body, _request_timeout=REQUEST_SECONDS
+                )
+
+
+@contextlib.contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Say in one sentence what the API server has against ``what``."""
+    try:
+        yield
+    except kubernetes.ApiException as error:
+        raise ConfigurationError(f"cannot {what}: {_why(error)}") from None
+    except urllib3.exceptions.HTTPError as error:
+        raise VirtualFlowError(f"cannot {what}: the API server does not answer ({error})") from None
+
+
+def _why(error: kubernetes.ApiException) -> str:
+    """The message of its ``Status``, or else the code."""
+    try:
+        message = yaml.safe_load(error.body or "")
+    except yaml.YAMLError:
+        message = None
+    said = message.get("message") if isinstance(message, dict) else None
+    return str(said or f"the API server answered {error.status} {error.reason}")
+
+
+def _read(manifest: Mapping[str, Any] | str | Path) -> Object:
+    if isinstance(manifest, Mapping):
+        body: Any = dict(manifest)
+    else:
+        try:
+            body = yaml.safe_load(Path(manifest).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigurationError(f"{manifest} cannot be read: {error}") from None
+    if (
+        not isinstance(body, dict)
+        or body.get("kind") != "VirtualFlowJob"
+        or not (body.get("metadata") or {}).get("name")
+    ):
+        raise ConfigurationError("that is no VirtualFlowJob with a metadata.name")
+    return body
+
+
+def _namespace_of(file: str | None, context: str | None) -> str:
+    contexts, current = kubeconfigs.list_kube_config_contexts(file)
+    chosen = current if context is None else next(each for each in contexts if each["name"] == context)
+    return str((chosen.get("context") or {}).get("namespace") or "default")
+
+
+def _from_within(error: Exception) -> kubernetes.ApiClient:
+    configuration = kubernetes.Configuration()
+    try:
+        kubeconfigs.load_incluster_config(configuration)
+    except kubeconfigs.ConfigException:
+        raise ConfigurationError(f"no cluster: {error}; give a kubeconfig, or set KUBECONFIG") from None
+    return kubernetes.ApiClient(configuration)
+
+
+def _namespace_within() -> str:
+    return Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()

@@ -1,0 +1,117 @@
+"""Why a job is as it is, in words: its status, its events, and what to do about what is in its way. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+
+from virtualflow.protocol.wording import counted
+
+ADVICE: Mapping[str, str] = MappingProxyType(
+    {
+        "BackOff": "read the traceback in the message",
+        "InvalidSpec": "correct what the message names",
+        "TemplateRejected": "correct the template, or what the message names (a missing service account, an admission "
+        "policy)",
+        "CreationRefused": "raise the quota, or lower `replicas`",
+        "Unschedulable": "see Pods are Pending",
+        "CannotStart": "see CannotStart",
+        "WaitingForWorkers": "look at Progressing",
+        "CoordinatorUnreachable": "see CoordinatorUnreachable",
+        "CoordinatorMisbehaves": "see CoordinatorMisbehaves",
+        "TokenRefused": "see TokenRefused",
+        "ProtocolMismatch": "see ProtocolMismatch",
+        "MetricNotFinite": "lower the learning rate, clip gradients, look at the data; a new job with the same "
+        "`checkpoint.directory` goes on from the newest checkpoint",
+        "CheckpointNotWritten": "free some space, or what the message names",
+        "NoPlanFits": "raise `memory` of the worker group; or make a new job with more virtual nodes",
+        "Suspended": "`suspend: false` resumes",
+        "Queued": "wait, or see A job waits in its queue",
+        "QueueMissing": "make the queue, or correct `queue`",
+        "QueueNotReady": "repair the queue",
+        "NeverFits": "lower `minReplicas`, or enlarge the queue",
+        "WaitsForKueue": "wait, or look at its Workload",
+        "EvictedByKueue": "wait: it goes on by itself once Kueue admits it again",
+        "KueueNotReady": "what the message names",
+        "LimitedByEfficiency": "lower it to have more",
+        "LimitedByKueue": "see Grow",
+        "BackoffLimitExceeded": "correct the script; make a new job",
+        "DeadlineExceeded": "make a new job, with the same `checkpoint.directory` to go on",
+    }
+)
+"""What to do about a reason, as ``docs/reference/reasons.md`` has it; \"see\" names a heading of the guides."""
+
+_GOOD: Mapping[str, str] = MappingProxyType(
+    {"Ready": "True", "Progressing": "True", "Allocated": "True", "Complete": "True"}
+)
+"""Conditions that are as one would have them; of all others, ``False`` is."""
+_QUIET = frozenset({"NotFinished", "NotSuspended", "Finished", "AsWanted", "Starting", "Scaling", "RollingUpdate"})
+_EVENTS = 5
+
+
+def headline(body: Mapping[str, Any]) -> str:
+    """How a job stands, in one line."""
+    status = body.get("status") or {}
+    if not status:
+        return f"{body['metadata']['name']}: no operator has seen it yet"
+    step, total = status.get("step"), status.get("totalSteps")
+    parts = [f"{body['metadata']['name']}: {status.get('phase', 'Pending')}"]
+    if status.get("workers"):
+        parts.append(f"{status['workers']} workers train")
+    if step is not None:
+        parts.append(f"step {step}" + (f" of {total}" if total is not None else ""))
+    return ", ".join(parts)
+
+
+def explain(body: Mapping[str, Any], events: Sequence[Mapping[str, Any]], now: datetime) -> list[str]:
+    """What is the matter with a job, and what would help: lines of text.
+
+    Args:
+        body: the job, as the API server has it.
+        events: of the job, the latest last; see ``Job.events``.
+        now: with a time zone.
+    """
+    lines = [headline(body)]
+    status = body.get("status") or {}
+    if not status:
+        lines.append("  to do: see Nothing happens")
+    for condition in _telling(status.get("conditions") or ()):
+        lines.append(f"  {condition['type']} {condition['status']}, {condition['reason']}: {condition['message']}")
+        if condition["reason"] in ADVICE:
+            lines.append(f"    to do: {ADVICE[condition['reason']]}")
+    change = status.get("lastChange")
+    if change:
+        pause = change.get("pauseMilliseconds")
+        cost = f"pause {pause} ms, " if pause is not None else ""
+        repeated = counted(change.get("repeatedSteps", 0), "step")
+        lines.append(
+            f"  latest change: {change['from']} to {change['to']} workers at step {change['step']} "
+            f"({change['reason']}), {cost}{repeated} repeated"
+        )
+    warnings = [event for event in events if event.get("type") == "Warning"][-_EVENTS:]
+    for event in warnings:
+        times = f" ({event['count']} times)" if (event.get("count") or 1) > 1 else ""
+        lines.append(f"  {age(event.get('time'), now)} ago, {event['reason']}{times}: {event['message']}")
+    return lines
+
+
+def _telling(conditions: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Conditions that say something that is not plain: what is bad first."""
+    told = [each for each in conditions if each["reason"] not in _QUIET or each["status"] == "Unknown"]
+    bad = [each for each in told if each["status"] != _GOOD.get(each["type"], "False")]
+    good = [each for each in told if each not in bad and (each["reason"] in ADVICE or each["type"] == "Allocated")]
+    return [*bad, *good]
+
+
+def age(moment: datetime | str | None, now: datetime) -> str:
+    """How long ago something was, as ``kubectl`` has it: ``45s``, ``12m``, ``3h``, ``2d``."""
+    if moment is None:
+        return "?"
+    at = datetime.fromisoformat(moment) if isinstance(moment, str) else moment
+    seconds = max(0, int((now - (at if at.tzinfo else at.replace(tzinfo=UTC))).total_seconds()))
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"

@@ -1,0 +1,81 @@
+"""Lines of several workers as one log, by the time at which they were written."""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+LOOK_SECONDS = 2.0
+"""Between two looks for workers that are new, while a log is followed."""
+
+
+class Line(NamedTuple):
+    """A line of a worker."""
+
+    time: str
+    """As the kubelet has it (RFC 3339 with nanoseconds): in the order of their letters they are in that of time."""
+    worker: str
+    text: str
+
+    @classmethod
+    def read(cls, worker: str, stamped: str) -> Line:
+        """Take the time off a line that the API server has put it before."""
+        time, _, text = stamped.partition(" ")
+        return cls(time, worker, text)
+
+
+def merged(logs: Mapping[str, str]) -> Iterator[Line]:
+    """All lines of the logs of workers, by time; lines of one worker stay in their order."""
+    parts = ([Line.read(worker, line) for line in log.splitlines()] for worker, log in logs.items())
+    yield from heapq.merge(*parts, key=lambda line: line.time)
+
+
+def followed(
+    workers: Callable[[], Mapping[str, bool]],
+    stream: Callable[[str, str | None], Iterator[str]],
+    finished: Callable[[], bool],
+) -> Iterator[Line]:
+    """Lines as they come, of all workers that there are and that come, until the job is over and all has been read.
+
+    Args:
+        workers: which pods there are, and whether each may still write.
+        stream: lines of one, from the time that is given (some earlier ones may come again); it ends with the worker,
+            or earlier.
+        finished: whether the job is over.
+    """
+    found: queue.SimpleQueue[Line] = queue.SimpleQueue()
+    readers: dict[str, threading.Thread] = {}
+    latest: dict[str, str] = {}
+    whole: set[str] = set()
+    """Those that had ended when the latest reading of their log began."""
+
+    def read(worker: str) -> None:
+        since = latest.get(worker)
+        for stamped in stream(worker, since):
+            line = Line.read(worker, stamped)
+            if since is None or line.time > since:
+                latest[worker] = line.time
+                found.put(line)
+
+    def drain(seconds: float) -> Iterator[Line]:
+        while True:
+            try:
+                yield found.get(timeout=seconds)
+            except queue.Empty:
+                return
+
+    while True:
+        over = finished()
+        for worker, runs in workers().items():
+            if worker not in whole and not (worker in readers and readers[worker].is_alive()):
+                if not runs:
+                    whole.add(worker)
+                readers[worker] = threading.Thread(target=read, args=(worker,), name=f"log of {worker}", daemon=True)
+                readers[worker].start()
+        yield from drain(LOOK_SECONDS)
+        if over and not any(reader.is_alive() for reader in readers.values()) and whole >= readers.keys():
+            yield from drain(0.0)
+            return

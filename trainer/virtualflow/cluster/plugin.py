@@ -1,0 +1,134 @@
+"""``kubectl vf``: jobs at a glance, why one is as it is, and what one does to it by hand.
+
+``kubectl`` finds it by its name, ``kubectl-vf`` on the PATH. Exit codes are those of ``virtualflow``: 0 success, 1 no
+success, 2 the request makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Parser, complain
+
+if TYPE_CHECKING:
+    from virtualflow.cluster import Client
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the plugin; the exit code."""
+    given = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    try:
+        from virtualflow.cluster import Client
+    except ImportError as error:
+        complain(str(error))
+        return EXIT_USAGE
+    try:
+        with Client(kubeconfig=given.kubeconfig, context=given.context, namespace=given.namespace) as client:
+            action: Callable[[Client, argparse.Namespace], int] = given.action
+            return action(client, given)
+    except ConfigurationError as error:
+        complain(str(error))
+        return EXIT_USAGE
+    except (VirtualFlowError, TimeoutError) as error:
+        complain(str(error))
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # nobody reads any more, of whatever is left
+        return 141
+
+
+def parser() -> Parser:
+    """What may be said."""
+    made = Parser(prog="kubectl vf", description="VirtualFlow jobs of a cluster.", allow_abbrev=False)
+    common = Parser(add_help=False)
+    common.add_argument("--kubeconfig", metavar="FILE", help="as of kubectl")
+    common.add_argument("--context", metavar="NAME", help="as of kubectl")
+    common.add_argument("-n", "--namespace", metavar="NAME", help="as of kubectl")
+    commands = made.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+
+    def add(name: str, action: Callable[..., int], text: str, *, job: bool = True) -> Parser:
+        command = commands.add_parser(name, help=text, description=text, parents=[common], allow_abbrev=False)
+        command.set_defaults(action=action)
+        if job:
+            command.add_argument("job", metavar="JOB")
+        return command
+
+    top = add("top", _top, "show all jobs: those that train first, the fastest first", job=False)
+    top.add_argument("-A", "--all-namespaces", action="store_true", help="of all namespaces")
+    add("why", _why, "say why a job is as it is, and what would help")
+    logs = add("logs", _logs, "print the logs of all workers as one, by time")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the job is over")
+    logs.add_argument("--tail", type=int, metavar="N", help="only the latest N lines of each worker")
+    add("scale", _scale, "change the number of workers").add_argument("workers", type=int, metavar="N")
+    drain = add("drain", _drain, "let a worker leave; another one takes its place")
+    drain.add_argument("worker", metavar="POD")
+    add("suspend", _suspend, "stop a job behind a step, with a checkpoint, and give its pods back")
+    add("resume", _resume, "let a suspended job go on")
+    wait = add("wait", _wait, "wait until a job is over; exit code 1 if it has failed")
+    wait.add_argument("--timeout", type=float, metavar="S", help="for S seconds at most")
+    return made
+
+
+def _top(client: Client, given: argparse.Namespace) -> int:
+    from virtualflow.cluster.tables import job_rows, table
+
+    jobs = client.jobs(everywhere=given.all_namespaces)
+    if not jobs:
+        where = "any namespace" if given.all_namespaces else f"the namespace {client.namespace}"
+        print(f"There are no jobs in {where}.", file=sys.stderr)
+        return 0
+    print(table(job_rows([job.body for job in jobs], datetime.now(UTC), namespaces=given.all_namespaces)))
+    return 0
+
+
+def _why(client: Client, given: argparse.Namespace) -> int:
+    from virtualflow.cluster.explanation import explain
+
+    job = client.job(given.job)
+    print("\n".join(explain(job.body, job.events(), datetime.now(UTC))))
+    return 0
+
+
+def _logs(client: Client, given: argparse.Namespace) -> int:
+    job = client.job(given.job)
+    prefix = f"{job.name}-"
+    for line in job.logs(follow=given.follow, tail=given.tail):
+        print(f"[{line.worker.removeprefix(prefix)}] {line.text}", flush=given.follow)
+    return 0
+
+
+def _scale(client: Client, given: argparse.Namespace) -> int:
+    client.job(given.job).scale(given.workers)
+    print(f"{given.job}: {given.workers} workers wanted")
+    return 0
+
+
+def _drain(client: Client, given: argparse.Namespace) -> int:
+    client.job(given.job).drain(given.worker)
+    print(f"{given.job}: {given.worker} is asked to leave")
+    return 0
+
+
+def _suspend(client: Client, given: argparse.Namespace) -> int:
+    client.job(given.job).suspend()
+    print(f"{given.job}: to be suspended")
+    return 0
+
+
+def _resume(client: Client, given: argparse.Namespace) -> int:
+    client.job(given.job).resume()
+    print(f"{given.job}: to go on")
+    return 0
+
+
+def _wait(client: Client, given: argparse.Namespace) -> int:
+    job = client.job(given.job).wait(given.timeout)
+    print(f"{job.name}: {job.phase}, step {job.status.get('step', '?')}, digest {job.status.get('digest', '?')}")
+    return 0
