@@ -129,7 +129,9 @@ def usage(command: str) -> str:
     ).stdout
 
 
-@pytest.mark.parametrize("command", ["run", "status", "scale", "drain", "profile", "plan", "export", "coordinator"])
+@pytest.mark.parametrize(
+    "command", ["run", "status", "scale", "drain", "profile", "plan", "report", "export", "coordinator"]
+)
 def test_every_option_of_a_command_is_documented_and_no_other(command: str) -> None:
     heading = f"## virtualflow {'status, scale, drain' if command in ('status', 'scale', 'drain') else command}"
     documented = set(re.findall(r"(?<![\w`-])`?(--?[a-z][a-z-]*)", part("docs/reference/cli.md", heading)))

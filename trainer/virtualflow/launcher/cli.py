@@ -1,5 +1,5 @@
-"""The command line: ``virtualflow run``, ``check``, ``bisect``, ``profile``, ``plan``, ``explain``, ``status``,
-``scale``, ``drain``, ``coordinator`` and ``turns``.
+"""The command line: ``virtualflow run``, ``check``, ``bisect``, ``profile``, ``plan``, ``explain``, ``report``,
+``status``, ``scale``, ``drain``, ``coordinator`` and ``turns``.
 
 Commands of other parts of the project (``virtualflow export``, ``simulate``) are found by the entry points of the group
 :data:`COMMANDS`: the command line knows their names, and nothing of what they do.
@@ -89,6 +89,7 @@ def parser(settings: LauncherSettings) -> Parser:
         "profile": _profile,
         "plan": _plan,
         "explain": _explain,
+        "report": _report,
         "status": _status,
         "scale": _scale,
         "drain": _drain,
@@ -156,6 +157,21 @@ def _bisect(arguments: argparse.Namespace, _: LauncherSettings) -> int:
     from virtualflow.launcher.check import bisect
 
     return bisect(arguments)
+
+
+def _report(arguments: argparse.Namespace, _: LauncherSettings) -> int:
+    from virtualflow.atomic_file import write_whole
+    from virtualflow.launcher.report_page import page, read_report
+
+    source = arguments.report
+    target = arguments.html if arguments.html is not None else source.with_suffix(".html")
+    try:
+        report = read_report(source.read_bytes(), str(source))
+        write_whole(target, page(report).encode())
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename or target}: {error.strerror}") from None
+    print(target)
+    return 0
 
 
 def _status(arguments: argparse.Namespace, settings: LauncherSettings) -> int:

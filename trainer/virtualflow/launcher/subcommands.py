@@ -67,6 +67,7 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
     _add_profile(add("profile", "measure a script on this device, for jobs to come"))
     _add_plan(add("plan", "say what fits into a device's memory, and which devices are worth asking for"))
     _add_explain(add("explain", "run two steps of a script, and say how its gradients travel and why"))
+    _add_report(add("report", "make a page of the report of a job that is over"))
     status = add("status", "show what a running job is doing")
     status.add_argument("job", nargs="?", metavar="NAME", help="of the job; not needed when only one is running")
     status.add_argument("--json", action="store_true", help="all of it, as JSON")
@@ -294,6 +295,12 @@ def _add_bisect(parser: Parser) -> None:
     )
     parser.add_argument("one", metavar="DIR", help="the trace of a run")
     parser.add_argument("two", metavar="DIR", help="the trace of another")
+
+
+def _add_report(parser: Parser) -> None:
+    parser.description = "Make one HTML file of what virtualflow run --report has written; it loads nothing."
+    parser.add_argument("report", type=Path, metavar="REPORT.json", help="the report")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: beside the report)")
 
 
 def _add_profile(parser: Parser) -> None:

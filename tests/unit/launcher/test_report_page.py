@@ -1,0 +1,144 @@
+"""A job's report as a page: what is on it, and that it is a page whatever is in the report."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.launcher import cli
+from virtualflow.launcher.report_page import ChangeEntry, Report, page, read_report
+
+VOID = {"meta"}
+
+REPORT: dict[str, Any] = {
+    "job": "digits",
+    "phase": "done",
+    "digest": "5eb2afcb" * 8,
+    "steps": 600,
+    "total_steps": 600,
+    "virtual_nodes": 8,
+    "reproducibility": "bitwise",
+    "changes": [
+        {"step": 100, "from": 2, "to": 3, "cause": "join", "reason": "worker-2 joins", "pause_ms": 41.2},
+        {"step": 250, "from": 3, "to": 2, "cause": "lost", "reason": "worker-1 <was> killed", "repeated_steps": 1},
+    ],
+    "repeated_steps": 1,
+    "repeated_virtual_nodes": 3,
+    "step_ms": 8.4,
+    "pace_ms": {"worker-0": 1.5, "worker-2": 3.0},
+    "metrics": {"loss": 0.0123, "accuracy": None},
+    "pids": {"worker-0": [1]},
+    "seconds": 12.4,
+    "error": None,
+}
+
+
+class Reader(HTMLParser):
+    """Checks that what is opened is closed, and remembers what a browser would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        assert tag != "script"
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read(content: str) -> Reader:
+    reader = Reader()
+    reader.feed(content)
+    reader.close()
+    assert (reader.open, reader.loads) == ([], [])
+    return reader
+
+
+def test_what_happened_is_on_the_page_and_in_words() -> None:
+    content = page(read_report(json.dumps(REPORT).encode(), "job.json"))
+    text = " ".join(read(content).text)
+    for said in (
+        "600 steps in 12.4 s on 2 to 3 workers: 2 membership changes, 1 step repeated.",
+        "2 → 3",
+        "worker-1 <was> killed",
+        "41.2 ms",
+        "no survivor",
+        "not finite",
+        "5eb2afcb" * 8,
+    ):
+        assert said in text
+    assert "url(" not in content
+    assert "@import" not in content
+
+
+def test_a_job_without_changes_has_no_empty_pictures() -> None:
+    text = " ".join(read(page(Report("a", "waiting", 0, 0.0))).text)
+    assert "Workers over steps" not in text
+    assert "0 steps in 0.0 s: 0 membership changes, 0 steps repeated." in text
+
+
+@given(
+    st.builds(
+        Report,
+        job=st.text(max_size=20),
+        phase=st.text(max_size=10),
+        steps=st.integers(0, 10**9),
+        seconds=st.floats(0, 1e7),
+        changes=st.lists(
+            st.builds(
+                ChangeEntry,
+                step=st.integers(0, 10**9),
+                before=st.integers(0, 4_096),
+                to=st.integers(0, 4_096),
+                cause=st.text(max_size=8),
+                reason=st.text(max_size=20),
+                pause_ms=st.none() | st.floats(0, 1e7),
+            ),
+            max_size=5,
+        ),
+        pace_ms=st.dictionaries(st.text(max_size=5), st.floats(0, 1e6), max_size=3),
+        metrics=st.dictionaries(st.text(max_size=5), st.none() | st.floats(-1e9, 1e9), max_size=3),
+        error=st.none() | st.text(max_size=40),
+    )
+)
+def test_any_report_is_a_page(report: Report) -> None:
+    read(page(report))
+
+
+def test_the_command_writes_beside_the_report_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(REPORT))
+    assert cli.main(["report", str(tmp_path / "job.json")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'job.html'}\n"
+    assert (tmp_path / "job.html").read_text().startswith("<!doctype html>")
+    assert cli.main(["report", str(tmp_path / "job.json"), "--html", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").exists()
+
+
+def test_what_is_no_report_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.json").write_text('{"job": "x"}')
+    with pytest.raises(ConfigurationError, match=r"is no report of virtualflow run --report: .*phase"):
+        read_report(b'{"job": "x"}', "job.json")
+    assert cli.main(["report", str(tmp_path / "job.json")]) == 2
+    assert cli.main(["report", str(tmp_path / "gone.json")]) == 2
+    assert "gone.json: No such file" in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""A job's report as a page: one file that loads nothing, for a browser, a mail or an archive. Pure.
+
+It is readable without colours and by a screen reader: what a picture shows stands in a table, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+import msgspec
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.metrics import show_metric
+from virtualflow.protocol.wording import counted
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 900, 240, 44, 34, 12
+"""Of a picture, in its own units."""
+_TICKS = 6
+_COLOURS = {"join": "join", "drain": "drain", "lost": "loss", "broken": "loss", "restart": "loss", "rebalance": "moved"}
+"""By cause; others share one."""
+
+
+class ChangeEntry(msgspec.Struct, frozen=True, rename={"before": "from"}):
+    """A membership change, as a report has it."""
+
+    step: int
+    before: int
+    to: int
+    cause: str = ""
+    reason: str = ""
+    pause_ms: float | None = None
+    repeated_steps: int = 0
+    repeated_virtual_nodes: int = 0
+    state_bytes: int | None = None
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a page shows of a report; what else is in it is left out."""
+
+    job: str
+    phase: str
+    steps: int
+    seconds: float
+    digest: str | None = None
+    total_steps: int | None = None
+    virtual_nodes: int | None = None
+    reproducibility: str | None = None
+    changes: list[ChangeEntry] = []
+    repeated_steps: int = 0
+    repeated_virtual_nodes: int = 0
+    step_ms: float | None = None
+    predicted_step_ms: float | None = None
+    pace_ms: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
+    error: str | None = None
+
+
+def read_report(content: bytes, name: str) -> Report:
+    """What ``virtualflow run --report`` wrote.
+
+    Args:
+        content: of the file.
+        name: what it is called in a complaint.
+
+    Raises:
+        ConfigurationError: it is no report.
+    """
+    try:
+        return msgspec.json.decode(content, type=Report)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"{name} is no report of virtualflow run --report: {error}") from None
+
+
+def page(report: Report) -> str:
+    """The whole page, as HTML."""
+    parts = [_head(report), _facts(report)]
+    if report.error:
+        parts.append(f"<section><h2>Error</h2><pre>{escape(report.error)}</pre></section>")
+    if report.changes:
+        parts += [_workers(report), _changes(report.changes)]
+    if report.pace_ms:
+        parts.append(_paces(report.pace_ms))
+    if report.metrics:
+        rows = [(name, "not finite" if v is None else show_metric(v, 6)) for name, v in sorted(report.metrics.items())]
+        parts.append(_section("Metrics of the last step", _table(("metric", "value"), rows, numbers={1})))
+    title = escape(f"{report.job}: {report.phase}")
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _head(report: Report) -> str:
+    sizes = {size for change in report.changes for size in (change.before, change.to) if size}
+    workers = f" on {min(sizes)} to {counted(max(sizes), 'worker')}" if len(sizes) > 1 else ""
+    repeated = f"{counted(report.repeated_steps, 'step')} repeated"
+    sentence = (
+        f"{counted(report.steps, 'step')} in {_seconds(report.seconds)}{workers}: "
+        f"{counted(len(report.changes), 'membership change')}, {repeated}."
+    )
+    name, phase = escape(report.job), escape(report.phase)
+    return f'<header><h1>{name} <span class="phase {phase}">{phase}</span></h1><p>{escape(sentence)}</p></header>'
+
+
+def _facts(report: Report) -> str:
+    facts: list[tuple[str, str | None]] = [
+        ("Digest", report.digest),
+        ("Virtual nodes", None if report.virtual_nodes is None else str(report.virtual_nodes)),
+        ("Reproducibility", report.reproducibility),
+        ("Steps", f"{report.steps} of {report.total_steps}" if report.total_steps else str(report.steps)),
+        ("Step, median", None if report.step_ms is None else _milliseconds(report.step_ms)),
+        ("Step, predicted", None if report.predicted_step_ms is None else _milliseconds(report.predicted_step_ms)),
+        ("Virtual nodes computed again", str(report.repeated_virtual_nodes)),
+    ]
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts if value is not None
+    )
+    return f"<dl>{items}</dl>"
+
+
+def _workers(report: Report) -> str:
+    """How many workers there were over the steps, as a picture; the table below it says the same."""
+    changes = sorted(report.changes, key=lambda change: change.step)
+    last = max(report.steps, changes[-1].step, 1)
+    most = max(max(change.before, change.to) for change in changes)
+
+    def x(step: float) -> float:
+        return round(_LEFT + (_WIDTH - _LEFT - 10) * step / last, 1)
+
+    def y(workers: float) -> float:
+        return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - workers / max(most, 1)), 1)
+
+    drawn = []
+    for workers in _ticks(most):
+        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y(workers)}" y2="{y(workers)}"/>')
+        drawn.append(f'<text x="{_LEFT - 8}" y="{y(workers) + 4}" text-anchor="end">{workers}</text>')
+    for step in _ticks(last):
+        drawn.append(f'<text x="{x(step)}" y="{_HEIGHT - 12}" text-anchor="middle">{step}</text>')
+    path = [f"M{x(0)},{y(changes[0].before)}"]
+    for change in changes:
+        path.append(f"H{x(change.step)}V{y(change.to)}")
+    path.append(f"H{x(last)}")
+    drawn.append(f'<path d="{"".join(path)}"/>')
+    for change in changes:
+        what = escape(f"step {change.step}: {change.before} to {change.to} ({change.reason or change.cause})")
+        kind = _COLOURS.get(change.cause, "other")
+        at = f'cx="{x(change.step)}" cy="{y(change.to)}"'
+        drawn.append(f'<circle class="{kind}" {at} r="5"><title>{what}</title></circle>')
+    label = escape(f"Workers over {counted(last, 'step')}, at most {most}; each change is in the table below.")
+    picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    return _section("Workers over steps", picture)
+
+
+def _changes(changes: Sequence[ChangeEntry]) -> str:
+    rows = [
+        (
+            str(change.step),
+            f"{change.before} → {change.to}",
+            change.cause,
+            change.reason,
+            "no survivor" if change.pause_ms is None else _milliseconds(change.pause_ms),
+            str(change.repeated_steps),
+            str(change.repeated_virtual_nodes),
+            "" if not change.state_bytes else f"{change.state_bytes / 1e6:.3g} MB",
+        )
+        for change in changes
+    ]
+    names = ("step", "workers", "cause", "why", "pause", "steps repeated", "virtual nodes again", "state sent")
+    return _section("Membership changes", _table(names, rows, numbers={0, 4, 5, 6, 7}))
+
+
+def _paces(paces: dict[str, float]) -> str:
+    slowest = max(paces.values()) or 1.0
+    rows = [
+        (name, _milliseconds(value), f'<span class="bar" style="width:{100 * value / slowest:.0f}%"></span>')
+        for name, value in sorted(paces.items())
+    ]
+    return _section("Milliseconds a virtual node", _table(("worker", "pace", ""), rows, numbers={1}, raw={2}))
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def _table(
+    names: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: Iterable[int] = (),
+    raw: Iterable[int] = (),
+) -> str:
+    """A table that scrolls by itself where it is too wide.
+
+    Args:
+        names: of its columns.
+        rows: of as many texts.
+        numbers: columns that are set to the right.
+        raw: columns that are HTML already.
+    """
+    right, plain = set(numbers), set(raw)
+    head = "".join(f'<th scope="col"{_class(place in right)}>{escape(name)}</th>' for place, name in enumerate(names))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td{_class(place in right)}>{cell if place in plain else escape(cell)}</td>"
+            for place, cell in enumerate(row)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _class(right: bool) -> str:
+    return ' class="number"' if right else ""
+
+
+def _ticks(most: int) -> list[int]:
+    """Round numbers from 0 to ``most``, about as many as :data:`_TICKS`."""
+    size = 1
+    while most / size > _TICKS:
+        size = {1: 2, 2: 5, 5: 10}[int(str(size)[0])] * 10 ** (len(str(size)) - 1)
+    return list(range(0, most + 1, size))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.0f} min" if value < 7_200 else f"{value / 3_600:.1f} h"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.3g} ms" if value < 1_000 else f"{value / 1_000:.3g} s"
+
+
+_STYLE = """
+:root{color-scheme:light dark;--text:#1c1e26;--soft:#5a6072;--ground:#fff;--panel:#f4f5f9;--line:#d5d8e3;--ink:#3f51b5;
+--join:#1b7f3b;--drain:#8a5a00;--loss:#b3261e;--moved:#6a3fb5}
+@media(prefers-color-scheme:dark){:root{--text:#e6e8f0;--soft:#a5abbd;--ground:#14161d;--panel:#1e212b;--line:#363b4a;
+--ink:#9fa8ff;--join:#6fd08c;--drain:#e5b567;--loss:#ff8a80;--moved:#c3a5ff}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--ground);color:var(--text);font:16px/1.5 system-ui,sans-serif}
+main{max-width:60rem;margin:0 auto;padding:1.5rem 1rem}
+h1{font-size:1.6rem;margin:0}h2{font-size:1.15rem;margin:2rem 0 .5rem}
+.phase{font-size:.9rem;font-weight:600;padding:.15rem .6rem;border-radius:1rem;background:var(--panel);color:var(--ink)}
+.phase.failed{color:var(--loss)}.phase.done{color:var(--join)}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(11rem,1fr));gap:.75rem;margin:1rem 0}
+dl div{background:var(--panel);border-radius:.5rem;padding:.6rem .8rem}
+dl div:first-child{grid-column:1/-1}
+dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
+pre{background:var(--panel);padding:.8rem;border-radius:.5rem;white-space:pre-wrap;overflow-wrap:anywhere}
+svg{width:100%;height:auto}svg text{fill:var(--soft);font-size:13px}
+svg .grid{stroke:var(--line)}svg path{fill:none;stroke:var(--ink);stroke-width:2.5}
+circle{fill:var(--soft);stroke:var(--ground);stroke-width:1.5}
+circle.join{fill:var(--join)}circle.drain{fill:var(--drain)}circle.loss{fill:var(--loss)}
+circle.moved{fill:var(--moved)}
+.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.92rem}
+th,td{text-align:left;padding:.35rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}
+th{color:var(--soft);font-weight:600}.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.bar{display:block;height:.7rem;border-radius:.2rem;background:var(--ink);min-width:2px}
+td:has(.bar){width:50%;vertical-align:middle}
+:focus-visible{outline:2px solid var(--ink)}
+"""
