@@ -189,7 +189,7 @@ def agree(
 
 def fresh(count: int) -> list[Reducer]:
     """Reducers that have measured nothing yet."""
-    probe = ProbeSettings(rounds=2, large=1 << 12, added=1 << 12)
+    probe = ProbeSettings(rounds=2, large=1 << 12, added=1 << 12, worthwhile=1 << 14)
     settings = ReductionSettings(exchange=Exchange("gather"), probe=probe)
     return [Reducer(CanonicalSummation(NODES), settings) for _ in range(count)]
 

@@ -60,9 +60,9 @@ class ProbeSettings:
     """Bytes that show the bandwidth: a millisecond at 10 Gbit/s, well above what latency varies by."""
     added: int = 1 << 22
     """Bytes that are added: more than what stays in a core's cache, as gradients do not."""
-    worthwhile: int = 1 << 14
-    """Where all sums of all workers have fewer bytes than that, nothing is measured: latency alone decides, and the
-    fewest trips have least of it."""
+    worthwhile: int = 1 << 20
+    """Where all sums of all workers have fewer bytes than that, nothing is measured: when a worker joins, all wait for
+    it as long as several such steps take, and no way to travel is better by much."""
 
 
 @dataclass(frozen=True)
