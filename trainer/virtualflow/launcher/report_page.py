@@ -14,7 +14,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.metrics import show_metric
 from virtualflow.protocol.wording import counted
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 900, 240, 44, 34, 12
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 900, 240, 44, 30, 34, 12
 """Of a picture, in its own units."""
 _TICKS = 6
 _COLOURS = {"join": "join", "drain": "drain", "lost": "loss", "broken": "loss", "restart": "loss", "rebalance": "moved"}
@@ -127,14 +127,14 @@ def _workers(report: Report) -> str:
     most = max(max(change.before, change.to) for change in changes)
 
     def x(step: float) -> float:
-        return round(_LEFT + (_WIDTH - _LEFT - 10) * step / last, 1)
+        return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last, 1)
 
     def y(workers: float) -> float:
         return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - workers / max(most, 1)), 1)
 
     drawn = []
     for workers in _ticks(most):
-        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y(workers)}" y2="{y(workers)}"/>')
+        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(workers)}" y2="{y(workers)}"/>')
         drawn.append(f'<text x="{_LEFT - 8}" y="{y(workers) + 4}" text-anchor="end">{workers}</text>')
     for step in _ticks(last):
         drawn.append(f'<text x="{x(step)}" y="{_HEIGHT - 12}" text-anchor="middle">{step}</text>')
@@ -150,7 +150,7 @@ def _workers(report: Report) -> str:
         drawn.append(f'<circle class="{kind}" {at} r="5"><title>{what}</title></circle>')
     label = escape(f"Workers over {counted(last, 'step')}, at most {most}; each change is in the table below.")
     picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
-    return _section("Workers over steps", picture)
+    return _section("Workers over steps", f'<div class="wide" tabindex="0">{picture}</div>')
 
 
 def _changes(changes: Sequence[ChangeEntry]) -> str:
@@ -160,10 +160,10 @@ def _changes(changes: Sequence[ChangeEntry]) -> str:
             f"{change.before} → {change.to}",
             change.cause,
             change.reason,
-            "no survivor" if change.pause_ms is None else _milliseconds(change.pause_ms),
+            _pause(change),
             str(change.repeated_steps),
             str(change.repeated_virtual_nodes),
-            "" if not change.state_bytes else f"{change.state_bytes / 1e6:.3g} MB",
+            _bytes(change.state_bytes or 0),
         )
         for change in changes
     ]
@@ -225,6 +225,16 @@ def _ticks(most: int) -> list[int]:
     return list(range(0, most + 1, size))
 
 
+def _pause(change: ChangeEntry) -> str:
+    if change.pause_ms is None:
+        return "no survivor" if change.before else ""
+    return _milliseconds(change.pause_ms)
+
+
+def _bytes(size: int) -> str:
+    return "" if not size else f"{size / 1e6:.3g} MB" if size >= 1e6 else f"{size / 1e3:.3g} kB"
+
+
 def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.0f} min" if value < 7_200 else f"{value / 3_600:.1f} h"
 
@@ -244,12 +254,12 @@ main{max-width:60rem;margin:0 auto;padding:1.5rem 1rem}
 h1{font-size:1.6rem;margin:0}h2{font-size:1.15rem;margin:2rem 0 .5rem}
 .phase{font-size:.9rem;font-weight:600;padding:.15rem .6rem;border-radius:1rem;background:var(--panel);color:var(--ink)}
 .phase.failed{color:var(--loss)}.phase.done{color:var(--join)}
-dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(11rem,1fr));gap:.75rem;margin:1rem 0}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.75rem;margin:1rem 0}
 dl div{background:var(--panel);border-radius:.5rem;padding:.6rem .8rem}
 dl div:first-child{grid-column:1/-1}
 dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
 pre{background:var(--panel);padding:.8rem;border-radius:.5rem;white-space:pre-wrap;overflow-wrap:anywhere}
-svg{width:100%;height:auto}svg text{fill:var(--soft);font-size:13px}
+svg{width:100%;min-width:34rem;height:auto;display:block}svg text{fill:var(--soft);font-size:13px}
 svg .grid{stroke:var(--line)}svg path{fill:none;stroke:var(--ink);stroke-width:2.5}
 circle{fill:var(--soft);stroke:var(--ground);stroke-width:1.5}
 circle.join{fill:var(--join)}circle.drain{fill:var(--drain)}circle.loss{fill:var(--loss)}
