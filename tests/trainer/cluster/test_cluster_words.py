@@ -88,6 +88,12 @@ def test_a_job_that_nobody_has_seen_says_so() -> None:
     assert explain(job(), [], NOW) == ["digits: no operator has seen it yet", "  to do: see Nothing happens"]
 
 
+def test_of_a_job_that_is_over_nobody_trains_and_that_goes_without_saying() -> None:
+    assert explain(job(phase="Complete", workers="0/2", step=9, totalSteps=9), [], NOW) == [
+        "digits: Complete, step 9 of 9"
+    ]
+
+
 def test_jobs_that_train_come_first_the_fastest_first() -> None:
     bodies = [
         job("waits", phase="Pending"),

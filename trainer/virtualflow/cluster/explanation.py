@@ -58,7 +58,7 @@ def headline(body: Mapping[str, Any]) -> str:
         return f"{body['metadata']['name']}: no operator has seen it yet"
     step, total = status.get("step"), status.get("totalSteps")
     parts = [f"{body['metadata']['name']}: {status.get('phase', 'Pending')}"]
-    if status.get("workers"):
+    if status.get("workers") and status.get("phase") not in ("Complete", "Failed"):
         parts.append(f"{status['workers']} workers train")
     if step is not None:
         parts.append(f"step {step}" + (f" of {total}" if total is not None else ""))
