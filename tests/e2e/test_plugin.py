@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from cluster import Object, until
-from cluster_jobs import Job, digits
+from cluster_jobs import Job, container, digits
 from installation import Installed
 
 from virtualflow.cluster import Client
@@ -18,7 +18,10 @@ Start = Callable[[Object], Job]
 def test_a_job_is_followed_drained_and_explained(
     installed: Installed, start: Start, reference: Callable[[Object], str]
 ) -> None:
-    made = start(digits("digits", steps=600, pause=0.05))
+    manifest = digits("digits", steps=600, pause=0.05)
+    command = container(manifest)["command"]
+    command[-1] = f"print('it begins', flush=True)\n{command[-1]}"
+    made = start(manifest)
     made.wait_training(2, 240)
     with Client(kubeconfig=installed.cluster.kubeconfig, namespace=made.namespace) as client:
         job = client.job("digits")
@@ -40,6 +43,6 @@ def test_a_job_is_followed_drained_and_explained(
         reader.join(60)
         assert not reader.is_alive(), "it ends with the job"
         (third,) = set(job.workers()) - {first}
-        assert any(line.startswith(f"{first}: ") for line in lines)
-        assert any(line.startswith(f"{third}: ") for line in lines), "it came later"
+        begun = sorted(line for line in lines if line.endswith(": it begins"))
+        assert begun == sorted(f"{worker}: it begins" for worker in (first, second, third)), "of everybody, and once"
         assert main(["why", "--kubeconfig", installed.cluster.kubeconfig, "-n", made.namespace, "digits"]) == 0

@@ -212,6 +212,7 @@ def test_three_jobs_share_three_nodes_by_their_weights_to_the_bits_of_undisturbe
     sharing.settle(light=2, middle=4)
     ends["middle"] = sharing.finish("middle")
     sharing.follow("the end of the second", SECONDS, light=6)
+    sharing.settle(light=6)
     ends["light"] = sharing.finish("light")
     for name, status in ends.items():
         assert status["digest"] == undisturbed[name], f"{name} ended in other bits"

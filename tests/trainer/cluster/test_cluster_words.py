@@ -127,7 +127,7 @@ def test_logs_are_one_by_time() -> None:
 
 
 def test_a_log_that_is_followed_has_each_line_of_everybody_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream breaks off, and begins again with lines that are known; a worker comes late; the job ends."""
+    """A stream breaks off, and begins again with lines that are known; a pod goes, one comes late; the job ends."""
     monkeypatch.setattr("virtualflow.cluster.logs.LOOK_SECONDS", 0.05)
     readings: dict[str, int] = {}
     over = threading.Event()
@@ -143,13 +143,16 @@ def test_a_log_that_is_followed_has_each_line_of_everybody_once(monkeypatch: pyt
             over.set()
 
     def workers() -> dict[str, bool]:
-        names = ["first", "late"] if readings.get("first", 0) > 1 else ["first"]
+        again = min(readings.get(name, 0) for name in ("first", "gone")) > 1
+        names = ["first", "late"] if again else ["first", "gone"]
         return {name: not over.is_set() for name in names}
 
     found = list(followed(workers, stream, over.is_set))
     assert sorted((line.worker, line.text) for line in found) == [
         ("first", "begins"),
         ("first", "goes on"),
+        ("gone", "begins"),
+        ("gone", "goes on"),
         ("late", "begins"),
         ("late", "goes on"),
     ]

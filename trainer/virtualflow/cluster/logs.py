@@ -69,13 +69,14 @@ def followed(
 
     while True:
         over = finished()
-        for worker, runs in workers().items():
+        here = workers()
+        for worker, runs in here.items():
             if worker not in whole and not (worker in readers and readers[worker].is_alive()):
                 if not runs:
                     whole.add(worker)
                 readers[worker] = threading.Thread(target=read, args=(worker,), name=f"log of {worker}", daemon=True)
                 readers[worker].start()
         yield from drain(LOOK_SECONDS)
-        if over and not any(reader.is_alive() for reader in readers.values()) and whole >= readers.keys():
+        if over and not any(reader.is_alive() for reader in readers.values()) and whole >= here.keys():
             yield from drain(0.0)
             return
