@@ -108,6 +108,12 @@ def test_who_waits_hears_of_the_end_and_of_why(client: Client) -> None:
     write_status(client, "broken", phase="Failed", conditions=[failed | {"lastTransitionTime": "2026-11-24T11:00:00Z"}])
     with pytest.raises(VirtualFlowError, match=f"broken has failed: {message}"):
         client.job("broken").wait(30)
+    gone = client.submit(manifest("gone"))
+    deletion = threading.Timer(0.3, client.job("gone").delete)
+    deletion.start()
+    with pytest.raises(VirtualFlowError, match="gone is not there any more: it was deleted"):
+        gone.wait(30)
+    deletion.join()
 
 
 def test_a_worker_is_drained_by_an_eviction(client: Client) -> None:

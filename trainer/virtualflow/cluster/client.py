@@ -203,11 +203,14 @@ class Job:
             VirtualFlowError: it has failed, or was deleted; the message says why.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
-        while not self.refresh().finished:
+        while True:
+            version = self._look()
+            if self.finished:
+                break
             left = REQUEST_SECONDS if deadline is None else min(REQUEST_SECONDS, deadline - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"{self.name} is {self.phase} after {seconds:g} s")
-            self._await_a_change(left)
+            self._await_a_change(version, left)
         if self.phase == "Failed":
             said = [c["message"] for c in self.status.get("conditions", ()) if c["type"] == "Failed"]
             raise VirtualFlowError(f"{self.name} has failed: {said[0] if said else 'its status does not say why'}")
@@ -302,7 +305,23 @@ class Job:
             )
         return list(found.items)
 
-    def _await_a_change(self, seconds: float) -> None:
+    def _look(self) -> str:
+        """Look again; since which version of the whole list to watch (the job's own may be long forgotten)."""
+        with _said(f"read the job {self.name} in the namespace {self.namespace}"):
+            found = self._client._jobs.list_namespaced_custom_object(
+                GROUP,
+                VERSION,
+                self.namespace,
+                PLURAL,
+                field_selector=f"metadata.name={self.name}",
+                _request_timeout=REQUEST_SECONDS,
+            )
+        if not found["items"]:
+            raise VirtualFlowError(f"{self.name} is not there any more: it was deleted")
+        self.body = found["items"][0]
+        return str(found["metadata"]["resourceVersion"])
+
+    def _await_a_change(self, version: str, seconds: float) -> None:
         with _said(f"watch {self.name}"):
             stream = watch.Watch().stream(
                 self._client._jobs.list_namespaced_custom_object,
@@ -311,7 +330,7 @@ class Job:
                 self.namespace,
                 PLURAL,
                 field_selector=f"metadata.name={self.name}",
-                resource_version=self.body["metadata"]["resourceVersion"],
+                resource_version=version,
                 timeout_seconds=max(1, int(seconds)),
                 _request_timeout=seconds + REQUEST_SECONDS,
             )
