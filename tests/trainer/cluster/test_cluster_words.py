@@ -14,6 +14,7 @@ import pytest
 from virtualflow.cluster.explanation import ADVICE, age, explain
 from virtualflow.cluster.logs import Line, followed, merged
 from virtualflow.cluster.tables import job_rows, table
+from virtualflow.errors import ConfigurationError
 
 NOW = datetime(2026, 11, 24, 12, tzinfo=UTC)
 REASONS = Path(__file__).parents[3] / "docs" / "reference" / "reasons.md"
@@ -156,3 +157,14 @@ def test_a_log_that_is_followed_has_each_line_of_everybody_once(monkeypatch: pyt
         ("late", "begins"),
         ("late", "goes on"),
     ]
+
+
+def test_who_may_not_read_logs_hears_of_it_while_following() -> None:
+    def stream(worker: str, _: str | None) -> Iterator[str]:
+        yield "T1 begins"
+        raise ConfigurationError(f"cannot read the log of {worker}: forbidden")
+
+    lines = followed(lambda: {"first": True}, stream, lambda: False)
+    assert next(lines) == Line("T1", "first", "begins")
+    with pytest.raises(ConfigurationError, match="cannot read the log of first: forbidden"):
+        next(lines)

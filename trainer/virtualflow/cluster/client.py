@@ -234,7 +234,7 @@ class Job:
             }
             for event in found.items
         ]
-        return sorted(shown, key=lambda event: (event["time"] is not None, event["time"]))
+        return sorted(shown, key=lambda event: str(event["time"] or ""))
 
     def logs(self, *, follow: bool = False, tail: int | None = None) -> Iterator[Line]:
         """The lines of all workers, by time; those of workers that have ended too, as long as their pods are there.
@@ -282,8 +282,12 @@ class Job:
                 _preload_content=False,
                 _request_timeout=(REQUEST_SECONDS, REQUEST_SECONDS),
             )
-        except (kubernetes.ApiException, urllib3.exceptions.HTTPError):
-            return
+        except kubernetes.ApiException as error:
+            if error.status in (400, 404):  # it has not begun, or is gone meanwhile
+                return
+            raise ConfigurationError(f"cannot read the log of {worker}: {_why(error)}") from None
+        except urllib3.exceptions.HTTPError:
+            return  # it is tried again
         try:
             rest = b""
             for chunk in answer.stream(65_536):

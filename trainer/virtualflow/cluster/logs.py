@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from virtualflow.errors import VirtualFlowError
+
 LOOK_SECONDS = 2.0
 """Between two looks for workers that are new, while a log is followed."""
 
@@ -45,8 +47,11 @@ def followed(
         stream: lines of one, from the time that is given (some earlier ones may come again); it ends with the worker,
             or earlier.
         finished: whether the job is over.
+
+    Raises:
+        VirtualFlowError: what a stream has raised.
     """
-    found: queue.SimpleQueue[Line] = queue.SimpleQueue()
+    found: queue.SimpleQueue[Line | VirtualFlowError] = queue.SimpleQueue()
     readers: dict[str, threading.Thread] = {}
     latest: dict[str, str] = {}
     whole: set[str] = set()
@@ -54,18 +59,24 @@ def followed(
 
     def read(worker: str) -> None:
         since = latest.get(worker)
-        for stamped in stream(worker, since):
-            line = Line.read(worker, stamped)
-            if since is None or line.time > since:
-                latest[worker] = line.time
-                found.put(line)
+        try:
+            for stamped in stream(worker, since):
+                line = Line.read(worker, stamped)
+                if since is None or line.time > since:
+                    latest[worker] = line.time
+                    found.put(line)
+        except VirtualFlowError as error:
+            found.put(error)
 
     def drain(seconds: float) -> Iterator[Line]:
         while True:
             try:
-                yield found.get(timeout=seconds)
+                line = found.get(timeout=seconds)
             except queue.Empty:
                 return
+            if isinstance(line, VirtualFlowError):
+                raise line
+            yield line
 
     while True:
         over = finished()
