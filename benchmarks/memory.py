@@ -239,6 +239,7 @@ def measure(family: Family, turns: int, clock: Clock, *, traced: bool) -> dict[s
         plans = planned(rig, keep)
         if turn == 0:
             for share, plan in plans.items():
+                rig.follow(plan)()  # the first micro-batch of a plan finds out what blocks share
                 peak, bits = rig.count(rig.follow(plan), rig.planned)
                 assert all(map(torch.equal, bits, expected)), "a plan has changed the result"
                 blocks = {action.value: plan.count(action) for action in Action}
@@ -248,6 +249,7 @@ def measure(family: Family, turns: int, clock: Clock, *, traced: bool) -> dict[s
             took[name].append(rig.seconds(side))
         for share, plan in plans.items():
             if share in budgets:
+                rig.follow(plan)()
                 budgets[share]["predicted"].append(plan.seconds)
                 budgets[share]["measured"].append(rig.seconds(rig.follow(plan)))
     return {

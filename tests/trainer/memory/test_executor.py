@@ -111,6 +111,24 @@ def test_random_plans_give_the_bits_too(name: str, actions: list[str], passes: i
     assert executor.ledger.device_bytes == executor.ledger.copies.ring.used == 0
 
 
+@pytest.mark.parametrize(
+    ("actions", "left_alone"), [("kkskkk", {0, 3, 4, 5}), ("krkkkk", {0, 2, 3, 4, 5}), ("kkkfkk", {0, 1, 4, 5})]
+)
+def test_a_kept_block_is_left_to_autograd_unless_it_shares_what_another_copies_out(
+    actions: str, left_alone: set[int]
+) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in actions))  # saves its output
+    executor = Executor(model, [(str(index), block) for index, block in enumerate(model)], CPU)
+    executor.follow(plans_for(actions))
+    seen: list[set[int]] = []
+    for _ in range(3):
+        executor.begin()
+        model(torch.randn(2, 8)).sum().backward()
+        seen.append({index for index in range(len(actions)) if executor._left_alone(index)})
+    executor.close()
+    assert seen == [set(), left_alone, left_alone]
+
+
 @pytest.mark.parametrize("actions", ["k", "s", "r", "rjj", "f"])
 def test_a_forward_pass_without_a_backward_pass_leaves_nothing(actions: str) -> None:
     model = build("convolutional")

@@ -83,6 +83,11 @@ class Executor:
         self._leaving_at: dict[Point, int] = {}
         self._due: deque[int] = deque()
         """Blocks whose copies back are due, but for what is leaving."""
+        self._sharing: set[int] = set()
+        """Blocks that have saved what another one copies out."""
+        self._ran = self._known = False
+        """Whether a forward pass has followed the plan, and whether that was in an earlier micro-batch, so that it is
+        known who shares."""
         self._permanent: frozenset[int] = frozenset()
         self._open: list[_Open | None] = []
         self._before: tuple[Visit, Segment | None] | None = None
@@ -102,11 +107,17 @@ class Executor:
     def follow(self, plans: Sequence[BlockPlan], host_bytes: int | None = None, waits: Sequence[Wait] = ()) -> None:
         """Do so from the next forward pass on.
 
+        In the first micro-batch all that autograd saves is looked at. From then on a kept block is left alone, unless
+        it shares what another one copies out, which would stay on the device otherwise.
+
         Args:
             plans: one a block.
             host_bytes: the most that is swapped at a time; what would be more is kept. ``None``: no limit.
             waits: for copies out, where these take time.
         """
+        if list(plans) != list(self._plans):
+            self._ran = self._known = False
+            self._sharing = set()
         self._plans = plans
         self._keeps = all(plan.action is Action.KEEP for plan in plans)
         self._leaving_at = {wait.point: wait.leaving for wait in waits}
@@ -120,6 +131,7 @@ class Executor:
         """A micro-batch begins: nothing of the one before is of interest."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._permanent = frozenset(key_of(tensor) for tensor in tensors if has_storage(tensor))
+        self._known = self._ran
         self._forget()
 
     def close(self) -> None:
@@ -132,7 +144,7 @@ class Executor:
         """Let go of a micro-batch, and of blocks in it that were interrupted: torch calls hooks for exceptions only."""
         while self._open:
             opened = self._open.pop()
-            if opened is not None:
+            if opened is not None and opened.hooks is not None:
                 opened.hooks.__exit__()
         self._before = None
         self._swapped.clear()
@@ -166,9 +178,16 @@ class Executor:
         if self.observer is not None:
             pack = partial(self._observed, visit, pack)
             self.observer.begin(visit, inputs, arguments, options)
-        hooks = saved_tensors_hooks(pack, self._load)
-        hooks.__enter__()
+        hooks = None
+        if not self._left_alone(block):
+            hooks = saved_tensors_hooks(pack, self._load)
+            hooks.__enter__()
         self._open.append(_Open(visit, hooks, segment, recomputation))
+
+    def _left_alone(self, block: int) -> bool:
+        """Whether autograd may keep what that block saves by itself, which is faster."""
+        kept = self._plans[block].action is Action.KEEP
+        return kept and self._known and self.observer is None and block not in self._sharing
 
     def _can_be_repeated(self, block: int, leaves: list[Any]) -> bool:
         """Whether a forward pass that is like this one can be asked for; if not, the block is kept."""
@@ -216,7 +235,9 @@ class Executor:
         if opened is None:
             return
         visit = opened.visit
-        opened.hooks.__exit__()
+        self._ran = True
+        if opened.hooks is not None:
+            opened.hooks.__exit__()
         leaves = tree_flatten(output)[0]
         visit.outputs = [(ref(leaf), leaf._version) if isinstance(leaf, Tensor) else None for leaf in leaves]
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -238,6 +259,7 @@ class Executor:
         for known in visit.entries:
             entry = known()
             if entry is not None and entry.key not in outputs:
+                self._sharing |= entry.savers
                 entry.swap_out()
                 swapped.append(known)
         visit.entries = []
@@ -284,7 +306,8 @@ class _Open:
     """A visit whose forward pass runs."""
 
     visit: Visit
-    hooks: saved_tensors_hooks
+    hooks: saved_tensors_hooks | None
+    """``None``: it is left alone."""
     segment: Segment | None
     recomputation: Recomputation | None
 

@@ -46,7 +46,7 @@ class Kept:
 class Entry:
     """One storage: on the device, or on the host."""
 
-    __slots__ = ("__weakref__", "_ledger", "alias", "claimed", "host", "key", "size", "version")
+    __slots__ = ("__weakref__", "_ledger", "alias", "claimed", "host", "key", "savers", "size", "version")
 
     def __init__(self, ledger: Ledger, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -58,6 +58,8 @@ class Entry:
         self.host: HostCopy | None = None
         self.claimed = False
         """Whether it is some block's input."""
+        self.savers: set[int] = set()
+        """Blocks in which autograd has saved it."""
         ledger.count(self.size)
 
     def swap_out(self) -> None:
@@ -134,13 +136,14 @@ class Ledger:
         """The entry of that tensor's storage, if it is known and on the device."""
         return self._present.get(key_of(tensor))
 
-    def save(self, tensor: Tensor, made: Callable[[ref[Entry]], object]) -> Saved:
-        """A handle of that tensor; ``made`` is told if its entry is a new one."""
+    def save(self, tensor: Tensor, block: int, made: Callable[[ref[Entry]], object]) -> Saved:
+        """A handle of what autograd has saved in that block; ``made`` is told if its entry is a new one."""
         entry = self.find(tensor)
         if entry is None:
             entry = Entry(self, tensor)
             self.know(entry)
             made(ref(entry))
+        entry.savers.add(block)
         return Saved(entry, tensor)
 
     def know(self, entry: Entry) -> None:

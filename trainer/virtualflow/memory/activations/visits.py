@@ -98,7 +98,7 @@ class Visit:
 
     def save(self, tensor: Tensor) -> Packed:
         """What autograd is to keep in place of a tensor that is not computed again."""
-        return self.ledger.save(tensor, self.own) if self.counts(tensor) else Kept(tensor)
+        return self.ledger.save(tensor, self.block, self.own) if self.counts(tensor) else Kept(tensor)
 
     def differs(self) -> ConfigurationError:
         """What is to be said if the second forward pass is not like the first."""
