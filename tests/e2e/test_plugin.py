@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from cluster import Object, until
-from cluster_jobs import Job, container, digits
+from cluster_jobs import TRAINER_IMAGE, Job, container, digits
 from installation import Installed
 
 from virtualflow.cluster import Client
@@ -46,3 +46,36 @@ def test_a_job_is_followed_drained_and_explained(
         begun = sorted(line for line in lines if line.endswith(": it begins"))
         assert begun == sorted(f"{worker}: it begins" for worker in (first, second, third)), "of everybody, and once"
         assert main(["why", "--kubeconfig", installed.cluster.kubeconfig, "-n", made.namespace, "digits"]) == 0
+
+
+def train() -> None:
+    import torch
+    import torch.nn.functional as F
+
+    import virtualflow as vf
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(1_000, 1)
+    with vf.elastic(model, optimizer, torch.utils.data.TensorDataset(x, 2 * x), batch_size=80, epochs=3) as run:
+        for step in run:
+            for features, wanted in step:
+                F.mse_loss(model(features), wanted).backward()
+    print(f"the weight is {model.weight.item():.3f}")
+
+
+def test_a_function_is_shipped_and_trained_and_leaves_nothing(installed: Installed, namespace: str) -> None:
+    with Client(kubeconfig=installed.cluster.kubeconfig, namespace=namespace) as client:
+        job = client.submit(train, replicas=2, image=TRAINER_IMAGE, resources={"cpu": "100m", "memory": "512Mi"})
+        status = job.wait(240).status
+        assert (status["step"], status["repeatedSteps"]) == (39, 0)
+        said = {line.text for line in job.logs()}
+        assert any(text.startswith("the weight is ") for text in said), said
+        job.delete()
+
+        def files() -> list[str]:
+            found = client._core.list_namespaced_config_map(namespace).items
+            return [each.metadata.name for each in found if each.metadata.name.endswith("-files")]
+
+        until("its files are gone", lambda: files() == [], 60)

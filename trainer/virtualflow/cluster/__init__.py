@@ -7,9 +7,10 @@ nothing may import this package. What it shows is the job's own status: nothing 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from virtualflow.cluster.asynchronous import AsyncClient, AsyncJob
     from virtualflow.cluster.client import Client, Job
 
-__all__ = ["Client", "Job"]
+__all__ = ["AsyncClient", "AsyncJob", "Client", "Job"]
 
 NEEDS = "kubernetes is not installed: pip install 'virtualflow[cluster]'"
 
@@ -19,9 +20,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'virtualflow.cluster' has no attribute {name!r}")
     try:
-        from virtualflow.cluster import client
+        from virtualflow.cluster import asynchronous, client
     except ModuleNotFoundError as error:
         if error.name != "kubernetes":
             raise
         raise ImportError(NEEDS) from None
-    return getattr(client, name)
+    return getattr(asynchronous if name.startswith("Async") else client, name)

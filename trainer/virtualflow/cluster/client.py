@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from kubernetes import config as kubeconfigs
 from kubernetes import watch
 
 from virtualflow.cluster.logs import Line, followed, merged
+from virtualflow.cluster.scripts import submission
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 
 GROUP, VERSION, PLURAL = "virtualflow.dev", "v1alpha1", "virtualflowjobs"
@@ -61,21 +62,69 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, manifest: Mapping[str, Any] | str | Path) -> Job:
+    def submit(
+        self,
+        train: Mapping[str, Any] | Callable[[], object] | str | Path,
+        *,
+        image: str | None = None,
+        replicas: int = 1,
+        name: str | None = None,
+        files: Sequence[str | Path] = (),
+        args: Sequence[str] = (),
+        resources: Mapping[str, str | int] | None = None,
+        spec: Mapping[str, Any] | None = None,
+    ) -> Job:
         """Create a job.
 
         Args:
-            manifest: a ``VirtualFlowJob``, or the path of a YAML file with one.
+            train: a ``VirtualFlowJob``, or the path of a YAML file with one, which says all else by itself. Or the path
+                of a script, or a function, which goes to the workers as its source: it takes no arguments, and imports
+                what it uses. These are files of a ``ConfigMap`` that ends with the job, of 1 MiB at most.
+            image: with Python, torch and virtualflow, for a script or a function.
+            replicas: workers.
+            name: of the job; by default made from that of the script or the function.
+            files: more of them, which lie beside the script: modules that it imports.
+            args: of the script.
+            resources: what a worker requests, as in a manifest, and may take of all but ``cpu``:
+                ``{"nvidia.com/gpu": 1, "memory": "8Gi"}``.
+            spec: more of the job's ``spec``: ``{"virtualNodes": 16, "maxReplicas": 8}``.
 
         Raises:
-            ConfigurationError: it is no such manifest, or the API server refuses it.
+            ConfigurationError: it is no such thing, or the API server refuses it.
         """
-        body = _read(manifest)
-        with _said(f"create the job {body['metadata']['name']}"):
-            made = self._jobs.create_namespaced_custom_object(
-                GROUP, VERSION, self._namespace_for(body), PLURAL, body, _request_timeout=REQUEST_SECONDS
-            )
-        return self._job(made)
+        script = callable(train) or (isinstance(train, str | Path) and Path(train).suffix == ".py")
+        if not script:
+            if any((image, replicas != 1, name, files, args, resources, spec)):
+                raise ConfigurationError("a manifest says all by itself; leave out the other arguments, or change it")
+            assert not callable(train)
+            body = _read(train)
+            with _said(f"create the job {body['metadata']['name']}"):
+                return self._create(body)
+        if image is None:
+            raise ConfigurationError("a script needs an image with torch and virtualflow to run in; say image=...")
+        assert not isinstance(train, Mapping)
+        job, shipped = submission(
+            train,
+            image=image,
+            replicas=replicas,
+            name=name,
+            files=files,
+            args=args,
+            resources=resources or {},
+            spec=spec or {},
+            group=GROUP,
+            version=VERSION,
+        )
+        with _said(f"create the job {job['metadata']['name']}"):
+            made = self._create(job)
+            owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": made.name}
+            shipped["metadata"]["ownerReferences"] = [owner | {"uid": made.body["metadata"]["uid"]}]
+            try:  # its pods wait for it
+                self._core.create_namespaced_config_map(made.namespace, shipped, _request_timeout=REQUEST_SECONDS)
+            except (kubernetes.ApiException, urllib3.exceptions.HTTPError):
+                made.delete()
+                raise
+        return made
 
     def job(self, name: str) -> Job:
         """The job of that name.
@@ -99,6 +148,13 @@ class Client:
                     GROUP, VERSION, self.namespace, PLURAL, _request_timeout=REQUEST_SECONDS
                 )
         return sorted((self._job(item) for item in found["items"]), key=lambda job: (job.namespace, job.name))
+
+    def _create(self, body: Object) -> Job:
+        namespace = self._namespace_for(body)
+        made = self._jobs.create_namespaced_custom_object(
+            GROUP, VERSION, namespace, PLURAL, body, _request_timeout=REQUEST_SECONDS
+        )
+        return self._job(made)
 
     def _job(self, body: Object) -> Job:
         return Job(self, body)
@@ -202,19 +258,32 @@ class Job:
             TimeoutError: it is not over by then.
             VirtualFlowError: it has failed, or was deleted; the message says why.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while True:
-            version = self._look()
-            if self.finished:
-                break
-            left = REQUEST_SECONDS if deadline is None else min(REQUEST_SECONDS, deadline - time.monotonic())
-            if left <= 0:
-                raise TimeoutError(f"{self.name} is {self.phase} after {seconds:g} s")
-            self._await_a_change(version, left)
+        deadline = deadline_after(seconds)
+        while not self.wait_a_while(deadline):
+            pass
+        return self
+
+    def wait_a_while(self, deadline: float | None) -> bool:
+        """Look, and wait for the next change unless it is over; whether it is.
+
+        Args:
+            deadline: by the monotonic clock; ``None``: there is none.
+
+        Raises:
+            TimeoutError: it was not over by then.
+            VirtualFlowError: it has failed, or was deleted.
+        """
+        version = self._look()
         if self.phase == "Failed":
             said = [c["message"] for c in self.status.get("conditions", ()) if c["type"] == "Failed"]
             raise VirtualFlowError(f"{self.name} has failed: {said[0] if said else 'its status does not say why'}")
-        return self
+        if self.finished:
+            return True
+        left = REQUEST_SECONDS if deadline is None else min(REQUEST_SECONDS, deadline - time.monotonic())
+        if left <= 0:
+            raise TimeoutError(f"{self.name} is {self.phase}, and the time to wait for it is over")
+        self._await_a_change(version, left)
+        return False
 
     def events(self) -> list[Object]:
         """Events of the job, the latest last: ``type``, ``reason``, ``message``, ``count``, ``time``."""
@@ -255,15 +324,10 @@ class Job:
     def _log(self, worker: str, tail: int | None) -> str:
         with _said(f"read the log of {worker}"):
             try:
-                return str(
-                    self._client._core.read_namespaced_pod_log(
-                        worker,
-                        self.namespace,
-                        timestamps=True,
-                        tail_lines=tail,
-                        _request_timeout=REQUEST_SECONDS,
-                    )
+                found = self._client._core.read_namespaced_pod_log(
+                    worker, self.namespace, timestamps=True, tail_lines=tail, _request_timeout=REQUEST_SECONDS
                 )
+                return str(found or "")  # nothing at all of one that has no node yet
             except kubernetes.ApiException as error:
                 if error.status in (400, 404):  # it has not begun, or is gone meanwhile
                     return ""
@@ -350,6 +414,11 @@ class Job:
                 self._client._jobs.patch_namespaced_custom_object(
                     GROUP, VERSION, self.namespace, PLURAL, self.name, body, _request_timeout=REQUEST_SECONDS
                 )
+
+
+def deadline_after(seconds: float | None) -> float | None:
+    """So many seconds from now, by the monotonic clock."""
+    return None if seconds is None else time.monotonic() + seconds
 
 
 @contextlib.contextmanager
