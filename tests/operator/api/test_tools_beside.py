@@ -9,7 +9,7 @@ from typing import Any
 import lupa
 import pytest
 import yaml
-from resource_rules import ROOT, crd, defaulted, broken_rules, structural_errors
+from resource_rules import ROOT, broken_rules, crd, defaulted, structural_errors
 
 from virtualflow.cluster.plugin import parser
 
