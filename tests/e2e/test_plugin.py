@@ -75,7 +75,7 @@ def test_a_function_is_shipped_and_trained_and_leaves_nothing(installed: Install
         job.delete()
 
         def files() -> list[str]:
-            found = client._core.list_namespaced_config_map(namespace).items
+            found = client.core.list_namespaced_config_map(namespace).items
             return [each.metadata.name for each in found if each.metadata.name.endswith("-files")]
 
         until("its files are gone", lambda: files() == [], 60)

@@ -21,6 +21,7 @@ from kubernetes import client as kubernetes
 from kubernetes import config as kubeconfigs
 
 from virtualflow.cluster import AsyncClient, Client
+from virtualflow.cluster.checks import check
 from virtualflow.cluster.client import GROUP, LABEL_JOB, LABEL_ROLE, PLURAL, VERSION, WORKER
 from virtualflow.cluster.plugin import main
 from virtualflow.errors import ConfigurationError, VirtualFlowError
@@ -79,7 +80,7 @@ def write_status(client: Client, name: str, **status: Any) -> None:
 def add_worker(client: Client, job: str, name: str) -> None:
     metadata = {"name": name, "labels": {LABEL_JOB: job, LABEL_ROLE: WORKER}}
     body = {"metadata": metadata, "spec": {"containers": [CONTAINER]}}
-    client._core.create_namespaced_pod(client.namespace, body)
+    client.core.create_namespaced_pod(client.namespace, body)
 
 
 def test_a_job_is_created_scaled_suspended_and_resumed(client: Client, tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def train() -> None:
 
 
 def config_maps(client: Client) -> dict[str, Any]:
-    found = client._core.list_namespaced_config_map(client.namespace).items
+    found = client.core.list_namespaced_config_map(client.namespace).items
     return {each.metadata.name: each for each in found if each.metadata.name != "kube-root-ca.crt"}
 
 
@@ -194,7 +195,7 @@ def test_a_function_is_submitted_with_its_source_as_a_file_of_the_job(client: Cl
     assert shipped.data["train.py"].startswith("def train() -> None:")
     (owner,) = shipped.metadata.owner_references
     assert (owner.kind, owner.name, owner.uid) == ("VirtualFlowJob", "fun", job.body["metadata"]["uid"])
-    client._core.delete_namespaced_config_map(name, client.namespace)  # no controller collects it here
+    client.core.delete_namespaced_config_map(name, client.namespace)  # no controller collects it here
 
 
 def test_a_submission_that_is_refused_leaves_nothing(client: Client) -> None:
@@ -205,11 +206,11 @@ def test_a_submission_that_is_refused_leaves_nothing(client: Client) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot create the job fun: .*replicas"):
         client.submit(train, image="trainer:test", name="fun", replicas=-1)
     body = {"metadata": {"name": "fun-files"}}
-    client._core.create_namespaced_config_map(client.namespace, body)  # somebody's, in the way
+    client.core.create_namespaced_config_map(client.namespace, body)  # somebody's, in the way
     with pytest.raises(ConfigurationError, match=r"cannot create the job fun: .*already exists"):
         client.submit(train, image="trainer:test", name="fun", spec={"virtualNodes": 8})
     assert client.jobs() == []
-    client._core.delete_namespaced_config_map("fun-files", client.namespace)
+    client.core.delete_namespaced_config_map("fun-files", client.namespace)
 
 
 def test_the_same_without_blocking_an_event_loop(client: Client, kubeconfig: Path) -> None:
@@ -245,3 +246,93 @@ def test_who_stops_waiting_is_not_kept(client: Client, kubeconfig: Path, monkeyp
                 await waiting
 
     asyncio.run(use())  # joins the threads
+
+
+def add_node(client: Client, name: str, labels: dict[str, str], **allocatable: str) -> None:
+    client.core.create_node({"metadata": {"name": name, "labels": labels}})
+    amounts = {resource.replace("_", "/"): amount for resource, amount in allocatable.items()}
+    client.core.patch_node_status(name, {"status": {"allocatable": amounts, "capacity": amounts}})
+
+
+def add_operator(client: Client, image: str) -> kubernetes.AppsV1Api:
+    labels = {"app.kubernetes.io/part-of": "virtualflow", "app.kubernetes.io/component": "operator"}
+    pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "operator", "image": image}]}}
+    spec = {"selector": {"matchLabels": labels}, "template": pod}
+    apps = kubernetes.AppsV1Api(client.api)
+    apps.create_namespaced_deployment("default", {"metadata": {"name": "vf-operator", "labels": labels}, "spec": spec})
+    return apps
+
+
+def test_a_cluster_is_checked_before_a_job_is_there(client: Client) -> None:
+    wanted = {"nvidia.com/gpu": 2, "cpu": "500m", "memory": "2Gi"}
+    body = manifest("digits")
+    pod = body["spec"]["workerGroups"][0]["template"]["spec"]
+    pod["containers"] = [CONTAINER | {"resources": {"limits": wanted}}]
+
+    def found(changed: dict[str, Any] | None = None) -> dict[str, str]:
+        return {each.sentence: each.verdict for each in check(client, changed or body)}
+
+    assert found() == {
+        "the cluster has virtualflowjobs.virtualflow.dev/v1alpha1": "ok",
+        "no operator runs; install the chart": "no",
+        "in default you may do all that kubectl vf does": "ok",
+        "digits would be accepted": "ok",
+        "there is no node": "no",
+    }
+    apps = add_operator(client, "operator:1")
+    assert found()["the operator is not ready: kubectl -n default describe deploy vf-operator"] == "no"
+    status = {"status": {"replicas": 1, "readyReplicas": 1}}
+    apps.patch_namespaced_deployment_status("vf-operator", "default", status)
+    assert found()["the operator runs: default/vf-operator, operator:1"] == "ok"
+    add_node(client, "small", {"kind": "t4"}, cpu="8", memory="16Gi")
+    assert found()["w: a worker requests 2 nvidia.com/gpu, and no node has more than 0"] == "no"
+    add_node(client, "large", {"kind": "v100"}, cpu="8", memory="16Gi", **{"nvidia.com/gpu": "4"})
+    assert found()["w: a worker fits on 1 of 2 nodes when they are empty"] == "ok"
+    pod["nodeSelector"] = {"kind": "t4"}
+    assert found()["w: a worker requests 2 nvidia.com/gpu, and no node of those with kind=t4 has more than 0"] == "no"
+    pod["nodeSelector"] = {"kind": "a100"}
+    assert found()["w: no node has the labels kind=a100"] == "no"
+    refused = next(
+        said for said in found(manifest("digits", replicas=-1)) if said.startswith("digits would be refused")
+    )
+    assert "replicas" in refused
+    client.submit(manifest("digits"))
+    assert found()["digits is there already"] == "ok"
+    apps.delete_namespaced_deployment("vf-operator", "default")
+    for node in ("small", "large"):
+        client.core.delete_node(node)
+
+
+def test_the_plugin_tells_whether_all_is_ready(
+    client: Client, kubeconfig: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest("digits")))
+    assert main(["check", "--kubeconfig", str(kubeconfig), str(tmp_path / "job.yaml")]) == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "ok      the cluster has virtualflowjobs.virtualflow.dev/v1alpha1"
+    assert second == "no      no operator runs; install the chart"
+    add_operator(client, "operator:1").patch_namespaced_deployment_status(
+        "vf-operator", "default", {"status": {"replicas": 1, "readyReplicas": 1}}
+    )
+    assert main(["check", "--kubeconfig", str(kubeconfig)]) == 0
+    assert main(["check", "--kubeconfig", str(kubeconfig), str(tmp_path / "none.yaml")]) == 2
+    kubernetes.AppsV1Api(client.api).delete_namespaced_deployment("vf-operator", "default")
+
+
+def test_who_may_not_look_is_told_so_and_what_to_ask_for(client: Client, kubeconfig: Path, tmp_path: Path) -> None:
+    client.core.create_namespaced_service_account("default", {"metadata": {"name": "guest"}})
+    token = client.core.create_namespaced_service_account_token("guest", "default", {"spec": {"audiences": []}})
+    known = yaml.safe_load(kubeconfig.read_text())
+    known["users"] = [{"name": known["users"][0]["name"], "user": {"token": token.status.token}}]
+    (tmp_path / "guest").write_text(yaml.safe_dump(known))
+    with Client(kubeconfig=tmp_path / "guest") as guest:
+        found = [(each.verdict, each.sentence) for each in check(guest, manifest("digits"))]
+    verdicts, sentences = zip(*found, strict=True)
+    assert verdicts == ("ok", "unknown", "no", "no", "unknown")
+    assert "cannot be seen: deployments.apps is forbidden" in sentences[1]
+    assert sentences[2] == (
+        "in default you may not create jobs, suspend and resume jobs, scale jobs, read logs, drain workers; ask for "
+        "the role edit in that namespace"
+    )
+    assert "would be refused" in sentences[3]
+    client.core.delete_namespaced_service_account("guest", "default")

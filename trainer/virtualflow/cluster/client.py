@@ -43,18 +43,18 @@ class Client:
     ) -> None:
         file = None if kubeconfig is None else str(kubeconfig)
         try:
-            self._api = kubeconfigs.new_client_from_config(file, context)
+            self.api = kubeconfigs.new_client_from_config(file, context)
             self.namespace = namespace or _namespace_of(file, context)
         except kubeconfigs.ConfigException as error:
             if file is not None or context is not None:
                 raise ConfigurationError(f"no cluster: {error}") from None
-            self._api, self.namespace = _from_within(error), namespace or _namespace_within()
-        self._jobs = kubernetes.CustomObjectsApi(self._api)
-        self._core = kubernetes.CoreV1Api(self._api)
+            self.api, self.namespace = _from_within(error), namespace or _namespace_within()
+        self._jobs = kubernetes.CustomObjectsApi(self.api)
+        self.core = kubernetes.CoreV1Api(self.api)
 
     def close(self) -> None:
         """Give the connections back."""
-        self._api.close()
+        self.api.close()
 
     def __enter__(self) -> Client:
         return self
@@ -97,8 +97,8 @@ class Client:
             if any((image, replicas != 1, name, files, args, resources, spec)):
                 raise ConfigurationError("a manifest says all by itself; leave out the other arguments, or change it")
             assert not callable(train)
-            body = _read(train)
-            with _said(f"create the job {body['metadata']['name']}"):
+            body = read_manifest(train)
+            with said(f"create the job {body['metadata']['name']}"):
                 return self._create(body)
         if image is None:
             raise ConfigurationError("a script needs an image with torch and virtualflow to run in; say image=...")
@@ -115,12 +115,12 @@ class Client:
             group=GROUP,
             version=VERSION,
         )
-        with _said(f"create the job {job['metadata']['name']}"):
+        with said(f"create the job {job['metadata']['name']}"):
             made = self._create(job)
             owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": made.name}
             shipped["metadata"]["ownerReferences"] = [owner | {"uid": made.body["metadata"]["uid"]}]
             try:  # its pods wait for it
-                self._core.create_namespaced_config_map(made.namespace, shipped, _request_timeout=REQUEST_SECONDS)
+                self.core.create_namespaced_config_map(made.namespace, shipped, _request_timeout=REQUEST_SECONDS)
             except (kubernetes.ApiException, urllib3.exceptions.HTTPError):
                 made.delete()
                 raise
@@ -140,7 +140,7 @@ class Client:
         Args:
             everywhere: of all namespaces.
         """
-        with _said("list jobs"):
+        with said("list jobs"):
             if everywhere:
                 found = self._jobs.list_cluster_custom_object(GROUP, VERSION, PLURAL, _request_timeout=REQUEST_SECONDS)
             else:
@@ -150,7 +150,7 @@ class Client:
         return sorted((self._job(item) for item in found["items"]), key=lambda job: (job.namespace, job.name))
 
     def _create(self, body: Object) -> Job:
-        namespace = self._namespace_for(body)
+        namespace = self.namespace_for(body)
         made = self._jobs.create_namespaced_custom_object(
             GROUP, VERSION, namespace, PLURAL, body, _request_timeout=REQUEST_SECONDS
         )
@@ -159,11 +159,12 @@ class Client:
     def _job(self, body: Object) -> Job:
         return Job(self, body)
 
-    def _namespace_for(self, body: Object) -> str:
+    def namespace_for(self, body: Mapping[str, Any]) -> str:
+        """The namespace of an object that is to be created: its own, or this one."""
         return str(body["metadata"].get("namespace") or self.namespace)
 
     def _get(self, name: str, namespace: str) -> Object:
-        with _said(f"read the job {name} in the namespace {namespace}"):
+        with said(f"read the job {name} in the namespace {namespace}"):
             found: Object = self._jobs.get_namespaced_custom_object(
                 GROUP, VERSION, namespace, PLURAL, name, _request_timeout=REQUEST_SECONDS
             )
@@ -232,14 +233,14 @@ class Job:
                 f"{worker} is no worker of {self.name}; it has {', '.join(self.workers()) or 'none'}"
             )
         body = kubernetes.V1Eviction(metadata=kubernetes.V1ObjectMeta(name=worker, namespace=self.namespace))
-        with _said(f"evict {worker}"):
-            self._client._core.create_namespaced_pod_eviction(
+        with said(f"evict {worker}"):
+            self._client.core.create_namespaced_pod_eviction(
                 worker, self.namespace, body, _request_timeout=REQUEST_SECONDS
             )
 
     def delete(self) -> None:
         """Delete it, with all that belongs to it."""
-        with _said(f"delete {self.name}"):
+        with said(f"delete {self.name}"):
             self._client._jobs.delete_namespaced_custom_object(
                 GROUP, VERSION, self.namespace, PLURAL, self.name, _request_timeout=REQUEST_SECONDS
             )
@@ -287,8 +288,8 @@ class Job:
 
     def events(self) -> list[Object]:
         """Events of the job, the latest last: ``type``, ``reason``, ``message``, ``count``, ``time``."""
-        with _said(f"list events of {self.name}"):
-            found = self._client._core.list_namespaced_event(
+        with said(f"list events of {self.name}"):
+            found = self._client.core.list_namespaced_event(
                 self.namespace,
                 field_selector=f"involvedObject.uid={self.body['metadata']['uid']}",
                 _request_timeout=REQUEST_SECONDS,
@@ -322,9 +323,9 @@ class Job:
         )
 
     def _log(self, worker: str, tail: int | None) -> str:
-        with _said(f"read the log of {worker}"):
+        with said(f"read the log of {worker}"):
             try:
-                found = self._client._core.read_namespaced_pod_log(
+                found = self._client.core.read_namespaced_pod_log(
                     worker, self.namespace, timestamps=True, tail_lines=tail, _request_timeout=REQUEST_SECONDS
                 )
                 return str(found or "")  # nothing at all of one that has no node yet
@@ -336,7 +337,7 @@ class Job:
     def _stream(self, worker: str, since: str | None, tail: int | None) -> Iterator[str]:
         """Lines of a worker as they come; it ends with the container, or after some silence."""
         try:
-            answer = self._client._core.read_namespaced_pod_log(
+            answer = self._client.core.read_namespaced_pod_log(
                 worker,
                 self.namespace,
                 timestamps=True,
@@ -349,7 +350,7 @@ class Job:
         except kubernetes.ApiException as error:
             if error.status in (400, 404):  # it has not begun, or is gone meanwhile
                 return
-            raise ConfigurationError(f"cannot read the log of {worker}: {_why(error)}") from None
+            raise ConfigurationError(f"cannot read the log of {worker}: {why(error)}") from None
         except urllib3.exceptions.HTTPError:
             return  # it is tried again
         try:
@@ -365,8 +366,8 @@ class Job:
             answer.release_conn()
 
     def _pods(self) -> list[Any]:
-        with _said(f"list the workers of {self.name}"):
-            found = self._client._core.list_namespaced_pod(
+        with said(f"list the workers of {self.name}"):
+            found = self._client.core.list_namespaced_pod(
                 self.namespace,
                 label_selector=f"{LABEL_JOB}={self.name},{LABEL_ROLE}={WORKER}",
                 _request_timeout=REQUEST_SECONDS,
@@ -375,7 +376,7 @@ class Job:
 
     def _look(self) -> str:
         """Look again; since which version of the whole list to watch (the job's own may be long forgotten)."""
-        with _said(f"read the job {self.name} in the namespace {self.namespace}"):
+        with said(f"read the job {self.name} in the namespace {self.namespace}"):
             found = self._client._jobs.list_namespaced_custom_object(
                 GROUP,
                 VERSION,
@@ -390,7 +391,7 @@ class Job:
         return str(found["metadata"]["resourceVersion"])
 
     def _await_a_change(self, version: str, seconds: float) -> None:
-        with _said(f"watch {self.name}"):
+        with said(f"watch {self.name}"):
             stream = watch.Watch().stream(
                 self._client._jobs.list_namespaced_custom_object,
                 GROUP,
@@ -405,7 +406,7 @@ class Job:
             next(iter(stream), None)
 
     def _patch(self, body: Object, what: str, subresource: str = "") -> None:
-        with _said(what):
+        with said(what):
             if subresource == "scale":
                 self._client._jobs.patch_namespaced_custom_object_scale(
                     GROUP, VERSION, self.namespace, PLURAL, self.name, body, _request_timeout=REQUEST_SECONDS
@@ -422,18 +423,18 @@ def deadline_after(seconds: float | None) -> float | None:
 
 
 @contextlib.contextmanager
-def _said(what: str) -> Iterator[None]:
+def said(what: str) -> Iterator[None]:
     """Say in one sentence what the API server has against ``what``."""
     try:
         yield
     except kubernetes.ApiException as error:
-        raise ConfigurationError(f"cannot {what}: {_why(error)}") from None
+        raise ConfigurationError(f"cannot {what}: {why(error)}") from None
     except urllib3.exceptions.HTTPError as error:
         raise VirtualFlowError(f"cannot {what}: the API server does not answer ({error})") from None
 
 
-def _why(error: kubernetes.ApiException) -> str:
-    """The message of its ``Status``, or else the code."""
+def why(error: kubernetes.ApiException) -> str:
+    """What an API server says: the message of its ``Status``, or else the code."""
     try:
         message = yaml.safe_load(error.body or "")
     except yaml.YAMLError:
@@ -442,7 +443,12 @@ def _why(error: kubernetes.ApiException) -> str:
     return str(said or f"the API server answered {error.status} {error.reason}")
 
 
-def _read(manifest: Mapping[str, Any] | str | Path) -> Object:
+def read_manifest(manifest: Mapping[str, Any] | str | Path) -> Object:
+    """A ``VirtualFlowJob``, as it is or from a YAML file.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
     if isinstance(manifest, Mapping):
         body: Any = dict(manifest)
     else:

@@ -73,6 +73,8 @@ def parser() -> Parser:
     add("resume", _resume, "let a suspended job go on")
     wait = add("wait", _wait, "wait until a job is over; exit code 1 if it has failed")
     wait.add_argument("--timeout", type=float, metavar="S", help="for S seconds at most")
+    check = add("check", _check, "look whether the cluster is ready for a job; exit code 1 if not", job=False)
+    check.add_argument("manifest", metavar="FILE", nargs="?", help="the job's manifest (YAML)")
     return made
 
 
@@ -132,3 +134,14 @@ def _wait(client: Client, given: argparse.Namespace) -> int:
     job = client.job(given.job).wait(given.timeout)
     print(f"{job.name}: {job.phase}, step {job.status.get('step', '?')}, digest {job.status.get('digest', '?')}")
     return 0
+
+
+def _check(client: Client, given: argparse.Namespace) -> int:
+    from virtualflow.cluster.checks import check
+    from virtualflow.cluster.client import read_manifest
+
+    ready = True
+    for found in check(client, None if given.manifest is None else read_manifest(given.manifest)):
+        print(f"{found.verdict:7} {found.sentence}")
+        ready = ready and found.verdict != "no"
+    return 0 if ready else EXIT_FAILED
