@@ -140,6 +140,7 @@ class Soak:
         self._wanted = FEWEST
         every = max(1, self._steps // SAMPLES)
         next_sample, changed_at, latest, moved = every, 0, 0, time.monotonic()
+        settled_at: int | None = None
         shown = 0
         while process.poll() is None:
             time.sleep(LOOK)
@@ -155,9 +156,11 @@ class Soak:
                 self._sample(step)
                 next_sample = (step // every + 1) * every
             self._let_go_on()
-            if step > changed_at and self._settled() and self._is_due(step):
+            settled_at = (settled_at or step) if self._settled() else None
+            # Whoever has come last takes part in a step before it is killed: else it counts as one that cannot.
+            if settled_at is not None and step > max(settled_at + 1, changed_at) and self._is_due(step):
                 next(self._actions)
-                changed_at = step
+                changed_at, settled_at = step, None
             if step >= shown + self._steps / 20:
                 shown = step
                 print(f"  step {step}, {fresh['changesTotal']} changes", flush=True)

@@ -38,7 +38,7 @@ class RestartBackoff:
                 self._ends.pop(ordinal, None)
 
     def forget(self, ordinal: int) -> None:
-        """Nothing is started any more under that ordinal until it is asked for."""
+        """The last one of that ordinal has left in order, or no more are started until it is asked for."""
         self._ends.pop(ordinal, None)
 
     def note_end(self, ordinal: int, now: float) -> int:

@@ -98,6 +98,8 @@ class Workforce:
                 refused.append(worker)
             elif verdict.kind == "failed":
                 self._control.fail(verdict.reason, worker)
+            elif verdict.kind == "fine":
+                self._backoff.forget(worker.ordinal)  # it has left in order, even if nobody saw it take part
         if refused:
             self._do_without(refused, "would be refused again")
 
