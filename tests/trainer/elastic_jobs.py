@@ -330,11 +330,12 @@ class ElasticJob:
         self.call("gone", worker=name, reason="it has ended")
 
     def kill_all(self) -> None:
-        """SIGKILL all workers at once."""
+        """SIGKILL all workers that live, at once."""
         self._note_children()
-        for worker in self.workers.values():
+        alive = [worker for worker in self.workers.values() if worker.process.exitcode is None]
+        for worker in alive:
             os.kill(worker.process.pid, signal.SIGKILL)
-        for worker in self.workers.values():
+        for worker in alive:
             worker.process.join(PATIENCE)
             self.call("gone", worker=worker.name)
 

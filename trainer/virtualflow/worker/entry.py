@@ -19,6 +19,7 @@ from virtualflow.worker.options import Options, read_device
 from virtualflow.worker.run import Run
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.step import Weight
+from virtualflow.worker.tracker import Tracker
 
 
 def elastic(
@@ -50,6 +51,7 @@ def elastic(
     memory: Memory | None = None,
     backward: PartialBackward | None = None,
     weight: Weight | None = None,
+    tracker: Tracker | Sequence[Tracker] = (),
     **loader: Unpack[LoaderOptions],
 ) -> Run:
     """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
@@ -103,6 +105,8 @@ def elastic(
             the same for a job's life. A ``statistical`` job then runs its virtual nodes one by one.
         weight: called with each micro-batch that the inner loop gets; returns what it counts by, such as how many of
             its tokens the loss is a mean over. Without it, and without ``step.weight``, it counts by its samples.
+        tracker: where each committed step is written to, once, by whoever leads: one of
+            ``virtualflow.integrations.trackers``, or several.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -136,6 +140,7 @@ def elastic(
             memory,
             backward,
             weight,
+            tuple(tracker) if isinstance(tracker, Sequence) else (tracker,),
             loader,
             read_device(device),
         ),

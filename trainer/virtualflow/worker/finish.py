@@ -11,6 +11,7 @@ from virtualflow.step import Kind, read_headers
 from virtualflow.worker.membership import Membership
 from virtualflow.worker.reporter import report_failure
 from virtualflow.worker.standalone import AnySession
+from virtualflow.worker.tracking import Tracking
 from virtualflow.worker.train_state import Training
 
 
@@ -30,8 +31,12 @@ def complete_leader(membership: Membership, training: Training) -> None:
             training.complete_exchange(None)
 
 
-def agree_on_end(session: AnySession, membership: Membership, training: Training, trained: bool) -> None:
+def agree_on_end(
+    session: AnySession, membership: Membership, training: Training, trained: bool, tracking: Tracking
+) -> None:
     """See that all workers are at the end; this one has ``trained`` to it, or left the loop before.
+
+    Whoever leads then has written all steps to the trackers before.
 
     Raises:
         VirtualFlowError: one still trains or evaluates, which only the leader was told to do.
@@ -39,6 +44,7 @@ def agree_on_end(session: AnySession, membership: Membership, training: Training
     number = training.exchanges + 1
     training.arrive()
     while training.exchanges < number:
+        tracking.flush(now=True)
         form = training.update.sync.header_format(session.state.ranges)
         header = form.write(form.tell(Kind.FINISH, number, m.NO_GENERATION))
         try:

@@ -84,6 +84,7 @@ class Loop:
                 )
         self.trained = True
         context.training.arrive()
+        context.tracking.note()
         self._note_beginning()
         complete_leader(context.membership, context.training)
         if self._state.leader:
@@ -97,7 +98,10 @@ class Loop:
         context = self.context
         context.guard.check_after_step()
         context.training.arrive()
+        context.tracking.note()
         self._note_beginning()
+        # Who leaves, or no longer leads behind this, hands over nothing that it could have written.
+        context.tracking.flush(now=context.session.stopping or context.membership.switches)
         self.save_if_due()
         if context.session.stopping:
             context.checkpointer.save_final(context.training)
@@ -161,6 +165,7 @@ class Loop:
         if context.profiling is not None:
             yield from context.profiling.measure()
         membership = context.membership
+        context.tracking.begin(number)
         self._note_beginning()  # of one that has just joined
         while training.completed_steps < number and not context.is_over:
             try:

@@ -39,6 +39,9 @@ from virtualflow.worker.train_state import Training, signature_hash
 
 logger = logging.getLogger("virtualflow.worker")
 
+ID_LENGTH = 16
+"""Hexadecimal digits of a training's id: 64 bits, drawn at random."""
+
 
 class NoMajority(CommunicatorBroken):
     """A generation does not count: others could go on without its members."""
@@ -112,6 +115,11 @@ class Membership:
         if self._room_of != session.generation:
             # Once a generation, and not in the first place: an optimizer makes its state in its first step.
             self._room_of, self._state.room = session.generation, self._training.room()
+
+    @property
+    def switches(self) -> bool:
+        """Whether all have agreed to enter another generation now."""
+        return self._agreed is not None
 
     def switch_if_agreed(self) -> None:
         """Enter the generation that all have agreed on, or leave by it.
@@ -225,6 +233,8 @@ class Membership:
         known = someone_has_state(standings)
         transfer = plan_transfer(standings, []) if known else self._find_origin(communicator, standings)
         self._bring_state(communicator, transfer)
+        # A beginning, or a checkpoint of an earlier version: whoever has a state by now gives it the same name.
+        training.id = training.id or plan.members[0].incarnation[:ID_LENGTH]
         if self._resharding is not None:
             self._resharding.share_out(communicator, standings, transfer)
         # The last thing before this generation is entered for good: what was kept lasts until then.

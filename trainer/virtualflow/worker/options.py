@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,6 +23,7 @@ from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, Red
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
 from virtualflow.step import BatchNorm, PartialBackward, SchedulerInterval, agreed, why_not_separable
 from virtualflow.worker.step import Weight
+from virtualflow.worker.tracker import Tracker
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -54,6 +55,7 @@ class Options:
     memory: Memory | None
     backward: PartialBackward | None
     weight: Weight | None
+    trackers: Sequence[Tracker]
     loader: LoaderOptions
     device: torch.device | None
 

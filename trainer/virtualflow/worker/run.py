@@ -16,7 +16,16 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from virtualflow.errors import CommunicatorBroken, Leave, StatesDiffer, VirtualFlowError, show, show_errors_plainly
+from virtualflow.errors import (
+    CommunicatorBroken,
+    Drained,
+    Evicted,
+    Leave,
+    StatesDiffer,
+    VirtualFlowError,
+    show,
+    show_errors_plainly,
+)
 from virtualflow.memory import DoesNotFit
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.termination_message import TerminationMessageWriter
@@ -125,6 +134,8 @@ class Run:
         self._say_last(context, error)
         if isinstance(error, Exception):
             report_failure(context.session, error, context.training)
+        if not isinstance(error, Drained | Evicted):  # whose place others have taken
+            context.tracking.flush(now=True)
 
     def _give_up(self, context: Context, leave: Leave) -> NoReturn:
         """End this process from behind a training thread that hangs: nothing that it may hold is waited for."""
@@ -162,10 +173,11 @@ class Run:
         if not session.state.has_state:
             return
         training.arrive()
+        context.tracking.note()
         if not trained:
             self._loop.save_if_due()
         complete_leader(membership, training)
-        agree_on_end(session, membership, training, trained)
+        agree_on_end(session, membership, training, trained, context.tracking)
         if session.coordinated or self._termination_message.wanted:
             result = context.reporter.result()
             self._termination_message.done(result, context.total_steps)
@@ -208,6 +220,18 @@ class Run:
         return generation.incarnation, generation.counter
 
     @property
+    def id(self) -> str:
+        """What names this training, on all its workers and for good: joiners get it, and checkpoints hold it.
+
+        Raises:
+            VirtualFlowError: this worker has no part in the training yet.
+        """
+        found = self.context.training.id
+        if not found:
+            raise VirtualFlowError("run.id is known once a step has begun; read it behind the micro-batches of a step")
+        return found
+
+    @property
     def assigned(self) -> range:
         """The virtual nodes that are assigned to this worker."""
         return self.context.session.state.assigned
@@ -228,11 +252,15 @@ class Run:
         return self.context.total_steps
 
     def log(self, **metrics: float) -> None:
-        """Add numbers about the whole job (a test accuracy) to its report; every worker logs the same."""
+        """Add numbers about the whole job (a test accuracy) to its report, and to the last step in its trackers.
+
+        Every worker logs the same.
+        """
         training = self.context.training
         numbers = {name: float(value) for name, value in metrics.items()}
         training.logged.update(numbers)
         training.note_non_finite(numbers)
+        self.context.tracking.log(numbers)
         if self._loop is not None:
             self._loop.check_finite()
 

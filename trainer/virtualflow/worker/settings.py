@@ -60,6 +60,21 @@ class ProfilingSettings:
 
 
 @dataclass(frozen=True)
+class TrackingSettings:
+    """How often the leader writes to experiment trackers, and what all workers keep of it until then."""
+
+    seconds: float = 1.0
+    """Between two writes, at least,"""
+    steps: int = 128
+    """or so many steps, at most."""
+    kept: int = 512
+    """Latest steps that a worker keeps in case it comes to lead; each leader that is lost before it has written takes
+    one more step than the last."""
+    most: int = 65_536
+    """Steps that a leader keeps while a tracker cannot be written to; then it forgets the oldest."""
+
+
+@dataclass(frozen=True)
 class WorkerSettings:
     """All that a worker is set to."""
 
@@ -78,6 +93,7 @@ class WorkerSettings:
     pace: PaceSettings = field(default_factory=PaceSettings)
     profiling: ProfilingSettings = field(default_factory=ProfilingSettings)
     activations: ActivationSettings = field(default_factory=ActivationSettings)
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
     report_limit: float = 10.0
     """How long a worker that cannot begin tries to reach the coordinator to tell it why; the user has read it by
     then."""

@@ -45,6 +45,7 @@ from virtualflow.worker.session import Session
 from virtualflow.worker.standalone import AnySession, StandaloneSession
 from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.trace import TraceWriter
+from virtualflow.worker.tracking import Tracking
 from virtualflow.worker.train_state import Training
 from virtualflow.worker.turns import DeviceTurns, open_turns
 
@@ -84,6 +85,8 @@ class Context:
     """and here otherwise."""
     turns: DeviceTurns
     """On its device, if other jobs have it, too."""
+    tracking: Tracking
+    """What goes to experiment trackers."""
 
     @property
     def is_over(self) -> bool:
@@ -192,6 +195,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         _open_activations(request, profiling is None, resources),
         _open_layers(request),
         turns,
+        _open_tracking(request, session, training, resources),
     )
 
 
@@ -396,6 +400,14 @@ def _open_audit(request: Request, session: AnySession, resources: ExitStack) -> 
     audit = Audit(directory, session.worker, session.incarnation)
     resources.callback(audit.close)
     return audit
+
+
+def _open_tracking(request: Request, session: AnySession, training: Training, resources: ExitStack) -> Tracking:
+    told = request.environment
+    trains = told.trace_dir is None and told.profile_out is None and told.explain_out is None
+    tracking = Tracking(request.options.trackers if trains else (), session, training, request.settings.tracking)
+    resources.callback(tracking.close)
+    return tracking
 
 
 def _open_trace(request: Request, session: AnySession, training: Training, resources: ExitStack) -> TraceWriter | None:

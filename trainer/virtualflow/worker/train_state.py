@@ -18,6 +18,8 @@ from virtualflow.protocol.settings import MAX_NAME
 from virtualflow.state import Companions, Path, Reserve, capture, codec, digests, size_of, split
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import Reduced, Schema, Update
+from virtualflow.worker import tracker
+from virtualflow.worker.tracker import Entry
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 """What learning rate schedulers, torch's own and hand-written ones, change in a parameter group."""
@@ -56,6 +58,10 @@ class Training:
     """How many workers made the last step."""
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
     """Membership changes so far, for coordinators and members to come."""
+    id: str = ""
+    """What names it; empty: it has not begun."""
+    tracked: dict[int, Entry] = field(default_factory=dict)
+    """Steps that trackers may not have yet, by number."""
 
     def __post_init__(self) -> None:
         self._received: dict[str, Any] | None = None
@@ -137,7 +143,10 @@ class Training:
             "evaluated": self.evaluated,
             "members": self.members,
             "changes": msgspec.to_builtins(list(self.changes.values())),
+            "id": self.id,
         }
+        if self.tracked:
+            extra["tracked"] = tracker.pack(list(self.tracked.values()))
         if not self.arrived:
             extra["arrived"] = False
         tree = capture.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
@@ -204,6 +213,9 @@ class Training:
         self.evaluated = None if extra["evaluated"] is None else [block.clone() for block in extra["evaluated"]]
         for change in msgspec.convert(extra["changes"], list[m.Change]):
             self.changes.setdefault(change.generation, change)
+        self.id = extra.get("id", "")
+        for entry in tracker.unpack(extra["tracked"]) if "tracked" in extra else ():
+            self.tracked.setdefault(entry.step, entry)
 
     def restore_but_states(self, tree: dict[str, Any]) -> None:
         """Become what ``capture(states=False)`` gave, which is given away; the optimizer keeps its states."""

@@ -1,0 +1,179 @@
+"""One run in a tracker, whoever writes it: what no store is known to have yet is part of the training's state.
+
+Every worker notes each committed step. The leader writes what it has noted, from time to time, and forgets it; the
+others keep the latest, a few times what a leader ever leaves unwritten. So whoever comes to lead can write what its
+predecessor did not come to. It cannot know what of it is there already: that is each tracker's part (``tracker``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from virtualflow.worker.settings import TrackingSettings
+from virtualflow.worker.standalone import AnySession
+from virtualflow.worker.tracker import Entry, NotWritten, Tracker
+from virtualflow.worker.train_state import Training
+
+
+class Tracking:
+    """The trackers of one run, in one worker.
+
+    Args:
+        trackers: of the user.
+        session: says who leads.
+        training: whose steps these are.
+        settings: how often they are written.
+        clock: monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        session: AnySession,
+        training: Training,
+        settings: TrackingSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._writers = [_Writer(tracker) for tracker in trackers]
+        self._session, self._training, self._settings, self._clock = session, training, settings, clock
+        self._begun: int | None = None
+        """The step that this worker makes, or has made and not noted yet."""
+        self._rates: tuple[float, ...] = ()
+        self._logged: dict[str, float] = {}
+        self._noted_at: tuple[int, float] | None = None
+        """The step noted last, and when."""
+        self._tried_at = float("-inf")
+
+    def begin(self, step: int) -> None:
+        """This worker is about to make ``step``, or to get it from others that have."""
+        if self._writers and self._begun != step:
+            self._begun = step
+            groups = self._training.optimizer.param_groups
+            self._rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+
+    def log(self, numbers: dict[str, float]) -> None:
+        """The script has logged these behind a step."""
+        if self._writers:
+            self._logged |= numbers
+
+    def note(self) -> None:
+        """Note the last step, now that all code behind it has run; said again, what was logged since is added to it."""
+        training, now = self._training, self._clock()
+        step = training.completed_steps
+        logged, self._logged = self._logged, {}
+        if self._begun != step:
+            last = training.tracked.get(step)
+            if logged and last is not None:
+                training.tracked[step] = _with(last, logged)
+            else:
+                self._logged = logged  # for the first step of this worker
+            return
+        self._begun = None
+        follows = self._noted_at is not None and self._noted_at[0] == step - 1
+        seconds = now - self._noted_at[1] if self._noted_at is not None and follows else None
+        self._noted_at = step, now
+        epoch, epoch_step = training.position
+        training.tracked[step] = Entry(
+            step,
+            epoch if epoch_step else epoch - 1,
+            time.time(),
+            seconds,
+            training.members or 0,
+            self._rates,
+            {**training.metrics, **logged},
+            next((change for change in reversed(training.changes.values()) if change.step == step), None),
+        )
+        if not self._session.state.leader:
+            self._keep(self._settings.kept)
+
+    def flush(self, *, now: bool = False) -> None:
+        """Write what is due, or all of it ``now``, if this worker leads."""
+        tracked = self._training.tracked
+        if not self._session.state.leader:
+            for writer in self._writers:
+                writer.close()
+            return
+        missing = sum(step > self._written for step in tracked)
+        waited = self._clock() - self._tried_at
+        settings = self._settings
+        if not missing or not (now or missing >= settings.steps or waited >= settings.seconds):
+            return
+        self._tried_at = self._clock()
+        self._session.activity.mark("writing to trackers", self._training.completed_steps)
+        generation = self._session.generation
+        fence = generation.incarnation, generation.counter
+        for writer in self._writers:
+            if not (writer.tracker.fenced or self._session.holds_lease()):
+                continue
+            failure = writer.write(self._training.id, fence, [tracked[step] for step in sorted(tracked)])
+            if failure is not None:
+                self._session.note("warning", failure)
+        for step in [step for step in tracked if step <= self._written]:
+            del tracked[step]
+        self._keep(settings.most)
+
+    def close(self) -> None:
+        """Let go of what is open."""
+        for writer in self._writers:
+            writer.close()
+
+    @property
+    def _written(self) -> int:
+        """The last step that all trackers have from this worker."""
+        return min((writer.written for writer in self._writers), default=0)
+
+    def _keep(self, most: int) -> None:
+        """Forget the oldest steps but so many."""
+        tracked = self._training.tracked
+        for step in sorted(tracked)[:-most]:
+            del tracked[step]
+
+
+class _Writer:
+    """What one tracker has from this worker."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self.written = 0
+        """The last step."""
+        self._open_in: tuple[int, int] | None = None
+        self._fails = False
+
+    def write(self, run: str, fence: tuple[int, int], tracked: Sequence[Entry]) -> str | None:
+        """Write what this tracker lacks; a new reason why it cannot be done, if there is one."""
+        missing = [entry for entry in tracked if entry.step > self.written]
+        if not missing:
+            return None
+        try:
+            if self._open_in != fence:
+                self.close()
+                self.tracker.open(run, fence)
+                self._open_in = fence
+            self.tracker.write(missing)
+        except (OSError, NotWritten) as error:
+            self.close()
+            failed_before, self._fails = self._fails, True
+            name = type(self.tracker).__name__
+            return None if failed_before else f"{name} cannot be written to, and will be tried again: {error}"
+        self.written, self._fails = missing[-1].step, False
+        return None
+
+    def close(self) -> None:
+        """Let go of what is open."""
+        if self._open_in is not None:
+            self._open_in = None
+            self.tracker.close()
+
+
+def _with(entry: Entry, logged: dict[str, float]) -> Entry:
+    return Entry(
+        entry.step,
+        entry.epoch,
+        entry.at,
+        entry.seconds,
+        entry.workers,
+        entry.rates,
+        {**entry.metrics, **logged},
+        entry.change,
+    )
