@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from elastic_jobs import ElasticJob, alone
 from tracked import BACKENDS, KINDS, check, train
+from wandb_server import Uploaded
 
 from tiers import nightly
 from virtualflow.protocol.http_api import Status
-from virtualflow.worker.tracker import Entry
+from virtualflow.worker.tracker import Entry, NotWritten
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 StartJob = Callable[..., ElasticJob]
@@ -21,6 +24,11 @@ StartJob = Callable[..., ElasticJob]
 
 def leader_of(status: Status) -> str | None:
     return next((worker.worker for worker in status.workers if worker.first == 0 < worker.last), None)
+
+
+def whole(status: Status) -> bool:
+    """Whether three workers train."""
+    return sum(worker.first < worker.last for worker in status.workers) == 3
 
 
 def test_a_run_alone_has_each_step_once_and_the_digest_of_one_without_a_tracker(kind: str, tmp_path: Path) -> None:
@@ -113,7 +121,7 @@ def test_a_run_has_each_step_once_after_kills_at_random_moments(
     for kill in range(kills):
         start = 15 * kill
         job.hold(start + 12)
-        job.wait_for(lambda status: status.step >= start + 3, f"step {start + 3}")  # noqa: B023
+        job.wait_for(lambda status: status.step >= start + 3 and whole(status), f"all workers at step {start + 3}")  # noqa: B023
         time.sleep(draw.uniform(0, 0.1))
         status = job.status()
         leader = leader_of(status)
@@ -123,13 +131,11 @@ def test_a_run_has_each_step_once_after_kills_at_random_moments(
         leaders += victim == leader
         if kill == kills // 2:
             job.kill_all()
-            job.start_worker()
-            job.start_worker()
+            for _ in range(3):
+                job.start_worker()
         else:
             job.kill(victim)
-            job.wanted += 1
-            job.call("scale", workers=job.wanted)
-        job.start_worker()
+            job.join()
     values = job.results()
     history = check(kind, tmp_path / "runs", tmp_path / "alone", steps)
     assert {value.more for value in values} == set(BACKENDS[kind].read(tmp_path / "runs"))
@@ -137,6 +143,33 @@ def test_a_run_has_each_step_once_after_kills_at_random_moments(
     causes = [mark.split(":")[0] for _, mark in history["virtualflow/changes"]]
     print(f"\n{kind}: {kills} kills, {leaders} of them of the leader; marks: {causes}")
     assert causes.count("lost") + causes.count("restart") >= kills // 2
+
+
+def test_wandb_itself_uploads_each_step_once_also_of_a_long_run(kind: str, tmp_path: Path) -> None:
+    if kind != "wandb":
+        pytest.skip("another one's file")
+    tracker = BACKENDS[kind].make(tmp_path)
+    long = {f"metric_{n}": float(n) for n in range(300)}  # longer than a block of the file
+    entries = [msgspec.structs.replace(entry(n), metrics={"loss": 1 / n, **long}) for n in range(1, 60)]
+    for fence, first, last in ((1, 0, 20), (2, 12, 33), (3, 33, 50), (5, 41, 59)):
+        tracker.open("run", (7, fence))
+        tracker.write(entries[first:last])
+        if fence != 2:  # a leader that goes on in the next generation
+            tracker.close()
+    tracker.open("run", (7, 6))
+    tracker.write([msgspec.structs.replace(entry(60), metrics={"loss": math.nan})])
+    tracker.end()
+    tracker.close()
+    (folder,) = (tmp_path / "wandb").iterdir()
+    server = Uploaded()
+    server.sync(folder)
+    assert (server.names, server.exit_code) == ({"run"}, 0)
+    assert [line["_step"] for line in server.history] == list(range(1, 61))
+    assert [line["loss"] for line in server.history[:-1]] == [1 / n for n in range(1, 60)]
+    assert math.isnan(server.history[-1]["loss"])
+    tracker.open("run", (8, 1))
+    with pytest.raises(NotWritten, match=r"another leader, of generation 0*8\.0*1, writes"):
+        BACKENDS[kind].make(tmp_path).open("run", (7, 9))
 
 
 def test_what_a_replaced_leader_writes_late_and_a_write_that_failed_do_no_harm(kind: str, tmp_path: Path) -> None:

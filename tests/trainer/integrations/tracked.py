@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import time
@@ -53,8 +54,52 @@ def read_tensorboard(directory: Path) -> dict[str, History]:
     return found
 
 
+def make_mlflow(directory: Path) -> Any:
+    return trackers.MLflow("digits", tracking_uri=f"sqlite:///{directory}.db")
+
+
+def read_mlflow(directory: Path) -> dict[str, History]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{directory}.db")
+    found: dict[str, History] = {}
+    for run in client.search_runs([client.get_experiment_by_name("digits").experiment_id]):
+        assert run.info.status == "FINISHED"
+        history = found[run.data.tags["virtualflow.run"]] = {}
+        for name in run.data.metrics:
+            metrics = client.get_metric_history(run.info.run_id, name)
+            history[name] = [(metric.step, metric.value) for metric in metrics]
+        marks = (text for name, text in sorted(run.data.tags.items()) if name.startswith("virtualflow.change."))
+        split = [mark.removeprefix("step ").split(": ", 1) for mark in marks]
+        history["virtualflow/changes"] = [(int(step), mark) for step, mark in split]
+    return found
+
+
+def make_wandb(directory: Path) -> Any:
+    return trackers.WeightsAndBiases("digits", directory=directory)
+
+
+def read_wandb(directory: Path) -> dict[str, History]:
+    from virtualflow.integrations.trackers.wandb import read
+
+    found: dict[str, History] = {}
+    for path in directory.glob("wandb/offline-run-*/run-*.wandb"):
+        *_, (last, _) = records = [(record.WhichOneof("record_type"), record) for record in read(path)]
+        assert [kind for kind, _ in records[:2]] == ["header", "run"]
+        assert last == "exit"
+        run = records[1][1].run.run_id
+        assert run not in found
+        history = found[run] = {}
+        for step in (record.history for kind, record in records if kind == "history"):
+            for item in step.item:
+                history.setdefault(item.nested_key[0], []).append((step.step.num, json.loads(item.value_json)))
+    return found
+
+
 BACKENDS = {
     "tensorboard": Backend("tensorboard", trackers.TensorBoard, read_tensorboard),
+    "mlflow": Backend("mlflow", make_mlflow, read_mlflow),
+    "wandb": Backend("wandb", make_wandb, read_wandb),
 }
 KINDS = [
     pytest.param(
@@ -143,11 +188,23 @@ def kill_at(tracker: Any, when: str, step: str) -> None:
 
 def tear(tracker: Any) -> None:
     """Let what it writes end in the middle."""
-    from virtualflow.integrations.trackers import tensorboard
+    from virtualflow.integrations.trackers import tensorboard, wandb
 
     if isinstance(tracker, trackers.TensorBoard):
         records = tensorboard._records
         tensorboard._records = lambda events: records(events)[: -len(records(events)) // 3]
+    if isinstance(tracker, trackers.WeightsAndBiases):
+        framed = wandb._Log._framed
+        wandb._Log._framed = staticmethod(lambda record, place: framed(record, place)[: -len(record) // 3])
+    if isinstance(tracker, trackers.MLflow):
+        from sqlalchemy.orm import Session
+
+        def die(session: Any) -> None:
+            if session.new:
+                session.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Session.commit = die
 
 
 def check(kind: str, directory: Path, reference: Path, steps: int) -> History:

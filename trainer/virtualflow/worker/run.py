@@ -178,6 +178,7 @@ class Run:
             self._loop.save_if_due()
         complete_leader(membership, training)
         agree_on_end(session, membership, training, trained, context.tracking)
+        context.tracking.end()
         if session.coordinated or self._termination_message.wanted:
             result = context.reporter.result()
             self._termination_message.done(result, context.total_steps)

@@ -79,7 +79,7 @@ class Tracker(Protocol):
         """Whether what a former leader writes late does no harm; if not, only who holds the leader's lease writes."""
 
     def open(self, run: str, fence: tuple[int, int]) -> None:
-        """Begin to write.
+        """Begin to write, or go on in another generation.
 
         Args:
             run: the id of the training.
@@ -98,6 +98,13 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Let go of what is open; behind it :meth:`open` comes, or nothing."""
+
+    def end(self) -> None:
+        """Mark the run as complete, if that can be done; all is written.
+
+        Raises:
+            NotWritten, OSError: it cannot be done now.
+        """
 
 
 def pack(entries: Sequence[Entry]) -> Tensor:

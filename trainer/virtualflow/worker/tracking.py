@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from virtualflow.worker.settings import TrackingSettings
 from virtualflow.worker.standalone import AnySession
@@ -113,6 +114,11 @@ class Tracking:
             del tracked[step]
         self._keep(settings.most)
 
+    def end(self) -> None:
+        """The training is through: see that the trackers say so, if this worker leads."""
+        for writer in self._writers:
+            writer.end()
+
     def close(self) -> None:
         """Let go of what is open."""
         for writer in self._writers:
@@ -147,7 +153,6 @@ class _Writer:
             return None
         try:
             if self._open_in != fence:
-                self.close()
                 self.tracker.open(run, fence)
                 self._open_in = fence
             self.tracker.write(missing)
@@ -158,6 +163,12 @@ class _Writer:
             return None if failed_before else f"{name} cannot be written to, and will be tried again: {error}"
         self.written, self._fails = missing[-1].step, False
         return None
+
+    def end(self) -> None:
+        """Mark the run as complete; one that is left without that mark is whole all the same."""
+        if self._open_in is not None:
+            with suppress(OSError, NotWritten):
+                self.tracker.end()
 
     def close(self) -> None:
         """Let go of what is open."""

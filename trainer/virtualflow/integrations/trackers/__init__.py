@@ -4,6 +4,8 @@ A tracker is given to ``vf.elastic(..., tracker=...)``. Each has a module of its
 object is made.
 """
 
+from virtualflow.integrations.trackers.mlflow import MLflow
 from virtualflow.integrations.trackers.tensorboard import TensorBoard
+from virtualflow.integrations.trackers.wandb import WeightsAndBiases
 
-__all__ = ["TensorBoard"]
+__all__ = ["MLflow", "TensorBoard", "WeightsAndBiases"]

@@ -48,6 +48,7 @@ class TensorBoard:
 
     def open(self, run: str, fence: tuple[int, int]) -> None:
         """Begin a file, once it is known with which step."""
+        self.close()
         self._folder, self._fence = self._directory / run, fence
 
     def write(self, entries: Sequence[Entry]) -> None:
@@ -66,6 +67,9 @@ class TensorBoard:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+    def end(self) -> None:
+        """There is nothing to mark."""
 
     def _begin(self) -> int:
         """A new file behind all that there are; a second one of a generation is behind the first."""
