@@ -16,6 +16,7 @@ from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
 from virtualflow.memory.activations import Chain, Flight, LayerMajor, Summed
 from virtualflow.worker.setup import Context
+from virtualflow.worker.spans import span
 from virtualflow.worker.step import Loss, Told
 
 
@@ -99,7 +100,7 @@ class LayeredAttempts:
             except CommunicatorBroken as error:
                 work.broken = error  # which is not the script's
 
-        with self._context.guard.within("inner loop"):
+        with span("virtual nodes"), self._context.guard.within("inner loop"):
             yield compute
         if work.broken is not None:
             raise work.broken

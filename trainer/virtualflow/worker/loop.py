@@ -28,6 +28,7 @@ from virtualflow.worker.finish import complete_leader
 from virtualflow.worker.layers import LayeredAttempts
 from virtualflow.worker.script import check_averages
 from virtualflow.worker.setup import Context
+from virtualflow.worker.spans import span
 from virtualflow.worker.spot_checking import SpotChecking
 from virtualflow.worker.step import Step, Told, read_weight
 
@@ -186,7 +187,8 @@ class Loop:
                 context.update.abandon()
                 context.on_entry()
             else:
-                self._commit(number, reduced)
+                with span("commit"):
+                    self._commit(number, reduced)
         self._step_is_new = True
         context.guard.committed()
         self._seed_between_steps()
@@ -203,15 +205,16 @@ class Loop:
         offer = m.NO_GENERATION if number == context.total_steps else context.session.offer(evaluating=False)
         self._state.lease.begin()
         try:
-            return context.update.synchronize(
-                context.membership.communicator,
-                self._state.holdings,
-                context.training.exchanges + 1,
-                offer,
-                more=context.loading.peek(self._state.assigned),
-                saves=self._saves_after(number),
-                repairs=self._state.repair is not None,
-            )
+            with span("exchange"):
+                return context.update.synchronize(
+                    context.membership.communicator,
+                    self._state.holdings,
+                    context.training.exchanges + 1,
+                    offer,
+                    more=context.loading.peek(self._state.assigned),
+                    saves=self._saves_after(number),
+                    repairs=self._state.repair is not None,
+                )
         except Doubted as error:
             doubted = error
         raise (yield from self._spot_checking.settle(number, doubted))
@@ -334,7 +337,7 @@ class Loop:
                 activations.begin()
             seed_virtual_node(self._seed, number, batch.virtual_node)
             ends = nullcontext(True) if cut is None else cut.within(batch.virtual_node, number)
-            with self.context.guard.within("inner loop"), ends as whole:
+            with span("virtual node", batch.virtual_node), self.context.guard.within("inner loop"), ends as whole:
                 self._listen(batch.data)
                 yield batch.data
             if activations is not None and whole:  # a plan is for the longest
@@ -354,7 +357,8 @@ class Loop:
             self._state.lease.renew()
         # An optimizer may draw at random, and so may the user's code after the step: the same on all workers.
         seed_virtual_node(self._seed, number, self._virtual_nodes)
-        training.commit(reduced, len(self._state.ranges))
+        with span("update"):
+            training.commit(reduced, len(self._state.ranges))
         self._state.repair = None
         context.loading.adjust(self._state.assigned)
         now = time.monotonic()
