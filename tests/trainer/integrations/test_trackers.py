@@ -11,11 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from elastic_jobs import ElasticJob, alone
+from jobs import run_job
 from tracked import BACKENDS, KINDS, check, train
 from wandb_server import Uploaded
 
 from tiers import nightly
+from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.http_api import Status
+from virtualflow.worker.options import check_trackers
 from virtualflow.worker.tracker import Entry, NotWritten
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -170,6 +173,37 @@ def test_wandb_itself_uploads_each_step_once_also_of_a_long_run(kind: str, tmp_p
     tracker.open("run", (8, 1))
     with pytest.raises(NotWritten, match=r"another leader, of generation 0*8\.0*1, writes"):
         BACKENDS[kind].make(tmp_path).open("run", (7, 9))
+
+
+def test_digits_through_the_command_line_with_all_that_can_happen(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind != "tensorboard":
+        pytest.skip("one will do")
+    bits = []
+    for name, options in (
+        ("alone", ["--workers", 1]),
+        ("changed", ["--workers", 3, "--schedule", "8:kill,16:=2,22:coordinator,28:all,36:term,44:=1,50:kill"]),
+    ):
+        monkeypatch.setenv("RUNS", str(tmp_path / name))
+        checkpoints = ["--checkpoint-dir", tmp_path / f"{name}-kept", "--checkpoint-steps", 7]
+        finished = run_job(tmp_path, *options, *checkpoints, "tests/trainer/digits_tracked.py", "--steps", 60)
+        bits.append(finished.bits)
+    assert bits[0] == bits[1]
+    (wanted,), (found,) = (BACKENDS[kind].read(tmp_path / name).values() for name in ("alone", "changed"))
+    assert [step for step, _ in found["loss"]] == list(range(1, 61))
+    for name in ("loss", "test_accuracy", "virtualflow/learning_rate"):
+        assert found[name] == wanted[name]
+    causes = {mark.split(":")[0] for _, mark in found["virtualflow/changes"]}
+    assert {"lost", "restart", "resize"} & causes
+
+
+@pytest.mark.parametrize("given", ["runs", object()], ids=["a path", "anything"])
+def test_what_is_no_tracker_is_refused(given: object, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=r'TensorBoard\("runs"\), or a list'):
+        check_trackers([given])
+    with pytest.raises(ConfigurationError):
+        check_trackers([type(BACKENDS[kind].make)])
 
 
 def test_what_a_replaced_leader_writes_late_and_a_write_that_failed_do_no_harm(kind: str, tmp_path: Path) -> None:

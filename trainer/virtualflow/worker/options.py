@@ -109,6 +109,20 @@ def check_reproducibility(reproducibility: str, max_fused: int | None, batch_nor
         raise ConfigurationError(f'batch_norm is {batch_norm!r}; it must be "virtual-node" or "micro-batch"')
 
 
+def check_trackers(trackers: Sequence[Any]) -> None:
+    """Check what steps are to be written to.
+
+    Raises:
+        ConfigurationError: something is no tracker.
+    """
+    for tracker in trackers:
+        if isinstance(tracker, type) or not all(hasattr(tracker, name) for name in ("open", "write", "fenced")):
+            raise ConfigurationError(
+                f"tracker is {tracker!r}; pass one of virtualflow.integrations.trackers, such as "
+                'TensorBoard("runs"), or a list of several'
+            )
+
+
 def check_exchange(exchange: Exchange | str) -> None:
     """Check how gradients are to travel.
 

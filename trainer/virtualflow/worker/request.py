@@ -26,6 +26,7 @@ from virtualflow.worker.options import (
     check_scheduler,
     check_sharding,
     check_sizes,
+    check_trackers,
     check_verify,
 )
 from virtualflow.worker.settings import WorkerSettings
@@ -108,6 +109,7 @@ def check_request(request: Request) -> None:
     check_reproducibility(request.reproducibility, options.max_fused, options.batch_norm)
     check_verify(request.environment.verify, request.reproducibility)
     check_exchange(options.exchange)
+    check_trackers(options.trackers)
     check_optimizer(request.model, request.optimizer)
     check_scheduler(options.scheduler, options.scheduler_interval)
     check_device(options.device, request.model, layer_major=request.layer_major)

@@ -1,4 +1,4 @@
-"""Spans of a step for ``torch.profiler``: virtual node, exchange, update, commit. Without a profiler: a look for each."""
+"""Spans of a step for ``torch.profiler``: virtual node, exchange, update, commit. Without one, a look each."""
 
 from __future__ import annotations
 
