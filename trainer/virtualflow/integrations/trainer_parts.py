@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,28 +71,6 @@ class Story:
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
-
-def order_of(loader: Any, drop_last: bool) -> Callable[[int, int], Sequence[int]]:
-    """The order of samples that the ``Trainer``'s own loader has in an epoch.
-
-    Raises:
-        ConfigurationError: it has none, but batches of its own.
-    """
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    if sampler is None:
-        raise ConfigurationError(
-            f"{type(loader.batch_sampler).__name__} makes batches by itself, and a global batch is divided by the "
-            "library; use a sampler of samples, such as that of train_sampling_strategy='random'"
-        )
-    kept = len(loader) * loader.batch_sampler.batch_size if drop_last else None
-
-    def order(seed: int, epoch: int) -> Sequence[int]:
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(epoch)
-        return list(sampler)[:kept]
-
-    return order
 
 
 class Batches(torch.utils.data.Dataset[Any]):

@@ -23,17 +23,17 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from virtualflow.data import MicroBatch
 from virtualflow.errors import ConfigurationError
+from virtualflow.integrations.loaders import order_of, virtual_nodes_of
 from virtualflow.integrations.trainer_parts import (
     Batches,
     Story,
     newest_checkpoint,
     on_host,
-    order_of,
     overrides,
     refuse,
     take_only,
 )
-from virtualflow.protocol.settings import ENV_COORDINATOR, VIRTUAL_NODES
+from virtualflow.protocol.settings import ENV_COORDINATOR
 from virtualflow.worker.entry import elastic
 from virtualflow.worker.evaluation import evaluate_in_parts
 from virtualflow.worker.run import Run
@@ -98,7 +98,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
             loader.dataset,
             batch_size=batch,
             steps=max_steps,
-            virtual_nodes=self._virtual_nodes or (accumulated if accumulated > 1 else math.gcd(batch, VIRTUAL_NODES)),
+            virtual_nodes=self._virtual_nodes or virtual_nodes_of(batch, accumulated),
             seed=args.seed,
             sampler=order_of(loader, args.dataloader_drop_last),
             scheduler=self.lr_scheduler,

@@ -77,6 +77,11 @@ class Loading:
         self._ahead = None
         self._source.assign(self._assigned, *self._training.position, self._width)
 
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """``None`` for streams."""
+        return self._source.steps_per_epoch
+
     def samples(self) -> int | None:
         """Of the present step's whole global batch; ``None`` for streams, which must be read to know."""
         return self._source.samples(self._training.position[1])

@@ -61,6 +61,8 @@ class Loop:
         self._committed_in = m.NO_GENERATION
         self._saves_together = False
         """Whether a checkpoint that takes all is to follow the step that was committed in that generation."""
+        self._stream = (0, 0)
+        """What the random streams of the script's present code follow from, beside the seed."""
         device = device_of(context.request.model)
         waits_for_kernels = context.session.coordinated or context.turns.shared
         self._kernels_on = device if device.type == "cuda" and waits_for_kernels else None
@@ -335,7 +337,8 @@ class Loop:
             activations, cut = self.context.activations, self.context.update.cut
             if activations is not None:
                 activations.begin()
-            seed_virtual_node(self._seed, number, batch.virtual_node)
+            self._stream = number, batch.virtual_node
+            self.seed_script()
             ends = nullcontext(True) if cut is None else cut.within(batch.virtual_node, number)
             with span("virtual node", batch.virtual_node), self.context.guard.within("inner loop"), ends as whole:
                 self._listen(batch.data)
@@ -345,7 +348,12 @@ class Loop:
 
     def _seed_between_steps(self) -> None:
         """Let random numbers of the user's code after a step or an evaluation be the same on all workers."""
-        seed_virtual_node(self._seed, self.context.training.exchanges, self._virtual_nodes + 1)
+        self._stream = self.context.training.exchanges, self._virtual_nodes + 1
+        self.seed_script()
+
+    def seed_script(self) -> None:
+        """Let the random streams of the script's present code begin, again where something has drawn from them."""
+        seed_virtual_node(self._seed, *self._stream)
 
     # --- its end ------------------------------------------------------------------------------------------------------
 

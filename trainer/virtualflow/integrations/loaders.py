@@ -1,0 +1,71 @@
+"""What the loaders of other libraries say of a training: its samples, their order, and how they come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from virtualflow.data import LoaderOptions
+from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.settings import VIRTUAL_NODES
+
+
+def virtual_nodes_of(batch_size: int, accumulated: int) -> int:
+    """The virtual nodes of a global batch where nobody says: its micro-batches, or what divides it."""
+    return accumulated if accumulated > 1 else math.gcd(batch_size, VIRTUAL_NODES)
+
+
+def refuse_streams(dataset: Any, name: str) -> None:
+    """See that a dataset has samples with numbers.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigurationError(
+            f"{name} needs a dataset with __len__ and __getitem__; for a stream write the loop with vf.elastic"
+        )
+
+
+def options_of(loader: Any) -> LoaderOptions:
+    """How a ``DataLoader`` loads."""
+    return {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "prefetch_factor": loader.prefetch_factor,
+        "worker_init_fn": loader.worker_init_fn,
+        "timeout": loader.timeout,
+    }
+
+
+def lend(loader: Any, samples: int) -> Any:
+    """The first samples of a loader's dataset, collated."""
+    return loader.collate_fn([loader.dataset[index] for index in range(min(samples, len(loader.dataset)))])
+
+
+def order_of(loader: Any, drop_last: bool) -> Callable[[int, int], Sequence[int]]:
+    """The order of samples that a library's own loader has in an epoch.
+
+    Args:
+        loader: of a map-style dataset.
+        drop_last: leave out samples that do not make a whole batch of the loader's.
+
+    Raises:
+        ConfigurationError: it has none, but batches of its own.
+    """
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if sampler is None:
+        raise ConfigurationError(
+            f"{type(loader.batch_sampler).__name__} makes batches by itself, and a global batch is divided by the "
+            "library; use a sampler of samples"
+        )
+    kept = len(loader) * loader.batch_sampler.batch_size if drop_last else None
+
+    def order(seed: int, epoch: int) -> Sequence[int]:
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        return list(sampler)[:kept]
+
+    return order
