@@ -224,7 +224,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it 
             steps=steps,
             virtual_nodes=self._virtual_nodes or virtual_nodes_of(batch, accumulated),
             seed=self._seed,
-            sampler=order_of(loader.prepared, loader.drop_last),
+            sampler=order_of(loader.prepared, len(loader) if loader.drop_last else None),
             scheduler=[each.scheduler for each in self._schedulers] or None,
             scheduler_interval="manual",
             clip_grad_norm=self._max_grad_norm,

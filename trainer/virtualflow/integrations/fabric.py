@@ -199,7 +199,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
             steps=steps,
             virtual_nodes=self._virtual_nodes or virtual_nodes_of(batch, 1),
             seed=self._seed,
-            sampler=order_of(self._loader, self._loader.drop_last),
+            sampler=order_of(self._loader, len(self._loader) if self._loader.drop_last else None),
             scheduler=self._schedulers or None,
             scheduler_interval="manual",
             clip_grad_norm=self._max_norm,

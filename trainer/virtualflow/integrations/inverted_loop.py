@@ -1,8 +1,9 @@
 """Steps for scripts that drive the loop by themselves: ``for batch in loader: ...; backward(loss); optimizer.step()``.
 
-The body of such a loop runs once for each micro-batch. Its ``optimizer.step()`` asks for the next one. If there is none,
-the step has been made by then, and the rest of the body finds the new weights, as in a plain loop. If there is one, since
-this worker has more virtual nodes, or an attempt is repeated, nothing has happened yet. So every body calls it, once.
+The body of such a loop runs once for each micro-batch. Its ``optimizer.step()`` asks for the next one. If there is
+none, the step has been made by then, and the rest of the body finds the new weights, as in a plain loop. If there is
+one, since this worker has more virtual nodes, or an attempt is repeated, nothing has happened yet. So every body calls
+it, once.
 
 All workers run the code behind a step that was made. One that had no sample in it gets a micro-batch on loan, and what
 comes of that is forgotten.

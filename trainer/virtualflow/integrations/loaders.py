@@ -45,12 +45,12 @@ def lend(loader: Any, samples: int) -> Any:
     return loader.collate_fn([loader.dataset[index] for index in range(min(samples, len(loader.dataset)))])
 
 
-def order_of(loader: Any, drop_last: bool) -> Callable[[int, int], Sequence[int]]:
+def order_of(loader: Any, batches: int | None = None) -> Callable[[int, int], Sequence[int]]:
     """The order of samples that a library's own loader has in an epoch.
 
     Args:
         loader: of a map-style dataset.
-        drop_last: leave out samples that do not make a whole batch of the loader's.
+        batches: leave out what is behind so many of the loader's, as a last one that is not whole.
 
     Raises:
         ConfigurationError: it has none, but batches of its own.
@@ -61,7 +61,7 @@ def order_of(loader: Any, drop_last: bool) -> Callable[[int, int], Sequence[int]
             f"{type(loader.batch_sampler).__name__} makes batches by itself, and a global batch is divided by the "
             "library; use a sampler of samples"
         )
-    kept = len(loader) * loader.batch_sampler.batch_size if drop_last else None
+    kept = None if batches is None else batches * loader.batch_sampler.batch_size
 
     def order(seed: int, epoch: int) -> Sequence[int]:
         if hasattr(loader, "set_epoch"):

@@ -100,7 +100,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
             steps=max_steps,
             virtual_nodes=self._virtual_nodes or virtual_nodes_of(batch, accumulated),
             seed=args.seed,
-            sampler=order_of(loader, args.dataloader_drop_last),
+            sampler=order_of(loader, len(loader) if args.dataloader_drop_last else None),
             scheduler=self.lr_scheduler,
             scheduler_interval="manual",
             clip_grad_norm=args.max_grad_norm or None,

@@ -1,0 +1,274 @@
+"""A strategy of Lightning's ``Trainer`` over virtual nodes: what it does around a step stays its own, steps are ours.
+
+The ``LightningModule``, its callbacks and loggers stay as they are. A global batch has ``batch_size *
+accumulate_grad_batches`` samples on any number of workers. Every worker runs the script, and calls the callbacks; the
+leader alone writes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.rank_zero import rank_zero_only as rank_zero_only_of_trainer
+
+from virtualflow.errors import ConfigurationError
+from virtualflow.integrations.lightning_parts import Notes, Story, greet, place, refuse
+from virtualflow.integrations.loaders import options_of, order_of, virtual_nodes_of
+from virtualflow.protocol.settings import ENV_COORDINATOR
+from virtualflow.worker.entry import elastic
+from virtualflow.worker.evaluation import evaluate_in_parts
+from virtualflow.worker.run import Run
+from virtualflow.worker.step import Step
+
+LOSS = "loss"
+"""What a run calls the loss that ``training_step`` returns."""
+
+
+class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as Any: it is an extra
+    """A strategy whose workers may change at any step.
+
+    Alone (``python train.py``), the process computes all virtual nodes. Under ``virtualflow run`` or the operator, each
+    worker computes those that it is assigned.
+
+    Args:
+        device: of this worker; without it, the first GPU that it sees, or the CPU.
+        virtual_nodes: equal slices of a global batch. Without it, ``accumulate_grad_batches`` where that is above 1,
+            else 8 or what divides the batch; the command line or the manifest overrides it.
+        seed: what all random streams follow from.
+    """
+
+    def __init__(
+        self, device: torch.device | str | None = None, *, virtual_nodes: int | None = None, seed: int = 0
+    ) -> None:
+        self._leads = ENV_COORDINATOR not in os.environ
+        self._run: Run | None = None
+        self._behind = False
+        """Whether a step was made, and code of the script runs behind it."""
+        self._virtual_nodes, self._seed = virtual_nodes, seed
+        super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        self._tell_rank()
+
+    def setup(self, trainer: Any) -> None:
+        """As any strategy's; a training goes by loops that ask the library for their steps."""
+        super().setup(trainer)
+        trainer.fit_loop.__class__ = _ElasticFitLoop  # the trainer has given its loops their data and limits already
+        trainer.fit_loop.epoch_loop.__class__ = _ElasticEpochLoop
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def make_run(self, trainer: Any, story: Story) -> Run:
+        """The run of a training whose data and optimizer are there.
+
+        Raises:
+            ConfigurationError: it cannot be elastic.
+        """
+        loader, batches, accumulated = (
+            trainer.train_dataloader,
+            trainer.num_training_batches,
+            trainer.accumulate_grad_batches,
+        )
+        refuse(trainer, loader)
+        kept = batches if loader.drop_last or batches < len(loader) else None
+        batch = loader.batch_sampler.batch_size * accumulated
+        steps, epochs = trainer.max_steps, trainer.fit_loop.max_epochs
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        return elastic(
+            self.lightning_module,
+            self.optimizers[0],
+            loader.dataset,
+            batch_size=batch,
+            epochs=None if epochs < 0 else epochs,
+            steps=None if steps < 0 else steps,
+            virtual_nodes=self._virtual_nodes or virtual_nodes_of(batch, accumulated),
+            seed=self._seed,
+            sampler=order_of(loader, kept),
+            scheduler=[config.scheduler for config in self.lr_scheduler_configs] or None,
+            scheduler_interval="manual",
+            clip_grad_norm=(trainer.gradient_clip_val or None) if by_norm else None,
+            clip_grad_value=None if by_norm else trainer.gradient_clip_val,
+            state={"trainer": story},
+            device=None if self.root_device.type == "cpu" else self.root_device,
+            **options_of(loader),
+        )
+
+    def enter(self, run: Run | None) -> None:
+        """A training has begun, or is over."""
+        if run is None and self._run is not None:
+            self._leads = self._run.leader
+        self._run, self._behind = run, False
+
+    def stand(self, *, behind: bool) -> bool:
+        """Where the script's code is, ``behind`` a step or before one; whether this worker has become the leader."""
+        assert self._run is not None
+        led, self._leads = self._leads, self._run.leader
+        self._behind = behind
+        self._tell_rank()
+        return self._leads and not led
+
+    # --- what others ask ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker is the leader: the one that writes and prints."""
+        return self._leads
+
+    @property
+    def global_rank(self) -> int:
+        """0 in the leader, 1 in all others."""
+        return 0 if self._leads else 1
+
+    @global_rank.setter
+    def global_rank(self, rank: int) -> None:
+        """For the base class, which knows nothing of leaders."""
+
+    local_rank = global_rank
+
+    def _tell_rank(self) -> None:
+        """Let loggers and messages of Lightning know who leads."""
+        rank_zero_only.rank = rank_zero_only_of_trainer.rank = self.global_rank
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What the leader has, behind a step, where all workers ask: whether a file is there already, for example."""
+        if self._run is None or not self._behind:
+            return obj
+        (told,) = evaluate_in_parts(self.lightning_module, [0], lambda batch: obj, batch_size=self._run.virtual_nodes)
+        return told
+
+
+class _ElasticFitLoop(_FitLoop):  # type: ignore[misc]
+    """All epochs."""
+
+    epoch_loop: _ElasticEpochLoop
+    _data_fetcher: Any
+
+    def run(self) -> None:
+        """What ``Trainer.fit`` calls."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        self.setup_data()
+        if self.skip:
+            return
+        self._data_fetcher.teardown()  # with processes of its own: the library loads
+        self._data_fetcher = None
+        torch.set_grad_enabled(True)
+        resumed = self.epoch_loop.global_step
+        self.epoch_loop.notes = Notes()
+        run = strategy.make_run(trainer, Story(trainer, self.epoch_loop.notes))
+        steps_per_epoch = math.ceil(self.max_batches / trainer.accumulate_grad_batches)
+        with run:
+            if resumed and not run.context.training.completed_steps:
+                run.context.training.begin_behind(resumed, steps_per_epoch)
+            strategy.enter(run)
+            try:
+                self._follow(run, steps_per_epoch)
+            finally:
+                strategy.enter(None)
+        self._restarting = False
+        self.on_run_end()
+
+    def _follow(self, run: Run, steps_per_epoch: int) -> None:
+        trainer, strategy, begun, epoch = self.trainer, self.trainer.strategy, False, -1
+        for step in run:
+            made = step.number - 1  # a joiner enters here: callbacks see where all are
+            if strategy.stand(behind=False) or not begun:
+                greet(trainer)
+            if step.epoch != epoch:
+                place(self, made, steps_per_epoch)
+            if not begun:
+                begun = True
+                self.on_iteration_done()
+                self.epoch_loop.on_iteration_done()
+                self.on_run_start()
+            if step.epoch != epoch:
+                epoch = step.epoch
+                self.on_advance_start()
+            self.epoch_loop.make(run, step)
+            if run.completed_steps < step.number:
+                continue  # it goes on from behind the last step
+            strategy.stand(behind=True)
+            self.epoch_loop.end(step, last=step.number % steps_per_epoch == 0)
+            if self.epoch_loop.done:
+                self.on_advance_end()
+                if self.done and trainer.should_stop:
+                    break
+
+
+class _ElasticEpochLoop(_TrainingEpochLoop):  # type: ignore[misc]
+    """The steps of an epoch."""
+
+    notes: Notes
+    _results: Any
+
+    def make(self, run: Run, step: Step) -> None:
+        """Make a step: what Lightning does with a batch, up to its optimizer, for each micro-batch of this worker."""
+        trainer, progress = self.trainer, self.batch_progress
+        accumulated = trainer.accumulate_grad_batches
+        batches = min(accumulated, self.trainer.num_training_batches - progress.current.ready)
+        progress.is_last_batch = progress.current.ready + batches == self.trainer.num_training_batches
+        for _ in range(batches):
+            progress.increment_ready()
+            progress.increment_started()
+        trainer._logger_connector.on_batch_start(None)
+        call._call_callback_hooks(trainer, "on_train_batch_start", None, self.batch_idx)
+        if call._call_lightning_module_hook(trainer, "on_train_batch_start", None, self.batch_idx) == -1:
+            raise ConfigurationError(
+                "on_train_batch_start has returned -1, and an elastic training cannot leave out the rest of an epoch; "
+                "set trainer.should_stop, or limit_train_batches"
+            )
+        self.notes.samples = run.context.loading.samples() or 0
+        for batch in step:
+            results, self._results = self._results, self.notes
+            try:
+                self._compute(step, batch, batches / accumulated)
+            finally:
+                self._results = results
+
+    def _compute(self, step: Step, data: Any, share: float) -> None:
+        trainer, connector = self.trainer, self.trainer._logger_connector
+        of_hooks = connector._current_fx
+        self.notes.begin()
+        batch = trainer.precision_plugin.convert_input(data)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        arguments = self._build_kwargs(OrderedDict(), batch, self.batch_idx)
+        output = call._call_strategy_hook(trainer, "training_step", *arguments.values())
+        loss = ClosureResult.from_training_step_output(output).closure_loss
+        if loss is None:
+            raise ConfigurationError(
+                "training_step has returned None, and a micro-batch cannot be left out; return a loss of 0 * its sum"
+            )
+        call._call_strategy_hook(trainer, "backward", loss if share == 1 else loss * share, trainer.optimizers[0])
+        step.log(**{LOSS: loss, **self.notes.values})
+        connector._current_fx = of_hooks
+
+    def end(self, step: Step, *, last: bool) -> None:
+        """What Lightning does when the optimizer has stepped: on every worker, in the same order."""
+        trainer, progress = self.trainer, self.batch_progress
+        stepped = self.automatic_optimization.optim_progress.optimizer.step
+        stepped.increment_ready()
+        stepped.increment_completed()
+        batches = progress.current.ready - progress.current.processed
+        for behind in range(batches):
+            progress.increment_processed()
+            if behind:
+                progress.increment_completed()  # all but the last one, whose hooks are still to come
+        self.notes.tell(self._results, step.metrics, trainer.lightning_module.device)
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        outputs = {"loss": torch.tensor(step.metrics[LOSS], device=trainer.lightning_module.device)}
+        call._call_callback_hooks(trainer, "on_train_batch_end", outputs, None, self.batch_idx)
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, None, self.batch_idx)
+        trainer._logger_connector.on_batch_end()
+        progress.increment_completed()
+        trainer._logger_connector.update_train_step_metrics()
+        self.on_advance_end(None)
