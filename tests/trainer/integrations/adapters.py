@@ -22,7 +22,7 @@ EPOCHS = 2
 WIDTH = 3
 
 Open = Callable[[str], Any]
-"""Makes what ``vf.elastic`` is given, of a directory. Its samples are (number, row)."""
+"""Makes what ``vf.elastic`` is given, of a directory. Its samples are (number, row), or have these names."""
 
 
 def row_of(number: int) -> list[float]:
@@ -45,7 +45,8 @@ def train(opened: Open, directory: str, loaders: int = 0, victim: str = "") -> T
         model, optimizer, opened(directory), batch_size=BATCH, epochs=EPOCHS, virtual_nodes=NODES, seed=9, **options
     ) as run:
         for step in run:
-            for numbers, rows in step:
+            for batch in step:
+                numbers, rows = (batch["number"], batch["row"]) if isinstance(batch, dict) else batch
                 loss = F.mse_loss(model(rows)[:, 0], numbers / 50)
                 loss.backward()
                 step.log(loss=loss)
@@ -94,24 +95,26 @@ def check_resumption(opened: Open, directory: Path, start_job: Callable[..., Ela
 
 def numbers(dataset: Any, index: int, count: int, epoch: int = 0, start: int = 0) -> list[int]:
     """Of the samples of a shard."""
-    return [int(sample[0]) for sample in dataset.shard(index=index, count=count, epoch=epoch, start=start)]
+    return [_number(sample) for sample in dataset.shard(index=index, count=count, epoch=epoch, start=start)]
+
+
+def _number(sample: Any) -> int:
+    return int(sample["number"] if isinstance(sample, dict) else sample[0])
 
 
 def check_shards(opened: Callable[[], Any], samples: int, counts: tuple[int, ...] = (1, 2, 3, 4, 8)) -> None:
-    """Each sample is in one shard, and each shard can be read from any sample on, by whoever has read nothing before.
-
-    Sizes differ by no more than what a division into files makes of them; orders differ from epoch to epoch.
-    """
+    """Each sample is in one shard, and each shard can be read from any sample on, by who has read nothing before."""
     for count in counts:
-        one = opened()
-        shards = [numbers(one, index, count) for index in range(count)]
-        assert Counter(number for shard in shards for number in shard) == Counter(range(samples)), count
-        for index, shard in enumerate(shards):
-            for start in {0, 1, len(shard) // 2, max(0, len(shard) - 1), len(shard), len(shard) + 2}:
-                assert numbers(opened(), index, count, 0, start) == shard[start:], (count, index, start)
-                assert numbers(one, index, count, 0, start) == shard[start:], (count, index, start)
+        for epoch in (0, 1):
+            one = opened()
+            shards = [numbers(one, index, count, epoch) for index in range(count)]
+            assert Counter(number for shard in shards for number in shard) == Counter(range(samples)), count
+            for index, shard in enumerate(shards):
+                for start in {1, len(shard) // 2, len(shard), len(shard) + 2}:
+                    assert numbers(opened(), index, count, epoch, start) == shard[start:], (count, index, start)
+                    assert numbers(one, index, count, epoch, start) == shard[start:], (count, index, start)
 
 
 def first(dataset: Any, count: int = 8) -> list[int]:
     """The numbers of the first samples of the only shard."""
-    return [int(sample[0]) for sample in islice(dataset.shard(index=0, count=1, epoch=0, start=0), count)]
+    return [_number(sample) for sample in islice(dataset.shard(index=0, count=1, epoch=0, start=0), count)]
