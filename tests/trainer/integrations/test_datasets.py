@@ -125,8 +125,9 @@ def test_samples_are_those_of_the_library(form: str | None, directory: Path) -> 
     for one, other in pairs:
         assert list(one) == list(other)
         for name, value in other.items():
-            assert form == "numpy" or type(one[name]) is type(value), name
-            assert getattr(one[name], "dtype", None) == getattr(value, "dtype", None), name
+            if form != "numpy":  # which has scalars in two types
+                assert type(one[name]) is type(value), name
+                assert getattr(one[name], "dtype", None) == getattr(value, "dtype", None), name
             assert np.array_equal(one[name], value), name
 
 

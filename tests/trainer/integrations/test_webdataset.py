@@ -15,8 +15,6 @@ import pytest
 import torch
 from adapters import augment, check_jobs, check_resumption, check_shards, first, numbers, row_of
 from elastic_jobs import ElasticJob
-from hypothesis import given
-from hypothesis import strategies as st
 
 from virtualflow.errors import ConfigurationError
 
@@ -194,21 +192,6 @@ def test_a_file_that_ends_too_early_is_an_error(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:end])
     with pytest.raises((OSError, tarfile.TarError)):
         numbers(opened(directory), 0, 1)
-
-
-@given(files=st.integers(1, 30), count=st.integers(1, 12), size=st.integers(1, 9))
-def test_files_are_dealt_so_that_each_sample_is_in_one_shard_and_shares_are_even(
-    files: int, count: int, size: int
-) -> None:
-    from virtualflow.integrations.webdataset import deal
-
-    dealt = [deal(files, index, count) for index in range(count)]
-    shares = [
-        [(part.file, position) for part in parts for position in range(part.offset, size, part.step)] for parts in dealt
-    ]
-    assert sorted(place for share in shares for place in share) == [(f, p) for f in range(files) for p in range(size)]
-    assert {sum(part.step == 1 for part in parts) for parts in dealt} <= {files // count, files // count + 1}
-    assert all(len(parts) <= -(-files // count) for parts in dealt)
 
 
 def batched(dataset: Any) -> Any:

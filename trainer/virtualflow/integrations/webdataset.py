@@ -26,8 +26,9 @@ from webdataset.compat import check_empty
 
 from virtualflow.data import derive_seed
 from virtualflow.errors import ConfigurationError
+from virtualflow.integrations.dealing import Part, deal
 
-__all__ = ["deal", "shards"]
+__all__ = ["shards"]
 
 Stage = Callable[[Iterator[Any]], Iterator[Any]]
 
@@ -57,24 +58,6 @@ def shards(dataset: wds.DataPipeline, *, seed: int = 0) -> _Shards:
         ConfigurationError: the pipeline has a stage whose samples would not be the same on any number of workers.
     """
     return _Shards(_take_apart(dataset), seed)
-
-
-class Part(NamedTuple):
-    """What one virtual node reads of a tar file: each ``step``-th sample from the ``offset``-th on."""
-
-    file: int
-    offset: int
-    step: int
-
-
-def deal(files: int, index: int, count: int) -> list[Part]:
-    """What shard ``index`` of ``count`` reads: whole files as far as they can be dealt evenly, stripes of the rest."""
-    whole, rest = files - files % count, files % count
-    parts = [Part(file, 0, 1) for file in range(index, whole, count)]
-    if rest:
-        file = index % rest
-        parts.append(Part(whole + file, index // rest, (count - file - 1) // rest + 1))
-    return parts
 
 
 @dataclass(frozen=True)
