@@ -114,7 +114,7 @@ def test_each_epoch_and_each_seed_has_another_order(directory: Path) -> None:
     assert numbers(shards(dataset), 0, 1) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("form", [None, "torch", "numpy"])
+@pytest.mark.parametrize("form", [None, "torch"])
 def test_samples_are_those_of_the_library(form: str | None, directory: Path) -> None:
     from virtualflow.integrations.datasets import shards
 
@@ -125,9 +125,8 @@ def test_samples_are_those_of_the_library(form: str | None, directory: Path) -> 
     for one, other in pairs:
         assert list(one) == list(other)
         for name, value in other.items():
-            if form != "numpy":  # which has scalars in two types
-                assert type(one[name]) is type(value), name
-                assert getattr(one[name], "dtype", None) == getattr(value, "dtype", None), name
+            assert type(one[name]) is type(value), name
+            assert getattr(one[name], "dtype", None) == getattr(value, "dtype", None), name
             assert np.array_equal(one[name], value), name
 
 

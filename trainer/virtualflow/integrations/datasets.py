@@ -73,7 +73,7 @@ class _Shards:
         if parts < count:
             part = split_dataset_by_node(part, rank=index // parts, world_size=count // parts, strategy="examples")
         part.set_epoch(epoch)
-        samples = chain.from_iterable(map(_rows, _undrawn(part.iter(READ))))
+        samples: Iterator[Any] = chain.from_iterable(map(_rows, _undrawn(part.iter(READ))))
         if self._shuffle > 1:
             samples = _mixed(samples, self._shuffle, random.Random(derive_seed("datasets", self._seed, epoch, index)))
         for _ in islice(samples, start):  # now, since random numbers are those of the first sample afterwards
@@ -128,15 +128,21 @@ def _check(dataset: Any) -> None:
         raise ConfigurationError(
             "split_dataset_by_node() divides the samples among processes, which shards() does itself; leave it out"
         )
-    if any(generator.bit_generator.seed_seq.entropy >= 1 << 64 for generator in _generators(dataset._ex_iterable)):
+    if not all(map(_has_seed, _generators(dataset._ex_iterable))):
         raise ConfigurationError(
             "the dataset is shuffled or interleaved without a seed, so each worker would have another order; say "
             "shuffle(seed=) and interleave_datasets(seed=)"
         )
 
 
+def _has_seed(generator: np.random.Generator) -> bool:
+    """Whether somebody has seeded it: else its seed has 128 random bits."""
+    sequence: Any = generator.bit_generator.seed_seq
+    return not isinstance(sequence.entropy, int) or sequence.entropy < 1 << 64
+
+
 def _generators(iterable: Any) -> Iterator[np.random.Generator]:
-    """All that a dataset orders its samples by. One that nobody has seeded has 128 random bits."""
+    """All that a dataset orders its samples by."""
     for value in vars(iterable).values():
         if isinstance(value, np.random.Generator):
             yield value

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from litdata import StreamingDataset
 from litdata.streaming.sampler import ChunkedIndex
 
@@ -42,7 +43,8 @@ class _Shards:
     def __init__(self, dataset: StreamingDataset) -> None:
         self._dataset = dataset
         len(dataset)  # reads the index
-        intervals = dataset.shuffler.cache.get_chunk_intervals()
+        self._shuffler = dataset.shuffler
+        intervals = self._shuffler.cache.get_chunk_intervals()
         self._chunks = [(each.roi_start_idx, each.roi_end_idx) for each in intervals]
 
     def shard(self, index: int, count: int, epoch: int, start: int) -> Iterator[Any]:
@@ -54,16 +56,14 @@ class _Shards:
 
     def _order(self, index: int, count: int, epoch: int, start: int) -> Iterator[ChunkedIndex]:
         """Where the samples of a shard are."""
-        chunks = self._shuffled(range(len(self._chunks)), epoch, "chunks")
+        chunks = list(range(len(self._chunks)))
+        if self._dataset.shuffle:
+            random.Random(derive_seed("litdata", self._dataset.seed, epoch)).shuffle(chunks)
         for part in deal(len(chunks), index, count):
             chunk = chunks[part.file]
-            positions = self._shuffled(range(*self._chunks[chunk]), epoch, chunk)[part.offset :: part.step]
+            # In a chunk it is the library's own order: it decodes blocks of samples at once, and keeps to them.
+            ordered = self._shuffler(np.arange(*self._chunks[chunk]), len(chunks), epoch, chunk)
+            positions = ordered[part.offset :: part.step]
             for position in positions[start:]:
                 yield ChunkedIndex(position, chunk)
             start = max(0, start - len(positions))
-
-    def _shuffled(self, numbers: range, epoch: int, *path: int | str) -> list[int]:
-        order = list(numbers)
-        if self._dataset.shuffle:
-            random.Random(derive_seed("litdata", self._dataset.seed, epoch, *path)).shuffle(order)
-        return order

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import webdataset as wds
@@ -107,7 +107,9 @@ class _Shards:
             urls = shuffle(urls, self._seed, epoch, "files", number)
         ordered = list(urls)
         parts = deal(len(ordered), index, count)
-        found = (position for part in parts for position in self._positions(ordered[part.file], part))
+        found: Iterator[Callable[[], Any]] = chain.from_iterable(
+            self._positions(ordered[part.file], part) for part in parts
+        )
         for number, shuffle in enumerate(pipeline.shuffles):
             found = shuffle(found, self._seed, epoch, "samples", number, index)
         if not pipeline.choosing:
