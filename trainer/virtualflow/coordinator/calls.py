@@ -66,8 +66,12 @@ def _gone(state: JobState, call: http_api.GoneCall) -> str:
 
 def _scale(state: JobState, call: http_api.ScaleCall) -> str:
     if call.workers != state.wanted:
-        state.tell("scale", f"{counted(call.workers, 'worker')} wanted instead of {state.wanted}")
+        why = f" ({call.reason})" if call.reason else ""
+        state.tell("scale", f"{counted(call.workers, 'worker')} wanted instead of {state.wanted}{why}")
     state.wanted = call.workers
+    if call.reason != state.wanted_reason:
+        state.wanted_reason = call.reason
+        state.note_news()
     if call.minimum is not None and call.minimum != state.minimum:
         state.minimum = call.minimum
         state.note_news()

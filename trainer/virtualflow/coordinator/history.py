@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
+from virtualflow.coordinator.goodput import Goodput
+from virtualflow.coordinator.series import Series
 from virtualflow.coordinator.settings import MAX_EVENTS
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
@@ -32,6 +34,8 @@ class History:
         """The newest generation whose change is not remembered any more, only counted."""
         self._forgotten_changes = 0
         self._forgotten_steps = 0
+        self.series = Series()
+        self.goodput = Goodput()
         self.progress: m.Progress | None = None
         self.step = 0
         self.highest_step = 0

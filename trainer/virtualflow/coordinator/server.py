@@ -26,6 +26,7 @@ from virtualflow.coordinator.decisions import decide
 from virtualflow.coordinator.door import Door
 from virtualflow.coordinator.door import logger as seldom
 from virtualflow.coordinator.line import Line
+from virtualflow.coordinator.live_page import LivePage
 from virtualflow.coordinator.memory_copies import MemoryCopies, copy_limit
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import CoordinatorSettings
@@ -33,7 +34,7 @@ from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import Watchers, answer
 from virtualflow.coordinator.worker_messages import disconnect, handle
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol import framing, http_api, memory_copy
+from virtualflow.protocol import framing, http_api, live_view, memory_copy
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE
 
@@ -53,7 +54,9 @@ class Coordinator:
         if not token:
             raise ConfigurationError("a coordinator needs a token that all who talk to it know")
         self.door = Door(settings)
-        self._digest = hashlib.sha256(token.encode()).digest()
+        self._digest, self._view_digest = (
+            hashlib.sha256(known.encode()).digest() for known in (token, live_view.view_token(token))
+        )
         self._settings = settings
         self._ticked_at = self._beats_at = time.monotonic()
         self._excused = 0.0
@@ -65,6 +68,7 @@ class Coordinator:
         self._writers: set[asyncio.Task[None]] = set()
         self.state.copy_limit = copy_limit(settings.memory_copy)
         self._watchers = Watchers(self.state, settings.watch_interval)
+        self._page = LivePage(self.state, settings.live_page)
         self._copies = MemoryCopies(self.state, settings.memory_copy, self._watchers.notice)
         self._timer: asyncio.TimerHandle | None = None
         self._due: asyncio.TimerHandle | None = None
@@ -79,6 +83,8 @@ class Coordinator:
         app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[self._guard])
         app.on_startup.append(self._start)
         app.router.add_get("/healthz", self._healthz)
+        app.router.add_get(live_view.PAGE_PATH, self._page.show)
+        app.router.add_get(live_view.VIEW_PATH, self._page.view)
         app.router.add_get("/v1/status", self._watchers.show)
         app.router.add_get("/v1/watch", self._watchers.serve)
         app.router.add_get("/v1/worker", self._worker)
@@ -96,6 +102,7 @@ class Coordinator:
     def _beat(self) -> None:
         """Look at the clock often enough to notice when this process did not run, or does not keep up."""
         self._tick()
+        self._page.count(self._ticked_at)
         behind = self._ticked_at - self._beats_at - self._excused
         if behind > self._settings.stall:
             # It runs, but what the workers sent waits behind what others sent.
@@ -204,6 +211,7 @@ class Coordinator:
         """End all connections."""
         self._closing = True
         self._watchers.close()
+        self._page.close()
         for timer in (self._timer, self._due, self._pulse):
             if timer is not None:
                 timer.cancel()
@@ -218,12 +226,18 @@ class Coordinator:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path == "/healthz":
+        if request.path in ("/healthz", live_view.PAGE_PATH):
             return await handler(request)
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
-        if not hmac.compare_digest(given, self._digest) or scheme.lower() != "bearer":
+        knows = hmac.compare_digest(given, self._digest) and scheme.lower() == "bearer"
+        looks = hmac.compare_digest(given, self._view_digest) and scheme.lower() == "bearer"
+        if looks and request.path == live_view.VIEW_PATH:
+            return await handler(request)  # a stranger to the door all the same: who only looks gets no place for long
+        if not knows:
             refusal = answer(401, "the job's token is missing or wrong; send it as 'Authorization: Bearer TOKEN'")
+            if looks:
+                refusal = answer(403, f"that token is for looking: it opens GET {live_view.VIEW_PATH} and nothing else")
             refusal.force_close()
             return refusal
         self.door.admit(request.transport)

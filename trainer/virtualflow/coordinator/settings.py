@@ -36,6 +36,22 @@ BRIEF_CHANGES = 20
 BRIEF_EVENTS = 50
 """Latest membership changes and events in a brief status."""
 
+SERIES_POINTS = 400
+
+SERIES_METRICS = 8
+"""Points of a job's figures over its steps that are kept for the live page, and metrics among them."""
+
+SHOWN_WORKERS = 512
+
+SHOWN_CHANGES = 100
+
+SHOWN_EVENTS = 50
+
+SHOWN_METRICS = 64
+
+SHOWN_LOST = 10
+"""What the live page lists; of what is beyond, it knows how many there are."""
+
 MAX_PROGRESS = 3_600.0
 """Longest time that a watcher may ask not to hear of mere progress."""
 
@@ -140,11 +156,24 @@ class KeptCopySettings:
 
 
 @dataclass(frozen=True)
+class LivePageSettings:
+    """The live page in browsers: however many there are, training comes first."""
+
+    interval: float = 1.0
+    """A page gets an answer this often at most; at the coordinator's end, at once."""
+    viewers: int = 64
+    """Pages that wait for their answer; one more is told to come later."""
+    share: float = 0.02
+    """The share of the coordinator's time that may go into putting together what pages show."""
+
+
+@dataclass(frozen=True)
 class CoordinatorSettings:
     """The coordinator process."""
 
     membership: MembershipSettings = field(default_factory=MembershipSettings)
     memory_copy: KeptCopySettings = field(default_factory=KeptCopySettings)
+    live_page: LivePageSettings = field(default_factory=LivePageSettings)
     confirmed_start: bool = False
     """Begin nothing without the word of whoever runs the workers that nobody trains already
     (``VIRTUALFLOW_CONFIRMED_START``)."""

@@ -34,6 +34,8 @@ class JobState:
     """Since when the job waits for its first workers."""
     minimum: int = 1
     """With fewer ready workers nothing begins."""
+    wanted_reason: str = ""
+    """Why so many, in words of whoever decides that."""
     virtual_nodes: int | None = None
     reproducibility: Reproducibility | None = None
     classes: tuple[PassClass, ...] = ()

@@ -71,6 +71,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         start_ticket=job.ticket,
         memory=_memory(job),
         does_not_fit=history.does_not_fit,
+        wanted_reason=job.wanted_reason,
     )
 
 

@@ -10,6 +10,7 @@ from html import escape
 
 import msgspec
 
+from virtualflow.coordinator.page_files import look
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.metrics import show_metric
 from virtualflow.protocol.wording import counted
@@ -88,7 +89,7 @@ def page(report: Report) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
+        f"<style>{look()}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -241,33 +242,3 @@ def _seconds(value: float) -> str:
 
 def _milliseconds(value: float) -> str:
     return f"{value:.3g} ms" if value < 1_000 else f"{value / 1_000:.3g} s"
-
-
-_STYLE = """
-:root{color-scheme:light dark;--text:#1c1e26;--soft:#5a6072;--ground:#fff;--panel:#f4f5f9;--line:#d5d8e3;--ink:#3f51b5;
---join:#1b7f3b;--drain:#8a5a00;--loss:#b3261e;--moved:#6a3fb5}
-@media(prefers-color-scheme:dark){:root{--text:#e6e8f0;--soft:#a5abbd;--ground:#14161d;--panel:#1e212b;--line:#363b4a;
---ink:#9fa8ff;--join:#6fd08c;--drain:#e5b567;--loss:#ff8a80;--moved:#c3a5ff}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--ground);color:var(--text);font:16px/1.5 system-ui,sans-serif}
-main{max-width:60rem;margin:0 auto;padding:1.5rem 1rem}
-h1{font-size:1.6rem;margin:0}h2{font-size:1.15rem;margin:2rem 0 .5rem}
-.phase{font-size:.9rem;font-weight:600;padding:.15rem .6rem;border-radius:1rem;background:var(--panel);color:var(--ink)}
-.phase.failed{color:var(--loss)}.phase.done{color:var(--join)}
-dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.75rem;margin:1rem 0}
-dl div{background:var(--panel);border-radius:.5rem;padding:.6rem .8rem}
-dl div:first-child{grid-column:1/-1}
-dt{color:var(--soft);font-size:.85rem}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
-pre{background:var(--panel);padding:.8rem;border-radius:.5rem;white-space:pre-wrap;overflow-wrap:anywhere}
-svg{width:100%;min-width:34rem;height:auto;display:block}svg text{fill:var(--soft);font-size:13px}
-svg .grid{stroke:var(--line)}svg path{fill:none;stroke:var(--ink);stroke-width:2.5}
-circle{fill:var(--soft);stroke:var(--ground);stroke-width:1.5}
-circle.join{fill:var(--join)}circle.drain{fill:var(--drain)}circle.loss{fill:var(--loss)}
-circle.moved{fill:var(--moved)}
-.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.92rem}
-th,td{text-align:left;padding:.35rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}
-th{color:var(--soft);font-weight:600}.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.bar{display:block;height:.7rem;border-radius:.2rem;background:var(--ink);min-width:2px}
-td:has(.bar){width:50%;vertical-align:middle}
-:focus-visible{outline:2px solid var(--ink)}
-"""

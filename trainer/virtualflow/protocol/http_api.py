@@ -65,6 +65,8 @@ class ScaleCall(Base, frozen=True, tag=False):
     workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
     minimum: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] | None = None
     """With fewer ready workers than this nothing begins; ``None`` leaves it as it is."""
+    reason: Sentence = ""
+    """Why so many: what a queue has decided, for people to read; empty: somebody wants it so."""
 
 
 class HoldCall(Base, frozen=True, tag=False):
@@ -273,3 +275,5 @@ class Status(Base, frozen=True, tag=False):
     """``None``: there is no generation, or not all of its members have come to this coordinator yet."""
     does_not_fit: bool = False
     """The job has failed because nothing fits into a worker's budget of memory; ``error`` says what would."""
+    wanted_reason: Sentence | None = None
+    """``ScaleCall.reason`` of the latest call; ``None``: the coordinator does not know of reasons."""

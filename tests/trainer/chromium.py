@@ -1,0 +1,159 @@
+"""A real Chromium without a window, driven by its DevTools protocol: what people see, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOW = "put chromium on PATH"
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--remote-debugging-port=0",
+)
+START = 60.0
+ANSWER = 60.0
+
+
+class Tab:
+    """The one page of a browser."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, pid: int) -> None:
+        self._socket, self._browser = socket, psutil.Process(pid)
+        self._number = 0
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.complaints: list[str] = []
+        """What the page wrote to its console beyond information: errors, warnings, exceptions, refused loads."""
+        self.requests: list[str] = []
+        """Addresses that it asked for."""
+        self.loaded = asyncio.Event()
+
+    async def say(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Make a call of the protocol; its result."""
+        self._number += 1
+        answer = self._answers[self._number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
+        async with asyncio.timeout(ANSWER):
+            return await answer
+
+    async def listen(self) -> None:
+        """Take what comes, until the browser has ended."""
+        async for frame in self._socket:
+            said = frame.json()
+            if "id" in said:
+                answer = self._answers.pop(said["id"])
+                if not answer.done():
+                    if "error" in said:
+                        answer.set_exception(AssertionError(said["error"]))
+                    else:
+                        answer.set_result(said["result"])
+                continue
+            told = said["params"]
+            match said["method"]:
+                case "Page.loadEventFired":
+                    self.loaded.set()
+                case "Network.requestWillBeSent":
+                    self.requests.append(told["request"]["url"])
+                case "Log.entryAdded" if told["entry"]["level"] != "info":
+                    self.complaints.append(told["entry"]["text"])
+                case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning", "assert"):
+                    self.complaints.append(str(told["args"]))
+                case "Runtime.exceptionThrown":
+                    self.complaints.append(str(told["exceptionDetails"]))
+
+    async def open(self, address: str) -> None:
+        """Go there, and wait until it is loaded."""
+        self.loaded.clear()
+        await self.say("Page.navigate", url=address)
+        async with asyncio.timeout(ANSWER):
+            await self.loaded.wait()
+
+    async def value(self, expression: str) -> Any:
+        """What an expression comes to in the page; of a promise, what that comes to."""
+        told = await self.say("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in told, told["exceptionDetails"]
+        return told["result"].get("value")
+
+    async def until(self, expression: str) -> None:
+        """Wait until an expression is true."""
+        async with asyncio.timeout(ANSWER):
+            while not await self.value(expression):  # noqa: ASYNC110 - it looks at another process
+                await asyncio.sleep(0.02)
+
+    async def look(self, width: int, *, dark: bool = False, height: int = 900) -> None:
+        """Be a screen of that width in CSS pixels, and of somebody who likes it dark."""
+        await self.say(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.say("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def picture(self, path: Path) -> None:
+        """Write the whole page as a PNG."""
+        told = await self.say("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(told["data"]))  # noqa: ASYNC240 - nothing else waits
+
+    async def costs(self) -> tuple[int, int, int]:
+        """Bytes of its scripts' heap after a collection, nodes of its documents, and bytes of its process."""
+        await self.say("HeapProfiler.collectGarbage")
+        metrics = {one["name"]: one["value"] for one in (await self.say("Performance.getMetrics"))["metrics"]}
+        processes = [one for one in self._browser.children(recursive=True) if "--type=renderer" in one.cmdline()]
+        resident = max(one.memory_info().rss for one in processes)
+        return int(metrics["JSHeapUsedSize"]), int(metrics["Nodes"]), resident
+
+
+@contextlib.asynccontextmanager
+async def browser() -> AsyncIterator[Tab]:
+    """A browser that knows nothing, with one empty page."""
+    assert PROGRAM is not None, HOW
+    folder = Path(tempfile.mkdtemp(prefix="chromium-"))
+    process = await asyncio.create_subprocess_exec(
+        PROGRAM,
+        *OPTIONS,
+        f"--user-data-dir={folder}",
+        "about:blank",
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        ready = folder / "DevToolsActivePort"
+        async with asyncio.timeout(START):
+            while not (ready.exists() and ready.read_text().strip()):
+                assert process.returncode is None, "chromium has ended at once"
+                await asyncio.sleep(0.02)
+        port = ready.read_text().split()[0]
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://127.0.0.1:{port}/json") as answer:
+                (page,) = [one for one in await answer.json() if one["type"] == "page"]
+            async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                tab = Tab(socket, process.pid)
+                listening = asyncio.create_task(tab.listen())
+                for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
+                    await tab.say(f"{domain}.enable")
+                yield tab
+                listening.cancel()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        shutil.rmtree(folder, ignore_errors=True)

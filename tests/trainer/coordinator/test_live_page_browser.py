@@ -1,0 +1,279 @@
+"""The live page in a real Chromium: what opens, what is said aloud, what stays silent, and what a day of it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from chromium import HOW, PROGRAM, Tab, browser
+from coordinator_server import SETTINGS, TOKEN, Server, serving
+from large_job import fill, happen, train
+
+from virtualflow.coordinator.settings import CoordinatorSettings, LivePageSettings
+from virtualflow.protocol.live_view import page_address
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=HOW)
+
+SHOWN = "!document.getElementById('all').hidden"
+DAY = 86_400
+CONTRAST = """
+(() => {
+  const light = (colour) => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).slice(0, 3).map((c) => {
+      c /= 255;
+      return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (e) => {
+    for (; e; e = e.parentElement) {
+      const c = getComputedStyle(e).backgroundColor;
+      if (c !== "rgba(0, 0, 0, 0)") return c;
+    }
+  };
+  let least = 21, which = "";
+  const texts = "h1 span,h2,p,dt,dd span,dd small,th,td,figcaption *,summary,footer";
+  for (const e of document.querySelectorAll(texts)) {
+    if (!e.textContent || !e.clientHeight) continue;
+    const [a, b] = [light(getComputedStyle(e).color), light(ground(e))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < least) [least, which] = [ratio, e.outerHTML.slice(0, 80)];
+  }
+  return [least, which];
+})()
+"""
+"""The least contrast of any text with what is behind it, as WCAG counts it, and of which."""
+
+
+def with_browser(
+    story: Callable[[Server, Tab], Awaitable[None]], seconds: float = 120.0, interval: float = 0.05
+) -> None:
+    settings = CoordinatorSettings(membership=SETTINGS.membership, live_page=LivePageSettings(interval=interval))
+
+    async def play() -> None:
+        async with asyncio.timeout(seconds), serving(settings) as server, browser() as tab:
+            await story(server, tab)
+
+    asyncio.run(play())
+
+
+async def show(server: Server, tab: Tab, job: str = "digits") -> None:
+    """Open the page, and wait until the job is to be seen."""
+    await tab.open(page_address(server.url, TOKEN, job))
+    await tab.until(SHOWN)
+
+
+def text(identifier: str) -> str:
+    return f"document.getElementById('{identifier}').textContent"
+
+
+def test_a_large_job_opens_within_a_second_without_a_complaint_and_asks_nobody_else() -> None:
+    async def story(server: Server, tab: Tab) -> None:
+        fill(server.state, 64, 1_000, 10_000)
+        for step in range(1, 30_000, 3):
+            train(server.state, step, metrics=8)
+        await tab.open("about:blank")
+        began = time.monotonic()
+        await show(server, tab)
+        opened = time.monotonic() - began
+        print(f"opened within {opened:.3f} s")
+        assert opened < 1.0
+        assert await tab.value(text("counted")) == (
+            "10,000 changes, 3,334 steps repeated. The latest 100 are listed, 9,900 older ones are not."
+        )
+        assert await tab.value("document.querySelectorAll('#strip i').length") == 64
+        assert await tab.value("document.querySelectorAll('#workers tr').length") == 64
+        assert await tab.value("document.querySelectorAll('#changes tr').length") == 100
+        assert await tab.value("document.querySelectorAll('figure').length") == 10
+        assert tab.complaints == []
+        assert [address for address in tab.requests if not address.startswith((server.url, "about:", "data:"))] == []
+
+    with_browser(story)
+
+
+def test_the_token_leaves_the_address_and_is_in_no_request() -> None:
+    async def story(server: Server, tab: Tab) -> None:
+        await show(server, tab)
+        assert await tab.value("location.href") == f"{server.url}/ui"
+        assert all("token" not in address for address in tab.requests)
+        await tab.open(f"{server.url}/ui")
+        await tab.until(SHOWN)
+        assert await tab.value(text("name")) == "digits", "it survives that the page is loaded again"
+
+    with_browser(story)
+
+
+def test_without_a_token_or_with_a_wrong_one_the_page_says_where_to_get_it() -> None:
+    async def story(server: Server, tab: Tab) -> None:
+        await tab.open(f"{server.url}/ui")
+        await tab.until(f"{text('trouble')}.startsWith('This page has no token. Open the address')")
+        await tab.open("about:blank")
+        await tab.open(f"{server.url}/ui#token=wrong&job=x")
+        await tab.until(f"{text('trouble')}.startsWith('The token is wrong. Open the address')")
+        assert await tab.value("sessionStorage.getItem('token')") is None
+        asked = len(tab.requests)
+        await asyncio.sleep(0.3)
+        assert len(tab.requests) == asked, "it does not ask again"
+
+    with_browser(story)
+
+
+def test_what_users_have_named_is_text_and_nothing_else() -> None:
+    async def story(server: Server, tab: Tab) -> None:
+        evil = "<img src=x onerror=\"document.title='taken'\">"
+        fill(server.state, 2, 8, 2)
+        server.state.history.tell("info", evil)
+        server.state.wanted_reason = evil
+        assert server.state.running is not None
+        train(server.state, 5)
+        assert server.state.history.progress is not None
+        server.state.history.progress.metrics[evil] = 1.0
+        server.state.fail(evil, evil)
+        await show(server, tab, job=evil)
+        assert await tab.value(text("error")) == evil
+        assert await tab.value(text("traceback")) == evil
+        assert await tab.value("document.querySelectorAll('img').length") == 0
+        assert await tab.value("document.title") == f"{evil}: failed, 0 %"
+        assert tab.complaints == []
+
+    with_browser(story)
+
+
+def test_the_page_follows_the_job_and_says_aloud_only_what_matters() -> None:
+    async def story(server: Server, tab: Tab) -> None:
+        fill(server.state, 4, 16, 2)
+        train(server.state, 20)
+        await show(server, tab)
+        for step in (21, 22, 23):
+            train(server.state, step)
+            await tab.until(f"{text('progress')}.startsWith('Step {step} of')")
+        assert await tab.value("document.getElementById('bar').getAttribute('aria-valuenow')") == "23"
+        assert await tab.value(text("said")) == "", "steps are not read out"
+        happen(server.state, 3, 24, 4)
+        await tab.until(f"{text('said')}.includes('from step 24: worker-3 needs 12.5 ms')")
+        server.state.fail("ValueError: no")
+        await tab.until(f"{text('phase')} === 'failed'")
+        await tab.until("!document.getElementById('failure').hidden")
+        assert tab.complaints == []
+
+    with_browser(story)
+
+
+def test_everything_can_be_reached_by_keyboard_and_has_a_name() -> None:
+    async def story(server: Server, tab: Tab) -> None:
+        fill(server.state, 4, 16, 5)
+        for step in range(1, 200):
+            train(server.state, step)
+        await show(server, tab)
+        told = await tab.say("Accessibility.getFullAXTree")
+        roles: dict[str, list[str]] = {}
+        for node in told["nodes"]:
+            role = node.get("role", {}).get("value", "")
+            roles.setdefault(role, []).append(node.get("name", {}).get("value", ""))
+        assert len(roles["table"]) >= 4
+        assert all(name for role in ("image", "progressbar", "region", "heading") for name in roles[role]), roles
+        scrolls = (
+            "[...document.querySelectorAll('*')].filter("
+            "e => e.clientHeight && getComputedStyle(e).overflowX === 'auto' && e.tabIndex < 0).length"
+        )
+        assert await tab.value(scrolls) == 0, "what scrolls can be focused"
+        await tab.value("document.querySelector('figure svg').focus()")
+        await tab.say("Input.dispatchKeyEvent", type="keyDown", key="Home")
+        assert await tab.value("document.querySelector('figcaption span').textContent") == "9 at step 1"
+        await tab.say("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
+        assert (await tab.value("document.querySelector('figcaption span').textContent")).endswith("at step 2")
+
+    with_browser(story)
+
+
+def test_it_fits_a_phone_and_is_readable_in_light_and_dark(tmp_path: Path) -> None:
+    async def story(server: Server, tab: Tab) -> None:
+        fill(server.state, 64, 1_000, 50)
+        for step in range(1, 500):
+            train(server.state, step)
+        await show(server, tab)
+        for width, dark in ((360, False), (360, True), (1_280, False), (1_280, True)):
+            await tab.look(width, dark=dark)
+            assert await tab.value("document.documentElement.scrollWidth <= innerWidth"), "only tables scroll sideways"
+            least, which = await tab.value(CONTRAST)
+            assert least >= 4.5, which
+            picture = tmp_path / f"{width}-{dark}.png"
+            await tab.picture(picture)
+            assert picture.stat().st_size > 10_000
+
+    with_browser(story)
+
+
+def test_a_coordinator_that_is_away_is_said_and_found_again() -> None:
+    async def story(server: Server, tab: Tab) -> None:
+        fill(server.state, 2, 8, 1)
+        train(server.state, 3)
+        await show(server, tab)
+        # As it looks to the page: no answer, then one of another coordinator.
+        await tab.say(
+            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
+        )
+        await tab.until(f"{text('trouble')}.startsWith('The coordinator does not answer. What you see')")
+        server.state.incarnation += 1
+        train(server.state, 9)
+        await tab.say(
+            "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
+        )
+        await tab.until(f"{text('progress')}.startsWith('Step 9 of')")
+        assert await tab.value("document.getElementById('trouble').hidden")
+
+    with_browser(story)
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        pytest.param(300, id="five minutes"),
+        pytest.param(DAY, id="a day", marks=[pytest.mark.nightly, pytest.mark.timeout(3_600)]),
+    ],
+)
+def test_page_and_coordinator_do_not_grow_with_the_updates(updates: int) -> None:
+    """Each update is one answer that the page asked for, decoded and drawn; with changes, of which there are 10,000."""
+
+    async def story(server: Server, tab: Tab) -> None:
+        state, us = server.state, psutil.Process(os.getpid())
+        fill(state, 64, 1_000, 500)
+        for step in range(1, 2_000):
+            train(state, step, total_steps=10**7)
+        # Another way to tell what has been shown: each answer that is taken counts.
+        await show(server, tab)
+        await tab.say("Network.disable")  # it remembers what it has seen
+        await tab.value("window.taken = 0; { const old = show; show = (view) => { old(view); window.taken += 1; }; } 0")
+        step, number = 2_000, 500
+        sizes: list[tuple[int, int, int, int, int]] = []
+        taken, told = 0, 0
+        while taken < updates:
+            for _ in range(5):
+                step += 1
+                train(state, step, total_steps=10**7)
+                told += 1
+                if told % 9 == 0:
+                    number += 1
+                    happen(state, number, step, 64)
+                await asyncio.sleep(0)
+            if told % 50 == 0:
+                taken = await tab.value("window.taken")
+                while len(sizes) < 11 and taken >= updates * (len(sizes) + 1) / 12:
+                    heap, nodes, resident = await tab.costs()
+                    sizes.append((taken, heap, nodes, resident, us.memory_info().rss))
+                    said = f"heap {heap:,} B, {nodes} nodes, renderer {resident:,} B, coordinator {sizes[-1][4]:,} B"
+                    print(f"{taken} updates, step {step}: {said}", flush=True)
+        # What is under way when it is looked at comes and goes: growth would show in the least of each half.
+        early, late = ([min(column) for column in zip(*half, strict=True)] for half in (sizes[1:6], sizes[6:]))
+        assert late[1] < early[1] * 1.1 + 100_000, "the heap of the page"
+        assert late[2] < early[2] * 1.02 + 50, "its nodes"
+        assert late[3] < early[3] * 1.2 + 20_000_000, "its process"
+        assert late[4] < early[4] * 1.02 + 1_000_000, "the coordinator"
+        assert tab.complaints == []
+
+    with_browser(story, seconds=3_500.0, interval=0.0005)

@@ -1,0 +1,301 @@
+"""The live page over real HTTP: who may look, what looking opens, and what it costs however large the job is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from coordinator_server import RIGHT, SETTINGS, TOKEN, Server, hello, told, with_server
+from large_job import fill, happen, train
+
+from virtualflow.coordinator.page_view import compose
+from virtualflow.coordinator.settings import (
+    SHOWN_CHANGES,
+    SHOWN_EVENTS,
+    SHOWN_METRICS,
+    SHOWN_WORKERS,
+    CoordinatorSettings,
+    LivePageSettings,
+)
+from virtualflow.coordinator.status_view import describe
+from virtualflow.protocol import http_api, memory_copy
+from virtualflow.protocol.live_view import View, ViewJob, ViewLog, ViewNow, ViewSeries, page_address, view_token
+from virtualflow.protocol.messages import Welcome, encode
+
+LOOKS = {"Authorization": f"Bearer {view_token(TOKEN)}"}
+
+
+def settings(**page: Any) -> CoordinatorSettings:
+    return CoordinatorSettings(membership=SETTINGS.membership, live_page=LivePageSettings(**page))
+
+
+async def look(server: Server, have: str = "", headers: dict[str, str] = LOOKS) -> View:
+    """What the page is told."""
+    async with server.client.get(f"{server.url}/v1/view", params={"have": have}, headers=headers) as answer:
+        assert answer.status == 200
+        return msgspec.json.decode(await answer.read(), type=View)
+
+
+async def look_on(server: Server, have: str) -> View:
+    """What the page is told once there is something new: what is put together takes its rest."""
+    while (view := await look(server, have)).have == have:
+        pass
+    return view
+
+
+# --- who may look -----------------------------------------------------------------------------------------------------
+
+
+def test_the_view_token_follows_from_the_jobs_and_is_another_one() -> None:
+    assert view_token("a") == view_token("a") != view_token("b")
+    assert re.fullmatch("[0-9a-f]{64}", view_token(TOKEN))
+    address = page_address("http://127.0.0.1:7", TOKEN, "team/the job&more")
+    assert address == f"http://127.0.0.1:7/ui#token={view_token(TOKEN)}&job=team%2Fthe+job%26more"
+
+
+def test_the_page_is_for_anybody_and_has_nothing_of_the_job_in_it() -> None:
+    async def story(server: Server) -> None:
+        fill(server.state, 2, 8, 3)
+        async with server.client.get(f"{server.url}/ui") as answer:
+            page = await answer.text()
+            assert answer.status == 200
+            assert answer.headers["Connection"] == "close", "a stranger keeps no connection"
+            policy = answer.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; script-src 'sha256-")
+        assert "unsafe" not in policy
+        assert "worker-0" not in page
+        assert TOKEN not in page
+        assert view_token(TOKEN) not in page
+        assert not re.search(r"""(src|href)=["']?(https?:)?//|@import|url\(""", page), "it loads nothing"
+        async with server.client.post(f"{server.url}/ui") as answer:
+            assert answer.status == 405
+
+    with_server(story)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        pytest.param({}, id="no token"),
+        pytest.param({"Authorization": "Bearer another"}, id="a wrong token"),
+        pytest.param({"Authorization": f"Bearer {view_token('other')}"}, id="another job's"),
+        pytest.param({"Authorization": f"Basic {view_token(TOKEN)}"}, id="in another scheme"),
+    ],
+)
+def test_without_its_token_nobody_looks(headers: dict[str, str]) -> None:
+    async def story(server: Server) -> None:
+        async with server.client.get(f"{server.url}/v1/view", headers=headers) as answer:
+            assert answer.status == 401
+        async with server.client.get(f"{server.url}/v1/view?token={view_token(TOKEN)}", headers=headers) as answer:
+            assert answer.status == 401, "a token is in no address"
+
+    with_server(story)
+
+
+def test_the_jobs_own_token_may_look_too() -> None:
+    async def story(server: Server) -> None:
+        assert (await look(server, headers=RIGHT)).job
+
+    with_server(story)
+
+
+def test_who_may_look_may_do_nothing_else() -> None:
+    async def story(server: Server) -> None:
+        await server.worker("worker-0")
+        before = describe(server.state)
+        body = json.dumps({"workers": 3, "worker": "worker-0", "reason": "x", "step": 3, "ticket": 1})
+        for path in http_api.PATHS.values():
+            async with server.client.post(f"{server.url}{path}", headers=LOOKS, data=body) as answer:
+                assert answer.status == 403
+                assert "opens GET /v1/view and nothing else" in (await answer.json())["message"]
+                assert answer.headers["Connection"] == "close"
+        for method in ("GET", "PUT"):
+            async with server.client.request(method, f"{server.url}{memory_copy.PATH}", headers=LOOKS) as answer:
+                assert answer.status == 403
+        for path in ("/v1/status", "/v1/nowhere", "/"):
+            async with server.client.get(f"{server.url}{path}", headers=LOOKS) as answer:
+                assert answer.status == 403
+        for path in ("/v1/worker", "/v1/watch"):
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
+                await server.client.ws_connect(f"{server.url}{path}", headers=LOOKS)
+            assert refusal.value.status == 403
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            async with server.client.request(method, f"{server.url}/v1/view", headers=LOOKS, data=body) as answer:
+                assert answer.status == 405
+        assert describe(server.state) == before
+
+    with_server(story)
+
+
+def test_who_only_looks_stays_a_stranger_to_the_door() -> None:
+    async def story(server: Server) -> None:
+        admitted: list[object] = []
+        server.coordinator.door.admit = admitted.append  # type: ignore[method-assign]
+        async with server.client.get(f"{server.url}/v1/view", headers=LOOKS) as answer:
+            assert answer.headers["Connection"] == "close"
+        assert admitted == []
+        await look(server, headers=RIGHT)
+        assert len(admitted) == 1
+
+    with_server(story)
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_a_page_gets_everything_once_and_then_what_has_changed() -> None:
+    async def story(server: Server) -> None:
+        state = server.state
+        fill(state, 2, 8, 3)
+        train(state, 10)
+        train(state, 11)
+        state.wanted_reason = "2 workers of the queue research: its share"
+        first = await look(server)
+        now = msgspec.json.decode(first.now, type=ViewNow)
+        job = msgspec.json.decode(first.job, type=ViewJob)
+        log = msgspec.json.decode(first.log, type=ViewLog)
+        assert (now.phase, now.step, now.total_steps) == ("training", 11, 100_000)
+        assert [(worker.worker, worker.first, worker.last) for worker in job.workers] == [
+            ("worker-0", 0, 4),
+            ("worker-1", 4, 8),
+        ]
+        assert (job.wanted, job.wanted_reason) == (2, "2 workers of the queue research: its share")
+        assert (len(log.changes), log.changes_total) == (3, 3)
+        assert msgspec.json.decode(first.series, type=ViewSeries).steps == (10,)
+        same = await look(server, first.have)
+        assert same.have == first.have
+        assert not any(map(bytes, (same.job, same.log, same.series)))
+        happen(state, 4, 50, 2)
+        changed = await look_on(server, first.have)
+        assert changed.log
+        assert not any(map(bytes, (changed.job, changed.series)))
+        train(state, 60)
+        moved = await look_on(server, changed.have)
+        assert moved.series
+        assert not moved.log
+        for foreign in ("1-1.1.1", "nonsense", f"{state.incarnation}-", "-", "💥"):
+            assert (await look(server, foreign)).job, "another coordinator's numbers mean nothing here"
+
+    with_server(story, settings(interval=0.01))
+
+
+def test_however_large_the_job_the_view_is_small() -> None:
+    async def story(server: Server) -> None:
+        fill(server.state, 64, 1_000, 10_000)
+        for step in range(1, 20_000, 3):
+            train(server.state, step, metrics=200)
+        view = await look(server)
+        log, job = msgspec.json.decode(view.log, type=ViewLog), msgspec.json.decode(view.job, type=ViewJob)
+        now = msgspec.json.decode(view.now, type=ViewNow)
+        assert (len(log.changes), log.changes_total, len(log.events)) == (SHOWN_CHANGES, 10_000, SHOWN_EVENTS)
+        assert log.changes[-1].step == 100_000, "the latest"
+        assert (len(job.workers), job.workers_total, len(now.metrics)) == (64, 64, SHOWN_METRICS)
+        assert len(encode(view)) < 128 * 1024
+
+    with_server(story)
+
+
+def test_of_very_many_workers_the_first_are_listed_and_the_others_counted() -> None:
+    async def story(server: Server) -> None:
+        fill(server.state, SHOWN_WORKERS + 100, 4_000, 0)
+        _, job, _ = compose(server.state)
+        assert (len(job.workers), job.workers_total) == (SHOWN_WORKERS, SHOWN_WORKERS + 100)
+        assert job.workers[0].first == 0
+
+    with_server(story)
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def test_answers_wait_for_their_time_and_the_first_one_does_not() -> None:
+    async def story(server: Server) -> None:
+        began = time.monotonic()
+        first = await look(server)
+        assert time.monotonic() - began < 0.4
+        began = time.monotonic()
+        await look(server, first.have)
+        assert time.monotonic() - began >= 0.5
+
+    with_server(story, settings(interval=0.5))
+
+
+def test_many_pages_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def counted(state: object) -> object:
+        calls.append(state)
+        return compose(state)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("virtualflow.coordinator.live_page.compose", counted)
+
+    async def story(server: Server) -> None:
+        first = await look(server)
+        await asyncio.gather(*(look(server, first.have) for _ in range(30)))
+        assert 1 <= len(calls) <= 3
+
+    with_server(story, settings(interval=0.5))
+
+
+def test_nobody_looks_and_nothing_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("virtualflow.coordinator.live_page.compose", None)
+
+    async def story(server: Server) -> None:
+        await server.worker("worker-0")
+        await asyncio.sleep(0.6)  # two looks at the clock
+        assert server.state.history.goodput.paid > 0
+
+    with_server(story)
+
+
+def test_too_many_pages_are_told_to_come_later_and_the_job_goes_on() -> None:
+    async def story(server: Server) -> None:
+        first = await look(server)
+        asking = [asyncio.create_task(look(server, first.have)) for _ in range(4)]
+        while server.coordinator._page._waiting < 4:  # noqa: ASYNC110 - the state of other tasks
+            await asyncio.sleep(0.01)
+        async with server.client.get(f"{server.url}/v1/view?have=x", headers=LOOKS) as answer:
+            assert answer.status == 429
+        stream = await server.client.ws_connect(f"{server.url}/v1/worker", headers=RIGHT)
+        await stream.send_bytes(encode(hello("worker-0")))
+        assert isinstance(await told(stream), Welcome)
+        assert len(await asyncio.gather(*asking)) == 4
+
+    with_server(story, settings(interval=2.0, viewers=4))
+
+
+def test_a_flood_of_first_looks_gets_what_there_are_places_for() -> None:
+    async def story(server: Server) -> None:
+        async def ask() -> int:
+            async with server.client.get(f"{server.url}/v1/view", headers=LOOKS) as answer:
+                return answer.status
+
+        began = time.monotonic()
+        codes = await asyncio.gather(*(ask() for _ in range(100)))
+        assert time.monotonic() - began >= 0.9, "some had to wait as the others do"
+        assert 8 <= codes.count(200) <= 20
+        assert set(codes) == {200, 429}
+
+    with_server(story, settings(interval=1.0, viewers=8))
+
+
+def test_a_page_that_waits_hears_how_the_job_ended() -> None:
+    async def story(server: Server) -> None:
+        first = await look(server)
+        asking = asyncio.create_task(look(server, first.have))
+        while not server.coordinator._page._waiting:  # noqa: ASYNC110 - the state of another task
+            await asyncio.sleep(0.01)
+        server.state.fail("ValueError: no", "Traceback: no")
+        await server.coordinator.close()
+        last = await asking
+        assert msgspec.json.decode(last.now, type=ViewNow).phase == "failed"
+        assert last.job
+        assert msgspec.json.decode(last.job, type=ViewJob).error == "ValueError: no"
+
+    with_server(story, settings(interval=30.0))

@@ -1,0 +1,50 @@
+"""How much of the workers' time went into steps that count. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Goodput:
+    """Worker-seconds that were paid, and those of them in which a step was made that counts.
+
+    A worker is paid from its first connection until it is over. A step counts the first time that it is completed, with
+    what steps of its generation usually take, once for each member. So what is missing from the whole is starting and
+    warming up, pauses of membership changes, steps that are repeated, evaluation, waiting.
+    """
+
+    paid: float = 0.0
+    used: float = 0.0
+    _looked_at: float | None = None
+    _step: int | None = None
+    """The highest that was counted; ``None``: nobody trains yet."""
+    _step_at: float = 0.0
+
+    @property
+    def share(self) -> float | None:
+        """Between 0 and 1; ``None``: there were no workers yet."""
+        return min(1.0, self.used / self.paid) if self.paid > 0 else None
+
+    def look(self, now: float, present: int, members: int, step: int | None, step_seconds: float | None) -> None:
+        """Count what was since the last look.
+
+        Args:
+            now: of one monotonic clock.
+            present: workers that are there.
+            members: of the running generation.
+            step: the highest that was ever completed; ``None``: nobody has told yet.
+            step_seconds: what a step usually takes; ``None``: not known.
+        """
+        if self._looked_at is not None:
+            self.paid += (now - self._looked_at) * present
+        self._looked_at = now
+        if step is None:
+            return
+        if self._step is None:
+            self._step, self._step_at = step, now
+        elif step > self._step:
+            passed = now - self._step_at
+            seconds = passed if step_seconds is None else min(passed, (step - self._step) * step_seconds)
+            self.used += seconds * members
+            self._step, self._step_at = step, now

@@ -1,0 +1,116 @@
+"""Figures of a job over its steps, in constant memory: the longer it trains, the more steps share a point. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from virtualflow.coordinator.settings import SERIES_METRICS, SERIES_POINTS
+from virtualflow.protocol.live_view import ViewSeries
+from virtualflow.protocol.metrics import Metric
+
+_DIGITS = 5
+"""Significant ones of a figure: a picture shows fewer."""
+
+
+@dataclass
+class _Mean:
+    total: float = 0.0
+    count: int = 0
+
+    def take(self, other: _Mean) -> None:
+        self.total += other.total
+        self.count += other.count
+
+    @property
+    def value(self) -> float | None:
+        return float(f"{self.total / self.count:.{_DIGITS}g}") if self.count else None
+
+
+@dataclass
+class _Point:
+    """What was told between two steps."""
+
+    step: int
+    """The last of them."""
+    speed: _Mean
+    workers: _Mean
+    metrics: dict[str, _Mean] = field(default_factory=dict)
+
+    def take(self, later: _Point) -> None:
+        self.step = later.step
+        self.speed.take(later.speed)
+        self.workers.take(later.workers)
+        for name, mean in later.metrics.items():
+            self.metrics.setdefault(name, _Mean()).take(mean)
+
+
+class Series:
+    """The speed, the number of workers and the first few metrics over the steps.
+
+    Args:
+        most: points that are kept; when there are more, twice as many steps share one.
+        metrics: how many of them are kept, those that were told first.
+    """
+
+    def __init__(self, most: int = SERIES_POINTS, metrics: int = SERIES_METRICS) -> None:
+        self._most, self._metrics = most, metrics
+        self._names: list[str] = []
+        self._points: list[_Point] = []
+        self.width = 1
+        """Steps that share a point."""
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def add(self, step: int, speed: float, workers: int, metrics: Mapping[str, Metric]) -> None:
+        """Take what was told at a step; what was told of later ones is repeated, and forgotten.
+
+        Args:
+            step: completed.
+            speed: steps a second; 0: not known.
+            workers: that compute.
+            metrics: those that are not finite leave a gap.
+        """
+        while self._points and self._points[-1].step > step:
+            self._points.pop()
+        self._append(_Point(step, _mean(speed or None), _mean(workers), self._chosen(metrics)))
+        while len(self._points) > self._most:
+            self.width *= 2
+            points, self._points = self._points, []
+            for point in points:
+                self._append(point)
+
+    def columns(self) -> ViewSeries:
+        """All points but the last, to which more may be added."""
+        done = self._points[:-1]
+        return ViewSeries(
+            steps=tuple(point.step for point in done),
+            speed=_column(point.speed for point in done),
+            workers=_column(point.workers for point in done),
+            metrics={name: _column(point.metrics.get(name) for point in done) for name in self._names},
+        )
+
+    def _append(self, point: _Point) -> None:
+        last = self._points[-1] if self._points else None
+        if last is not None and last.step // self.width == point.step // self.width:
+            last.take(point)
+        else:
+            self._points.append(point)
+
+    def _chosen(self, metrics: Mapping[str, Metric]) -> dict[str, _Mean]:
+        for name in sorted(metrics, key=lambda name: name != "loss"):
+            if len(self._names) >= self._metrics:
+                break
+            if name not in self._names:
+                self._names.append(name)
+        told = ((name, metrics.get(name)) for name in self._names)
+        return {name: _mean(value) for name, value in told if isinstance(value, (int, float))}
+
+
+def _mean(value: float | None) -> _Mean:
+    return _Mean() if value is None else _Mean(value, 1)
+
+
+def _column(means: Iterable[_Mean | None]) -> tuple[float | None, ...]:
+    return tuple(None if mean is None else mean.value for mean in means)
