@@ -27,7 +27,7 @@ class Process:
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
         self.phase = "waiting"
-        self.wanted, self.minimum = 2, 1
+        self.wanted, self.minimum, self.wanted_reason = 2, 1, ""
         self.known: dict[str, Pod] = {}
         self.states: dict[str, str] = {}
         self.lost: list[LostWorker] = []
@@ -37,6 +37,7 @@ class Process:
     def status(self, step: int) -> Status:
         workers = [seen(self.known[uid], state, 0, 1) for uid, state in self.states.items()]
         facts: Body = {"incarnation": self.incarnation, "wanted": self.wanted, "minimum": self.minimum}
+        facts["wanted_reason"] = self.wanted_reason
         if self.phase == "done":
             facts["digest"] = "abc"
         if self.phase != "waiting":

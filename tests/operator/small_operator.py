@@ -129,8 +129,8 @@ class Operator:
                     structs.replace(lost, ended=True) if lost.incarnation == incarnation else lost
                     for lost in process.lost
                 ]
-            case ScaleCall(workers=wanted, minimum=minimum):
-                process.wanted, process.minimum = wanted, minimum
+            case ScaleCall(workers=wanted, minimum=minimum, reason=reason):
+                process.wanted, process.minimum, process.wanted_reason = wanted, minimum, reason
             case _:
                 process.stop = True
                 if process.phase == "waiting":

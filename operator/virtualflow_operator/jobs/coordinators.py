@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from virtualflow.protocol.http_api import BeginCall, LivingWorker, ScaleCall
+from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow_operator.api import Pod
 from virtualflow_operator.constants import COORDINATOR
 from virtualflow_operator.jobs import event_messages, manifests, template_hashes
@@ -11,6 +12,7 @@ from virtualflow_operator.jobs.beginnings import may_train
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.kueue_pod_sets import place
 from virtualflow_operator.jobs.scene import Facts
+from virtualflow_operator.queues import decision
 
 _AGAIN = 10.0
 """Seconds between two coordinators of which the first ended by itself."""
@@ -96,5 +98,7 @@ def tell_scale(facts: Facts, draft: Draft) -> None:
     if not facts.connected or remote is None or remote.phase in ("done", "stopped", "failed"):
         return
     desired, minimum = facts.spec.desired, min(facts.spec.min_replicas, facts.spec.most)
-    if (remote.wanted, remote.minimum) != (desired, minimum):
-        draft.calls.append(ScaleCall(desired, minimum))
+    reason = decision(facts.granted)[:MAX_TEXT]
+    told = remote.wanted_reason in (reason, None)  # a coordinator of an older version knows of no reasons
+    if (remote.wanted, remote.minimum) != (desired, minimum) or not told:
+        draft.calls.append(ScaleCall(desired, minimum, reason))

@@ -2,7 +2,15 @@
 
 from virtualflow_operator.queues.allocation import Member, QueueDecision, QueueScene, allocate
 from virtualflow_operator.queues.capacity import requested, unfitness, worker_units
-from virtualflow_operator.queues.grants import MAX_MESSAGE, Grant, Granted, known_grant, settle_grant, with_allocation
+from virtualflow_operator.queues.grants import (
+    MAX_MESSAGE,
+    Grant,
+    Granted,
+    decision,
+    known_grant,
+    settle_grant,
+    with_allocation,
+)
 from virtualflow_operator.queues.kueue import (
     Chain,
     Kueue,
@@ -25,6 +33,7 @@ __all__ = [
     "admitted_counts",
     "allocate",
     "chain_of",
+    "decision",
     "follows_kueue",
     "known_grant",
     "remember",

@@ -194,12 +194,22 @@ def with_allocation(status: JobStatus, job: Job, granted: Granted, now: float) -
     elif granted.kueue and granted.waits:
         message = f"{granted.rest[:1].upper()}{granted.rest[1:]}"
     elif allocation is not None:
-        message = f"{_counted(allocation.workers)} of the queue {allocation.queue}: {allocation.reason}"
+        message = _in_words(allocation)
     before = job.status.condition("Allocated")
     since = before.last_transition_time if before is not None and before.status == truth else format_time(now)
     own = Condition("Allocated", truth, code, message[:MAX_MESSAGE], since, job.generation)
     others = tuple(condition for condition in status.conditions if condition.type != "Allocated")
     return msgspec.structs.replace(status, conditions=(*others, own), allocation=allocation)
+
+
+def decision(granted: Granted) -> str:
+    """Why a job has as many workers as it has, where a queue or its own efficiency decides that; empty: its user."""
+    allocation = granted.status.allocation
+    return _in_words(allocation) if allocation is not None else granted.limit
+
+
+def _in_words(allocation: Allocation) -> str:
+    return f"{_counted(allocation.workers)} of the queue {allocation.queue}: {allocation.reason}"
 
 
 def _counted(workers: int) -> str:

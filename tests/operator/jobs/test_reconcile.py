@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from msgspec import structs
 from scenes import (
     NOW,
     RAISED,
@@ -44,6 +45,8 @@ from virtualflow_operator import reasons
 from virtualflow_operator.api.job_status import write_status
 from virtualflow_operator.api.objects import Node, Service, format_time
 from virtualflow_operator.jobs.actions import CheckTemplates, DeletePod
+from virtualflow_operator.jobs.reconcile import reconcile
+from virtualflow_operator.queues import Grant
 
 # --- the beginning ----------------------------------------------------------------------------------------------------
 
@@ -122,6 +125,23 @@ def test_scaling_up_makes_workers_and_tells_the_coordinator_how_many() -> None:
     assert plan.calls == (ScaleCall(4, 1),)
     assert plan.status.workers == "2/4"
     assert reason_of(plan, "Degraded") == ("True", reasons.FEWER_WORKERS)
+
+
+def test_what_a_queue_decides_and_why_is_told_to_the_coordinator() -> None:
+    stage = training(queue="research")
+    given = Grant(stage.job.uid, "research", 2, "its share of 4 accelerators")
+    said = "2 workers of the queue research: its share of 4 accelerators"
+
+    def calls(told: str | None) -> tuple[object, ...]:
+        assert stage.link is not None
+        assert stage.link.status is not None
+        status = structs.replace(stage.link.status, wanted_reason=told)
+        scene = dataclasses.replace(stage.scene, grant=given, link=dataclasses.replace(stage.link, status=status))
+        return reconcile(scene, NOW, stage.settings).calls
+
+    assert calls("") == (ScaleCall(2, 1, said),)
+    assert calls(said) == (), "once is enough"
+    assert calls(None) == (), "a coordinator of an older version would never know"
 
 
 def test_scaling_down_drains_whom_it_can_do_without_by_one_call() -> None:
