@@ -9,6 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -365,6 +368,29 @@ def test_a_running_job_is_found_scaled_and_stopped(command_line: CommandLine) ->
     assert process.returncode == 130
     _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
+    assert command_line.leftovers() == []
+
+
+def test_a_run_with_a_page_says_where_it_is_and_the_page_may_only_look(command_line: CommandLine) -> None:
+    script = command_line.script("sleep.py", SLEEPING)
+    process = command_line.start("run", "--web", "--workers", "1", "--name", "nap", script, interpreter=True)
+    assert process.stderr is not None
+    address = next(line for line in process.stderr if line.startswith("live page: "))
+    page, _, fragment = address.removeprefix("live page: ").strip().partition("#")
+    token, job = (value for _, value in urllib.parse.parse_qsl(fragment))
+    assert job == "nap"
+    with urllib.request.urlopen(page, timeout=30) as answer:
+        assert "text/html" in answer.headers["Content-Type"]
+    said = {"Authorization": f"Bearer {token}"}
+    view = urllib.request.Request(page.replace("/ui", "/v1/view"), headers=said)
+    with urllib.request.urlopen(view, timeout=30) as answer:
+        assert json.load(answer)["now"]["phase"] == "waiting"
+    stop = urllib.request.Request(page.replace("/ui", "/v1/stop"), headers=said, data=b"{}")
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(stop, timeout=30)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
     assert command_line.leftovers() == []
 
 

@@ -69,6 +69,8 @@ class RunOptions:
     hang_seconds: float | None
     """``None``: as the coordinator finds it from the job's steps."""
     port: int
+    web: bool
+    """Say where the live page is."""
     plain: bool
     log_dir: Path | None
 
@@ -136,6 +138,7 @@ def resolve(arguments: Namespace) -> RunOptions:
         rebalance_gain=arguments.rebalance_gain,
         hang_seconds=arguments.hang_seconds if arguments.hang_seconds is not None else job.hang_seconds,
         port=arguments.port,
+        web=arguments.web,
         plain=arguments.plain,
         log_dir=log_dir,
     )

@@ -39,6 +39,7 @@ from virtualflow.launcher.worker_table import Worker, WorkerTable, mentions
 from virtualflow.launcher.workforce import Workforce
 from virtualflow.protocol.http_api import ENDED, Event, GoneCall, HoldCall, Status, StopCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
+from virtualflow.protocol.live_view import page_address
 from virtualflow.protocol.termination_message import EXIT_EVICTED
 from virtualflow.protocol.wording import counted
 
@@ -147,6 +148,9 @@ class Runner:
                 f"{self._job.name}: coordinator at {self._coordinator.url}, "
                 f"{counted(self._state.wanted, 'worker')} wanted"
             )
+            if self._options.web:
+                address = page_address(self._coordinator.url, self._token, self._job.name)
+                self._console.line("stderr", f"live page: {address}")
             async with CoordinatorClient(self._coordinator.url, self._token, self._settings.signals) as client:
                 return await self._run_with(client)
         except CoordinatorFailed as error:

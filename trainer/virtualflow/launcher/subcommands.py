@@ -176,6 +176,9 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
     running.add_argument(
         "--port", default=0, metavar="P", help="of the coordinator (default: any that is free)", **_PORT
     )
+    running.add_argument(
+        "--web", action="store_true", help="print the address of the job's live page, for a browser of this machine"
+    )
     running.add_argument("--plain", action="store_true", help="lines instead of the live view")
     _add_script(parser, required=False)
     parser.epilog = (
