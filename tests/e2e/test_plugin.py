@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import threading
+import urllib.parse
+import urllib.request
 from collections.abc import Callable
 
 from cluster import Object, until
@@ -79,3 +85,28 @@ def test_a_function_is_shipped_and_trained_and_leaves_nothing(installed: Install
             return [each.metadata.name for each in found if each.metadata.name.endswith("-files")]
 
         until("its files are gone", lambda: files() == [], 60)
+
+
+def test_the_live_page_of_a_job_is_reached_from_outside(installed: Installed, start: Start) -> None:
+    made = start(digits("digits", steps=600, pause=0.05))
+    made.wait_training(2, 240)
+    program = "import sys; from virtualflow.cluster.plugin import main; sys.exit(main())"
+    where = ["--kubeconfig", installed.cluster.kubeconfig, "-n", made.namespace]
+    command = [sys.executable, "-c", program, "ui", *where, "digits"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as plugin:
+        try:
+            assert plugin.stdout is not None
+            page, _, fragment = plugin.stdout.readline().strip().partition("#")
+            said = dict(urllib.parse.parse_qsl(fragment))
+            assert said["job"] == f"{made.namespace}/digits"
+            with urllib.request.urlopen(page, timeout=30) as answer:
+                assert "text/html" in answer.headers["Content-Type"]
+            looks = {"Authorization": f"Bearer {said['token']}"}
+            view = urllib.request.Request(page.replace("/ui", "/v1/view"), headers=looks)
+            with urllib.request.urlopen(view, timeout=30) as answer:
+                shown = json.load(answer)
+            assert shown["now"]["phase"] == "training"
+            assert len(shown["job"]["workers"]) == 2
+        finally:
+            plugin.send_signal(signal.SIGINT)
+        assert plugin.wait(30) == 130

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -22,9 +28,11 @@ from kubernetes import config as kubeconfigs
 
 from virtualflow.cluster import AsyncClient, Client
 from virtualflow.cluster.checks import check
-from virtualflow.cluster.client import GROUP, LABEL_JOB, LABEL_ROLE, PLURAL, VERSION, WORKER
+from virtualflow.cluster.client import COORDINATOR, GROUP, LABEL_JOB, LABEL_ROLE, PLURAL, VERSION, WORKER
 from virtualflow.cluster.plugin import main
 from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.protocol.live_view import view_token
+from virtualflow.protocol.settings import ENV_TOKEN
 
 pytestmark = pytest.mark.skipif(not kube_apiserver.at_hand(), reason=kube_apiserver.HOW)
 
@@ -68,6 +76,8 @@ def client(kubeconfig: Path) -> Iterator[Client]:
         yield made
         for job in made.jobs():
             job.delete()
+        for pod in made.core.list_namespaced_pod(made.namespace).items:
+            made.core.delete_namespaced_pod(pod.metadata.name, made.namespace, grace_period_seconds=0)
 
 
 def write_status(client: Client, name: str, **status: Any) -> None:
@@ -165,6 +175,123 @@ def test_the_plugin_shows_and_changes_jobs(
     assert say("wait", "digits") == (0, "digits: Complete, step 7, digest abc\n", "")
     code, _, said = say("why", "nobody")
     assert (code, said.count("\n")) == (2, 1)
+
+
+FORWARDS = """\
+#!{python}
+# As kubectl port-forward looks from outside, of a pod in which a coordinator listens: it is one itself.
+import pathlib, sys, threading, time
+print(*sys.argv[1:], file=open({calls!r}, "a"), flush=True)
+port = sys.argv[-1].partition(":")[0] or "0"
+ready = pathlib.Path({ready!r})
+ready.unlink(missing_ok=True)
+def tell():
+    while not ready.exists():
+        time.sleep(0.01)
+    print("Forwarding from 127.0.0.1:" + ready.read_text().strip().rpartition(":")[2] + " -> 7700", flush=True)
+threading.Thread(target=tell, daemon=True).start()
+from virtualflow.launcher.cli import main
+sys.exit(main(["coordinator", "--host", "127.0.0.1", "--port", port, "--ready-file", str(ready)]))
+"""
+TOKEN = "the token of digits"
+
+
+def add_coordinator(client: Client, job: str, name: str) -> None:
+    """As the operator and the kubelet do: a pod that runs, whose token is in a Secret."""
+    core, secret = client.core, f"{job}-token"
+    if secret not in [each.metadata.name for each in core.list_namespaced_secret(client.namespace).items]:
+        core.create_namespaced_secret(client.namespace, {"metadata": {"name": secret}, "stringData": {"token": TOKEN}})
+    reference = {"secretKeyRef": {"name": secret, "key": "token"}}
+    container = {
+        "name": COORDINATOR,
+        "image": "operator:test",
+        "env": [{"name": ENV_TOKEN, "valueFrom": reference}],
+        "ports": [{"containerPort": 7700}],
+    }
+    metadata = {"name": name, "labels": {LABEL_JOB: job, LABEL_ROLE: COORDINATOR}}
+    core.create_namespaced_pod(client.namespace, {"metadata": metadata, "spec": {"containers": [container]}})
+    core.patch_namespaced_pod_status(name, client.namespace, {"status": {"phase": "Running"}})
+
+
+def looks(address: str) -> str:
+    """The phase that the page at that address would show."""
+    page, _, fragment = address.partition("#")
+    token = dict(urllib.parse.parse_qsl(fragment))["token"]
+    view = urllib.request.Request(page.replace("/ui", "/v1/view"), headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(view, timeout=30) as answer:
+        return str(json.load(answer)["now"]["phase"])
+
+
+def test_the_way_to_the_page_is_kept_open_and_leaves_nothing(client: Client, kubeconfig: Path, tmp_path: Path) -> None:
+    client.submit(manifest("digits"))
+    write_status(client, "digits", phase="Running", coordinator="digits-coordinator-0")
+    add_coordinator(client, "digits", "digits-coordinator-0")
+    found = client.job("digits").coordinator()
+    assert found is not None
+    assert (found.pod, found.port, found.token) == ("digits-coordinator-0", 7700, TOKEN)
+    assert TOKEN not in repr(found)
+    calls, kubectl = tmp_path / "calls", tmp_path / "kubectl"
+    kubectl.write_text(FORWARDS.format(python=sys.executable, calls=str(calls), ready=str(tmp_path / "ready")))
+    kubectl.chmod(0o755)
+    trainer = str(Path(__file__).parents[3] / "trainer")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": trainer, ENV_TOKEN: TOKEN}
+    program = "import sys; from virtualflow.cluster.plugin import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "ui", "--kubeconfig", str(kubeconfig), "digits"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as plugin:
+        try:
+            assert plugin.stdout is not None
+            address = plugin.stdout.readline().strip()
+            assert address.endswith(f"/ui#token={view_token(TOKEN)}&job=default%2Fdigits")
+            port = address.split("/ui")[0].rpartition(":")[2]
+            assert looks(address) == "waiting"
+            # The coordinator is lost, and another one takes its place: the address stays.
+            client.core.delete_namespaced_pod("digits-coordinator-0", client.namespace, grace_period_seconds=0)
+            add_coordinator(client, "digits", "digits-coordinator-1")
+            (child,) = psutil.Process(plugin.pid).children()
+            child.kill()
+            deadline = time.monotonic() + 60
+            while "digits-coordinator-1" not in calls.read_text() or not (tmp_path / "ready").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert looks(address) == "waiting"
+            assert calls.read_text().splitlines() == [
+                f"--kubeconfig={kubeconfig} --namespace=default port-forward --address=127.0.0.1 {rest}"
+                for rest in ("pod/digits-coordinator-0 :7700", f"pod/digits-coordinator-1 {port}:7700")
+            ]
+            children = psutil.Process(plugin.pid).children(recursive=True)
+            plugin.send_signal(signal.SIGINT)
+            assert plugin.wait(30) == 130
+            _, alive = psutil.wait_procs(children, timeout=30)
+            assert alive == []
+        finally:
+            plugin.kill()
+
+
+def test_where_there_is_no_page_one_sentence_says_why(
+    client: Client,
+    kubeconfig: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def say() -> tuple[int, str, str]:
+        code = main(["ui", "--kubeconfig", str(kubeconfig), "digits"])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    client.submit(manifest("digits"))
+    (tmp_path / "kubectl").write_text("#!/bin/sh\necho 'error: pods/portforward is forbidden' >&2\nexit 1\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    why = "virtualflow: no coordinator of digits runs: the job is Pending; kubectl vf why digits says why\n"
+    assert say() == (2, "", why)
+    add_coordinator(client, "digits", "digits-coordinator-2")
+    assert say()[0] == 1
+    assert say()[2] == "virtualflow: digits-coordinator-2 cannot be reached: error: pods/portforward is forbidden\n"
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    code, _, said = say()
+    assert (code, "there is no kubectl on the PATH" in said) == (2, True)
 
 
 def test_without_its_extra_the_plugin_says_what_it_needs() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ from kubernetes import watch
 from virtualflow.cluster.logs import Line, followed, merged
 from virtualflow.cluster.scripts import submission
 from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.protocol.settings import ENV_TOKEN
 
 GROUP, VERSION, PLURAL = "virtualflow.dev", "v1alpha1", "virtualflowjobs"
-LABEL_JOB, LABEL_ROLE, WORKER = f"{GROUP}/job", f"{GROUP}/role", "worker"
+LABEL_JOB, LABEL_ROLE, WORKER, COORDINATOR = f"{GROUP}/job", f"{GROUP}/role", "worker", "coordinator"
 REQUEST_SECONDS = 30.0
 """How long one request may take; a watch or a log that is followed begins anew after that much silence."""
 
@@ -171,6 +174,16 @@ class Client:
         return found
 
 
+@dataclass(frozen=True)
+class Coordinator:
+    """The coordinator of a job, in the cluster."""
+
+    pod: str
+    port: int
+    token: str = field(repr=False)
+    """The job's."""
+
+
 class Job:
     """One job, as it was last seen: ``refresh`` looks again."""
 
@@ -244,6 +257,26 @@ class Job:
             self._client._jobs.delete_namespaced_custom_object(
                 GROUP, VERSION, self.namespace, PLURAL, self.name, _request_timeout=REQUEST_SECONDS
             )
+
+    def coordinator(self) -> Coordinator | None:
+        """Where its coordinator is, and what it asks for; ``None``: none runs at present.
+
+        Raises:
+            ConfigurationError: the API server lets its user not read the pod, or the job's Secret.
+        """
+        running = [pod for pod in self._pods(COORDINATOR) if pod.status.phase == "Running" and not _ends(pod)]
+        if not running:
+            return None
+        named = [pod for pod in running if pod.metadata.name == self.status.get("coordinator")]
+        pod = (named or running)[0]
+        container = next(each for each in pod.spec.containers if each.name == COORDINATOR)
+        key = next(each.value_from.secret_key_ref for each in container.env if each.name == ENV_TOKEN)
+        with said(f"read the Secret {key.name}, which has the job's token"):
+            secret = self._client.core.read_namespaced_secret(
+                key.name, self.namespace, _request_timeout=REQUEST_SECONDS
+            )
+        token = base64.b64decode(secret.data[key.key]).decode()
+        return Coordinator(str(pod.metadata.name), int(container.ports[0].container_port), token)
 
     def workers(self) -> list[str]:
         """Names of the worker pods that are there, also of those that have ended."""
@@ -365,11 +398,11 @@ class Job:
         finally:
             answer.release_conn()
 
-    def _pods(self) -> list[Any]:
-        with said(f"list the workers of {self.name}"):
+    def _pods(self, role: str = WORKER) -> list[Any]:
+        with said(f"list the pods of {self.name}"):
             found = self._client.core.list_namespaced_pod(
                 self.namespace,
-                label_selector=f"{LABEL_JOB}={self.name},{LABEL_ROLE}={WORKER}",
+                label_selector=f"{LABEL_JOB}={self.name},{LABEL_ROLE}={role}",
                 _request_timeout=REQUEST_SECONDS,
             )
         return list(found.items)
@@ -420,6 +453,10 @@ class Job:
 def deadline_after(seconds: float | None) -> float | None:
     """So many seconds from now, by the monotonic clock."""
     return None if seconds is None else time.monotonic() + seconds
+
+
+def _ends(pod: Any) -> bool:
+    return pod.metadata.deletion_timestamp is not None
 
 
 @contextlib.contextmanager

@@ -71,6 +71,8 @@ def parser() -> Parser:
     drain.add_argument("worker", metavar="POD")
     add("suspend", _suspend, "stop a job behind a step, with a checkpoint, and give its pods back")
     add("resume", _resume, "let a suspended job go on")
+    ui = add("ui", _ui, "open a way to the job's live page, for a browser of this machine, until Ctrl-C")
+    ui.add_argument("--port", type=int, default=0, metavar="P", help="of this machine (default: any that is free)")
     wait = add("wait", _wait, "wait until a job is over; exit code 1 if it has failed")
     wait.add_argument("--timeout", type=float, metavar="S", help="for S seconds at most")
     check = add("check", _check, "look whether the cluster is ready for a job; exit code 1 if not", job=False)
@@ -127,6 +129,14 @@ def _suspend(client: Client, given: argparse.Namespace) -> int:
 def _resume(client: Client, given: argparse.Namespace) -> int:
     client.job(given.job).resume()
     print(f"{given.job}: to go on")
+    return 0
+
+
+def _ui(client: Client, given: argparse.Namespace) -> int:
+    from virtualflow.cluster.tunnel import kubectl, show_page
+
+    command = kubectl(kubeconfig=given.kubeconfig, context=given.context)
+    show_page(client.job(given.job), command, given.port, lambda line: print(line, flush=True))
     return 0
 
 

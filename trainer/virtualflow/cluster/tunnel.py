@@ -1,0 +1,103 @@
+"""A way from this machine to the live page of a job: ``kubectl port-forward``, for as long as somebody looks.
+
+It needs the rights to read the job's Secret, and for ``pods/portforward``; no right is added to anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Generator, Sequence
+
+from virtualflow.cluster.client import Coordinator, Job
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.launcher.supervisor import die_with
+from virtualflow.protocol.live_view import page_address
+
+AGAIN = 1.0
+"""Seconds between two attempts to reach a coordinator, which may be another one meanwhile."""
+STOP = 2.0
+_FORWARDS = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
+
+
+def kubectl(*, kubeconfig: str | None, context: str | None) -> list[str]:
+    """The beginning of a command to the same cluster.
+
+    Raises:
+        ConfigurationError: there is no kubectl.
+    """
+    program = shutil.which("kubectl")
+    if program is None:
+        raise ConfigurationError("the way to the page is kubectl port-forward, and there is no kubectl on the PATH")
+    options = {"--kubeconfig": kubeconfig, "--context": context}
+    return [program, *(f"{option}={value}" for option, value in options.items() if value is not None)]
+
+
+def show_page(job: Job, command: Sequence[str], port: int, tell: Callable[[str], None]) -> None:
+    """Keep a way open until the job is over; a coordinator that is replaced is found again, at the same port.
+
+    Args:
+        job: whose page.
+        command: the beginning of a kubectl command.
+        port: of this machine; 0: any that is free.
+        tell: told the address of the page, as soon as it can be opened.
+
+    Raises:
+        ConfigurationError: there is no coordinator, or it is out of this user's reach.
+    """
+    place, told, trouble = job.coordinator(), "", ""
+    if place is None:
+        raise ConfigurationError(
+            f"no coordinator of {job.name} runs: the job is {job.phase}; kubectl vf why {job.name} says why"
+        )
+    while True:
+        if place is not None:
+            forwarded, said = False, "kubectl has ended"
+            with contextlib.closing(_lines([*command, f"--namespace={job.namespace}"], place, port)) as lines:
+                for line in lines:
+                    if match := _FORWARDS.match(line):
+                        forwarded, port = True, int(match[1])
+                        address = page_address(f"http://127.0.0.1:{port}", place.token, f"{job.namespace}/{job.name}")
+                        if address != told:
+                            told = address
+                            tell(f"{address}\nCtrl-C ends it.")
+                    said = line.strip() or said
+            if not told:
+                raise VirtualFlowError(f"{place.pod} cannot be reached: {said}")
+            if not forwarded and said != trouble:
+                trouble = said
+                tell(f"{place.pod} cannot be reached: {said}; trying again")
+        if job.refresh().finished:
+            tell(f"{job.name} is {job.phase}.")
+            return
+        time.sleep(AGAIN)
+        place = job.coordinator()
+
+
+def _lines(command: Sequence[str], place: Coordinator, port: int) -> Generator[str, None, None]:
+    """What kubectl says while it forwards; it ends with whoever reads."""
+    forward = ["port-forward", "--address=127.0.0.1", f"pod/{place.pod}", f"{port or ''}:{place.port}"]
+    child = subprocess.Popen(
+        [*command, *forward],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - there is one thread, and it only calls prctl
+    )
+    assert child.stdout is not None
+    try:
+        yield from child.stdout
+    finally:
+        child.terminate()
+        try:
+            child.wait(STOP)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        child.stdout.close()
