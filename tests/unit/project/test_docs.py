@@ -168,6 +168,7 @@ SETTINGS_PAGE = "docs/reference/settings.md"
 COMPLETE = (
     "MembershipSettings",
     "CoordinatorSettings",
+    "LivePageSettings",
     "LinkSettings",
     "CommunicatorSettings",
     "TurnSettings",
