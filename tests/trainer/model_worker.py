@@ -201,6 +201,7 @@ class History:
 
     steps: tuple[Any, ...] = ()
     completed_steps: int = 0
+    id: str = ""
     exchanges: int = 0
     transfer: None = None
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)

@@ -236,7 +236,11 @@ def test_the_way_to_the_page_is_kept_open_and_leaves_nothing(client: Client, kub
     trainer = str(Path(__file__).parents[3] / "trainer")
     path = f"{tmp_path}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": trainer, ENV_TOKEN: TOKEN}
-    program = "import sys; from virtualflow.cluster.plugin import main; sys.exit(main())"
+    # Where this test runs in the background of a shell, SIGINT is ignored, and processes inherit that.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from virtualflow.cluster.plugin import main; sys.exit(main())"
+    )
     command = [sys.executable, "-c", program, "ui", "--kubeconfig", str(kubeconfig), "digits"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as plugin:
         try:

@@ -149,7 +149,10 @@ class Fault:
 
 def seats_of(workers: Sequence[Worker], fault: Fault | None, mode: str = "recovery") -> list[Place]:
     bounds = [NODES * rank // len(workers) for rank in range(len(workers) + 1)]
-    members = [SimpleNamespace(virtual_nodes=range(*bounds[rank : rank + 2])) for rank in range(len(workers))]
+    members = [
+        SimpleNamespace(incarnation=f"{rank}", virtual_nodes=range(*bounds[rank : rank + 2]))
+        for rank in range(len(workers))
+    ]
     plan = SimpleNamespace(generation=m.NO_GENERATION, members=members, mode=mode)
     table = Table(len(workers))
     seats = [Place(table, rank, plan=plan) for rank in range(len(workers))]
