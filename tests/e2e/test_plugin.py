@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -107,6 +106,9 @@ def test_the_live_page_of_a_job_is_reached_from_outside(installed: Installed, st
                 shown = json.load(answer)
             assert shown["now"]["phase"] == "training"
             assert len(shown["job"]["workers"]) == 2
+            made.go_fast()
+            made.wait_phase("Complete", 240)
+            ended, _ = plugin.communicate(timeout=60)
+            assert (plugin.returncode, ended.splitlines()[-1]) == (0, "digits is Complete.")
         finally:
-            plugin.send_signal(signal.SIGINT)
-        assert plugin.wait(30) == 130
+            plugin.kill()

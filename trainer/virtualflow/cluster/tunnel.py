@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import shutil
 import subprocess
 import time
@@ -20,6 +21,9 @@ from virtualflow.protocol.live_view import page_address
 
 AGAIN = 1.0
 """Seconds between two attempts to reach a coordinator, which may be another one meanwhile."""
+LOOK = 5.0
+"""Seconds of silence after which it is looked whether the job has that coordinator still: kubectl goes on forwarding to
+a pod that is gone until somebody connects."""
 STOP = 2.0
 _FORWARDS = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
 
@@ -59,6 +63,11 @@ def show_page(job: Job, command: Sequence[str], port: int, tell: Callable[[str],
             forwarded, said = False, "kubectl has ended"
             with contextlib.closing(_lines([*command, f"--namespace={job.namespace}"], place, port)) as lines:
                 for line in lines:
+                    if line is None:
+                        now = job.refresh().coordinator()
+                        if job.finished or now is None or now.pod != place.pod:
+                            break
+                        continue
                     if match := _FORWARDS.match(line):
                         forwarded, port = True, int(match[1])
                         address = page_address(f"http://127.0.0.1:{port}", place.token, f"{job.namespace}/{job.name}")
@@ -78,21 +87,28 @@ def show_page(job: Job, command: Sequence[str], port: int, tell: Callable[[str],
         place = job.coordinator()
 
 
-def _lines(command: Sequence[str], place: Coordinator, port: int) -> Generator[str, None, None]:
-    """What kubectl says while it forwards; it ends with whoever reads."""
+def _lines(command: Sequence[str], place: Coordinator, port: int) -> Generator[str | None, None, None]:
+    """What kubectl says while it forwards, and ``None`` when it is silent for long; it ends with whoever reads."""
     forward = ["port-forward", "--address=127.0.0.1", f"pod/{place.pod}", f"{port or ''}:{place.port}"]
     child = subprocess.Popen(
         [*command, *forward],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
         preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - there is one thread, and it only calls prctl
     )
     assert child.stdout is not None
     try:
-        yield from child.stdout
+        rest = b""
+        while True:
+            if not select.select([child.stdout], [], [], LOOK)[0]:
+                yield None
+                continue
+            read = os.read(child.stdout.fileno(), 4_096)
+            *lines, rest = (rest + read).split(b"\n")
+            yield from (line.decode(errors="replace") for line in (lines if read else [rest]))
+            if not read:
+                return
     finally:
         child.terminate()
         try:
