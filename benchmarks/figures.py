@@ -133,9 +133,8 @@ its peak over the bytes that were counted (each storage once, as far as torch's 
 the highest budget. All have the same gradients, to the bit.
 
 Two blocks of VGG-16 need three quarters of its memory by themselves, so there is little to plan. A U-Net is no chain,
-since its skips enter a second block. When this was measured, memory was set aside for them all the time; by now they
-are counted when they are there, and `python -m benchmarks.memory unet` foretells peaks that are 1.000 to 1.035 times
-those that it counts."""
+since its skips enter a second block. A plan is measured in its second micro-batch: in its first it finds out which
+blocks save what another one copies out."""
 
 SOAK_TEXT = """\
 One job that changes between two and three workers all the time: it grows, loses its newest worker by SIGKILL, shrinks,
