@@ -129,6 +129,20 @@ def test_a_kept_block_is_left_to_autograd_unless_it_shares_what_another_copies_o
     assert seen == [set(), left_alone, left_alone]
 
 
+def test_a_forward_pass_that_fails_does_not_tell_who_shares() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+    executor = Executor(model, [(str(index), block) for index, block in enumerate(model)], CPU)
+    executor.follow(plans_for("kkkkks"))
+    executor.begin()
+    model[:3](torch.randn(2, 8))  # an error in the fourth, say
+    executor.begin()
+    assert not any(executor._left_alone(index) for index in range(6))
+    model(torch.randn(2, 8)).sum().backward()
+    executor.begin()
+    assert [executor._left_alone(index) for index in range(6)] == [True, True, True, True, False, False]
+    executor.close()
+
+
 @pytest.mark.parametrize("actions", ["k", "s", "r", "rjj", "f"])
 def test_a_forward_pass_without_a_backward_pass_leaves_nothing(actions: str) -> None:
     model = build("convolutional")

@@ -86,8 +86,8 @@ class Executor:
         self._sharing: set[int] = set()
         """Blocks that have saved what another one copies out."""
         self._ran = self._known = False
-        """Whether a forward pass has followed the plan, and whether that was in an earlier micro-batch, so that it is
-        known who shares."""
+        """Whether a whole forward pass has followed the plan (a backward pass shows it), and whether one did in an earlier
+        micro-batch, so that it is known who shares."""
         self._permanent: frozenset[int] = frozenset()
         self._open: list[_Open | None] = []
         self._before: tuple[Visit, Segment | None] | None = None
@@ -235,7 +235,6 @@ class Executor:
         if opened is None:
             return
         visit = opened.visit
-        self._ran = True
         if opened.hooks is not None:
             opened.hooks.__exit__()
         leaves = tree_flatten(output)[0]
@@ -275,6 +274,7 @@ class Executor:
 
     def _reach(self, point: Point) -> None:
         """The device comes to that point: copies back are issued that are due."""
+        self._ran = True
         if self.observer is not None:
             self.observer.reach(point)
         self._make_room(point)
