@@ -374,10 +374,8 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         Raises:
             ConfigurationError: there is a closure.
         """
-        if closure is not None:
-            raise ConfigurationError("optimizer.step() got a closure, which would be computed by one worker; leave it")
         loop = self._accelerator._loop
-        loop.step()
+        loop.step(closure=closure is not None)
         self.gradient_state._set_sync_gradients(loop.stepped)
 
 

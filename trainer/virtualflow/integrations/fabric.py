@@ -100,9 +100,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as An
         Raises:
             ConfigurationError: there is a closure.
         """
-        if options:
-            raise ConfigurationError("optimizer.step() got a closure, which would be computed by one worker; leave it")
-        self._loop.step()
+        self._loop.step(closure=bool(options))
         self._tell_rank()
 
     def clip_gradients_norm(

@@ -176,12 +176,17 @@ class InvertedLoop:
                     "those of all workers are there, and accumulates nothing beyond that"
                 )
 
-    def step(self) -> None:
+    def step(self, *, closure: bool = False) -> None:
         """What ``optimizer.step()`` does: ask for the next micro-batch; the step may be made by that.
 
+        Args:
+            closure: whether it got one.
+
         Raises:
-            ConfigurationError: there is no micro-batch that it could be for.
+            ConfigurationError: there is a closure, or no micro-batch that it could be for.
         """
+        if closure:
+            raise ConfigurationError("optimizer.step() got a closure, which would be computed by one worker; leave it")
         _ = self.run
         if self._asked:
             raise ConfigurationError(
