@@ -29,6 +29,7 @@ collectives of a real connection, eight workers, real interpreters, a second ran
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -43,3 +44,9 @@ def examples(count: int) -> int:
 def nightly(*values: Any, id: str | None = None) -> Any:  # noqa: A002 - pytest's name
     """Give ``pytest.param`` of the nightly tier."""
     return pytest.param(*values, marks=pytest.mark.nightly, id=id)
+
+
+def needs(package: str, why_not: str = "make test-all installs it") -> pytest.MarkDecorator:
+    """Mark what is skipped where a package of others is not there."""
+    absent = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(absent, reason=f"no {package} here; {why_not}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +16,9 @@ from loop_scripts import Points, network
 from torch.utils.data import DataLoader
 
 import virtualflow as vf
+from tiers import needs
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        importlib.util.find_spec("accelerate") is None,
-        reason="no accelerate here; make test-all installs it",
-    ),
-]
+pytestmark = [pytest.mark.nightly, needs("accelerate")]
 
 SHORT = {"samples": 99, "batch": 16, "batch_norm": False}
 """With a last batch of three samples: most virtual nodes have none, and so do workers."""

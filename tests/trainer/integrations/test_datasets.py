@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable
 from functools import partial
@@ -15,14 +14,10 @@ import torch
 from adapters import augment, check_jobs, check_resumption, check_shards, first, numbers, row_of
 from elastic_jobs import ElasticJob
 
+from tiers import needs
 from virtualflow.errors import ConfigurationError
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        importlib.util.find_spec("datasets") is None, reason="no datasets here; make test-all installs it"
-    ),
-]
+pytestmark = [pytest.mark.nightly, needs("datasets")]
 
 FILES = 6
 SAMPLES = 46

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import virtualflow as vf
+from tiers import needs
 from virtualflow.integrations import export
 from virtualflow.launcher import cli
 
@@ -124,7 +124,7 @@ def test_plain_pytorch_goes_on_from_a_distributed_checkpoint(
     assert_equal(plain.state_dict(), model.state_dict())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="make test-all installs it")
+@needs("transformers")
 @pytest.mark.nightly
 def test_transformers_reads_what_was_trained_without_its_trainer(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel

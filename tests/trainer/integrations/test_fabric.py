@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,9 @@ from loop_scripts import Points, network
 from torch.utils.data import DataLoader
 
 import virtualflow as vf
+from tiers import needs
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        importlib.util.find_spec("lightning") is None,
-        reason="no lightning here; make test-all installs it",
-    ),
-]
+pytestmark = [pytest.mark.nightly, needs("lightning")]
 
 SHORT = {"samples": 99, "batch_norm": False}
 """With a last batch of three samples: most virtual nodes have none, and so do workers."""

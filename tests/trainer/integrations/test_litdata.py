@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,12 @@ import torch
 from adapters import augment, check_jobs, check_resumption, check_shards, numbers, row_of
 from elastic_jobs import ElasticJob
 
+from tiers import needs
 from virtualflow.errors import ConfigurationError
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.skipif(
-        importlib.util.find_spec("litdata") is None,
-        reason="no litdata here; it needs a torchvision that fits torch, so make test-all does not install it",
-    ),
+    needs("litdata", "it needs a torchvision that fits torch: not in make test-all"),
 ]
 
 SAMPLES = 46

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -15,15 +14,10 @@ from elastic_jobs import ElasticJob, alone
 from trainer_scripts import build, history, outcome, train, wrote
 
 import virtualflow as vf
+from tiers import needs
 from virtualflow.state import digests
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformers") is None,
-        reason="no transformers here; make test-all installs it",
-    ),
-]
+pytestmark = [pytest.mark.nightly, needs("transformers")]
 
 
 def assert_close(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import tarfile
 from collections.abc import Callable
@@ -16,14 +15,10 @@ import torch
 from adapters import augment, check_jobs, check_resumption, check_shards, first, numbers, row_of
 from elastic_jobs import ElasticJob
 
+from tiers import needs
 from virtualflow.errors import ConfigurationError
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        importlib.util.find_spec("webdataset") is None, reason="no webdataset here; make test-all installs it"
-    ),
-]
+pytestmark = [pytest.mark.nightly, needs("webdataset")]
 
 FILES = 6
 SAMPLES = 45

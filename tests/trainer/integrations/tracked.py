@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from injected import inject
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
+from tiers import needs
 from virtualflow.integrations import trackers
 from virtualflow.protocol.settings import ENV_WORKER
 
@@ -101,16 +101,7 @@ BACKENDS = {
     "mlflow": Backend("mlflow", make_mlflow, read_mlflow),
     "wandb": Backend("wandb", make_wandb, read_wandb),
 }
-KINDS = [
-    pytest.param(
-        kind,
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec(backend.package) is None,
-            reason=f"no {backend.package} here; make test-all installs it",
-        ),
-    )
-    for kind, backend in BACKENDS.items()
-]
+KINDS = [pytest.param(kind, marks=needs(backend.package)) for kind, backend in BACKENDS.items()]
 
 
 def train(

@@ -248,8 +248,8 @@ def test_nobody_looks_and_nothing_is_put_together(monkeypatch: pytest.MonkeyPatc
 
     async def story(server: Server) -> None:
         await server.worker("worker-0")
-        await asyncio.sleep(0.6)  # two looks at the clock
-        assert server.state.history.goodput.paid > 0
+        while server.state.history.goodput.paid == 0:  # noqa: ASYNC110 - a timer counts it
+            await asyncio.sleep(0.01)
 
     with_server(story)
 
