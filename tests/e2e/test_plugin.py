@@ -10,7 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 
-from cluster import Object, until
+from cluster import ROOT, Object, until
 from cluster_jobs import TRAINER_IMAGE, Job, container, digits
 from installation import Installed
 
@@ -50,7 +50,9 @@ def test_a_job_is_followed_drained_and_explained(
         (third,) = set(job.workers()) - {first}
         begun = sorted(line for line in lines if line.endswith(": it begins"))
         assert begun == sorted(f"{worker}: it begins" for worker in (first, second, third)), "of everybody, and once"
-        assert main(["why", "--kubeconfig", installed.cluster.kubeconfig, "-n", made.namespace, "digits"]) == 0
+        where = ["--kubeconfig", installed.cluster.kubeconfig, "-n", made.namespace]
+        assert main(["why", *where, "digits"]) == 0
+        assert main(["check", *where, str(ROOT / "examples/digits.yaml")]) == 0
 
 
 def train() -> None:

@@ -27,8 +27,8 @@ from kubernetes import client as kubernetes
 from kubernetes import config as kubeconfigs
 
 from virtualflow.cluster import AsyncClient, Client
+from virtualflow.cluster.api import COORDINATOR, GROUP, LABEL_JOB, LABEL_ROLE, PLURAL, VERSION, WORKER
 from virtualflow.cluster.checks import check
-from virtualflow.cluster.client import COORDINATOR, GROUP, LABEL_JOB, LABEL_ROLE, PLURAL, VERSION, WORKER
 from virtualflow.cluster.plugin import main
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol.live_view import view_token
@@ -366,7 +366,7 @@ def test_the_same_without_blocking_an_event_loop(client: Client, kubeconfig: Pat
 
 
 def test_who_stops_waiting_is_not_kept(client: Client, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("virtualflow.cluster.client.REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr("virtualflow.cluster.job.REQUEST_SECONDS", 1.0)
 
     async def use() -> None:
         async with AsyncClient(kubeconfig=kubeconfig) as jobs:

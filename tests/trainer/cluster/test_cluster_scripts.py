@@ -19,7 +19,7 @@ GREETING = "hello"
 
 def made(train: Callable[[], object] | str | Path, **options: Any) -> Submission:
     usual: dict[str, Any] = {"image": "i", "replicas": 2, "name": "greet", "files": (), "args": (), "resources": {}}
-    return submission(train, **(usual | {"spec": {}, "group": "virtualflow.dev", "version": "v1alpha1"} | options))
+    return submission(train, **(usual | {"spec": {}} | options))
 
 
 def greet(times: int = 2) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from virtualflow.cluster.asynchronous import AsyncClient, AsyncJob
-    from virtualflow.cluster.client import Client, Job
+    from virtualflow.cluster.client import Client
+    from virtualflow.cluster.job import Job
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "Job"]
 

@@ -1,6 +1,6 @@
 """The same client for programs with an event loop: each request is made in a thread, and nothing blocks the loop.
 
-Who stops waiting leaves a request to itself, which ends within :data:`virtualflow.cluster.client.REQUEST_SECONDS`.
+Who stops waiting leaves a request to itself, which ends within :data:`virtualflow.cluster.api.REQUEST_SECONDS`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from virtualflow.cluster.client import Client, Job, deadline_after
+from virtualflow.cluster.client import Client
+from virtualflow.cluster.job import Job, deadline_after
 from virtualflow.cluster.logs import Line
 
 
@@ -105,7 +106,7 @@ class AsyncJob:
         return self
 
     async def logs(self, *, follow: bool = False, tail: int | None = None) -> AsyncIterator[Line]:
-        """The lines of all workers, by time; see :meth:`virtualflow.cluster.client.Job.logs`."""
+        """The lines of all workers, by time; see :meth:`virtualflow.cluster.job.Job.logs`."""
         lines = self.seen.logs(follow=follow, tail=tail)
         while (line := await asyncio.to_thread(next, lines, None)) is not None:
             yield line

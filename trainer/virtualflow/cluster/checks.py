@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 from kubernetes import client as kubernetes
 from kubernetes.utils.quantity import parse_quantity
 
-from virtualflow.cluster.client import GROUP, PLURAL, REQUEST_SECONDS, VERSION, Client, said, why
+from virtualflow.cluster.api import GROUP, PLURAL, REQUEST_SECONDS, VERSION, said, why
+from virtualflow.cluster.client import Client
 
 OPERATOR = "app.kubernetes.io/part-of=virtualflow,app.kubernetes.io/component=operator"
 RIGHTS = (

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from virtualflow.cluster.api import GROUP, KIND, VERSION, Object
 from virtualflow.errors import ConfigurationError
-
-Object = dict[str, Any]
 
 FOLDER = "/job"
 """Where the files are in a worker's container; the script runs in the image's own directory."""
@@ -47,8 +46,6 @@ def submission(
     args: Sequence[str],
     resources: Mapping[str, str | int],
     spec: Mapping[str, Any],
-    group: str,
-    version: str,
 ) -> Submission:
     """The objects of a job that runs ``train``; see :meth:`virtualflow.cluster.Client.submit`.
 
@@ -84,8 +81,8 @@ def submission(
     }
     workers = {"replicas": replicas, "workerGroups": [{"name": "workers", "template": {"spec": pod}}]}
     job = {
-        "apiVersion": f"{group}/{version}",
-        "kind": "VirtualFlowJob",
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": KIND,
         "metadata": {"name": name},
         "spec": {**workers, **spec},
     }

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Generator, Sequence
 
-from virtualflow.cluster.client import Coordinator, Job
+from virtualflow.cluster.job import Coordinator, Job
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.supervisor import die_with
 from virtualflow.protocol.live_view import page_address

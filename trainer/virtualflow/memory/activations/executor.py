@@ -86,8 +86,8 @@ class Executor:
         self._sharing: set[int] = set()
         """Blocks that have saved what another one copies out."""
         self._ran = self._known = False
-        """Whether a whole forward pass has followed the plan (a backward pass shows it), and whether one did in an earlier
-        micro-batch, so that it is known who shares."""
+        """Whether a whole forward pass has followed the plan (a backward pass shows it), and whether one did in a
+        micro-batch before, so that it is known who shares."""
         self._permanent: frozenset[int] = frozenset()
         self._open: list[_Open | None] = []
         self._before: tuple[Visit, Segment | None] | None = None

@@ -1,0 +1,41 @@
+"""The resource that an API server keeps jobs as, and what it says when it refuses something, in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import urllib3
+import yaml
+from kubernetes import client as kubernetes
+
+from virtualflow.errors import ConfigurationError, VirtualFlowError
+
+GROUP, VERSION, PLURAL, KIND = "virtualflow.dev", "v1alpha1", "virtualflowjobs", "VirtualFlowJob"
+LABEL_JOB, LABEL_ROLE, WORKER, COORDINATOR = f"{GROUP}/job", f"{GROUP}/role", "worker", "coordinator"
+REQUEST_SECONDS = 30.0
+"""How long one request may take; a watch or a log that is followed begins anew after that much silence."""
+
+Object = dict[str, Any]
+
+
+@contextlib.contextmanager
+def said(what: str) -> Iterator[None]:
+    """Say in one sentence what the API server has against ``what``."""
+    try:
+        yield
+    except kubernetes.ApiException as error:
+        raise ConfigurationError(f"cannot {what}: {why(error)}") from None
+    except urllib3.exceptions.HTTPError as error:
+        raise VirtualFlowError(f"cannot {what}: the API server does not answer ({error})") from None
+
+
+def why(error: kubernetes.ApiException) -> str:
+    """What an API server says: the message of its ``Status``, or else the code."""
+    try:
+        message = yaml.safe_load(error.body or "")
+    except yaml.YAMLError:
+        message = None
+    sentence = message.get("message") if isinstance(message, dict) else None
+    return str(sentence or f"the API server answered {error.status} {error.reason}")
