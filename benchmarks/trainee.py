@@ -2,8 +2,8 @@
 
 ``plain`` accumulates gradients over micro-batches, and with ``WORLD_SIZE`` above 1 it is DistributedDataParallel with
 all micro-batches but the last under ``no_sync``, as the documentation of PyTorch has it. ``bitwise`` and
-``statistical`` are the elastic loop, ``unguarded`` is ``bitwise`` without any checksum. Micro-batches, optimizer and
-threads are the same. ``hosted`` is ``bitwise`` with the optimizer on the host of a device that is played.
+``statistical`` are the elastic loop. Micro-batches, optimizer and threads are the same. ``hosted`` is ``bitwise`` with
+the optimizer on the host of a device that is played.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 from benchmarks.played_device import play
 from benchmarks.tasks import TASKS, VIRTUAL_NODES, Task, elastic_mode, loss_of
 from benchmarks.turns import Pace, Turns
-from benchmarks.unguarded import leave_unguarded
 
 ENDLESS = 10_000_000
 """Steps; the turns end the training."""
@@ -87,16 +86,13 @@ def train_elastic(task: Task, pace: Pace, reproducibility: str, *, hosted: bool 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("side", choices=["plain", "bitwise", "statistical", "unguarded", "hosted"])
+    parser.add_argument("side", choices=["plain", "bitwise", "statistical", "hosted"])
     parser.add_argument("task", choices=list(TASKS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     with Turns() as turns:
         if args.side == "plain":
             train_plain(TASKS[args.task], Pace(turns))
-        elif args.side == "unguarded":
-            leave_unguarded()
-            train_elastic(TASKS[args.task], Pace(turns), "bitwise")
         elif args.side == "hosted":
             train_elastic(TASKS[args.task], Pace(turns), "bitwise", hosted=True)
         else:

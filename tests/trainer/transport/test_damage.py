@@ -48,21 +48,21 @@ def both(task: Callable[[Communicator], Any], members: list[Communicator]) -> li
 
 
 @pytest.mark.parametrize("flips", [60, nightly(1_000)])
-@pytest.mark.parametrize("what", ["message", "small gather", "large gather"])
+@pytest.mark.parametrize("what", ["small message", "large message", "small gather", "large gather"])
 def test_a_bit_that_flips_in_what_is_sent_is_found_by_who_receives_it(what: str, flips: int) -> None:
     members = mesh(2)
     draw = random.Random(flips)
+    few, many = {"large message": (132_000, 150_000), "large gather": (1_050_000, 1_100_000)}.get(what, (1, 5_000))
     for flip in range(flips):
-        dtype = draw.choice(DTYPES)
-        size = draw.randrange(1, 5_000) if what != "large gather" else draw.randrange(1_050_000, 1_100_000)
+        dtype, size = draw.choice(DTYPES), draw.randrange(few, many)
         values = [torch.randint(0, 255, (size,), dtype=torch.uint8).to(dtype) for _ in range(2)]
-        faulty = damage(members[0], draw.choice([1, 2]) if what != "small gather" else 1, seed=flip)
+        faulty = damage(members[0], draw.choice([1, 2]) if "large" in what else 1, seed=flip)
 
         def exchange(
             member: Communicator, values: list[Tensor] = values, dtype: torch.dtype = dtype, size: int = size
         ) -> None:
             peer = 1 - member.rank
-            if what != "message":
+            if "message" not in what:
                 raw = torch.empty(2 * values[0].nbytes, dtype=torch.uint8)
                 member.start_all_gather(raw, values[member.rank].view(torch.uint8)).wait()
                 return
@@ -105,7 +105,7 @@ def test_no_sum_is_made_of_a_damaged_gradient(flips: int) -> None:
         return faulty, found
 
     operations = reduce(0, 0)[0].sent
-    assert operations > 4
+    assert operations >= 4
     broken = 0
     for flip in range(flips):
         faulty, outcomes = reduce(flip % operations + 1, flip)

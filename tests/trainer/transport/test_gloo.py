@@ -25,6 +25,7 @@ from virtualflow.transport import gloo
 from virtualflow.transport.checksum import checksum
 from virtualflow.transport.gloo import Communicator
 from virtualflow.transport.interface import Message
+from virtualflow.transport.pending import Landing, Letter
 from virtualflow.transport.settings import CommunicatorSettings
 
 PLAN = m.Plan(
@@ -159,6 +160,15 @@ def test_messages_that_are_called_off_touch_no_memory_any_more() -> None:
     exchanger.close(20.0)
     giver.close()
     taker.close()
+
+
+def test_a_small_message_that_has_arrived_before_all_was_called_off_touches_no_memory_any_more() -> None:
+    memory, arrived, landing = torch.zeros(100), torch.ones(400, dtype=torch.uint8), Landing()
+    letter = Letter(Message(0, memory, incoming=True), arrived, checksum(arrived), (), "worker-0", landing)
+    landing.end()
+    with pytest.raises(CommunicatorBroken, match="cut"):
+        letter.wait(timedelta(seconds=1))
+    assert not memory.any()
 
 
 def test_a_message_whose_connection_closes_half_way_is_waited_for_no_longer() -> None:

@@ -35,7 +35,7 @@ from virtualflow.transport.checksum import checksum
 from virtualflow.transport.interface import DONE, Message, Pending
 from virtualflow.transport.link import Link
 from virtualflow.transport.mesh import build_mesh
-from virtualflow.transport.pending import Gather, Letter, Letters, Operation, brief
+from virtualflow.transport.pending import Gather, Landing, Letter, Letters, Operation, brief
 from virtualflow.transport.settings import CommunicatorSettings
 
 logger = logging.getLogger("virtualflow.worker")
@@ -48,6 +48,8 @@ _LONGEST_LOOK = 10.0
 """Seconds between two looks, and before the first, at the most."""
 _SMALL_GATHER = 1 << 20
 """Up to so many bytes a block and its checksum are gathered as one: a copy costs less than a second collective."""
+_SMALL_MESSAGE = 1 << 17
+"""Likewise a message between a pair: up to so many bytes a copy costs less than eight bytes on their own."""
 _NEVER_SENT = 0
 """The tag of a message that nobody sends; others count from 1."""
 
@@ -111,6 +113,7 @@ class Communicator:
         self._pending: list[c10d.Work] = []
         self._timeout = timedelta(seconds=settings.operation_timeout)
         self._tags: dict[tuple[int, bool], int] = {}
+        self._landing = Landing()
         self._patience = settings.wait_slice
         """How many seconds a wait may take before connections are looked after."""
 
@@ -253,6 +256,7 @@ class Communicator:
         group = self._group
         if group is None:
             return
+        self._landing.end()
         nothing = torch.empty(1, dtype=torch.uint8)
         for peer in self._peers:
             try:
@@ -314,12 +318,21 @@ class Communicator:
         """Start a message; ``check`` is the checksum of one that is sent, if it is known."""
         key = message.peer, message.incoming
         tag = self._tags.get(key, _NEVER_SENT) + 1
-        self._tags[key] = tag + 1
+        start = group.recv if message.incoming else group.send
+        raw, sender = message.stretch.view(-1).view(torch.uint8), self.plan.members[message.peer].worker
+        size = raw.numel()
         if check is None:
             check = torch.empty(CHECKSUM, dtype=torch.uint8) if message.incoming else checksum(message.stretch)
-        start = group.recv if message.incoming else group.send
+        if size <= _SMALL_MESSAGE:
+            self._tags[key] = tag
+            packed = torch.empty(size + CHECKSUM, dtype=torch.uint8) if message.incoming else torch.cat([raw, check])
+            work = start([packed], message.peer, tag)
+            return Letter(
+                message, packed[:size], packed[size:] if message.incoming else check, (work,), sender, self._landing
+            )
+        self._tags[key] = tag + 1
         works = start([message.stretch], message.peer, tag), start([check], message.peer, tag + 1)
-        return Letter(message, check, works, self.plan.members[message.peer].worker)
+        return Letter(message, raw, check, works, sender, self._landing)
 
     def _start(self, start: Callable[[c10d.ProcessGroup], Pending]) -> Pending:
         assert self._group is not None

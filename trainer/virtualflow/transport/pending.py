@@ -5,11 +5,13 @@ Nothing of it is used before it has been compared with the checksum that came wi
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
@@ -78,15 +80,42 @@ class Gather:
             verify(row, check, name)
 
 
+class Landing:
+    """Whether what has arrived may still be copied to where it belongs: no more once all is broken off."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._over = False
+
+    def copy(self, target: Tensor, arrived: Tensor) -> None:
+        """Copy it.
+
+        Raises:
+            CommunicatorBroken: the memory is free for other uses by now.
+        """
+        with self._lock:
+            if self._over:
+                raise CommunicatorBroken("the connections were cut")
+            target.copy_(arrived)
+
+    def end(self) -> None:
+        """Nothing is copied any more when this has returned."""
+        with self._lock:
+            self._over = True
+
+
 @dataclass(frozen=True)
 class Letter:
     """A message between a pair under way, with its checksum."""
 
     message: Message
+    raw: Tensor
+    """Its bytes as they travel, uint8 ``[n]``: the message's own memory, or that of a small one and its checksum."""
     check: Tensor
-    works: tuple[c10d.Work, c10d.Work]
+    works: tuple[c10d.Work, ...]
     """torch's works hold the memory that they are read from or written to."""
     sender: str
+    landing: Landing
 
     def wait(self, timeout: timedelta) -> None:
         """Wait for it to its end.
@@ -97,8 +126,12 @@ class Letter:
         """
         for work in self.works:
             work.wait(timeout)
-        if self.message.incoming:
-            verify(self.message.stretch, self.check, self.sender)
+        if not self.message.incoming:
+            return
+        verify(self.raw, self.check, self.sender)
+        target = self.message.stretch.view(-1).view(torch.uint8)
+        if target.data_ptr() != self.raw.data_ptr():
+            self.landing.copy(target, self.raw)
 
 
 class Letters:
