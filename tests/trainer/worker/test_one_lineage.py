@@ -461,6 +461,18 @@ def test_nobody_begins_beside_a_first_generation_whose_coordinator_has_not_heard
     assert set(first) < set(model.living)
 
 
+def test_a_beginning_takes_in_who_was_called_to_another_one_that_may_have_begun(model: Lineages) -> None:
+    """There are more workers than virtual nodes; the next coordinator has called half of them and two others."""
+    model.begin(workers=4, second=False, steps=3)
+    model.a_worker_starts(where=1)
+    model.a_worker_starts(where=0)
+    model.a_coordinator_dies(which=0)
+    model.the_address_leads_elsewhere(which=5, where=1)
+    model.all_go_on(rounds=1)
+    model.the_network_parts(side=1, one_way="", lose=True, where=False)
+    model.settle()
+
+
 def test_those_who_train_on_cut_off_from_their_coordinator_are_not_given_up(model: Lineages) -> None:
     """All of them were silent for longer than the heartbeat limit."""
     model.begin(workers=3, second=False, steps=12)

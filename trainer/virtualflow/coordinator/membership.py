@@ -60,6 +60,13 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
         in_order = frozenset(i for i, worker in workers.items() if worker.left or worker.through)
         objectors = _find_objectors(cluster, survivors, cluster.ended | in_order)
         if objectors:
+            # Of those who were to begin elsewhere, some may be here and have no place in this beginning.
+            agreed = _find_beginning(cluster, survivors, lost, in_order) if running is None else ()
+            if agreed:
+                return Decision(
+                    f"{reason or 'a collective broke'}; beginning with those who were to begin before",
+                    Proposal("recovery", agreed, agreed, base.cause),
+                )
             return Decision(f"{reason or 'a collective broke'}; {_wait_for(objectors, len(survivors))}")
         if cluster.unheard != frozenset() and _find_objectors(cluster, survivors, in_order):
             # Those who have ended may have handed the training on, before, to workers that were never heard here.
@@ -99,6 +106,15 @@ def find_lost(now: float, cluster: Cluster, settings: MembershipSettings) -> dic
 
 def _find_objectors(cluster: Cluster, survivors: Collection[str], ended: Collection[str]) -> list[str]:
     """Names of the processes that could go on without ``survivors``, but for those that have ended."""
+    objectors = {}
+    for plan, stage in _stages(cluster, survivors):
+        open_ = open_members(plan, stage, survivors, ended)
+        objectors.update({x.incarnation: x.worker for x in plan.members if x.incarnation in open_})
+    return sorted(objectors.values())
+
+
+def _stages(cluster: Cluster, survivors: Collection[str]) -> list[tuple[Plan, Stage]]:
+    """The generations that may count as far as is known here, and what workers may know of each."""
     running, proposed = cluster.running, cluster.proposed
     stages: list[tuple[Plan, Stage]] = [
         (plan, "settled" if plan.generation <= cluster.settled else "attempted") for plan in cluster.contested
@@ -108,11 +124,34 @@ def _find_objectors(cluster: Cluster, survivors: Collection[str], ended: Collect
     if proposed is not None and (running is not None or cluster.prepared or not survivors):
         # A survivor of an initial start knows whether it has begun, and says so when it enters another generation.
         stages.append((proposed, "attempted"))
-    objectors = {}
+    return stages
+
+
+def _find_beginning(
+    cluster: Cluster, survivors: Collection[str], lost: dict[str, str], in_order: frozenset[str]
+) -> tuple[str, ...]:
+    """Members of a beginning to which nobody objects: of the survivors, and of all who wait here; empty: there is none.
+
+    Two coordinators may each have called some of the workers to begin, and neither generation counts: a majority of
+    both is needed, and not more members than virtual nodes.
+    """
+    ended = in_order if cluster.unheard != frozenset() else cluster.ended | in_order
+    stages = _stages(cluster, survivors)
+    waiting = (worker.incarnation for worker in ready_workers(cluster, lost))
+    here = list(dict.fromkeys((*survivors, *waiting)))
+    plans = {i: sum(plan.includes(i) for plan, _ in stages) for i in here}
+    most_called = sorted(here, key=lambda i: -plans[i])
+    chosen: list[str] = []
     for plan, stage in stages:
-        open_ = open_members(plan, stage, survivors, ended)
-        objectors.update({x.incarnation: x.worker for x in plan.members if x.incarnation in open_})
-    return sorted(objectors.values())
+        while open_ := open_members(plan, stage, chosen, ended):
+            called = next((i for i in most_called if i in open_), None)
+            if called is None:
+                return ()
+            chosen.append(called)
+    limit = cluster.virtual_nodes or len(here)
+    if len(chosen) > limit:
+        return ()
+    return tuple(dict.fromkeys((*chosen, *survivors)))[:limit]
 
 
 def _wait_for(objectors: list[str], survivors: int) -> str:
