@@ -52,6 +52,53 @@ def test_memory_is_kept_from_step_to_step() -> None:
     assert _faults(MALLOC_TRIM_THRESHOLD_="131072") > _PAGES, "otherwise this shows nothing"
 
 
+_HOLES = """
+import ctypes
+from virtualflow.device import FreedMemory
+from virtualflow.device.freed_memory import status_bytes
+
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+freed = FreedMemory(most=64 << 20)
+assert not freed.limit()
+
+def fill(count):
+    found = [ctypes.c_void_p(library.malloc(1 << 20)) for _ in range(count)]
+    for block in found:
+        ctypes.memset(block, 1, 1 << 20)
+    return found
+
+for _ in range(2):
+    blocks = fill(200)
+    full = status_bytes()["RssAnon"]
+    for block in blocks[:100:2]:
+        library.free(block)
+    few = freed.limit()
+    for block in blocks[100:199:2]:
+        library.free(block)
+    print(few, freed.limit(), freed.limit(), (full - status_bytes()["RssAnon"]) >> 20)
+    blocks = blocks[1::2]
+    for block in blocks[:-1]:
+        library.free(block)
+    freed.limit()
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "confstr") or "CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="no GNU C library"
+)
+def test_what_is_freed_between_what_stays_is_given_back_where_it_is_much() -> None:
+    """50 MB are below the limit, 100 MB are not; nothing of it lies at the end of the heap."""
+    environment = {**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _HOLES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    for line in done.stdout.splitlines():
+        few, much, again, megabytes = line.split()
+        assert (few, much, again) == ("False", "True", "False")
+        assert 90 <= int(megabytes) <= 110
+    assert len(done.stdout.splitlines()) == 2
+
+
 def test_the_image_says_the_same_as_the_launcher() -> None:
     stage = (ROOT / "Dockerfile").read_text().partition("AS trainer\n")[2].partition("\nFROM")[0]
     assert dict(re.findall(r"(MALLOC_\w+)=(\d+)", stage)) == KEEP_FREED_MEMORY

@@ -3,9 +3,11 @@ used.
 """
 
 from virtualflow.device.determinism import Pinned, describe_device, device_name, device_of, fingerprint, pin
+from virtualflow.device.freed_memory import FreedMemory
 from virtualflow.device.memory_gauge import MemoryGauge, Usage
 
 __all__ = [
+    "FreedMemory",
     "MemoryGauge",
     "Pinned",
     "Usage",

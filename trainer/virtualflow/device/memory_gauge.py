@@ -7,13 +7,13 @@ finds enough of it seems to use nothing: on the CPU it is given back before the 
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from virtualflow.device.freed_memory import give_back_freed_memory, kilobytes, status_bytes
 from virtualflow.device.settings import MemorySettings
 
 _PROCESS = Path("/proc/self")
@@ -56,7 +56,7 @@ class MemoryGauge:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._base = torch.cuda.memory_allocated(self._device)
         elif self._device.type == "cpu":
-            _give_back_freed_memory()
+            give_back_freed_memory()
             self._base = _reset_resident()
 
     def wait(self) -> None:
@@ -74,49 +74,28 @@ class MemoryGauge:
             whole = free + torch.cuda.memory_reserved(self._device)
             used = torch.cuda.max_memory_allocated(self._device) - base
             return Usage(used, int(self._settings.device_share * whole) - base)
-        used = max(0, _status_bytes("VmHWM") - base)
+        used = max(0, status_bytes()["VmHWM"] - base)
         available = _available()
         if available is None:
             return None
         # What this process has grown by meanwhile is part of what it could use.
-        grown = max(0, _status_bytes("VmRSS") - base)
+        grown = max(0, status_bytes()["VmRSS"] - base)
         return Usage(used, int(self._settings.machine_share * (available + grown)))
-
-
-def _give_back_freed_memory() -> None:
-    """Give what is kept just now back to the kernel; the next to allocate takes pages from it again."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
 
 
 def _reset_resident() -> int | None:
     """Reset the peak of this process's resident memory; its present size, ``None`` where that cannot be done."""
     try:
         (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
-        return _status_bytes("VmRSS")
+        return status_bytes()["VmRSS"]
     except (OSError, KeyError):
         return None
-
-
-def _status_bytes(name: str) -> int:
-    return _kilobytes((_PROCESS / "status").read_text())[name]
-
-
-def _kilobytes(text: str) -> dict[str, int]:
-    """The lines ``name: number kB`` of a file of ``/proc``, in bytes."""
-    found = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if value.endswith("kB"):
-            found[name] = 1024 * int(value.removesuffix("kB"))
-    return found
 
 
 def _available() -> int | None:
     """What processes here can still take: of the machine, or of the container's control group if that is less."""
     try:
-        machine = _kilobytes(_MACHINE.read_text()).get("MemAvailable")
+        machine = kilobytes(_MACHINE.read_text()).get("MemAvailable")
     except OSError:
         return None
     limits = [left for left in (machine, group_room(_GROUP)) if left is not None]

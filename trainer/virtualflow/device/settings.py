@@ -16,3 +16,5 @@ class MemorySettings:
     """The share of an accelerator's memory that may be used; optimizer and fragmentation need the rest."""
     machine_share: float = 0.5
     """The share of the memory left on a machine that a worker may grow into: other workers grow, too."""
+    kept: int = 128 << 20
+    """Freed memory that a worker on the CPU keeps across a change of the members, at most."""

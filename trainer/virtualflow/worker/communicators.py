@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+from virtualflow.device import FreedMemory
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.state import Reserve, elder, make_room, tell_room
@@ -45,6 +46,7 @@ class Communicators:
         self._prepared: dict[m.Generation, Communicator] = {}
         self._retired: list[Communicator] = []
         self._closers: list[threading.Thread] = []
+        self._freed = FreedMemory(settings.memory.kept)
 
     def __contains__(self, generation: m.Generation) -> bool:
         """Whether the communicator of that generation stands."""
@@ -83,10 +85,18 @@ class Communicators:
         self._close_behind(former)
 
     def _close_behind(self, communicators: Iterable[Communicator]) -> None:
-        """Close them in threads: that takes as long as a step of a small model, which need not wait for it."""
+        """Close them in threads: that takes as long as a step of a small model, which need not wait for it.
+
+        What was freed with them, and with message buffers of their size, is given back where it has become much.
+        """
+
+        def close(communicator: Communicator) -> None:
+            communicator.close()
+            self._freed.limit()
+
         for communicator in communicators:
             name = f"virtualflow-close-{communicator.plan.generation}"
-            closer = threading.Thread(target=communicator.close, name=name, daemon=True)
+            closer = threading.Thread(target=close, args=(communicator,), name=name, daemon=True)
             closer.start()
             with self._link.changed:
                 self._closers = [*(known for known in self._closers if known.is_alive()), closer]
