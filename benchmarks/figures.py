@@ -78,10 +78,12 @@ headers or beside the backward pass. The ratio of the default to the best of the
 its median. 1 is as good as exhaustion."""
 
 INTEGRITY_TEXT = """\
-The time of a `bitwise` step with two workers, which hash all that they send and receive and compare their states part
-by part, over the same without any of it. All sides take turns as above; the median of the rounds' ratios, and their
-10 % to 90 % range. *With spot checks* is the mean of a third side, which has `--verify 0.01`, over that of the first: a
-second worker computes one of the eight virtual nodes in every hundredth step."""
+A `bitwise` step with two workers, which hash all that they send and receive and compare their states part by part, over
+one without any of it. Every second step of a job is one without, and each step with is divided by the mean of its two
+neighbours; the median, and the range over the starts of the job, since whole processes differ by more than is measured
+here. *Of CPU time* is the same of the leader's CPU time. *A checked step* is one in which a second worker computes one
+of the eight virtual nodes, over its neighbours that are not; *with spot checks* is what that makes of all steps with
+`--verify 0.01`."""
 
 HOST_UPDATE_TEXT = """\
 A `bitwise` step of eight virtual nodes whose optimizer is on the host, over one whose optimizer is on the device; both
@@ -206,7 +208,9 @@ FIGURES: dict[str, Figure] = {
             "without": milliseconds("unguarded_ms"),
             "with": milliseconds("guarded_ms"),
             "ratio": lambda row: f"**{row['ratio']:.3f}** ({row['range'][0]:.3f} to {row['range'][1]:.3f})",
-            "with spot checks": lambda row: f"{row['verified_ratio']:.3f}",
+            "of CPU time": lambda row: "{:.3f} ({:.3f} to {:.3f})".format(row["cpu_ratio"], *row["cpu_range"]),
+            "a checked step": lambda row: f"{row['checked_step']:.2f}",
+            "with spot checks": lambda row: f"{row['verified_ratio']:.4f}",
         },
     ),
     "host_update": Figure(

@@ -96,6 +96,6 @@ def measure_task(task: str, starts: int, steps: int) -> dict[str, Any]:
 
 def measure(quick: bool) -> dict[str, Any]:
     """All tasks."""
-    starts = 1 if quick else 3
+    starts = 1 if quick else 2
     rows = [measure_task(task, starts, steps // 4 if quick else steps) for task, steps in STEPS.items()]
     return {"settings": {"starts": starts, "virtual_nodes": VIRTUAL_NODES, "sample": SAMPLE}, "rows": rows}
