@@ -23,6 +23,7 @@ def blocks(index: int, boundary: int) -> st.SearchStrategy[Block]:
         parameter_bytes=st.integers(0, 20),
         gradient_bytes=st.integers(0, 20),
         workspace_bytes=st.integers(0, 8),
+        overhead_seconds=st.sampled_from([0.0, 0.1, 1.0]),
     )
 
 

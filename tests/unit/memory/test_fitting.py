@@ -25,6 +25,7 @@ def size(micro_batch: int, *, blocks: int = 4, seconds: float = 0.1, fixed: floa
         boundary_bytes=10 * micro_batch,
         parameter_bytes=50,
         gradient_bytes=50,
+        overhead_seconds=0.01 + fixed * micro_batch,
     )
     return ChainSize(micro_batch, (one,) * blocks)
 
@@ -53,6 +54,17 @@ def test_a_profile_for_another_micro_batch(sizes: list[ChainSize], micro_batch: 
     assert found.blocks[0].saved_bytes == 100 * micro_batch
     assert found.blocks[0].parameter_bytes == 50
     assert found.optimizer_bytes == 400
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch", "seconds"),
+    [
+        pytest.param([size(4)], 8, 0.01, id="of one size: as much"),
+        pytest.param([size(4, fixed=0.2), size(8, fixed=0.2)], 16, 3.21, id="of two: on the line"),
+    ],
+)
+def test_the_overhead_of_another_micro_batch(sizes: list[ChainSize], micro_batch: int, seconds: float) -> None:
+    assert profile_for(chain(*sizes), micro_batch).blocks[0].overhead_seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,8 @@ def _on_line(low: ChainSize, one: BlockProfile, high: ChainSize, two: BlockProfi
         one.parameter_bytes,
         one.gradient_bytes,
         math.ceil(at(lambda block: block.workspace_bytes)),
+        # It hardly depends on the samples.
+        one.overhead_seconds if one is two else at(lambda block: block.overhead_seconds),
     )
 
 

@@ -45,10 +45,14 @@ class Block:
     """Allocated by its backward pass; they stay until the virtual node is done."""
     workspace_bytes: int = 0
     """The most that a pass over it needs for a moment, beyond all that is named here."""
+    overhead_seconds: float = 0.0
+    """What it takes to compute it again beyond its forward pass: to note what that finds, and to put it back."""
 
     def __post_init__(self) -> None:
         if not (0 < self.forward_seconds < float("inf") and 0 < self.backward_seconds < float("inf")):
             raise ConfigurationError(f"block {self.name}: its seconds must be above 0; measure the profile anew")
+        if not 0 <= self.overhead_seconds < float("inf"):
+            raise ConfigurationError(f"block {self.name}: its overhead must be at least 0; measure the profile anew")
         sizes = (self.saved_bytes, self.boundary_bytes, self.parameter_bytes, self.gradient_bytes, self.workspace_bytes)
         if min(sizes) < 0:
             raise ConfigurationError(f"block {self.name}: no size may be below 0; measure the profile anew")

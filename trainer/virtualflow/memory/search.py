@@ -144,14 +144,14 @@ def bound(chain: Chain, actions: Actions) -> float:
         engine = max(engine, chain.forward_until[block + 1]) + chain.out_seconds[actions[block]][block]
     engine = max(engine, computed)
     below = chain.backward_until[-1] + sum(
-        seconds for seconds, action in zip(chain.forward, actions, strict=True) if action >= RECOMPUTE
+        seconds for seconds, action in zip(chain.again, actions, strict=True) if action >= RECOMPUTE
     )
     least = computed + below
     following = chain.length
     for block in reversed(swapped):
         engine += chain.in_seconds[actions[block]][block]
         for done in range(block + 1, following):
-            below -= chain.backward[done] + (chain.forward[done] if actions[done] >= RECOMPUTE else 0.0)
+            below -= chain.backward[done] + (chain.again[done] if actions[done] >= RECOMPUTE else 0.0)
         following = block + 1
         least = max(least, engine + below)
     return least
@@ -165,8 +165,8 @@ def _regular(chain: Chain, settings: PlannerSettings) -> Iterator[Actions]:
     recomputed in segments, whose boundaries stay or are swapped.
     """
     blocks = range(chain.length)
-    saving = sorted(blocks, key=lambda block: (-chain.forward[block] / max(1, chain.saved[block]), block))
-    copying = sorted(blocks, key=lambda block: (-chain.forward[block] / max(1, chain.both[block]), block))
+    saving = sorted(blocks, key=lambda block: (-chain.again[block] / max(1, chain.saved[block]), block))
+    copying = sorted(blocks, key=lambda block: (-chain.again[block] / max(1, chain.both[block]), block))
     for count in _spread(chain.length, settings.kept):
         for kept in (frozenset(blocks[chain.length - count :]), frozenset(saving[:count])):
             others = [block for block in blocks if block not in kept]

@@ -40,6 +40,8 @@ class Chain:
         self.length = len(blocks)
         self.forward = [block.forward_seconds for block in blocks]
         self.backward = [block.backward_seconds for block in blocks]
+        self.again = [block.forward_seconds + block.overhead_seconds for block in blocks]
+        """Seconds of a recomputation."""
         self.saved = [block.saved_bytes for block in blocks]
         self.boundary = [*(block.boundary_bytes for block in blocks), 0]
         """Entry ``i`` enters block ``i``; the model's output belongs to the last block."""
@@ -205,7 +207,7 @@ def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float
         block = operation.block
         time = max(time, ready.get(block, 0.0))
         starts.append(time)
-        time += chain.forward[block] if operation.recompute else chain.backward[block]
+        time += chain.again[block] if operation.recompute else chain.backward[block]
     return Schedule(turn.starts, turn.out, operations, starts, back, time)
 
 
@@ -361,7 +363,7 @@ def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> 
         changes += [(start, need), (end, stays - need - drop)]
     for operation, start in zip(found.operations, found.starts, strict=True):
         block, workspace = operation.block, chain.workspace[operation.block]
-        seconds = chain.forward[block] if operation.recompute else chain.backward[block]
+        seconds = chain.again[block] if operation.recompute else chain.backward[block]
         freed = 0 if operation.recompute else chain.both[block] + chain.boundary[block + 1]
         kind: Kind = "recompute" if operation.recompute else "backward"
         spans.append(Span("compute", kind, block, start, start + seconds))

@@ -32,6 +32,8 @@ class BlockProfile(msgspec.Struct, frozen=True, kw_only=True):
     gradient_bytes: _Bytes
     workspace_bytes: _Bytes = 0
     """The most that a pass over it needs for a moment beyond all that."""
+    overhead_seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    """What computing it again takes beyond its forward pass; the median."""
 
 
 class SkipProfile(msgspec.Struct, frozen=True):
