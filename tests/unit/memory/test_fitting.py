@@ -68,6 +68,33 @@ def test_the_overhead_of_another_micro_batch(sizes: list[ChainSize], micro_batch
 
 
 @pytest.mark.parametrize(
+    ("counted", "micro_batch", "expected"),
+    [
+        pytest.param({4: 40}, 8, 80, id="of one size: in proportion"),
+        pytest.param({4: -40}, 8, -40, id="and what goes early is no more for more samples"),
+        pytest.param({4: -40}, 2, -20, id="but less for fewer"),
+        pytest.param({4: -40, 8: 20}, 6, -10, id="between two"),
+        pytest.param({4: -40, 8: 20}, 16, 140, id="above"),
+        pytest.param({4: 20, 8: -40}, 16, -40, id="above, where nothing below was counted"),
+        pytest.param({4: None}, 4, None, id="not counted"),
+    ],
+)
+def test_the_workspace_of_a_backward_pass(
+    counted: dict[int, int | None], micro_batch: int, expected: int | None
+) -> None:
+    sizes = [
+        msgspec.structs.replace(
+            size(samples),
+            blocks=tuple(
+                msgspec.structs.replace(block, backward_workspace_bytes=most) for block in size(samples).blocks
+            ),
+        )
+        for samples, most in counted.items()
+    ]
+    assert profile_for(chain(*sizes), micro_batch).blocks[0].backward_workspace_bytes == expected
+
+
+@pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
         pytest.param([size(4), size(4)], "must grow", id="one size twice"),

@@ -191,7 +191,8 @@ class Planner:
             self._chain.host_bytes(actions) + state,
             reason,
             times,
-            waits(self._chain, actions, self._capacity(budget)),
+            # Copies may be slower than foretold: what computes waits for them rather than take more than was foretold.
+            waits(self._chain, actions, times.peak - self._resident(budget)),
         )
 
 

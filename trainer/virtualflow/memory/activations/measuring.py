@@ -2,7 +2,8 @@
 
 Sizes are those of storages, each once. What a block has saved of its own output is the input of the next one, and is
 counted there; the block itself needs it in its backward pass, when it has come to be of nobody else's use, so it is a
-part of the block's *workspace*. That is counted in the first micro-batch (:mod:`workspace`).
+part of its *workspace* there, and where it is computed again. Workspace is counted in the first micro-batch
+(:mod:`workspace`).
 
 What a plan asks for beside computing (autograd's tensors are put away and given back, what a block finds is noted and
 put back) is no part of a block's forward and backward time. Where the block is computed again meanwhile, that and what
@@ -55,6 +56,9 @@ class _Seen:
     boundary: int = 0
     peaks: Peaks | None = None
     workspace: int = 0
+    backward_workspace: int | None = None
+    output: int = 0
+    """Bytes that it has saved of its outputs."""
 
     @property
     def overhead(self) -> float:
@@ -210,13 +214,15 @@ class Probe:
                 saved += size
         self._held = {}
         seen.saved += saved
-        seen.workspace = max(seen.workspace, sum(self._handed.values()))
+        seen.output = max(seen.output, sum(self._handed.values()))
         if seen.peaks is not None:
             made = sum(out.values())
             gradients = sum(each.nbytes for each in visit.module.parameters() if each.requires_grad)
             through = made + sum(self._entered.values()) + gradients
-            beyond = max(seen.peaks.forward - made, seen.peaks.backward - through) - saved
-            seen.workspace, seen.peaks = max(seen.workspace, beyond), None
+            seen.workspace = max(seen.workspace, seen.peaks.forward - made - saved)
+            beyond = seen.peaks.backward - through - saved
+            known = seen.backward_workspace
+            seen.backward_workspace, seen.peaks = beyond if known is None else max(known, beyond), None
 
     def reach(self, point: Point) -> None:
         """The backward pass begins with a block, or computes it again."""
@@ -301,11 +307,19 @@ class Probe:
                     parameter_bytes=sum(parameter.nbytes for parameter in parameters),
                     gradient_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
                     workspace_bytes=most(lambda seen: seen.workspace),
+                    backward_workspace_bytes=self._backward_workspace(block),
+                    output_bytes=most(lambda seen: seen.output),
                     overhead_seconds=max(0.0, statistics.median(each.blocks[block].overhead for each in timed)),
                 )
             )
         other = max(sum(each.inputs.values()) + each.left for each in self._measured)
         return ChainSize(micro_batch, tuple(rows), other, self._skips())
+
+    def _backward_workspace(self, block: int) -> int:
+        """As counted; if it was not, the outputs that are still needed are known."""
+        seen = [each.blocks[block] for each in self._measured]
+        counted = [each.backward_workspace for each in seen if each.backward_workspace is not None]
+        return max(counted, default=max(each.output for each in seen))
 
     def _skips(self) -> tuple[SkipProfile, ...]:
         """The most bytes from a block to a later one, in any micro-batch; numbered as among those that have run."""
