@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
+import gc
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -145,16 +146,30 @@ class Rig:
 
     def count(self, side: Callable[[], None], model: nn.Module) -> tuple[int, list[Tensor]]:
         """The most bytes on the device in a step, and the gradients."""
-        model.zero_grad()
-        self.copies.live = live = LiveBytes()
-        live.add([*model.parameters(), *model.buffers(), self.samples, self.classes])
+        self.copies.live = live = self._live(model)
         with live:
             self.seconds(side)
         self.copies.live = None
         return live.peak, [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
-    def trace(self, plan: Plan) -> dict[str, list[Piece]]:
-        """What the three resources do under a plan: as it was, and as the plan has it."""
+    def _live(self, model: nn.Module) -> LiveBytes:
+        """What is on the device before a step is counted."""
+        model.zero_grad()
+        live = LiveBytes()
+        live.add([*model.parameters(), *model.buffers(), self.samples, self.classes])
+        return live
+
+    def trace(self, plan: Plan) -> dict[str, Any]:
+        """What the three resources do under a plan, and the most bytes on the device from each second on: as it was,
+        and as the plan has it.
+        """
+        counted = Spans(self.clock)
+        self.executor.observer = counted
+        self.copies.live = counted.live = self._live(self.planned)
+        with counted.live:  # to count takes time, so that this is another step than the one below
+            self.seconds(self.follow(plan))
+            counted.close()
+        self.copies.live = None
         self.copies.carried.clear()
         spans = self.executor.observer = Spans(self.clock)
         began = self.clock.now()
@@ -164,7 +179,16 @@ class Rig:
         copied = [(f"copy-{each.lane}", "", each.start, each.end) for each in self.copies.carried]
         made = [*(("compute", kind, start, end) for kind, start, end in spans.pieces), *copied]
         told = [(span.resource, span.kind, span.start, span.end) for span in plan.timeline.spans]
-        return {"measured": _from(began, made), "predicted": _from(0.0, told)}
+        starts = [round(start - began, 5) for _, start, _ in spans.pieces]
+        assert [kind for kind, _, _ in counted.pieces] == [kind for kind, _, _ in spans.pieces]
+        return {
+            "measured": _from(began, made),
+            "predicted": _from(0.0, told),
+            "memory": {
+                "measured": list(zip(starts, counted.peaks, strict=True)),
+                "predicted": [(round(second, 5), used) for second, used in plan.timeline.memory],
+            },
+        }
 
 
 def _from(began: float, pieces: Iterable[Piece]) -> list[Piece]:
@@ -177,6 +201,10 @@ class Spans:
 
     def __init__(self, clock: Clock) -> None:
         self.pieces: list[tuple[str, float, float]] = []
+        self.live: LiveBytes | None = None
+        """Counts what is on the device, if somebody wants to know,"""
+        self.peaks: list[int] = []
+        """and the most bytes in each piece."""
         self._clock = clock
         self._open: tuple[str, float] | None = None
 
@@ -186,6 +214,10 @@ class Spans:
 
     def saved(self, *_: object) -> None:
         """Autograd has saved a tensor."""
+
+    def beside(self, block: int, do: Callable[[], Any]) -> Any:
+        """What the plan asks for beside computing."""
+        return do()
 
     def end(self, *_: object) -> None:
         """The forward pass is over."""
@@ -203,6 +235,9 @@ class Spans:
         """Nothing is computed."""
         if self._open is not None:
             self.pieces.append((*self._open, self._clock.now()))
+            if self.live is not None:
+                self.peaks.append(self.live.peak)
+                self.live.peak = self.live.now
         self._open = None
 
     def _turn(self, kind: str) -> None:
@@ -226,6 +261,9 @@ def measure(family: Family, turns: int, clock: Clock, *, traced: bool) -> dict[s
     In each turn the model is measured anew, planned, and makes a step of every kind.
     """
     rig = Rig(family, clock)
+    # Else one step or another would pay for a pass of Python's collector over all that was imported.
+    gc.collect()
+    gc.freeze()
     others: dict[str, Callable[[], None]] = {"keep": rig.keep, "recompute": rig.recompute, "swap": rig.swap}
     peaks: dict[str, int] = {}
     for name, side in others.items():

@@ -85,9 +85,9 @@ def budgets(axes: Axes, result: Mapping[str, Any]) -> None:
     figure = axes.get_figure(root=True)
     assert figure is not None
     axes.remove()
-    figure.set_size_inches(WIDTH, 7.4)
+    figure.set_size_inches(WIDTH, 8.8)
     families = result["families"]
-    grid = figure.add_gridspec(4, 3, height_ratios=[1.0, 1.0, 0.05, 0.75])
+    grid = figure.add_gridspec(5, 3, height_ratios=[1.0, 1.0, 0.05, 0.75, 0.6])
     for place, found in enumerate(families):
         panel = figure.add_subplot(grid[place // 3, place % 3])
         _over_budgets(panel, found)
@@ -98,7 +98,9 @@ def budgets(axes: Axes, result: Mapping[str, Any]) -> None:
         if place // 3 == 1:
             panel.set_xlabel("budget, keep-all = 100 %")
     if families[0]["trace"]:
-        _three_resources(figure.add_subplot(grid[3, :]), families[0])
+        resources = figure.add_subplot(grid[3, :])
+        _three_resources(resources, families[0])
+        _memory_in_use(figure.add_subplot(grid[4, :], sharex=resources), families[0])
 
 
 def _over_budgets(axes: Axes, found: Mapping[str, Any]) -> None:
@@ -132,6 +134,24 @@ def _three_resources(axes: Axes, found: Mapping[str, Any]) -> None:
     for name in ("forward", "backward", "recompute"):
         axes.barh(0, 0, color=colours[name], label=name)
     axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelbottom=False)
+
+
+def _memory_in_use(axes: Axes, found: Mapping[str, Any]) -> None:
+    """The most bytes in each pass over a block, as counted and as predicted, below what it takes to keep everything."""
+    end = max(end for kind in ("measured", "predicted") for _, _, _, end in found["trace"][kind])
+    for kind, colour, style in (("measured", BLUE, "-"), ("predicted", INK, ":")):
+        points = [*found["trace"]["memory"][kind]]
+        seconds, used = [second for second, _ in points], [size / 1e6 for _, size in points]
+        axes.step([*seconds, end], [*used, used[-1]], style, where="post", color=colour, linewidth=1.4, label=kind)
+    for share, name in ((1.0, "keep all"), (0.5, "budget")):
+        height = share * found["keep_bytes"] / 1e6
+        axes.axhline(height, color=ORANGE if share < 1 else GREY, linewidth=1.0)
+        axes.text(end, height, name, fontsize=8, ha="right", va="bottom", color=INK)
+    axes.set_ylim(0, 1.15 * found["keep_bytes"] / 1e6)
+    axes.set_ylabel("MB in use", fontsize=8)
+    axes.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0.0, 0.98), fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(f"seconds of one step of {found['family']} within 50 %")
 

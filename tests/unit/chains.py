@@ -7,7 +7,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from virtualflow.memory import Action, Block, Plan, Profile, Skip, Span
+from virtualflow.memory import Action, Block, BlockPlan, Plan, Profile, Skip, Span
 from virtualflow.memory.search import bound
 from virtualflow.memory.simulation import JOIN, Actions, Chain, is_valid, least_capacity, schedule
 
@@ -23,6 +23,9 @@ def blocks(index: int, boundary: int) -> st.SearchStrategy[Block]:
         parameter_bytes=st.integers(0, 20),
         gradient_bytes=st.integers(0, 20),
         workspace_bytes=st.integers(0, 8),
+        backward_workspace_bytes=st.none() | st.integers(-20, 8),
+        output_bytes=st.integers(0, 5),
+        overhead_seconds=st.sampled_from([0.0, 0.1, 1.0]),
     )
 
 
@@ -93,8 +96,12 @@ def _lives(
     yield block.gradient_bytes, backward.start, float("inf")
     if index:
         yield block.boundary_bytes, backward.start, spans["backward", index - 1].end  # its gradient
-    for span in filter(None, (forward, again, backward)):
+    for span in filter(None, (forward, again)):
         yield block.workspace_bytes, span.start, span.end
+    less = max(block.backward_workspace_bytes or 0, -block.gradient_bytes - (block.boundary_bytes if index else 0))
+    yield block.workspace_bytes if block.backward_workspace_bytes is None else less, backward.start, backward.end
+    if again is not None and ("recompute", index + 1) not in _of_segment(plan, treated):
+        yield block.output_bytes, again.start, again.end
     made = spans["forward", index - 1].start if index else 0.0
     joined = treated.segment is not None and treated.segment != index
     taken = 0.0
@@ -118,6 +125,11 @@ def _lives(
         yield block.saved_bytes, taken, backward.end
     else:
         yield block.saved_bytes, forward.start, backward.end
+
+
+def _of_segment(plan: Plan, treated: BlockPlan) -> set[tuple[str, int]]:
+    """Return the recomputations of its segment."""
+    return {("recompute", index) for index, each in enumerate(plan.blocks) if each.segment == treated.segment}
 
 
 def _lives_of_skip(skip: Skip, plan: Plan, spans: dict[tuple[str, int], Span]) -> Iterator[tuple[int, float, float]]:

@@ -25,6 +25,7 @@ def size(micro_batch: int, *, blocks: int = 4, seconds: float = 0.1, fixed: floa
         boundary_bytes=10 * micro_batch,
         parameter_bytes=50,
         gradient_bytes=50,
+        overhead_seconds=0.01 + fixed * micro_batch,
     )
     return ChainSize(micro_batch, (one,) * blocks)
 
@@ -53,6 +54,44 @@ def test_a_profile_for_another_micro_batch(sizes: list[ChainSize], micro_batch: 
     assert found.blocks[0].saved_bytes == 100 * micro_batch
     assert found.blocks[0].parameter_bytes == 50
     assert found.optimizer_bytes == 400
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch", "seconds"),
+    [
+        pytest.param([size(4)], 8, 0.01, id="of one size: as much"),
+        pytest.param([size(4, fixed=0.2), size(8, fixed=0.2)], 16, 3.21, id="of two: on the line"),
+    ],
+)
+def test_the_overhead_of_another_micro_batch(sizes: list[ChainSize], micro_batch: int, seconds: float) -> None:
+    assert profile_for(chain(*sizes), micro_batch).blocks[0].overhead_seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("counted", "micro_batch", "expected"),
+    [
+        pytest.param({4: 40}, 8, 80, id="of one size: in proportion"),
+        pytest.param({4: -40}, 8, -40, id="and what goes early is no more for more samples"),
+        pytest.param({4: -40}, 2, -20, id="but less for fewer"),
+        pytest.param({4: -40, 8: 20}, 6, -10, id="between two"),
+        pytest.param({4: -40, 8: 20}, 16, 140, id="above"),
+        pytest.param({4: 20, 8: -40}, 16, -40, id="above, where nothing below was counted"),
+        pytest.param({4: None}, 4, None, id="not counted"),
+    ],
+)
+def test_the_workspace_of_a_backward_pass(
+    counted: dict[int, int | None], micro_batch: int, expected: int | None
+) -> None:
+    sizes = [
+        msgspec.structs.replace(
+            size(samples),
+            blocks=tuple(
+                msgspec.structs.replace(block, backward_workspace_bytes=most) for block in size(samples).blocks
+            ),
+        )
+        for samples, most in counted.items()
+    ]
+    assert profile_for(chain(*sizes), micro_batch).blocks[0].backward_workspace_bytes == expected
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from chains import bytes_over_time, least_of_all, optimum, optimum_of_many, profiles
@@ -200,6 +201,7 @@ def test_what_everything_swapped_needs_is_said(budget: Budget, sentence: str) ->
         pytest.param(lambda: Profile((Block("b", 1.0, 1.0, 1, 1),), 1.0, math.nan), id="no number"),
         pytest.param(lambda: Block("b", 0.0, 1.0, 1, 1), id="no time"),
         pytest.param(lambda: Block("b", 1.0, math.inf, 1, 1), id="for ever"),
+        pytest.param(lambda: Block("b", 1.0, 1.0, 1, 1, overhead_seconds=-0.1), id="less than no overhead"),
         pytest.param(lambda: Block("b", 1.0, 1.0, -1, 1), id="fewer than no bytes"),
     ],
 )
@@ -238,6 +240,15 @@ def test_a_boundary_may_be_swapped_where_what_is_saved_is_recomputed() -> None:
     fetched = [block for block in found.blocks if block.action is RECOMPUTE and block.prefetch is not None]
     assert fetched
     assert all(block.prefetch.kind == "recompute" for block in fetched if block.prefetch is not None)
+
+
+def test_what_is_recomputed_is_what_has_least_overhead() -> None:
+    dear = Block("dear", 1.0, 2.0, 100, 10, overhead_seconds=0.5)
+    cheap = replace(dear, overhead_seconds=0.25)
+    found = plan(Profile((dear, cheap, dear, cheap, dear), 1e9, 1e9), Budget(360, 0))
+    assert actions(found) == "krkrk"
+    assert found.seconds == pytest.approx(15 + 2 * 1.25)
+    assert "2 recomputed, for 16.7% more computing (3.3% overhead) and 0.0% of waiting" in found.reason
 
 
 def test_the_reason_tells_what_the_plan_costs() -> None:

@@ -73,7 +73,26 @@ def _on_line(low: ChainSize, one: BlockProfile, high: ChainSize, two: BlockProfi
         one.parameter_bytes,
         one.gradient_bytes,
         math.ceil(at(lambda block: block.workspace_bytes)),
+        _backward_workspace(low, one, high, two, micro_batch),
+        math.ceil(at(lambda block: block.output_bytes)),
+        # It hardly depends on the samples.
+        one.overhead_seconds if one is two else at(lambda block: block.overhead_seconds),
     )
+
+
+def _backward_workspace(
+    low: ChainSize, one: BlockProfile, high: ChainSize, two: BlockProfile, micro_batch: int
+) -> int | None:
+    """That may be below 0, and is never less than a part of what was counted."""
+    ends = one.backward_workspace_bytes, two.backward_workspace_bytes
+    if ends[0] is None or ends[1] is None:
+        return None
+    growth = micro_batch / low.micro_batch
+    least = math.ceil(min(ends[0], ends[1]) * min(1.0, growth))
+    if low is high:
+        return max(least, math.ceil(ends[0] * growth)) if ends[0] > 0 else least
+    share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
+    return max(least, math.ceil(ends[0] + share * (ends[1] - ends[0])))
 
 
 def _at(low: ChainSize, high: ChainSize, micro_batch: int, one: float, two: float) -> float:

@@ -44,13 +44,21 @@ class Block:
     gradient_bytes: int = 0
     """Allocated by its backward pass; they stay until the virtual node is done."""
     workspace_bytes: int = 0
-    """The most that a pass over it needs for a moment, beyond all that is named here."""
+    """The most that a forward pass over it needs for a moment, beyond all that is named here,"""
+    backward_workspace_bytes: int | None = None
+    """and a backward pass: below 0 if what was saved goes before all gradients are there; ``None``: as many."""
+    output_bytes: int = 0
+    """What autograd saves of its output. That is the next block's input, but where the block is computed again."""
+    overhead_seconds: float = 0.0
+    """What it takes to compute it again beyond its forward pass: to note what that finds, and to put it back."""
 
     def __post_init__(self) -> None:
         if not (0 < self.forward_seconds < float("inf") and 0 < self.backward_seconds < float("inf")):
             raise ConfigurationError(f"block {self.name}: its seconds must be above 0; measure the profile anew")
-        sizes = (self.saved_bytes, self.boundary_bytes, self.parameter_bytes, self.gradient_bytes, self.workspace_bytes)
-        if min(sizes) < 0:
+        if not 0 <= self.overhead_seconds < float("inf"):
+            raise ConfigurationError(f"block {self.name}: its overhead must be at least 0; measure the profile anew")
+        sizes = (self.saved_bytes, self.boundary_bytes, self.parameter_bytes, self.gradient_bytes)
+        if min(*sizes, self.workspace_bytes, self.output_bytes) < 0:
             raise ConfigurationError(f"block {self.name}: no size may be below 0; measure the profile anew")
 
 

@@ -165,11 +165,17 @@ class Planner:
     def _explain(self, plan: Plan, budget: Budget) -> str:
         computed = self._chain.forward_until[-1] + self._chain.backward_until[-1]
         again = sum(span.end - span.start for span in plan.timeline.spans if span.kind == "recompute")
+        overhead = sum(
+            block.overhead_seconds
+            for block, treated in zip(self._profile.blocks, plan.blocks, strict=True)
+            if treated.action is Action.RECOMPUTE
+        )
+        of_it = f" ({overhead / computed:.1%} overhead)" if overhead else ""
         waiting = max(0.0, plan.seconds - computed - again)
         return (
             f"to keep everything takes {format_bytes(self.keep_bytes(budget), up=True)}; of {len(plan.blocks)} blocks "
             f"{plan.count(Action.KEEP)} stay, {plan.count(Action.SWAP)} are swapped and "
-            f"{plan.count(Action.RECOMPUTE)} recomputed, for {again / computed:.1%} more computing and "
+            f"{plan.count(Action.RECOMPUTE)} recomputed, for {again / computed:.1%} more computing{of_it} and "
             f"{waiting / computed:.1%} of waiting for copies"
         )
 
@@ -185,7 +191,8 @@ class Planner:
             self._chain.host_bytes(actions) + state,
             reason,
             times,
-            waits(self._chain, actions, self._capacity(budget)),
+            # Copies may be slower than foretold: what computes waits for them rather than take more than was foretold.
+            waits(self._chain, actions, times.peak - self._resident(budget)),
         )
 
 

@@ -144,14 +144,14 @@ def bound(chain: Chain, actions: Actions) -> float:
         engine = max(engine, chain.forward_until[block + 1]) + chain.out_seconds[actions[block]][block]
     engine = max(engine, computed)
     below = chain.backward_until[-1] + sum(
-        seconds for seconds, action in zip(chain.forward, actions, strict=True) if action >= RECOMPUTE
+        seconds for seconds, action in zip(chain.again, actions, strict=True) if action >= RECOMPUTE
     )
     least = computed + below
     following = chain.length
     for block in reversed(swapped):
         engine += chain.in_seconds[actions[block]][block]
         for done in range(block + 1, following):
-            below -= chain.backward[done] + (chain.forward[done] if actions[done] >= RECOMPUTE else 0.0)
+            below -= chain.backward[done] + (chain.again[done] if actions[done] >= RECOMPUTE else 0.0)
         following = block + 1
         least = max(least, engine + below)
     return least
@@ -165,8 +165,8 @@ def _regular(chain: Chain, settings: PlannerSettings) -> Iterator[Actions]:
     recomputed in segments, whose boundaries stay or are swapped.
     """
     blocks = range(chain.length)
-    saving = sorted(blocks, key=lambda block: (-chain.forward[block] / max(1, chain.saved[block]), block))
-    copying = sorted(blocks, key=lambda block: (-chain.forward[block] / max(1, chain.both[block]), block))
+    saving = sorted(blocks, key=lambda block: (-chain.again[block] / max(1, chain.saved[block]), block))
+    copying = sorted(blocks, key=lambda block: (-chain.again[block] / max(1, chain.both[block]), block))
     for count in _spread(chain.length, settings.kept):
         for kept in (frozenset(blocks[chain.length - count :]), frozenset(saving[:count])):
             others = [block for block in blocks if block not in kept]
@@ -204,16 +204,16 @@ def _even(blocks: Sequence[int], count: int) -> list[int]:
 def least_without_host(chain: Chain) -> Actions:
     """The choice that needs the least memory of the device and none of the host: where to cut it into segments.
 
-    Recomputing a block alone needs no more memory than keeping it does, so nothing is kept. For a given capacity, the
-    cuts that leave the fewest bytes of boundaries are found block by block: that is exact, since fewer bytes below
-    never hurt what is above. The capacity is found by bisection.
+    Recomputing a block alone may need more memory than keeping it only where that makes a copy of its output. For a
+    given capacity, the cuts that leave the fewest bytes of boundaries and of what is kept are found block by block:
+    that is exact, since fewer bytes below never hurt what is above. The capacity is found by bisection.
     """
-    needs = _segment_needs(chain)
+    needs, kept = _segment_needs(chain), _kept_needs(chain)
     best = bytes([RECOMPUTE] * chain.length)
     low, high = 0, least_capacity(chain, best)
     while low < high:
         middle = (low + high) // 2
-        found = _cut(chain, needs, middle)
+        found = _cut(chain, needs, kept, middle)
         if found is None:
             low = middle + 1
         else:
@@ -231,10 +231,11 @@ def _segment_needs(chain: Chain) -> list[list[int]]:
         row = [0] * (end + 1)
         computed = passed = 0
         for first in range(end, -1, -1):
-            made = until[first + 1] + (boundary[first + 1] if first < end else 0) + workspace[first]
+            handed = boundary[first + 1] if first < end else chain.output[end]
+            made = until[first + 1] + handed + workspace[first]
             again = made + boundary[end + 1] + gradients[end + 1]
-            through = until[first + 1] + boundary[first + 1] + (boundary[first] if first else 0) + workspace[first]
-            computed = max(computed, again, through + gradients[first])
+            through = until[first + 1] + boundary[first + 1] + (boundary[first] if first else 0)
+            computed = max(computed, again, through + gradients[first] + chain.backward_workspace[first])
             beginning = boundary[first] + boundary[first + 1] + workspace[first]
             row[first] = max(computed - until[first], beginning, boundary[first] + passed)
             passed = max(passed, beginning)
@@ -242,26 +243,43 @@ def _segment_needs(chain: Chain) -> list[list[int]]:
     return table
 
 
-def _cut(chain: Chain, needs: list[list[int]], capacity: int) -> Actions | None:
-    """Segments that fit; ``None``: there are none."""
-    held: list[int | None] = [0]  # the fewest bytes of boundaries of the blocks up to there, in segments that fit
-    cuts = [0]
+def _kept_needs(chain: Chain) -> list[int]:
+    """The bytes that each block needs if it is kept, beyond what is held of those below it."""
+    gradients = [*accumulate(reversed(chain.gradient))][::-1]
+    return [
+        chain.both[block]
+        + chain.boundary[block + 1]
+        + max(
+            chain.workspace[block],
+            (chain.boundary[block] if block else 0) + gradients[block] + chain.backward_workspace[block],
+        )
+        for block in range(chain.length)
+    ]
+
+
+def _cut(chain: Chain, needs: list[list[int]], kept: list[int], capacity: int) -> Actions | None:
+    """Segments, and blocks that are kept, that fit; ``None``: there are none."""
+    held: list[int | None] = [0]  # the fewest bytes that the blocks up to there hold, if all of it fits
+    cuts = [(0, KEEP)]
     for end in range(chain.length):
         fitting = [
-            (below + chain.boundary[first], first)
+            (below + chain.boundary[first], first, RECOMPUTE)
             for first, below in enumerate(held)
             if below is not None and below + needs[end][first] <= capacity
         ]
-        fewest, first = min(fitting, default=(None, 0))
+        below = held[end]
+        if below is not None and below + kept[end] <= capacity:
+            fitting.append((below + chain.both[end], end, KEEP))
+        fewest, first, action = min(fitting, default=(None, 0, KEEP))
         held.append(fewest)
-        cuts.append(first)
+        cuts.append((first, action))
     if held[-1] is None:
         return None
     actions = bytearray([JOIN] * chain.length)
     end = chain.length
     while end > 0:
-        actions[cuts[end]] = RECOMPUTE
-        end = cuts[end]
+        end, action = cuts[end]
+        actions[end] = action
     return bytes(actions)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from virtualflow.memory.model import Kind, Point, Profile, Skip, Span, Timeline, Wait
+from virtualflow.memory.model import Block, Kind, Point, Profile, Skip, Span, Timeline, Wait
 
 KEEP, SWAP, RECOMPUTE, REFETCH, JOIN = range(5)
 
@@ -40,11 +40,15 @@ class Chain:
         self.length = len(blocks)
         self.forward = [block.forward_seconds for block in blocks]
         self.backward = [block.backward_seconds for block in blocks]
+        self.again = [block.forward_seconds + block.overhead_seconds for block in blocks]
+        """Seconds of a recomputation."""
         self.saved = [block.saved_bytes for block in blocks]
         self.boundary = [*(block.boundary_bytes for block in blocks), 0]
         """Entry ``i`` enters block ``i``; the model's output belongs to the last block."""
         self.gradient = [block.gradient_bytes for block in blocks]
         self.workspace = [block.workspace_bytes for block in blocks]
+        self.output = [block.output_bytes for block in blocks]
+        self.backward_workspace = [_backward_workspace(block, index) for index, block in enumerate(blocks)]
         self.both = [block.saved_bytes + block.boundary_bytes for block in blocks]
         nothing = [0] * self.length
         self.moved = [nothing, self.both, nothing, self.boundary[:-1], nothing]
@@ -59,6 +63,13 @@ class Chain:
     def host_bytes(self, actions: Actions) -> int:
         """What a plan keeps in the host's memory."""
         return sum(self.moved[action][block] for block, action in enumerate(actions))
+
+
+def _backward_workspace(block: Block, index: int) -> int:
+    if block.backward_workspace_bytes is None:
+        return block.workspace_bytes
+    # Whatever goes early: what is there when the pass begins is there.
+    return max(block.backward_workspace_bytes, -block.gradient_bytes - (block.boundary_bytes if index else 0))
 
 
 class Passing:
@@ -102,7 +113,9 @@ class _Operation:
     need: int
     """Bytes in use meanwhile, without those that are swapped."""
     made: int
-    """Bytes of them that it allocates, and that stay."""
+    """Bytes of them that it allocates, and that stay,"""
+    for_moment: int
+    """and that it needs beyond these, for a moment."""
     until: int
     """The last operation that needs what is fetched for this one."""
 
@@ -205,7 +218,7 @@ def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float
         block = operation.block
         time = max(time, ready.get(block, 0.0))
         starts.append(time)
-        time += chain.forward[block] if operation.recompute else chain.backward[block]
+        time += chain.again[block] if operation.recompute else chain.backward[block]
     return Schedule(turn.starts, turn.out, operations, starts, back, time)
 
 
@@ -288,13 +301,15 @@ def _backward(chain: Chain, actions: Actions, held: int) -> list[_Operation]:
             for again in range(first, block + 1):
                 made = saved[again] + (boundary[again + 1] if again < block else 0)
                 until = len(operations) + 2 * (block - first) + 1  # for the first of them: its own backward pass
-                operations.append(_Operation(again, True, held + made + workspace[again] + aside, made, until))
+                for_moment = workspace[again] + (chain.output[again] if again == block else 0)
+                operations.append(_Operation(again, True, held + made + for_moment + aside, made, for_moment, until))
                 held += made
         for done in range(block, first - 1, -1):
             made = (boundary[done] if done else 0) + gradient[done]  # nobody wants the gradient of the samples
             held += made
-            need = held + workspace[done] + passing[done]
-            operations.append(_Operation(done, False, need, made, len(operations)))
+            for_moment = chain.backward_workspace[done]
+            need = held + for_moment + passing[done]
+            operations.append(_Operation(done, False, need, made, for_moment, len(operations)))
             held -= boundary[done + 1] + chain.both[done] - chain.moved[actions[done]][done]
         block = first - 1
     return operations
@@ -360,12 +375,12 @@ def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> 
         need = chain.boundary[block + 1] + chain.saved[block] + chain.workspace[block]
         changes += [(start, need), (end, stays - need - drop)]
     for operation, start in zip(found.operations, found.starts, strict=True):
-        block, workspace = operation.block, chain.workspace[operation.block]
-        seconds = chain.forward[block] if operation.recompute else chain.backward[block]
+        block = operation.block
+        seconds = chain.again[block] if operation.recompute else chain.backward[block]
         freed = 0 if operation.recompute else chain.both[block] + chain.boundary[block + 1]
         kind: Kind = "recompute" if operation.recompute else "backward"
         spans.append(Span("compute", kind, block, start, start + seconds))
-        changes += [(start, operation.made + workspace), (start + seconds, -workspace - freed)]
+        changes += [(start, operation.made + operation.for_moment), (start + seconds, -operation.for_moment - freed)]
     for block, start in found.out:
         end = start + chain.out_seconds[actions[block]][block]
         spans.append(Span("copy-out", "swap-out", block, start, end))

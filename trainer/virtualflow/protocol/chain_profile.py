@@ -31,7 +31,13 @@ class BlockProfile(msgspec.Struct, frozen=True, kw_only=True):
     parameter_bytes: _Bytes
     gradient_bytes: _Bytes
     workspace_bytes: _Bytes = 0
-    """The most that a pass over it needs for a moment beyond all that."""
+    """The most that a forward pass over it needs for a moment beyond all that,"""
+    backward_workspace_bytes: Annotated[int, msgspec.Meta(ge=-(1 << 60), le=1 << 60)] | None = None
+    """and a backward pass; below 0 if what was saved goes before all gradients are there. ``None``: as many."""
+    output_bytes: _Bytes = 0
+    """What autograd saves of its output, which is the next block's input."""
+    overhead_seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    """What computing it again takes beyond its forward pass; the median."""
 
 
 class SkipProfile(msgspec.Struct, frozen=True):

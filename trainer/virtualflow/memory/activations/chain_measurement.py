@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.memory import Action, BlockPlan
 from virtualflow.memory.activations.blocks import Named, find_blocks
 from virtualflow.memory.activations.copies import open_copies
 from virtualflow.memory.activations.executor import Executor
@@ -18,7 +19,8 @@ from virtualflow.protocol.chain_profile import ChainProfile, ChainSize
 
 
 class ChainMeasurement:
-    """What a profile says of a model's blocks. While they are measured everything is kept.
+    """What a profile says of a model's blocks. While they are measured everything is kept, and
+    computed again as well, to see what that takes.
 
     A model whose blocks cannot be measured is no error: :attr:`said` says why.
 
@@ -60,7 +62,8 @@ class ChainMeasurement:
         Yields:
             What is to be called between two of them, and behind the last one.
         """
-        executor = Executor(self._model, self._blocks, self._device)
+        executor = Executor(self._model, self._blocks, self._device, rehearses=True)
+        executor.follow([BlockPlan(Action.RECOMPUTE, block) for block in range(len(self._blocks))])
         probe = executor.observer = Probe(self._model, self._blocks, self._device)
         executor.begin()
 

@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, NoneType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as torch_module
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
+from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, BlockPlan, Point, Wait
 from virtualflow.memory.activations.blocks import Named
 from virtualflow.memory.activations.copies import Copies
@@ -41,6 +42,9 @@ _UNCHANGING = (
 """What a block may be given a second time: a forward pass leaves it as it is, or it is noticed."""
 
 
+_Made = TypeVar("_Made")
+
+
 class Observer(Protocol):
     """Somebody who measures blocks while they run."""
 
@@ -48,7 +52,10 @@ class Observer(Protocol):
         """A block's forward pass begins."""
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
-        """Autograd has saved a tensor that takes memory."""
+        """Autograd has saved a tensor."""
+
+    def beside(self, block: int, do: Callable[[], _Made]) -> _Made:
+        """Do what the plan asks for beside the computing of that block."""
 
     def end(self, visit: Visit, outputs: list[Tensor]) -> None:
         """The forward pass is over."""
@@ -68,14 +75,22 @@ class Executor:
         blocks: of it, in the order in which they run.
         device: of the model.
         copies: carry out what is swapped; without them, copies are done at once.
+        rehearses: what is computed again is kept as well, and what cannot be is no error.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[Named], device: torch.device, copies: Copies | None = None
+        self,
+        model: nn.Module,
+        blocks: Sequence[Named],
+        device: torch.device,
+        copies: Copies | None = None,
+        *,
+        rehearses: bool = False,
     ) -> None:
         self.ledger = Ledger(copies or Copies(device))
         self.observer: Observer | None = None
         self._model, self._blocks, self._device = model, list(blocks), device
+        self._rehearses = rehearses
         self._index = {id(module): index for index, (_, module) in enumerate(blocks)}
         self._plans: Sequence[BlockPlan] = [BlockPlan(Action.KEEP)] * len(blocks)
         self._keeps = True
@@ -158,7 +173,7 @@ class Executor:
             self._open.append(None)  # nothing is to be done, and nothing counted
             return
         block = self._index[id(module)]
-        leaves = tree_flatten((arguments, options))[0]
+        leaves, structure = tree_flatten((arguments, options))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and has_storage(leaf)]
         given = frozenset(key_of(tensor) for tensor in inputs if tensor.grad_fn is None)
         visit = Visit(block, self._blocks[block][0], module, self.ledger, given, self._permanent)
@@ -167,7 +182,7 @@ class Executor:
         segment: Segment | None = None
         recomputation: Recomputation | None = None
         if self._plans[block].action is Action.RECOMPUTE and self._can_be_repeated(block, leaves):
-            segment, recomputation = self._join((arguments, options), visit)
+            segment, recomputation = self._beside(block, partial(self._join, leaves, structure, visit))
             pack = partial(recomputation.pack, segment)
         else:
             pack = visit.save
@@ -180,7 +195,7 @@ class Executor:
             self.observer.begin(visit, inputs, arguments, options)
         hooks = None
         if not self._left_alone(block):
-            hooks = saved_tensors_hooks(pack, self._load)
+            hooks = saved_tensors_hooks(pack, partial(self._load, block))
             hooks.__enter__()
         self._open.append(_Open(visit, hooks, segment, recomputation))
 
@@ -207,7 +222,7 @@ class Executor:
             logger.warning("memory: block %s %s; so it, and others like it, is kept and not computed again", name, why)
         return False
 
-    def _join(self, arguments: Any, visit: Visit) -> tuple[Segment, Recomputation]:
+    def _join(self, leaves: list[Any], structure: TreeSpec, visit: Visit) -> tuple[Segment, Recomputation]:
         """How the visit is computed again: with the one before if that hands over to it, or by itself."""
         before, segment = self._before or (None, None)
         joins = (
@@ -216,18 +231,22 @@ class Executor:
             and bool(segment.visits)
             and before.block == visit.block - 1
             and self._plans[before.block].segment == self._plans[visit.block].segment
-            and bool(find_links(tree_flatten(arguments)[0], before))
+            and bool(find_links(leaves, before))
         )
         if segment is None or not joins:
-            before, segment = None, Segment(self._recomputes, self._recomputed)
-        recomputation = Recomputation(visit, arguments, before, self._device)
+            before = None
+            segment = Segment(self._recomputes, self._recomputed, self._refused if self._rehearses else None)
+        recomputation = Recomputation(visit, leaves, structure, before, self._device)
         segment.visits.append(recomputation)
         return segment, recomputation
 
     def _observed(self, visit: Visit, pack: Callable[[Tensor], Packed], tensor: Tensor) -> Packed:
-        if self.observer is not None and visit.counts(tensor):
+        if self.observer is not None:
             self.observer.saved(visit, tensor)
-        return pack(tensor)
+        return self._beside(visit.block, partial(pack, tensor))
+
+    def _beside(self, block: int, do: Callable[[], _Made]) -> _Made:
+        return do() if self.observer is None else self.observer.beside(block, do)
 
     def _end(self, module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
         """A block has returned, or has failed."""
@@ -241,7 +260,8 @@ class Executor:
         visit.outputs = [(ref(leaf), leaf._version) if isinstance(leaf, Tensor) else None for leaf in leaves]
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if opened.recomputation is not None:
-            opened.recomputation.end(returned=bool(outputs))
+            check = bool(outputs) and not self._rehearses  # without outputs it may have failed
+            self._beside(visit.block, partial(opened.recomputation.end, check=check))
         plan = self._plans[visit.block]
         if plan.action is Action.SWAP or plan.prefetch is not None:
             self._swap_out(visit, {key_of(tensor) for tensor in outputs if has_storage(tensor)})
@@ -272,6 +292,11 @@ class Executor:
         if self.observer is not None:
             self.observer.recomputed()
 
+    def _refused(self, error: ConfigurationError) -> None:
+        if str(error) not in self._said:
+            self._said.add(str(error))
+            logger.warning("memory: %s", error)
+
     def _reach(self, point: Point) -> None:
         """The device comes to that point: copies back are issued that are due."""
         self._ran = True
@@ -295,10 +320,10 @@ class Executor:
                 if entry is not None:
                     entry.swap_in()
 
-    def _load(self, packed: Packed) -> Tensor:
-        """Autograd asks for what it has saved."""
+    def _load(self, block: int, packed: Packed) -> Tensor:
+        """Autograd asks for what it has saved in that block."""
         self._fetch()
-        return packed.load()
+        return packed.load() if self.observer is None else self.observer.beside(block, packed.load)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,13 @@
 
 Sizes are those of storages, each once. What a block has saved of its own output is the input of the next one, and is
 counted there; the block itself needs it in its backward pass, when it has come to be of nobody else's use, so it is a
-part of the block's *workspace*. That is counted in the first micro-batch (:mod:`workspace`).
+part of its *workspace* there, and where it is computed again. Workspace is counted in the first micro-batch
+(:mod:`workspace`).
+
+What a plan asks for beside computing (autograd's tensors are put away and given back, what a block finds is noted and
+put back) is no part of a block's forward and backward time. Where the block is computed again meanwhile, that and what
+the second forward pass takes beyond the first one are its *overhead*. On CUDA what is beside has no time of its own:
+it is done while the device computes.
 
 What enters a second block later (a skip) is counted in the first one, and told beside: it is there until the second one
 has it, whatever becomes of the first, and so is its gradient from the second one's backward pass to the first one's.
@@ -14,7 +20,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -30,6 +37,7 @@ from virtualflow.memory.activations.visits import Visit
 from virtualflow.memory.activations.workspace import Peaks, count_peaks
 from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
 
+_Made = TypeVar("_Made")
 _LEAST = 1e-9
 """Seconds that anything takes."""
 
@@ -40,10 +48,22 @@ class _Seen:
 
     forward: float = 0.0
     backward: float = 0.0
+    again: float = 0.0
+    """Of the second forward pass, if there was one,"""
+    beside: float = 0.0
+    """and what the plan took beside all these."""
     saved: int = 0
     boundary: int = 0
     peaks: Peaks | None = None
     workspace: int = 0
+    backward_workspace: int | None = None
+    output: int = 0
+    """Bytes that it has saved of its outputs."""
+
+    @property
+    def overhead(self) -> float:
+        """What it took to compute the block again, beyond its forward pass; 0 if it was not."""
+        return self.again + self.beside - self.forward if self.again else 0.0
 
 
 @dataclass
@@ -89,9 +109,10 @@ class Probe:
         self._began = 0.0
         self._current: int | None = None
         """The block whose backward pass runs."""
-        self._recompute_began: float | None = None
-        self._again = 0.0
-        """Seconds in which that block was computed again."""
+        self._repeated: tuple[int, float] | None = None
+        """The block that is computed again, and since when."""
+        self._again = self._aside = 0.0
+        """Seconds of that since ``_began``, and of what is not the model's."""
         self.begin_micro_batch()
 
     @property
@@ -105,7 +126,7 @@ class Probe:
         self._held.clear()
         self._handed.clear()
         self._entering.clear()
-        self._current = self._recompute_began = None
+        self._current = self._repeated = None
 
     def end_micro_batch(self) -> None:
         """Forward and backward pass are over, and count."""
@@ -140,7 +161,7 @@ class Probe:
         for key, (place, size) in later.items():
             self._note_skip(key, size, visit.block, size if seen.peaks is None else seen.peaks.gradients[place])
         self._entered = boundary
-        self._began = self._time()
+        self._began, self._aside = self._time(), 0.0
 
     def _note_skip(self, key: int, size: int, block: int, gradient: int) -> None:
         """What a block got before enters this one, too."""
@@ -153,15 +174,36 @@ class Probe:
         self._now.skips[key] = SkipProfile(first, block, size, gradient)
 
     def saved(self, visit: Visit, tensor: Tensor) -> None:
-        """Autograd has saved a tensor that takes memory."""
-        self._held[key_of(tensor)] = tensor.detach()
+        """Autograd has saved a tensor."""
+        _, took = self._timed(partial(self._hold, visit, tensor))
+        self._aside += took
+
+    def _hold(self, visit: Visit, tensor: Tensor) -> None:
+        if visit.counts(tensor):
+            self._held[key_of(tensor)] = tensor.detach()
+
+    def beside(self, block: int, do: Callable[[], _Made]) -> _Made:
+        """Do what the plan asks for beside the computing of that block."""
+        again = self._again
+        made, took = self._timed(do)
+        took = max(0.0, took - (self._again - again))
+        self._aside += took
+        self._now.blocks[block].beside += took
+        return made
+
+    def _timed(self, do: Callable[[], _Made]) -> tuple[_Made, float]:
+        if self._device.type == "cuda":
+            return do(), 0.0
+        began = self._clock()
+        made = do()
+        return made, self._clock() - began
 
     def end(self, visit: Visit, outputs: list[Tensor]) -> None:
         """The forward pass is over."""
         seen = self._now.blocks[visit.block]
         out = {key_of(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
         saved = 0
-        seen.forward += self._time() - self._began
+        seen.forward += self._time() - self._began - self._aside
         for key, tensor in self._held.items():
             size = tensor.untyped_storage().nbytes()
             if key in self._entered:
@@ -172,19 +214,22 @@ class Probe:
                 saved += size
         self._held = {}
         seen.saved += saved
-        seen.workspace = max(seen.workspace, sum(self._handed.values()))
+        seen.output = max(seen.output, sum(self._handed.values()))
         if seen.peaks is not None:
             made = sum(out.values())
             gradients = sum(each.nbytes for each in visit.module.parameters() if each.requires_grad)
             through = made + sum(self._entered.values()) + gradients
-            beyond = max(seen.peaks.forward - made, seen.peaks.backward - through) - saved
-            seen.workspace, seen.peaks = max(seen.workspace, beyond), None
+            seen.workspace = max(seen.workspace, seen.peaks.forward - made - saved)
+            beyond = seen.peaks.backward - through - saved
+            known = seen.backward_workspace
+            seen.backward_workspace, seen.peaks = beyond if known is None else max(known, beyond), None
 
     def reach(self, point: Point) -> None:
         """The backward pass begins with a block, or computes it again."""
         now = self._time()
         if point.kind == "recompute":
-            self._recompute_began = now if self._recompute_began is None else self._recompute_began
+            self._end_again(now)
+            self._repeated = point.block, now
             return
         if self._current is None:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -193,9 +238,14 @@ class Probe:
 
     def recomputed(self) -> None:
         """A segment has been computed again."""
-        assert self._recompute_began is not None
-        self._again += self._time() - self._recompute_began
-        self._recompute_began = None
+        self._end_again(self._time())
+
+    def _end_again(self, now: float) -> None:
+        if self._repeated is not None:
+            block, began = self._repeated
+            self._now.blocks[block].again += now - began
+            self._again += now - began
+            self._repeated = None
 
     def _end_backward(self) -> None:
         self._close(self._time())
@@ -203,8 +253,8 @@ class Probe:
 
     def _close(self, now: float) -> None:
         if self._current is not None:
-            self._now.blocks[self._current].backward += now - self._began - self._again
-        self._began, self._again = now, 0.0
+            self._now.blocks[self._current].backward += now - self._began - self._again - self._aside
+        self._began, self._again, self._aside = now, 0.0, 0.0
 
     def _time(self) -> float:
         if self._device.type == "cuda":
@@ -257,10 +307,19 @@ class Probe:
                     parameter_bytes=sum(parameter.nbytes for parameter in parameters),
                     gradient_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
                     workspace_bytes=most(lambda seen: seen.workspace),
+                    backward_workspace_bytes=self._backward_workspace(block),
+                    output_bytes=most(lambda seen: seen.output),
+                    overhead_seconds=max(0.0, statistics.median(each.blocks[block].overhead for each in timed)),
                 )
             )
         other = max(sum(each.inputs.values()) + each.left for each in self._measured)
         return ChainSize(micro_batch, tuple(rows), other, self._skips())
+
+    def _backward_workspace(self, block: int) -> int:
+        """As counted; if it was not, the outputs that are still needed are known."""
+        seen = [each.blocks[block] for each in self._measured]
+        counted = [each.backward_workspace for each in seen if each.backward_workspace is not None]
+        return max(counted, default=max(each.output for each in seen))
 
     def _skips(self) -> tuple[SkipProfile, ...]:
         """The most bytes from a block to a later one, in any micro-batch; numbered as among those that have run."""

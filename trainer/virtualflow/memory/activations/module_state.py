@@ -9,7 +9,8 @@ is noticed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from virtualflow.memory.activations.settings import MANY_ITEMS, SMALL_BUFFER
 
 _MACHINERY = frozenset(vars(nn.Module())) - {"training"}
-"""What torch itself keeps in a module."""
+"""What torch itself keeps in a module: it is bound again, but nobody looks into it."""
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _CONTAINERS: Mapping[type, Callable[[Any, Any], object]] = {
     list: lambda held, before: held.__setitem__(slice(None), before),
@@ -36,7 +37,9 @@ class _Buffer:
     def __init__(self, part: nn.Module, name: str, buffer: Tensor) -> None:
         self.part, self.name = part, name
         self.now, self.version = buffer, buffer._version
-        self.before: Tensor | None = buffer.detach().clone().requires_grad_(buffer.requires_grad)
+        self.before: Tensor | None = (
+            buffer.detach().clone().requires_grad_() if buffer.requires_grad else buffer.clone()
+        )
 
     def forget_unchanged(self) -> None:
         """If it is large and was left alone, it needs no copy. Batch norm does not count what it changes."""
@@ -70,17 +73,21 @@ class ModuleState:
         self._watched: list[tuple[nn.Module, str, Tensor, int, bool]] = []
         """Tensors that are not copied, with their version and whether they required a gradient."""
         self._buffers: dict[int, _Buffer] = {}
-        for part in module.modules():
+        self._places: list[tuple[dict[str, Any], str, int]] = []
+        """Where buffers may be bound, and the tensor that is: by its ``id``, so that nothing holds on to a graph."""
+        for part in _parts(module):
             self._note(part)
+        self._places = [place for place in self._places if place[2] in self._buffers]
 
     def _note(self, part: nn.Module) -> None:
-        own = {name: value for name, value in vars(part).items() if name not in _MACHINERY}
+        own = vars(part).copy()
         for name, value in own.items():
             kind = type(value)
-            if kind in _PLAIN:
+            if kind in _PLAIN or name in _MACHINERY:
                 continue
             if isinstance(value, Tensor):
                 own[name] = self._watch(part, name, value)
+                self._places.append((vars(part), name, id(value)))
             elif (kind in _CONTAINERS or kind is tuple) and len(value) <= MANY_ITEMS:
                 if kind is not tuple:
                     self._contents.append((value, value.copy()))
@@ -94,8 +101,10 @@ class ModuleState:
         }
         buffers = dict(part._buffers)
         for name, buffer in buffers.items():
-            if buffer is not None and id(buffer) not in self._buffers:
-                self._buffers[id(buffer)] = _Buffer(part, name, buffer)
+            if buffer is not None:
+                self._places.append((part._buffers, name, id(buffer)))
+                if id(buffer) not in self._buffers:
+                    self._buffers[id(buffer)] = _Buffer(part, name, buffer)
         self._held += [(vars(part), own), (part._parameters, parameters), (part._buffers, buffers)]
 
     def _watch(self, part: nn.Module, name: str, tensor: Tensor) -> Tensor:
@@ -126,23 +135,45 @@ class ModuleState:
     @contextmanager
     def again(self) -> Iterator[None]:
         """All is as it was; behind it, as before it. To be used once: buffers change in their copies."""
-        with ExitStack() as back:
+        present = [(attributes, attributes.copy()) for attributes, _ in self._held]
+        contents = [(held, held.copy()) for held, _ in self._contents]
+        try:
             for attributes, before in self._held:
-                back.callback(_bind, attributes, {n: v for n, v in attributes.items() if n not in _MACHINERY})
-                _bind(attributes, {name: self._bits(value) for name, value in before.items()})
-            for held, contents in self._contents:
-                back.callback(_CONTAINERS[type(held)], held, held.copy())
-                _CONTAINERS[type(held)](held, contents)
+                _bind(attributes, before)
+            for attributes, name, key in self._places:
+                copy = self._buffers[key].before
+                if copy is not None:
+                    attributes[name] = copy
+            for held, before in self._contents:
+                _CONTAINERS[type(held)](held, before)
             yield
+        finally:
+            for attributes, before in present:
+                _bind(attributes, before)
+            for held, before in contents:
+                _CONTAINERS[type(held)](held, before)
 
-    def _bits(self, value: Any) -> Any:
-        buffer = self._buffers.get(id(value))
-        return value if buffer is None or buffer.before is None else buffer.before
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """The module and all within it, each once. Of many small ones, ``modules()`` takes several times as long."""
+    parts, known = [module], {module}
+    for part in parts:
+        for child in part._modules.values():
+            if child is not None and child not in known:
+                known.add(child)
+                parts.append(child)
+    return parts
 
 
 def _bind(attributes: dict[str, Any], values: dict[str, Any]) -> None:
-    """Let these be all attributes there are, but for torch's own."""
-    for name in [name for name in attributes if name not in _MACHINERY and name not in values]:
+    """Let these be all attributes there are; most often they are."""
+    if (
+        len(attributes) == len(values)
+        and all(map(is_, attributes, values))
+        and all(map(is_, attributes.values(), values.values()))
+    ):
+        return
+    for name in [name for name in attributes if name not in values]:
         del attributes[name]
     attributes.update(values)
 

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations.ledger import ChangedInPlace, Entry, Kept, Ledger, Packed, is_plain, key_of
@@ -24,10 +24,10 @@ from virtualflow.memory.activations.streams import Surroundings
 class Slot:
     """In place of a tensor that is computed again when autograd asks for it."""
 
-    __slots__ = ("__weakref__", "_segment", "_visit", "saved")
+    __slots__ = ("__weakref__", "_kept", "_segment", "_visit", "saved")
 
-    def __init__(self, segment: Segment, visit: Visit) -> None:
-        self._segment, self._visit = segment, visit
+    def __init__(self, segment: Segment, visit: Visit, kept: Kept | None) -> None:
+        self._segment, self._visit, self._kept = segment, visit, kept
         self.saved: Packed | None = None
 
     def load(self) -> Tensor:
@@ -38,9 +38,10 @@ class Slot:
         """
         if self.saved is None:
             self._segment.recompute()
-        if self.saved is None:  # an attempt has failed before
+        packed = self._kept if self.saved is None else self.saved
+        if packed is None:  # an attempt has failed before
             raise self._visit.differs()
-        return self.saved.load()
+        return packed.load()
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class Segment:
     """Told of each block right before,"""
     done: Callable[[], object]
     """and when all are."""
+    refused: Callable[[ConfigurationError], object] | None = None
+    """Told why they cannot be computed again, where that is only rehearsed: all of it is kept as well."""
     visits: list[Recomputation] = field(default_factory=list)
 
     def recompute(self) -> None:
@@ -124,6 +127,15 @@ class Segment:
         Raises:
             ConfigurationError: they cannot be computed again.
         """
+        try:
+            self._compute()
+        except ConfigurationError as error:
+            if self.refused is None:
+                raise
+            self.refused(error)
+        self.done()
+
+    def _compute(self) -> None:
         outputs: list[Any] = []
         if self.visits and not self.visits[-1].ended:
             name = self.visits[-1].name
@@ -136,7 +148,6 @@ class Segment:
             for visit in visits:
                 self.began(visit.block)
                 outputs = visit.run(outputs, last=visit is visits[-1])
-        self.done()
 
 
 class Recomputation:
@@ -144,16 +155,19 @@ class Recomputation:
 
     Args:
         visit: which.
-        arguments: of its forward.
+        leaves: the arguments of its forward,
+        structure: and how they are to be put together.
         before: the visit whose outputs may be among them, if that one is in the same segment.
         device: on which it computes.
     """
 
-    def __init__(self, visit: Visit, arguments: Any, before: Visit | None, device: torch.device) -> None:
+    def __init__(
+        self, visit: Visit, leaves: list[Any], structure: TreeSpec, before: Visit | None, device: torch.device
+    ) -> None:
         self.block, self.name = visit.block, visit.name
         self.ended = False
         self._visit = visit
-        leaves, self._structure = tree_flatten(arguments)
+        self._structure = structure
         links = {} if before is None else find_links(leaves, before)
         self._inputs: list[Any] = [
             links[index] if index in links else self._keep(leaf) for index, leaf in enumerate(leaves)
@@ -171,15 +185,18 @@ class Recomputation:
     def pack(self, segment: Segment, tensor: Tensor) -> Packed:
         """What autograd is to keep in place of a tensor, when this is in that segment."""
         counts = self._visit.counts(tensor)
-        packed: Slot | Kept = Slot(segment, self._visit) if counts else Kept(tensor)
-        self._saved.append((_form(tensor), ref(packed) if isinstance(packed, Slot) else None))
-        return packed
+        if not counts:
+            self._saved.append((_form(tensor), None))
+            return Kept(tensor)
+        slot = Slot(segment, self._visit, None if segment.refused is None else Kept(tensor))
+        self._saved.append((_form(tensor), ref(slot)))
+        return slot
 
-    def end(self, *, returned: bool) -> None:
+    def end(self, *, check: bool) -> None:
         """The first forward pass is over.
 
         Args:
-            returned: whether it has made something; if not, it may have failed.
+            check: whether to refuse at once what cannot be computed again.
 
         Raises:
             ConfigurationError: it has changed its input, so that there is nothing to begin a second one from.
@@ -189,7 +206,7 @@ class Recomputation:
         self._surroundings.forget_unchanged()
         self._spoilt = any(leaf._version != version for leaf, version in self._versions)
         self._versions = []
-        if returned:
+        if check:
             self._check_inputs()
 
     def _check_inputs(self) -> None:

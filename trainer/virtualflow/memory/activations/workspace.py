@@ -89,7 +89,7 @@ def _leaves_no_trace(module: nn.Module, leaves: list[Any]) -> bool:
 
 
 def _apart(leaf: Any) -> Any:
-    """An input with memory of its own; where it has come from is of no interest."""
+    """An input with memory of its own, which the call may change; where it has come from is of no interest."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
         return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return leaf.detach().requires_grad_(leaf.requires_grad).clone()
