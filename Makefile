@@ -27,7 +27,7 @@ test: $(STAMP) ## run the tests, but those of every night; ARGS="-k digits" sele
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(ARGS)
 
 test-all: $(STAMP) ## run all tests, with more examples: every night, and before a release
-	@$(BIN)/python -c 'import datasets, lightning, mlflow, tensorboard, transformers, wandb, webdataset' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,integrations]' -c constraints.txt
+	@$(BIN)/python -c 'import datasets, lightning, mlflow, peft, tensorboard, transformers, wandb, webdataset' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,integrations]' -c constraints.txt
 	@$(BIN)/python -m pytest --nightly -n $(PROCESSES) --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## check style, types and layers
