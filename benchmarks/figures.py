@@ -79,11 +79,12 @@ headers or beside the backward pass. The ratio of the default to the best of the
 its median. 1 is as good as exhaustion."""
 
 INTEGRATIONS_TEXT = """\
-The time of a step of a script that an integration has made elastic, over that of the same script with the library by
-itself, in one process each; both take turns as above. Equal on both sides: model, optimizer, global batch, eight
-micro-batches a step, one thread. The elastic side is a job of `virtualflow run` with one worker and its coordinator on
-the same cores, and has the deterministic algorithms that equal bits take. The median of the rounds' ratios, and their
-10 % to 90 % range. The step is a short one, so what is done around it counts as much as it ever does."""
+The processor time of a step of a script that an integration has made elastic, over that of the same script with the
+library by itself: of the process that trains, with all its threads, so that other work on the machine does not pass for
+overhead. One process each; both take turns as above, over two starts. Equal on both sides: model, optimizer, global
+batch, eight micro-batches a step, one thread. The elastic side is the only worker of a job of `virtualflow run`, and
+has the deterministic algorithms that equal bits take. The median of the rounds' ratios, and their 10 % to 90 % range.
+The step is a short one, so what is done around it counts as much as it ever does."""
 
 INTEGRITY_TEXT = """\
 The time of a `bitwise` step with two workers, which hash all that they send and receive and compare their states part

@@ -23,6 +23,10 @@ MODEL = "charlm"
 """Its step is short, so the loop around it counts."""
 
 
+WARM_UP = (5, 15)
+"""Steps of the turns before those that count."""
+
+
 def sides(library: str, task: str) -> list[Side]:
     """The library by itself, and a job of the command line with one worker and its coordinator."""
     words = (library, "own", task)
@@ -36,7 +40,7 @@ def measure_library(library: str, starts: int, rounds: int, seconds: float, task
     """One row of the figure."""
     times: dict[str, list[float]] = {"own": [], "elastic": []}
     for _ in range(starts):
-        _, found = compare(sides(library, task), rounds, seconds)
+        _, found = compare(sides(library, task), rounds, seconds, WARM_UP)
         for side, milliseconds in found.items():
             times[side] += milliseconds
     ratios = sorted(elastic / own for own, elastic in zip(times["own"], times["elastic"], strict=True))
@@ -63,7 +67,7 @@ def measure(quick: bool) -> dict[str, Any]:
     missing = sorted({module for module, _ in LIBRARIES.values() if importlib.util.find_spec(module) is None})
     if missing:
         return {"skipped": f"needs {', '.join(missing)}: pip install -e '.[trainer,bench,integrations]'"}
-    starts, rounds, seconds = (1, 4, 0.4) if quick else (3, 8, 0.8)
+    starts, rounds, seconds = (1, 4, 0.4) if quick else (2, 8, 0.4)
     load = os.getloadavg()[1]
     rows = [measure_library(library, starts, rounds, seconds) for library in LIBRARIES]
     settings = {"starts": starts, "rounds": rounds, "seconds_a_turn": seconds, "virtual_nodes": VIRTUAL_NODES}
