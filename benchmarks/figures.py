@@ -215,6 +215,7 @@ FIGURES: dict[str, Figure] = {
             "model": plain_text("model"),
             "by itself": milliseconds("own_ms"),
             "elastic": milliseconds("elastic_ms"),
+            "load of the machine": lambda row: f"{row['load'][0]:.0f} to {row['load'][1]:.0f}",
             "ratio": lambda row: f"**{row['ratio']:.3f}** ({row['range'][0]:.3f} to {row['range'][1]:.3f})",
         },
     ),

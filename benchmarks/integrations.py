@@ -71,4 +71,5 @@ def measure(quick: bool) -> dict[str, Any]:
     load = os.getloadavg()[1]
     rows = [measure_library(library, starts, rounds, seconds) for library in LIBRARIES]
     settings = {"starts": starts, "rounds": rounds, "seconds_a_turn": seconds, "virtual_nodes": VIRTUAL_NODES}
-    return {"settings": {**settings, "load_before": load, "load_after": os.getloadavg()[1]}, "rows": rows}
+    loads = [load, os.getloadavg()[1]]
+    return {"settings": settings, "rows": [{**row, "load": loads} for row in rows]}
