@@ -27,7 +27,7 @@ test: $(STAMP) ## run the tests, but those of every night; ARGS="-k digits" sele
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(ARGS)
 
 test-all: $(STAMP) ## run all tests, with more examples: every night, and before a release
-	@$(BIN)/python -c 'import datasets, lightning, mlflow, tensorboard, transformers, wandb, webdataset' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,integrations]' -c constraints.txt
+	@$(BIN)/python -c 'import datasets, lightning, mlflow, peft, tensorboard, transformers, wandb, webdataset' 2>/dev/null || $(BIN)/python -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check -e '.[trainer,integrations]' -c constraints.txt
 	@$(BIN)/python -m pytest --nightly -n $(PROCESSES) --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## check style, types and layers
@@ -51,7 +51,7 @@ campaign: $(STAMP) ## part, slow, stop and kill real jobs in network namespaces,
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks.campaign $(ARGS)
 
 bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write docs/explanation/benchmarks.md; ARGS="steps --quick"
-	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,bench]' -c constraints.txt
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check -e '.[trainer,bench]' -c constraints.txt
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks $(ARGS)
 
 gpu: $(STAMP) ## run all that needs a GPU, in under nine minutes, and write docs/explanation/gpu.md; ARGS="steps memory"
@@ -81,5 +81,5 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "$(PYTHON) cannot make virtual environments: install its venv module (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[trainer,operator,dev,docs]' -c constraints.txt
+	@$(BIN)/python -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check -e '.[trainer,operator,dev,docs]' -c constraints.txt
 	@touch $@

@@ -17,6 +17,7 @@ from benchmarks import (
     exchange,
     external,
     host_update,
+    integrations,
     integrity,
     joiner,
     overlap,
@@ -76,6 +77,14 @@ A step whose gradients have a given size and cost next to nothing, so that littl
 chosen by default takes turns with each schedule that can be asked for: by slices or gathered whole, behind the step
 headers or beside the backward pass. The ratio of the default to the best of them is taken in each round; the table has
 its median. 1 is as good as exhaustion."""
+
+INTEGRATIONS_TEXT = """\
+The processor time of a step of a script that an integration has made elastic, over that of the same script with the
+library by itself: of the process that trains, with all its threads, so that other work on the machine does not pass for
+overhead. One process each; both take turns as above, over two starts. Equal on both sides: model, optimizer, global
+batch, eight micro-batches a step, one thread. The elastic side is the only worker of a job of `virtualflow run`, and
+has the deterministic algorithms that equal bits take. The median of the rounds' ratios, and their 10 % to 90 % range.
+The step is a short one, so what is done around it counts as much as it ever does."""
 
 INTEGRITY_TEXT = """\
 A `bitwise` step with two workers, which hash all that they send and receive and compare their states part by part, over
@@ -197,6 +206,19 @@ FIGURES: dict[str, Figure] = {
             "best": lambda row: f"{number(row['best_ms'], ' ms')} ({row['best']})",
             "worst": milliseconds("worst_ms"),
             "chosen / best": lambda row: f"**{row['ratio']:.3f}**",
+        },
+    ),
+    "integrations": Figure(
+        "Other libraries' loops, made elastic",
+        integrations.measure,
+        INTEGRATIONS_TEXT,
+        {
+            "library": plain_text("library"),
+            "model": plain_text("model"),
+            "by itself": milliseconds("own_ms"),
+            "elastic": milliseconds("elastic_ms"),
+            "load of the machine": lambda row: f"{row['load'][0]:.0f} to {row['load'][1]:.0f}",
+            "ratio": lambda row: f"**{row['ratio']:.3f}** ({row['range'][0]:.3f} to {row['range'][1]:.3f})",
         },
     ),
     "integrity": Figure(

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,8 +71,8 @@ class Turns:
 class Pace:
     """Turns as a training loop sees them: ``while pace.goes_on(): step()``."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, turns: Turns, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._turns, self._clock = turns, clock
         self._left = 0
         self._began: float | None = None
 
@@ -80,9 +80,9 @@ class Pace:
         """Called before each step, and once after the last: whether to make one more. It waits between turns."""
         if self._left == 0:
             if self._began is not None:
-                self._turns.done(time.perf_counter() - self._began)
+                self._turns.done(self._clock() - self._began)
             self._left = self._turns.wait()
-            self._began = time.perf_counter()
+            self._began = self._clock()
             if self._left == 0:
                 return False
         self._left -= 1
@@ -138,13 +138,16 @@ class Side:
             place.flush()
 
 
-def compare(sides: Sequence[Side], rounds: int, seconds: float) -> tuple[int, dict[str, list[float]]]:
+def compare(
+    sides: Sequence[Side], rounds: int, seconds: float, warm_up: Sequence[int] = WARM_UP
+) -> tuple[int, dict[str, list[float]]]:
     """Let the sides take turns.
 
     Args:
         sides: at least one.
-        rounds: turns of each side that count; two more warm up.
+        rounds: turns of each side that count.
         seconds: about how long a turn is to take.
+        warm_up: steps of the turns before those that count.
 
     Returns:
         Steps in a turn, and each side's milliseconds a step, round by round.
@@ -158,7 +161,7 @@ def compare(sides: Sequence[Side], rounds: int, seconds: float) -> tuple[int, di
                 with running(*started):
                     try:
                         with _places(server, sides):
-                            found = _rounds(sides, rounds, seconds)
+                            found = _rounds(sides, rounds, seconds, warm_up)
                         _end(started)
                     except ConnectionError:
                         _await_an_end(started)
@@ -209,8 +212,10 @@ def _places(server: socket.socket, sides: Sequence[Side]) -> Iterator[None]:
                 place.readline()  # its end
 
 
-def _rounds(sides: Sequence[Side], rounds: int, seconds: float) -> tuple[int, dict[str, list[float]]]:
-    for steps in WARM_UP:
+def _rounds(
+    sides: Sequence[Side], rounds: int, seconds: float, warm_up: Sequence[int]
+) -> tuple[int, dict[str, list[float]]]:
+    for steps in warm_up:
         took = [side.turn(steps) / steps for side in sides]
     steps = max(LEAST, round(seconds / statistics.median(took)))
     times: dict[str, list[float]] = {side.name: [] for side in sides}

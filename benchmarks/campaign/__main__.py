@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks.campaign.faults import KINDS
 from benchmarks.campaign.report import Found, Report
 from benchmarks.results import commit
+from virtualflow.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 TRAINEE = Path(__file__).parent / "trainee.py"
@@ -132,9 +133,11 @@ class Campaign:
         lanes = [threading.Thread(target=self._lane, daemon=True) for _ in range(self._options.jobs)]
         for lane in lanes:
             lane.start()
-        for lane in lanes:
-            while lane.is_alive():
-                lane.join(0.5)
+        with Progress("the campaign", self._options.faults - self._had) as progress:
+            for lane in lanes:
+                while lane.is_alive():
+                    lane.join(0.5)
+                    progress.reach(self._report.faults - self._had)
 
     def end(self) -> None:
         """Stop all that runs; what is complete is in the report."""

@@ -12,9 +12,17 @@ from typing import get_args
 import msgspec
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
-from virtualflow_operator.scheduling import FIXED_SIZES, POLICIES, Policy, policy
-from virtualflow_operator.settings import SimulationSettings
+from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Number, Parser, Progress, complain
+from virtualflow_operator.scheduling import (
+    FIXED_SIZES,
+    POLICIES,
+    Allocation,
+    Capacity,
+    Demand,
+    Policy,
+    policy,
+)
+from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
 from virtualflow_operator.simulator.device_deciders import Aware, Unaware
 from virtualflow_operator.simulator.device_simulation import simulate_devices
 from virtualflow_operator.simulator.measures import Measures, measure
@@ -51,7 +59,11 @@ def main(arguments: Sequence[str]) -> int:
     if given.capacity is not None:
         trace = trace.on(given.capacity)
     chosen = {name: BASELINES.get(name) or policy(name) for name in given.policy or POLICIES}
-    results = {name: _play(given, trace, name, decide, cost, defaults) for name, decide in chosen.items()}
+    results: dict[str, Result] = {}
+    with Progress("simulating", len(chosen) * len(trace.jobs)) as progress:
+        for name, decide in chosen.items():
+            seen = _seen(decide, progress, len(results) * len(trace.jobs))
+            results[name] = _play(given, trace, name, seen, cost, defaults)
     measured = {name: measure(result) for name, result in results.items()}
     print(f"{given.trace}: {len(trace.jobs)} jobs; {_describe(cost)}")
     print(table(measured))
@@ -144,6 +156,20 @@ def _check_kinds(given: argparse.Namespace, trace: Trace) -> None:
     wrong = [option for option, asked in options.items() if asked]
     if trace.has_kinds and wrong:
         raise ConfigurationError(f"{given.trace} has kinds of device; leave out {' and '.join(wrong)}")
+
+
+def _seen(decide: Policy, progress: Progress, before: int) -> Policy:
+    """The policy, and how far the trace is by the jobs that it has been asked about, ``before`` it and by itself."""
+    known: set[str] = set()
+
+    def decide_and_tell(
+        now: float, jobs: Sequence[Demand], capacity: Capacity, settings: SchedulingSettings
+    ) -> dict[str, Allocation]:
+        known.update(job.name for job in jobs)
+        progress.reach(before + len(known))
+        return decide(now, jobs, capacity, settings)
+
+    return decide_and_tell
 
 
 def _play(

@@ -13,10 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import progress_seen
 from virtualflow import launcher
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import cli
 from virtualflow.launcher.subcommands import EXTERNAL
+from virtualflow_operator.simulator import command
 from virtualflow_operator.simulator.command import main, run
 from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent, Trace, read, write
 
@@ -299,3 +301,19 @@ def test_it_needs_nothing_that_talks_to_a_cluster_nor_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "MaxThroughput" in done.stdout
+
+
+def test_how_far_it_is_goes_from_nothing_to_all_over_all_policies_and_changes_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(given(tmp_path, GOOD)), "--policy", "FIFO", "--policy", "WeightedFairShare"]
+    main(arguments)
+    plain = capsys.readouterr()
+    monkeypatch.setattr(progress_seen, "SEEN", [])
+    monkeypatch.setattr(command, "Progress", progress_seen.Seen)
+    main(arguments)
+    assert capsys.readouterr() == plain
+    (seen,) = progress_seen.SEEN
+    assert (seen.what, seen.total) == ("simulating", 2 * 2)
+    assert seen.reached == sorted(seen.reached)
+    assert {1.0, 2.0, 3.0, 4.0} <= set(seen.reached) <= {0.0, 1.0, 2.0, 3.0, 4.0}

@@ -91,11 +91,31 @@ def bert() -> tuple[Any, dict[str, Any]]:
     }
 
 
-MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {"llama": llama, "bert": bert}
+def lora(dropout: float = 0.1) -> tuple[Any, dict[str, Any]]:
+    from peft import LoraConfig, get_peft_model
+
+    base, options = llama()
+    adapters = LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
+    return get_peft_model(base, adapters), options
+
+
+def lora_without_dropout() -> tuple[Any, dict[str, Any]]:
+    return lora(0.0)
+
+
+MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "llama": llama,
+    "bert": bert,
+    "lora": lora,
+    "lora without dropout": lora_without_dropout,
+}
 BATCHES = {
     "llama": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
     "bert": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
 }
+BATCHES |= dict.fromkeys(("lora", "lora without dropout"), BATCHES["llama"])
 
 
 def build(model_name: str, directory: Path, *, elastic: bool = True, callbacks: Any = (), **changed: Any) -> Any:

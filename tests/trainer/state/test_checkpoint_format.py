@@ -15,6 +15,7 @@ import torch
 from checkpoints import IDENTITY, SIGNATURE, WEIGHT, assert_holds, flip, newest, tree_of, truncate, writer_to
 from safetensors import safe_open
 
+import progress_seen
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import checkpoint_format, codec
@@ -72,6 +73,19 @@ def test_a_loaded_state_outlives_its_checkpoint(tmp_path: Path, events: list[str
     assert torch.equal(tree["weight"], torch.full((1000,), 1.0))
     with pytest.raises(ValueError, match="cannot be read"):
         load(found)
+
+
+def test_reading_tells_how_much_of_the_file_is_read(
+    tmp_path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer_to(tmp_path, events).save_now(1, {"a": torch.zeros(50_000), "b": torch.zeros(150_000)})
+    found = newest(tmp_path, events)
+    monkeypatch.setattr(progress_seen, "SEEN", [])
+    monkeypatch.setattr(checkpoint_format, "Progress", progress_seen.Seen)
+    load(found)
+    (seen,) = progress_seen.SEEN
+    assert seen.what == f"reading {found.path.name}"
+    assert seen.shares == pytest.approx([0.25, 1.0], abs=0.01)
 
 
 def test_where_nothing_is_nothing_is_found(tmp_path: Path, events: list[str]) -> None:

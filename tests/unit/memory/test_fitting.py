@@ -116,7 +116,10 @@ def test_the_first_that_fits_is_the_smallest_number_of_virtual_nodes(device: int
             what_fits(one, 24, budget, SETTINGS, more=2)
         assert refused.value.smallest == last.smallest_bytes
         return
-    rows = what_fits(one, 24, budget, SETTINGS, more=2)
+    told: list[float] = []
+    rows = what_fits(one, 24, budget, SETTINGS, more=2, tell=told.append)
+    assert told == sorted(told), "how much of it is done"
+    assert 0 == told[0] <= told[-1] < 1
     fitting = [row.virtual_nodes for row in rows if row.plan is not None]
     for virtual_nodes in (1, 2, 3, 4, 6, 8, 12, 24):
         if virtual_nodes < fitting[0]:

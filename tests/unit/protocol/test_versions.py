@@ -17,6 +17,7 @@ from statuses import coordinator_status
 from virtualflow.protocol import http_api, versions
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, ProtocolMismatch
+from virtualflow.protocol.job_record import JobRecord
 from virtualflow.protocol.memory_copy import CopyHeader
 from virtualflow.protocol.settings import SignalSettings
 from virtualflow.protocol.termination_message import TerminationMessage, decode_termination_message
@@ -32,6 +33,7 @@ KINDS = {
         http_api.Answer,
         http_api.Status,
         CopyHeader,
+        JobRecord,
         TerminationMessage,
     )
 }

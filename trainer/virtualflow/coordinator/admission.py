@@ -99,7 +99,7 @@ def _greet(
     limit = state.settings.heartbeat_limit
     heartbeat = min(limit, state.settings.hang_limit or state.settings.hang_floor) / HEARTBEATS
     step, hold = state.history.step, state.hold
-    welcome = m.Welcome(running, step, hold, heartbeat, protocol, limit, state.copy_limit)
+    welcome = m.Welcome(running, step, hold, heartbeat, protocol, limit, state.copy_limit, state.record_interval)
     state.send(hello.incarnation, welcome)
     if known is not None and known.draining and not hello.draining:
         seconds = max(0.0, (worker.deadline or now) - now)

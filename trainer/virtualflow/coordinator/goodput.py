@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from virtualflow.protocol.job_record import GoodputRecord
+
 
 @dataclass
 class Goodput:
@@ -20,6 +22,7 @@ class Goodput:
     _step: int | None = None
     """The highest that was counted; ``None``: nobody trains yet."""
     _step_at: float = 0.0
+    _present: int = 0
 
     @property
     def share(self) -> float | None:
@@ -38,7 +41,7 @@ class Goodput:
         """
         if self._looked_at is not None:
             self.paid += (now - self._looked_at) * present
-        self._looked_at = now
+        self._looked_at, self._present = now, present
         if step is None:
             return
         if self._step is None:
@@ -48,3 +51,17 @@ class Goodput:
             seconds = passed if step_seconds is None else min(passed, (step - self._step) * step_seconds)
             self.used += seconds * members
             self._step, self._step_at = step, now
+
+    def record(self) -> GoodputRecord:
+        """What :meth:`resume` of another one needs."""
+        return GoodputRecord(self.paid, self.used, self._step, self._present)
+
+    def resume(self, record: GoodputRecord, age: float, now: float) -> None:
+        """Count on from what was recorded elsewhere ``age`` seconds ago; it takes the place of what was counted here.
+
+        The workers that there were are paid for the time in between, and the steps that they have made in it count with
+        the next look.
+        """
+        self.paid, self.used = record.paid + age * record.present, record.used
+        self._step, self._step_at, self._looked_at = record.step, now - age, now
+        self._present = record.present

@@ -34,6 +34,8 @@ class History:
         """The newest generation whose change is not remembered any more, only counted."""
         self._forgotten_changes = 0
         self._forgotten_steps = 0
+        self.earlier: tuple[http_api.Event, ...] = ()
+        """Events that coordinators before this one have told, as far as workers have kept them."""
         self.series = Series()
         self.goodput = Goodput()
         self.progress: m.Progress | None = None
@@ -155,6 +157,20 @@ class History:
             self._forgotten = max(self._forgotten, oldest)
             self._forgotten_steps += self.changes.pop(oldest).repeated_steps
             self._forgotten_changes += 1
+
+    @property
+    def forgotten(self) -> tuple[m.Generation, int, int]:
+        """Of the changes that are not remembered any more: the newest, how many, and the steps that they repeated."""
+        return self._forgotten, self._forgotten_changes, self._forgotten_steps
+
+    def resume_forgotten(self, newest: m.Generation, changes: int, steps: int) -> None:
+        """Count what a coordinator before this one has forgotten, and workers do not tell of."""
+        if newest <= self._forgotten:
+            return
+        self._forgotten, self._forgotten_changes, self._forgotten_steps = newest, changes, steps
+        for known in (self.changes, self._silent):
+            for generation in [generation for generation in known if generation <= newest]:
+                del known[generation]
 
     @property
     def changes_total(self) -> int:

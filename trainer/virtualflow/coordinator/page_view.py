@@ -13,7 +13,7 @@ from virtualflow.coordinator.settings import (
 )
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_view import describe
-from virtualflow.protocol.http_api import ENDED, Status
+from virtualflow.protocol.http_api import ENDED, Event, Status
 from virtualflow.protocol.live_view import ViewJob, ViewLog, ViewNow
 
 
@@ -31,10 +31,15 @@ def count_goodput(job: JobState, now: float) -> None:
     )
 
 
+def latest_events(job: JobState) -> tuple[Event, ...]:
+    """Those that are shown, also of coordinators before this one."""
+    return (*job.history.earlier, *job.history.events)[-SHOWN_EVENTS:]
+
+
 def compose(job: JobState) -> tuple[ViewNow, ViewJob, ViewLog]:
     """All that the page shows but the figures over the steps, which :class:`Series` has."""
     status = describe(job)
-    return _now(status, job), _job(status), _log(status)
+    return _now(status, job), _job(status), _log(status, job)
 
 
 def _now(status: Status, job: JobState) -> ViewNow:
@@ -77,10 +82,10 @@ def _job(status: Status) -> ViewJob:
     )
 
 
-def _log(status: Status) -> ViewLog:
+def _log(status: Status, job: JobState) -> ViewLog:
     return ViewLog(
         changes=status.changes[-SHOWN_CHANGES:],
         changes_total=status.changes_total,
         repeated_steps=status.repeated_steps,
-        events=status.events[-SHOWN_EVENTS:],
+        events=latest_events(job),
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from virtualflow.coordinator.settings import SERIES_METRICS, SERIES_POINTS
+from virtualflow.protocol.job_record import Column, SeriesRecord, Total
 from virtualflow.protocol.live_view import ViewSeries
 from virtualflow.protocol.metrics import Metric
 
@@ -76,10 +78,7 @@ class Series:
             self._points.pop()
         self._append(_Point(step, _mean(speed or None), _mean(workers), self._chosen(metrics)))
         while len(self._points) > self._most:
-            self.width *= 2
-            points, self._points = self._points, []
-            for point in points:
-                self._append(point)
+            self._gather(2 * self.width)
 
     def columns(self) -> ViewSeries:
         """All points but the last, to which more may be added."""
@@ -90,6 +89,47 @@ class Series:
             workers=_column(point.workers for point in done),
             metrics={name: _column(point.metrics.get(name) for point in done) for name in self._names},
         )
+
+    def record(self) -> SeriesRecord:
+        """All points, for :meth:`resume` of another one."""
+        return SeriesRecord(
+            self.width,
+            tuple(point.step for point in self._points),
+            _totals(point.speed for point in self._points),
+            _totals(point.workers for point in self._points),
+            {name: _totals(point.metrics.get(name) for point in self._points) for name in self._names},
+        )
+
+    def resume(self, record: SeriesRecord) -> None:
+        """Put what was recorded elsewhere before what was told here.
+
+        Args:
+            record: without a fault (:func:`fault_in_series`).
+        """
+        names = [*record.metrics, *(name for name in self._names if name not in record.metrics)]
+        self._names = names[: self._metrics]
+        columns = {name: record.metrics[name] for name in self._names if name in record.metrics}
+        before = [
+            _Point(
+                step,
+                _from_total(record.speed[place]),
+                _from_total(record.workers[place]),
+                {name: _from_total(column[place]) for name, column in columns.items()},
+            )
+            for place, step in enumerate(record.steps)
+        ]
+        last = before[-1].step if before else -1
+        self._points = before + [point for point in self._points if point.step > last]
+        self._gather(max(self.width, record.width))
+        while len(self._points) > self._most:
+            self._gather(2 * self.width)
+
+    def _gather(self, width: int) -> None:
+        """Let so many steps share a point."""
+        self.width = width
+        points, self._points = self._points, []
+        for point in points:
+            self._append(point)
 
     def _append(self, point: _Point) -> None:
         last = self._points[-1] if self._points else None
@@ -108,9 +148,28 @@ class Series:
         return {name: _mean(value) for name, value in told if isinstance(value, (int, float))}
 
 
+def fault_in_series(record: SeriesRecord) -> str | None:
+    """What is wrong with figures that somebody hands over, if anything."""
+    steps = record.steps
+    if any(one >= other for one, other in pairwise(steps)):
+        return "its steps do not go forward"
+    if any(len(column) != len(steps) for column in (record.speed, record.workers, *record.metrics.values())):
+        return "its columns differ in length"
+    return None
+
+
 def _mean(value: float | None) -> _Mean:
     return _Mean() if value is None else _Mean(value, 1)
 
 
 def _column(means: Iterable[_Mean | None]) -> tuple[float | None, ...]:
     return tuple(None if mean is None else mean.value for mean in means)
+
+
+def _totals(means: Iterable[_Mean | None]) -> Column:
+    return tuple((0.0, 0) if mean is None else (mean.total, mean.count) for mean in means)
+
+
+def _from_total(told: Total) -> _Mean:
+    total, count = told
+    return _Mean() if total is None else _Mean(total, count)

@@ -25,6 +25,7 @@ from virtualflow.coordinator.calls import carry_out
 from virtualflow.coordinator.decisions import decide
 from virtualflow.coordinator.door import Door
 from virtualflow.coordinator.door import logger as seldom
+from virtualflow.coordinator.job_records import JobRecords
 from virtualflow.coordinator.line import Line
 from virtualflow.coordinator.live_page import LivePage
 from virtualflow.coordinator.memory_copies import MemoryCopies, copy_limit
@@ -34,7 +35,7 @@ from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import Watchers, answer
 from virtualflow.coordinator.worker_messages import disconnect, handle
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol import framing, http_api, live_view, memory_copy
+from virtualflow.protocol import framing, http_api, job_record, live_view, memory_copy
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE
 
@@ -69,6 +70,8 @@ class Coordinator:
         self.state.copy_limit = copy_limit(settings.memory_copy)
         self._watchers = Watchers(self.state, settings.watch_interval)
         self._page = LivePage(self.state, settings.live_page)
+        self.state.record_interval = settings.live_page.record_interval
+        self._records = JobRecords(self.state)
         self._copies = MemoryCopies(self.state, settings.memory_copy, self._watchers.notice)
         self._timer: asyncio.TimerHandle | None = None
         self._due: asyncio.TimerHandle | None = None
@@ -90,6 +93,8 @@ class Coordinator:
         app.router.add_get("/v1/worker", self._worker)
         app.router.add_put(memory_copy.PATH, self._copies.receive)
         app.router.add_get(memory_copy.PATH, self._copies.give)
+        app.router.add_get(job_record.PATH, self._records.give)
+        app.router.add_put(job_record.PATH, self._records.take)
         for kind, path in http_api.PATHS.items():
             app.router.add_post(path, self._calls(kind))
         return app

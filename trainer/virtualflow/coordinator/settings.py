@@ -165,6 +165,8 @@ class LivePageSettings:
     """Pages that wait for their answer; one more is told to come later."""
     share: float = 0.02
     """The share of the coordinator's time that may go into putting together what pages show."""
+    record_interval: float = 5.0
+    """The first few members fetch the record of the job this often, for a coordinator that takes this one's place."""
 
 
 @dataclass(frozen=True)

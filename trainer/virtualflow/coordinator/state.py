@@ -93,6 +93,13 @@ class JobState:
     memory_copy: MemoryCopyState | None = None
     """The one that it has."""
 
+    record_interval: float = 0.0
+    """Seconds between two records that workers fetch for coordinators to come; 0: none is kept."""
+    records: int = 0
+    """The highest number of a record of this job."""
+    inherited: int = 0
+    """That of the one with which this coordinator goes on; 0: none yet."""
+
     outbox: list[tuple[str, m.ToWorker]] = field(default_factory=list)
     """What is to be sent, and to which process."""
     version: int = 0

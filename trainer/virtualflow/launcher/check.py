@@ -23,6 +23,7 @@ from virtualflow.launcher.options import check_script, check_trainer
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.supervisor import describe_exit, die_with
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, complain
+from virtualflow.progress import FRAME, Progress
 from virtualflow.protocol.settings import ENV_TRACE_REPEAT
 from virtualflow.protocol.wording import counted
 from virtualflow.verify import (
@@ -165,6 +166,8 @@ class Check:
         self._freed = asyncio.Condition()
         self._width = 0
         """Of the first column."""
+        self._made = 0
+        """Runs that are over."""
 
     async def run(self) -> int:
         """All trials; the exit code.
@@ -175,6 +178,21 @@ class Check:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        with Progress(f"running {Path(self._arguments.script).name}") as progress:
+            watching = asyncio.create_task(self._watch(progress))
+            try:
+                findings, steps = await self._make_all(progress)
+            finally:
+                watching.cancel()
+        return conclude(findings, steps)
+
+    async def _watch(self, progress: Progress) -> None:
+        while True:
+            progress.reach(self._made)
+            await asyncio.sleep(FRAME)
+
+    async def _make_all(self, progress: Progress) -> tuple[list[Finding], int]:
+        """What came of all trials, and of how many steps."""
         steps = int(self._arguments.steps)
         reference = await self._trace_of(REFERENCE, steps)
         virtual_nodes = next(iter(reference.opened.values())).virtual_nodes
@@ -185,6 +203,7 @@ class Check:
                 REFERENCE, "with one virtual node there is nothing to split; give more by --virtual-nodes"
             )
         trials = plan_trials(virtual_nodes, steps, self._arguments.workers)
+        progress.total = 1 + len(trials)
         self._width = max(len(trial.name) for trial in (REFERENCE, *trials))
         self._tell(REFERENCE, f"{counted(steps, 'step')}, {counted(virtual_nodes, 'virtual node')}")
         running = [asyncio.create_task(self._compare(trial, reference, steps)) for trial in trials]
@@ -195,8 +214,9 @@ class Check:
                 each.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         if findings[0].difference is not None:
+            progress.total += 1
             findings.insert(0, await self._compare(AGAIN, reference, steps))
-        return conclude(findings, steps)
+        return findings, steps
 
     def _tell(self, trial: Trial, text: str) -> None:
         print(f"{trial.name:<{self._width}}  {text}", flush=True)
@@ -222,6 +242,7 @@ class Check:
         try:
             with tempfile.TemporaryDirectory(dir=self._directory, ignore_cleanup_errors=True) as directory:
                 await self._run(trial, steps, Path(directory))
+                self._made += 1
                 return read_trace(Path(directory) / "trace")
         except ConfigurationError as error:
             raise TrialFailed(trial, str(error)) from error

@@ -22,6 +22,7 @@ from virtualflow.launcher.profile import measure, target_of
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.usage import complain
 from virtualflow.memory import Advice, Budget, DeviceType, DoesNotFit, Fit, advise, fit, parse_bytes, what_fits
+from virtualflow.progress import Progress
 from virtualflow.protocol.chain_profile import ChainProfile
 from virtualflow.protocol.device_profile import DeviceProfile, read_profile, seconds_for
 from virtualflow.protocol.settings import MAX_WORKERS
@@ -200,7 +201,8 @@ def _budget(chain: ChainProfile, arguments: Namespace) -> Budget:
 def _memory(profile: DeviceProfile, chain: ChainProfile, arguments: Namespace, settings: LauncherSettings) -> Memory:
     budget, batch = _budget(chain, arguments), arguments.batch or profile.batch_size
     if arguments.virtual_nodes is None:
-        fits = what_fits(chain, batch, budget, settings.planner, more=settings.plan_rows)
+        with Progress(f"planning for {profile.device}", 1.0) as progress:
+            fits = what_fits(chain, batch, budget, settings.planner, more=settings.plan_rows, tell=progress.reach)
     else:
         fits = (fit_or_refuse(chain, batch, arguments.virtual_nodes, budget, settings),)
     return Memory(profile.device, batch, budget, fits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from virtualflow.errors import ConfigurationError
@@ -68,20 +69,27 @@ def fit(
 
 
 def what_fits(
-    chain: ChainProfile, batch: int, budget: Budget, settings: PlannerSettings, *, more: int
+    chain: ChainProfile,
+    batch: int,
+    budget: Budget,
+    settings: PlannerSettings,
+    *,
+    more: int,
+    tell: Callable[[float], None] = lambda share: None,
 ) -> tuple[Fit, ...]:
     """Each number of virtual nodes from one that does not fit, if there is one, to the smallest that does and ``more``
     above it: their micro-batches are smaller, so that less must be swapped or computed again. But each doubling has one
-    more sum of gradients at rest, so that in the end nothing fits again.
+    more sum of gradients at rest, so that in the end nothing fits again. ``tell`` hears which share of the numbers is
+    done; there may be no need for all.
 
     Raises:
         DoesNotFit: not even micro-batches of one sample fit.
     """
     rows: list[Fit] = []
     smallest: list[int] = []
-    for virtual_nodes in (number for number in range(1, batch + 1) if batch % number == 0):
-        if virtual_nodes > MAX_VIRTUAL_NODES:
-            break
+    numbers = [number for number in range(1, min(batch, MAX_VIRTUAL_NODES) + 1) if batch % number == 0]
+    for place, virtual_nodes in enumerate(numbers):
+        tell(place / len(numbers))
         row = fit(chain, batch, virtual_nodes, budget, settings)
         smallest.append(row.smallest_bytes)
         if row.plan is None:

@@ -68,7 +68,7 @@ class ViewNow(Base, frozen=True, tag=False):
     step_ms: float | None
     predicted_step_ms: float | None
     goodput: float | None
-    """The share of the workers' time, since this coordinator began, that went into steps that count."""
+    """The share of the workers' time that went into steps that count, also under coordinators before this one."""
     worker_seconds: float
     """That time, of all workers together."""
 

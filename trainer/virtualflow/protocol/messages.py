@@ -437,6 +437,8 @@ class Welcome(Base, frozen=True, tag="welcome"):
     """How long a worker that was heard from keeps its place."""
     memory_copy: Count = 0
     """Bytes of the largest copy of a state that the coordinator keeps in its memory; 0: it keeps none."""
+    record: Seconds = 0.0
+    """How often the first few members fetch the record of the job (``job_record``); 0: there is none."""
 
 
 class Lease(Base, frozen=True, tag="lease"):

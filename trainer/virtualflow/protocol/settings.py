@@ -97,6 +97,9 @@ MAX_TRACEBACK = 16_384
 MAX_CHANGES = 1_000
 """Membership changes that a job remembers in its status and state; the oldest go first."""
 
+RECORD_KEEPERS = 3
+"""Members, the first by rank, that keep the record of the job for coordinators to come."""
+
 MAX_METRICS = 4_096
 """Metrics in a job's status."""
 

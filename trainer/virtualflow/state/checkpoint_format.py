@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.progress import Progress
 from virtualflow.protocol.messages import Generation
 from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import codec, digests
@@ -198,14 +199,16 @@ def load(found: Found) -> dict[str, Any]:
         with path.open("rb") as plain:
             size = plain.read(8)
             head = plain.read(int.from_bytes(size, "little"))
-        with safe_open(path, "pt") as file:
-            # Copies, because the file is mapped, and a remote disk could take that memory away.
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        header = json.loads(head)
-        metadata = header.pop("__metadata__")
         checksum = hashlib.sha256(size + head)
-        for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
-            checksum.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+        tensors: dict[str, Tensor] = {}
+        with safe_open(path, "pt") as file, Progress(f"reading {found.path.name}", path.stat().st_size) as progress:
+            header = json.loads(head)
+            metadata = header.pop("__metadata__")
+            for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+                # A copy, because the file is mapped, and a remote disk could take that memory away.
+                tensor = tensors[name] = file.get_tensor(name).clone()
+                checksum.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+                progress.reach(header[name]["data_offsets"][1])
     except (SafetensorError, OSError, LookupError, TypeError) as error:
         raise ValueError(f"{STATE} cannot be read: {error}") from error
     if checksum.hexdigest() != found.state_sha256:

@@ -24,6 +24,7 @@ from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE
 from virtualflow.transport.activity import Activity
+from virtualflow.transport.record_keeper import RecordKeeper
 from virtualflow.transport.settings import LinkSettings
 
 logger = logging.getLogger("virtualflow.worker")
@@ -77,6 +78,7 @@ class Link:
         self._published: dict[tuple[m.Generation, str], m.Publish] = {}
         self._url = url
         self._token = token
+        self.record = RecordKeeper(url, settings.connect_timeout)
         self._hello = hello
         self._on_plan = on_plan
         self._on_over = on_over
@@ -236,7 +238,7 @@ class Link:
                         )
                     welcome = self.welcome
                     async with socket:
-                        await self._converse(socket)
+                        await self._converse(session, socket)
                     if self.welcome is not welcome:
                         pause, said = self._settings.retry_first, False
                 except aiohttp.WSServerHandshakeError as error:
@@ -252,24 +254,29 @@ class Link:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, self._settings.retry_most)
 
-    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _converse(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
         # The queue is taken before Hello is made: what is queued from now on may be missing in it.
         self._queue_anew()
         await socket.send_bytes(_encode_hello(self._hello()))
         with self.changed:
             self.connected = True
             self.changed.notify_all()
-        writer = asyncio.create_task(self._write(socket))
+        tasks = [asyncio.create_task(self._write(socket))]
         try:
             async for frame in socket:
                 if frame.type not in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
                     break
                 try:
-                    self._take(framing.unpack_to_worker(frame.data))
+                    message = framing.unpack_to_worker(frame.data)
                 except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                     logger.warning("the coordinator sent a message that is refused: %s", error)
+                    continue
+                self._take(message)
+                if isinstance(message, m.Welcome) and message.record:
+                    tasks.append(asyncio.create_task(self.record.keep(session, message.record)))
         finally:
-            writer.cancel()
+            for task in tasks:
+                task.cancel()
             with self.changed:
                 self.connected = False
                 self._lost_at = time.monotonic()

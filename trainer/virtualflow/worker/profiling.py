@@ -26,6 +26,7 @@ from virtualflow.data import MicroBatch, Source, Staging, micro_batch, open_sour
 from virtualflow.device import device_name, device_of
 from virtualflow.errors import ConfigurationError, Profiled
 from virtualflow.memory.activations import ChainMeasurement, bytes_of_state
+from virtualflow.progress import Progress
 from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.worker.memory_use import free_bytes, peak_of_cpu
@@ -168,12 +169,15 @@ class Profiling:
             ConfigurationError: there is nothing to measure.
         """
         stopped = "all were measured"
-        for size in self._sizes:
-            reason = self._reason_to_stop(size)
-            if reason is not None:
-                stopped = reason
-                break
-            yield from self._measure_size(size)
+        with Progress("measuring", len(self._sizes)) as progress:  # each takes about as long, at most
+            for number, size in enumerate(self._sizes):
+                reason = self._reason_to_stop(size)
+                if reason is not None:
+                    stopped = reason
+                    break
+                for made, batch in enumerate(self._measure_size(size)):
+                    progress.reach(number + min(1.0, made / self._most_rounds))
+                    yield batch
         self.finish(stopped)
 
     def finish(self, stopped: str) -> None:
@@ -209,6 +213,12 @@ class Profiling:
             f"a micro-batch of {self._micro_batch} samples does not fit into the memory of {self._blank.device}; use "
             "more virtual nodes or a smaller batch size"
         ) from error
+
+    @property
+    def _most_rounds(self) -> int:
+        """Micro-batches of one size, at most."""
+        blocks = self._warm_up + self._settings.least if self._chain.wanted else 0
+        return self._settings.warm_up + 1 + self._settings.samples + blocks
 
     # --- one size -----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 from virtualflow.errors import ConfigurationError, Drained, Evicted, JobEnded, JobFailed, Leave
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import MAX_CHANGES, MAX_TEXT, MAX_TRACEBACK
+from virtualflow.protocol.settings import MAX_CHANGES, MAX_TEXT, MAX_TRACEBACK, RECORD_KEEPERS
 from virtualflow.protocol.versions import this_party
 from virtualflow.state import Kind
 from virtualflow.transport import Communicator, Link
@@ -158,6 +158,7 @@ class Session:
         """
         communicator = self.communicators.take(plan.generation, self.communicator)
         self.state.plan, self.communicator = plan, communicator
+        self.link.record.fetches = communicator.rank < RECORD_KEEPERS
         self.state.lineage.attempt(plan)
         self.link.forget(m.Prepared)
         self.link.forget(m.Broken)
