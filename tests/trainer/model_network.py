@@ -434,7 +434,10 @@ class Network:
         """One complete copy is enough: not all who have the state are lost because nothing was heard of them."""
         lost = coordinator.state.roster.lost
         fresh = [i for i, one in lost.items() if i not in known and any(why in one.reason for why in UNHEARD)]
-        holders = [worker for worker in self.workers.values() if worker.could_go_on]
+        # Of a recorded deletion, this coordinator may not have been told: that worker trains on, and is a witness.
+        ended = coordinator.state.roster.ended
+        witnesses = [x for x in self.workers.values() if x.alive and x.doomed and x.incarnation not in ended]
+        holders = [*witnesses, *(worker for worker in self.workers.values() if worker.could_go_on)]
         # Who was heard of in the last moments is a witness against the others, also if it has ended since.
         if not fresh or any(worker.harmed_at > self.now - SETTINGS.heartbeat_limit for worker in self.workers.values()):
             return

@@ -473,6 +473,16 @@ def test_a_beginning_takes_in_who_was_called_to_another_one_that_may_have_begun(
     model.settle()
 
 
+def test_who_is_silent_is_lost_while_another_is_heard_whose_deletion_nobody_has_told_of(model: Lineages) -> None:
+    """The coordinator to which the authority speaks does not exist: the other one goes by what it hears."""
+    model.begin(workers=2, second=False, steps=4)
+    model.the_authority_turns_to_the_other_coordinator()
+    model.a_worker_is_cut_off_from_its_coordinator_for_a_moment(which=0)
+    model.an_end_is_confirmed_beforehand(which=1, within=20.0)
+    model.time_passes(seconds=6.0)
+    model.settle()
+
+
 def test_those_who_train_on_cut_off_from_their_coordinator_are_not_given_up(model: Lineages) -> None:
     """All of them were silent for longer than the heartbeat limit."""
     model.begin(workers=3, second=False, steps=12)
