@@ -115,7 +115,7 @@ class QueueController:
         for place, grant in decision.grants.items():
             before = self._grants.get(place)
             if grant != before:
-                if before is None or (before.uid, before.workers) != (grant.uid, grant.workers):
+                if before is None or _given(before) != _given(grant):
                     logger.info("%s/%s: %d workers of the queue %s: %s", *place, grant.workers, name, grant.reason)
                 self._grants[place] = grant
                 self._wake(place)
@@ -160,7 +160,8 @@ class QueueController:
         if grant.queue != (job.spec.queue or ""):
             grant = replace(grant, queue=job.spec.queue or "")
         pods = [pod for pod in self._workers(key) if pod.owner == job.uid]
-        return Member(job, grant, created, tuple(pod.node for pod in pods), self._ceiling(key, pods, now))
+        ceiling = self._ceiling(key, pods, now)
+        return Member(job, grant, created, [pod.node for pod in pods], ceiling, [pod.kind for pod in pods])
 
     def _workers(self, key: Key) -> list[Pod]:
         return [pod for pod in self._store.pods_of(key) if pod.role == WORKER and not pod.finished]
@@ -229,6 +230,10 @@ class QueueController:
             raise RetryLater(0.0, "the queue is deleted") from None
 
 
+def _given(grant: Grant) -> tuple[str, int, tuple[tuple[str, int], ...]]:
+    return grant.uid, grant.workers, grant.kinds
+
+
 def _sample(status: QueueStatus) -> QueueSample:
     ready, capacity = status.ready, status.capacity
     return QueueSample(
@@ -237,6 +242,7 @@ def _sample(status: QueueStatus) -> QueueSample:
         float(capacity.allocated) if capacity is not None else 0.0,
         status.jobs.running,
         status.jobs.waiting,
+        {kind.name: (float(kind.total), float(kind.allocated)) for kind in status.kinds},
     )
 
 

@@ -17,6 +17,7 @@ from virtualflow_operator.api import (
     find_problems,
 )
 from virtualflow_operator.jobs import template_hashes
+from virtualflow_operator.jobs.device_kinds import sort_by_kind
 from virtualflow_operator.jobs.pod_classification import PodClassification, classify_pods
 from virtualflow_operator.queues import Grant, Granted, Kueue, settle_admission, settle_grant
 from virtualflow_operator.settings import OperatorSettings
@@ -82,6 +83,11 @@ class Facts:
         return self.granted.job.spec
 
     @property
+    def kinds(self) -> Mapping[str, int]:
+        """Workers that it is to have of each kind of device, where its queue tells them apart."""
+        return self.granted.kinds if self.scene.queue is not None and self.scene.queue.kinds else {}
+
+    @property
     def remote(self) -> Status | None:
         """What the coordinator said last."""
         return self.link.status if self.link is not None else None
@@ -124,6 +130,7 @@ def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
     pods = classify_pods(
         granted.job, scene.pods, nodes=scene.nodes, link=link, now=now, settings=settings, changeable=not faults
     )
+    pods = sort_by_kind(pods, granted.kinds, scene.queue, scene.nodes)
     return Facts(
         scene=scene,
         now=now,
