@@ -111,7 +111,8 @@ class QueueController:
             leaving=self._settings.extra_taints,
             completed=[read_job(body) for body in bodies.values() if _completed_after(body, queue)],
         )
-        decision = allocate(scene, now=now, settings=self._settings.scheduling)
+        with self._metrics.sharing.time():
+            decision = allocate(scene, now=now, settings=self._settings.scheduling)
         for place, grant in decision.grants.items():
             before = self._grants.get(place)
             if grant != before:

@@ -116,6 +116,7 @@ class Metrics:
             PAUSES,
         )
         self.reconciliation = histogram("virtualflow_reconcile_duration_seconds", "One reconciliation of a job.", CALLS)
+        self.sharing = histogram("virtualflow_shared_decision_seconds", "One decision about a queue.", CALLS)
         self.errors = counter("virtualflow_reconcile_errors_total", "Reconciliations that failed.", "kind")
         self.queue_depth = Gauge(
             "virtualflow_queue_depth", "Jobs that are due and wait to be reconciled.", registry=registry

@@ -37,6 +37,7 @@ NAMES = {
     "virtualflow_shared_ready",
     "virtualflow_shared_capacity",
     "virtualflow_shared_allocated",
+    "virtualflow_shared_decision_seconds",
     "virtualflow_shared_kind_capacity",
     "virtualflow_shared_kind_allocated",
     "virtualflow_shared_jobs",
