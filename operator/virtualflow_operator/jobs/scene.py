@@ -88,6 +88,16 @@ class Facts:
         return self.granted.kinds if self.scene.queue is not None and self.scene.queue.kinds else {}
 
     @property
+    def still(self) -> bool:
+        """Whether no pod may be made at present: it is not known where and how many.
+
+        So it is for a moment when a queue is given kinds of device, or other names for them.
+        """
+        named = {kind.name for kind in self.scene.queue.kinds} if self.scene.queue is not None else set()
+        undecided = bool(named) and not (self.granted.kinds and self.granted.kinds.keys() <= named)
+        return self.granted.still or (undecided and not self.spec.suspend)
+
+    @property
     def remote(self) -> Status | None:
         """What the coordinator said last."""
         return self.link.status if self.link is not None else None
@@ -130,8 +140,7 @@ def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
     pods = classify_pods(
         granted.job, scene.pods, nodes=scene.nodes, link=link, now=now, settings=settings, changeable=not faults
     )
-    pods = sort_by_kind(pods, granted.kinds, scene.queue, scene.nodes)
-    return Facts(
+    facts = Facts(
         scene=scene,
         now=now,
         settings=settings,
@@ -141,3 +150,4 @@ def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
         pods=pods,
         link=link,
     )
+    return facts if facts.still else replace(facts, pods=sort_by_kind(pods, facts.kinds, scene.queue, scene.nodes))

@@ -27,7 +27,7 @@ from virtualflow_operator.queues.capacity import (
 from virtualflow_operator.queues.grants import Grant
 from virtualflow_operator.queues.hindrances import Hindrance, find_hindrance, find_obstacle
 from virtualflow_operator.queues.kinds import kind_of, kinds_of
-from virtualflow_operator.queues.members import Key, Member, Standing, build_demand, find_standing
+from virtualflow_operator.queues.members import Holding, Key, Member, build_demand, find_holding
 from virtualflow_operator.queues.node_fit import is_made_for
 from virtualflow_operator.queues.past_jobs import count_ended, read_past, write_past
 from virtualflow_operator.queues.queue_status import build_queue_status
@@ -88,7 +88,7 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
     units = {m.key: worker_units(m.job.spec, resource) for m in members}
     capacity = _capacity(scene, queue.spec, open_members, units)
     fit = {name: kind for kind, there in capacity.kinds.items() for name in there.nodes}
-    standings = {m.key: find_standing(m, queue.spec, scene.nodes or {}, fit) for m in members}
+    holdings = {m.key: find_holding(m, queue.spec, scene.nodes or {}, fit) for m in members}
     scale = scale_of(resource)
     ended = [(job, worker_units(job.spec, resource)) for job in scene.completed]
     past, past_until = count_ended(read_past(queue.status, scale), queue.status.past_until or "", ended, settings)
@@ -98,18 +98,17 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
         grants = {m.key: _keep(m, reasons.QUEUE_NOT_READY, told, now) for m in members}
         wake_at = None
     else:
-        grants, reserved = _grant_hindered(members, hindered, units, standings, now)
+        grants, reserved = _grant_hindered(members, hindered, units, holdings, now)
         usable = _usable_kinds(open_members, queue.spec, scene.nodes or {})
         demands = {
-            m.key: build_demand(m, standings[m.key], units[m.key], queue.spec, past, usable[m.key])
-            for m in open_members
+            m.key: build_demand(m, holdings[m.key], units[m.key], queue.spec, past, usable[m.key]) for m in open_members
         }
-        shared, wake_at = _share(queue.spec, open_members, demands, standings, capacity, reserved, now, settings)
+        shared, wake_at = _share(queue.spec, open_members, demands, holdings, capacity, reserved, now, settings)
         grants |= shared
     given: dict[Key, Mapping[str, int]] = {}
     for m in members:
         grant = grants[m.key]
-        given[m.key] = dict(grant.kinds) or ({standings[m.key].kind: grant.workers} if grant.workers else {})
+        given[m.key] = dict(grant.kinds) or ({holdings[m.key].kind: grant.workers} if grant.workers else {})
     status = build_queue_status(
         queue,
         capacity,
@@ -165,7 +164,7 @@ def _grant_hindered(
     members: Sequence[Member],
     hindered: Mapping[Key, Hindrance],
     units: Mapping[Key, int],
-    standings: Mapping[Key, Standing],
+    holdings: Mapping[Key, Holding],
     now: float,
 ) -> tuple[dict[Key, Grant], dict[str, Counter[str]]]:
     """What jobs have that are not shared with, and what is not there for the others: units by kind and namespace."""
@@ -173,15 +172,15 @@ def _grant_hindered(
     reserved: dict[str, Counter[str]] = {}
     for member in members:
         if (hindrance := hindered.get(member.key)) is not None:
-            standing = standings[member.key]
+            holding = holdings[member.key]
             if hindrance.keeps_workers:
                 grants[member.key] = _keep(member, hindrance.code, hindrance.sentence, now)
             else:
                 grants[member.key] = member.grant.changed(0, hindrance.sentence, hindrance.code, now)
             # What it keeps, and what is still to leave.
-            keeps = standing.given if grants[member.key].workers else {}
-            for kind in {*keeps, *standing.held}:
-                taken = max(keeps.get(kind, 0), standing.held.get(kind, 0))
+            keeps = holding.given if grants[member.key].workers else {}
+            for kind in {*keeps, *holding.held}:
+                taken = max(keeps.get(kind, 0), holding.held.get(kind, 0))
                 reserved.setdefault(kind, Counter())[member.job.namespace] += units[member.key] * taken
     return grants, reserved
 
@@ -190,7 +189,7 @@ def _share(
     queue: QueueSpec,
     members: Sequence[Member],
     demands: Mapping[Key, KindDemand],
-    standings: Mapping[Key, Standing],
+    holdings: Mapping[Key, Holding],
     there: QueueCapacity,
     reserved: Mapping[str, Counter[str]],
     now: float,
@@ -201,7 +200,7 @@ def _share(
     told = replace(settings, thrift=queue.thrift) if queue.thrift else settings
     elastic, decide = queue.policy not in FIXED_SIZES, policy(queue.policy)
     asked = list(demands.values())
-    held = {m.name: standings[m.key].held for m in members}
+    held = {m.name: holdings[m.key].held for m in members}
     totals = {name: kind.capacity.total for name, kind in kinds.items()}
 
     wanted = decide_by_kind(decide, now, asked, kinds, told, elastic=elastic)

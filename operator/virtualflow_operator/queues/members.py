@@ -46,7 +46,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Holding:
     """What a job of a queue has of each kind of device."""
 
     kind: str
@@ -57,7 +57,7 @@ class Standing:
     """Workers that are there, and take of what there is."""
 
 
-def find_standing(member: Member, spec: QueueSpec, nodes: Mapping[str, Node], fit: Mapping[str, str]) -> Standing:
+def find_holding(member: Member, spec: QueueSpec, nodes: Mapping[str, Node], fit: Mapping[str, str]) -> Holding:
     """What the job has.
 
     Its grant says so, unless it comes from a queue that told no kinds apart, or named them otherwise: then it is what
@@ -72,7 +72,7 @@ def find_standing(member: Member, spec: QueueSpec, nodes: Mapping[str, Node], fi
     grant = member.grant
     if not spec.kinds:
         counting = sum(1 for node in member.pods if spec.resource is None or not node or node in fit)
-        return Standing(ANY, {ANY: grant.workers} if grant.workers else {}, {ANY: counting})
+        return Holding(ANY, {ANY: grant.workers} if grant.workers else {}, {ANY: counting})
     made_for = member.made_for or [ANY] * len(member.pods)
     pods = list(zip(member.pods, made_for, strict=True))
     held = Counter(fit.get(node) if node else kind for node, kind in pods)
@@ -80,22 +80,22 @@ def find_standing(member: Member, spec: QueueSpec, nodes: Mapping[str, Node], fi
     there = {kind: count for kind, count in held.items() if kind is not None and kind in names}
     given = dict(grant.kinds)
     if given and given.keys() <= names and grant.kind in names:
-        return Standing(grant.kind, given, there)
+        return Holding(grant.kind, given, there)
     if not grant.workers:
-        return Standing(grant.kind, {}, there)
+        return Holding(grant.kind, {}, there)
     on = (kind_of(spec, nodes[node].labels) if node in nodes else kind for node, kind in pods)
     kind, found = where_they_run((kind if kind in names else None for kind in on), grant.workers)
-    return Standing(kind or grant.kind, found, there)
+    return Holding(kind or grant.kind, found, there)
 
 
 def build_demand(
-    member: Member, standing: Standing, units: int, queue: QueueSpec, past: Past, usable: frozenset[str]
+    member: Member, holding: Holding, units: int, queue: QueueSpec, past: Past, usable: frozenset[str]
 ) -> KindDemand:
     """The job as a policy sees it.
 
     Args:
         member: the job.
-        standing: what it has.
+        holding: what it has.
         units: of a worker.
         queue: its queue's spec.
         past: what jobs needed that have completed.
@@ -105,11 +105,11 @@ def build_demand(
     least = least_workers(member.job)
     limit = spec.most if member.ceiling is None else min(spec.most, member.ceiling)
     efficiency = spec.elasticity.min_efficiency
-    most = max(least, efficient_limit(status.scaling, efficiency, limit, standing.kind))
+    most = max(least, efficient_limit(status.scaling, efficiency, limit, holding.kind))
     left = None
     if status.total_steps is not None:
         left = max(status.total_steps - (status.step or 0), 0)
-    at_home = standing.given.get(standing.kind, 0)
+    at_home = holding.given.get(holding.kind, 0)
     job = Demand(
         name=member.name,
         namespace=member.job.namespace,
@@ -128,14 +128,14 @@ def build_demand(
         expected_left=expected_left(past, member.job, units),
         minimum_on_demand=spec.elasticity.min_replicas_on == "OnDemand" and queue.spot_selector is not None,
     )
-    if standing.kind not in usable and any(kind.name == standing.kind for kind in queue.kinds):
-        usable |= {standing.kind}  # it runs there, whatever its templates say now
+    if holding.kind not in usable and any(kind.name == holding.kind for kind in queue.kinds):
+        usable |= {holding.kind}  # it runs there, whatever its templates say now
     return KindDemand(
         job,
         {kind: curve_of(status.scaling, kind) for kind in sorted(usable)},
         _MOBILITY[spec.across_kinds],
-        standing.kind,
-        {kind: count for kind, count in standing.given.items() if kind != standing.kind},
+        holding.kind,
+        {kind: count for kind, count in holding.given.items() if kind != holding.kind},
         # Once it was started it may have made a step that nobody has told of.
-        bound=bool(queue.kinds) and bool(standing.kind) and bool(standing.given or status.start_time),
+        bound=bool(queue.kinds) and bool(holding.kind) and bool(holding.given or status.start_time),
     )
