@@ -26,8 +26,8 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from virtualflow.protocol import messages as m
 from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB, LABEL_KIND, LABEL_ROLE, QUEUE_KIND, WORKER
 from virtualflow_operator.jobs.manifests import derive_token
 from virtualflow_operator.k8s.client import KubeApi, Object
-from virtualflow_operator.k8s.errors import ApiError
+from virtualflow_operator.k8s.errors import ApiError, Conflict, Unavailable
 from virtualflow_operator.k8s.resources import JOBS, NODES, PODS, QUEUES, Resource
 from virtualflow_operator.settings import ApiSettings
 
@@ -90,7 +90,7 @@ def training(name: str) -> http_api.Status:
 
 
 @asynccontextmanager
-async def coordinators(key: bytes, names: dict[str, str]) -> AsyncIterator[None]:
+async def coordinators(names: dict[str, str]) -> AsyncIterator[None]:
     """One server for all coordinators; ``names``: jobs by their tokens."""
 
     async def watch(request: web.Request) -> web.WebSocketResponse:
@@ -121,9 +121,10 @@ async def coordinators(key: bytes, names: dict[str, str]) -> AsyncIterator[None]
 async def following(api: KubeApi, resource: Resource) -> AsyncIterator[Object]:
     """Yield all objects there are, and each one that has changed; a watch may end at any time."""
     while True:
-        async with aclosing(api.watch(resource, NAMESPACE, "", "", 300.0)) as events:
-            async for _, body in events:
-                yield body
+        with suppress(ApiError):  # it begins anew
+            async with aclosing(api.watch(resource, NAMESPACE, "", "", 300.0)) as events:
+                async for _, body in events:
+                    yield body
         await asyncio.sleep(0.1)
 
 
@@ -197,8 +198,20 @@ class Kubelets:
             "metadata": {"name": name},
             "target": {"apiVersion": "v1", "kind": "Node", "name": node},
         }
-        await self._api.create(Resource("", "v1", f"pods/{name}/binding", namespaced=True), NAMESPACE, binding)
-        await self._api.patch(PODS, NAMESPACE, name, {"status": {"phase": "Running", "podIP": ADDRESS}}, "status")
+        place = Resource("", "v1", f"pods/{name}/binding", namespaced=True)
+        with suppress(Conflict):  # it arrived, and the answer did not
+            await insisting(lambda: self._api.create(place, NAMESPACE, binding))
+        runs = {"status": {"phase": "Running", "podIP": ADDRESS}}
+        await insisting(lambda: self._api.patch(PODS, NAMESPACE, name, runs, "status"))
+
+
+async def insisting(request: Callable[[], Awaitable[Object]]) -> Object:
+    """The answer to a request, which a busy API server may take some time for."""
+    while True:
+        try:
+            return await request()
+        except Unavailable:
+            await asyncio.sleep(0.5)
 
 
 async def all_train(api: KubeApi, count: int) -> None:
@@ -282,7 +295,7 @@ async def _burst(api: KubeApi, key: bytes, process: psutil.Process, port: int, j
     numbers = iter(range(jobs))
 
     async def make(name: str) -> None:
-        body = await api.create(JOBS, NAMESPACE, job(name))
+        body = await insisting(lambda: api.create(JOBS, NAMESPACE, job(name)))
         names[derive_token(key, body["metadata"]["uid"])] = name
 
     async def some() -> None:
@@ -293,8 +306,8 @@ async def _burst(api: KubeApi, key: bytes, process: psutil.Process, port: int, j
         times = process.cpu_times()
         return times.user + times.system
 
-    async with coordinators(key, names), asyncio.timeout(PATIENCE):
-        running = asyncio.create_task(kubelets.run())
+    async with coordinators(names), asyncio.timeout(PATIENCE), asyncio.TaskGroup() as cluster:
+        running = cluster.create_task(kubelets.run())
         before, began = spent(), time.monotonic()
         async with asyncio.TaskGroup() as group:
             group.create_task(all_train(api, jobs))
