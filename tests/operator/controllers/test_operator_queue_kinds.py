@@ -77,7 +77,7 @@ def test_a_better_kind_is_moved_to_without_a_repeated_step_but_not_by_a_bitwise_
         assert stage.trains("bits", 2)
         assert stage.most[WORKER, "loose"] <= 4, "each has one successor"
         assert not stage.status("loose").get("repeatedSteps")
-        assert stage.status("loose")["changes"] >= 1
+        await stage.until(lambda: stage.status("loose")["changes"] >= 1)
         await stage.until(lambda: stage.status("loose").get("step", 0) > began)
 
     play(tmp_path, story)
