@@ -1,9 +1,8 @@
 """The operator with a thousand jobs and eight thousand pods in one queue, on a real API server with etcd.
 
-This program is scheduler, kubelet and coordinators: it puts every worker on a node of the kind of device that it was
-made for and lets it run, and answers for all coordinators that their jobs train with all that they want. So what is
-measured is the operator, the API server and what lies between them. The queue has four kinds of device with room for
-all. Measured are
+This program is kubelet and coordinators: it lets every pod run as soon as it is there, and answers for all coordinators
+that their jobs train with all that they want. So what is measured is the operator, the API server and what lies between
+them. The queue has four kinds of device with room for all. Measured are
 
 - the *burst*: from the first job made until every job has its workers, trains, and its status says so;
 - a minute in which nothing happens;
@@ -39,10 +38,10 @@ from tests import kube_apiserver, statuses
 from benchmarks.jobs import ROOT, environment
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
-from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB, LABEL_KIND, LABEL_ROLE, QUEUE_KIND, WORKER
+from virtualflow_operator.constants import COORDINATOR_PORT, LABEL_JOB, QUEUE_KIND
 from virtualflow_operator.jobs.manifests import derive_token
 from virtualflow_operator.k8s.client import KubeApi, Object
-from virtualflow_operator.k8s.errors import ApiError, Conflict, Unavailable
+from virtualflow_operator.k8s.errors import ApiError, Unavailable
 from virtualflow_operator.k8s.resources import JOBS, NODES, PODS, QUEUES, Resource
 from virtualflow_operator.settings import ApiSettings
 
@@ -161,11 +160,10 @@ async def served(api: KubeApi, resource: Resource) -> None:
 
 
 class Kubelets:
-    """Scheduler and kubelets: each new pod gets a node of its kind, and runs."""
+    """Each new pod runs at once."""
 
-    def __init__(self, api: KubeApi, nodes: int) -> None:
-        self._api, self._nodes = api, nodes
-        self._next: Counter[str] = Counter()
+    def __init__(self, api: KubeApi) -> None:
+        self._api = api
         self._seen: set[str] = set()
         self._first: dict[str, asyncio.Future[float]] = {}
 
@@ -186,21 +184,9 @@ class Kubelets:
                     first = self._noted(pod["metadata"]["labels"][LABEL_JOB])
                     if not first.done():
                         first.set_result(time.monotonic())
-                    group.create_task(self._begin(name, pod["metadata"]["labels"]))
+                    group.create_task(self._begin(name))
 
-    async def _begin(self, name: str, labels: dict[str, str]) -> None:
-        kind = labels[LABEL_KIND] if labels[LABEL_ROLE] == WORKER else KINDS[0]
-        self._next[kind] += 1
-        node = f"node-{kind}-{self._next[kind] % self._nodes}"
-        binding = {
-            "apiVersion": "v1",
-            "kind": "Binding",
-            "metadata": {"name": name},
-            "target": {"apiVersion": "v1", "kind": "Node", "name": node},
-        }
-        place = Resource("", "v1", f"pods/{name}/binding", namespaced=True)
-        with suppress(Conflict):  # it arrived, and the answer did not
-            await insisting(lambda: self._api.create(place, NAMESPACE, binding))
+    async def _begin(self, name: str) -> None:
         runs = {"status": {"phase": "Running", "podIP": ADDRESS}}
         await insisting(lambda: self._api.patch(PODS, NAMESPACE, name, runs, "status"))
 
@@ -287,11 +273,11 @@ async def measure(folder: Path, kubeconfig: Path, jobs: int) -> dict[str, Any]:
             async with asyncio.timeout(120):
                 while not await asyncio.to_thread(leads, port):  # noqa: ASYNC110 - another process begins to answer
                     await asyncio.sleep(0.2)
-            return await _burst(api, key.read_bytes(), psutil.Process(process.pid), port, jobs, nodes)
+            return await _burst(api, key.read_bytes(), psutil.Process(process.pid), port, jobs)
 
 
 async def _burst(api: KubeApi, key: bytes, process: psutil.Process, port: int, jobs: int, nodes: int) -> dict[str, Any]:
-    kubelets, names = Kubelets(api, nodes), {}
+    kubelets, names = Kubelets(api), {}
     numbers = iter(range(jobs))
 
     async def make(name: str) -> None:
@@ -397,8 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     raise
         found["rows"] = _rows(found)
         found["text"] = (
-            "One queue with four kinds of device, jobs of seven workers, a real `kube-apiserver` with etcd. Scheduler, "
-            "kubelets and coordinators are played by the measurement, which shares the machine with all of them, "
+            "One queue with four kinds of device, jobs of seven workers, a real `kube-apiserver` with etcd. Kubelets "
+            "and coordinators are played by the measurement, which shares the machine with all of them, "
             "and so do other programs: times by the clock are more than they need be."
         )
     for row in found["rows"]:

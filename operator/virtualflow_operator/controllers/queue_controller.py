@@ -69,6 +69,8 @@ class QueueController:
         self._grants: dict[Key, Grant] = {}
         self._ceilings: dict[Key, tuple[int, float]] = {}
         """How many workers found a node, of jobs of which others found none; until when (Unix seconds) that counts."""
+        self._rests: dict[str, float] = {}
+        """Until when (``time.monotonic``) a queue is left alone about which it takes long to decide."""
 
     def grant(self, key: Key, job: Job) -> Grant | None:
         """What was decided about a job last; ``None``: nothing, by this operator."""
@@ -91,7 +93,9 @@ class QueueController:
             ApiError: the queue's status could not be written; the work-queue tries again.
             RetryLater: the queue had changed meanwhile.
         """
-        name, now = key[1], time.time()
+        name, now, began = key[1], time.time(), time.monotonic()
+        if began < self._rests.get(name, 0.0):
+            return self._rests[name] - began
         queue = self._store.queue(name)
         bodies = {
             place: entry.value for place, entry in self._store.jobs.entries.items() if queue_of(entry.value) == name
@@ -111,8 +115,12 @@ class QueueController:
             leaving=self._settings.extra_taints,
             completed=[read_job(body) for body in bodies.values() if _completed_after(body, queue)],
         )
-        with self._metrics.sharing.time():
-            decision = allocate(scene, now=now, settings=self._settings.scheduling)
+        decision = allocate(scene, now=now, settings=self._settings.scheduling)
+        took = time.monotonic() - began
+        self._metrics.sharing.observe(took)
+        self._rests.pop(name, None)
+        if took * self._settings.sharing.rest > self._settings.sharing.debounce:
+            self._rests[name] = began + took * (1 + self._settings.sharing.rest)
         for place, grant in decision.grants.items():
             before = self._grants.get(place)
             if grant != before:
