@@ -276,7 +276,7 @@ async def measure(folder: Path, kubeconfig: Path, jobs: int) -> dict[str, Any]:
             return await _burst(api, key.read_bytes(), psutil.Process(process.pid), port, jobs)
 
 
-async def _burst(api: KubeApi, key: bytes, process: psutil.Process, port: int, jobs: int, nodes: int) -> dict[str, Any]:
+async def _burst(api: KubeApi, key: bytes, process: psutil.Process, port: int, jobs: int) -> dict[str, Any]:
     kubelets, names = Kubelets(api), {}
     numbers = iter(range(jobs))
 
