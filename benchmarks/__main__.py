@@ -1,6 +1,6 @@
 """``python -m benchmarks [FIGURE ...] [--quick]`` measures and writes the page; ``report`` only writes the page.
 
-What takes hours (``soak``) is measured only when it is named.
+What takes long (``soak``, ``simulator_scale``, ``operator_scale``) is measured only when it is named.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
         description=f"Measure, and write docs/explanation/benchmarks.md.\n\n{known}\n  {'report':16} measure nothing",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("figures", nargs="*", metavar="FIGURE", help="what to measure (default: all but soak)")
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help="what to measure (default: all that take minutes)")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: to see that it works")
     for name, figure in FIGURES.items():
         for option, text in figure.options.items():

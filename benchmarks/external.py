@@ -22,8 +22,13 @@ def exists(module: str) -> bool:
     return importlib.util.find_spec(f"benchmarks.{module}") is not None
 
 
-def measure(module: str, quick: bool) -> dict[str, Any]:
+def measure(module: str, quick: bool, limit: float = LIMIT) -> dict[str, Any]:
     """Run the program; what it wrote, with ``rows``.
+
+    Args:
+        module: its name.
+        quick: fewer rounds, if it has such.
+        limit: seconds after which it is taken to hang.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -33,7 +38,7 @@ def measure(module: str, quick: bool) -> dict[str, Any]:
         command.append("--quick")
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "figure.json"
-        subprocess.run([*command, "--json", str(path)], cwd=ROOT, env=environment(), check=True, timeout=LIMIT)
+        subprocess.run([*command, "--json", str(path)], cwd=ROOT, env=environment(), check=True, timeout=limit)
         found = json.loads(path.read_text())
     if not isinstance(found, dict):
         found = {"result": found}

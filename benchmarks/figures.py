@@ -27,7 +27,10 @@ from benchmarks import (
     soak,
     steps,
 )
+from benchmarks.jobs import LIMIT
 
+HOURS = 4 * 3_600.0
+"""Seconds after which a program that is measured on demand is taken to hang."""
 Result = dict[str, Any]
 Row = Mapping[str, Any]
 
@@ -173,11 +176,12 @@ def throughput_columns() -> dict[str, Callable[[Row], str]]:
     }
 
 
-def _program(module: str, title: str) -> dict[str, Figure]:
+def _program(module: str, title: str, *, on_demand: bool = False) -> dict[str, Figure]:
     """A figure that is a program of its own, if it is there."""
     if not external.exists(module):
         return {}
-    return {module: Figure(title, partial(external.measure, module), "", draw=None)}
+    limit = HOURS if on_demand else LIMIT
+    return {module: Figure(title, partial(external.measure, module, limit=limit), "", draw=None, on_demand=on_demand)}
 
 
 FIGURES: dict[str, Figure] = {
@@ -325,6 +329,8 @@ FIGURES: dict[str, Figure] = {
     **_program("scheduling_devices", "Sharing kinds of device"),
     **_program("coordinator", "A thousand workers"),
     **_program("scheduling", "A decision about a thousand queued jobs"),
+    **_program("simulator_scale", "Ten thousand jobs and devices, simulated", on_demand=True),
+    **_program("operator_scale", "A thousand jobs and eight thousand pods on an API server", on_demand=True),
     "soak": Figure(
         "A long job",
         soak.measure,

@@ -178,6 +178,9 @@ class SharingSettings:
     debounce: float = 0.3
     """How long an event waits for the others of its burst: a decision about a thousand jobs takes a tenth of a
     second."""
+    rest: float = 4.0
+    """After a decision a queue is left alone for so many times as long as it took, so that decisions about thousands of
+    pods that come and go have a fifth of the operator's time at most, and its jobs the rest."""
     review: float = 30.0
     """A queue with jobs is looked at this often without a cause: measured speeds and the steps that are left change
     all the time."""

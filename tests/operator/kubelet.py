@@ -25,6 +25,7 @@ from virtualflow.protocol.settings import ENV_CONFIRMED_START
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.constants import COORDINATOR, COORDINATOR_PORT, LABEL_JOB, LABEL_ROLE
 from virtualflow_operator.k8s.client import Object
+from virtualflow_operator.k8s.resources import NODES as NODE_OBJECTS
 from virtualflow_operator.k8s.resources import PODS, SECRETS, SERVICES
 
 NODES = ("node-a", "node-b", "node-c")
@@ -191,13 +192,31 @@ class Kubelet:
         elif node is None:
             if not self.unschedulable(pod):
                 alive = [node for node in NODES if node not in self.dead_nodes | self.avoided]
+                fit = [node for node in alive if self._demanded(pod, node)]
                 self._turn += 1
-                self.server.set_pod(namespace, name, node=alive[self._turn % len(alive)])
+                if fit:
+                    self.server.set_pod(namespace, name, node=fit[self._turn % len(fit)])
         elif pod["status"]["phase"] == "Pending" and uid not in self._starting:
             token = self._token(pod)
             if token is not None:
                 self._starting.add(uid)
                 self._spawn(self._begin(pod, token))
+
+    def _demanded(self, pod: Object, name: str) -> bool:
+        """Whether a node has the labels that a pod's node affinity demands, if it does."""
+        affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+        required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+        node = self.server.find(NODE_OBJECTS, None, name) or {"metadata": {}}
+        labels = node["metadata"].get("labels") or {}
+
+        def holds(demand: Object) -> bool:
+            value = labels.get(demand["key"])
+            wanted = {"In": value in demand.get("values", []), "Exists": value is not None}
+            opposite = {"NotIn": "In", "DoesNotExist": "Exists"}.get(demand["operator"])
+            return not wanted[opposite] if opposite else wanted[demand["operator"]]
+
+        terms = required.get("nodeSelectorTerms") or [{}]
+        return any(all(holds(demand) for demand in term.get("matchExpressions") or []) for term in terms)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

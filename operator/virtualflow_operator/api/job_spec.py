@@ -27,6 +27,9 @@ Activations = Literal["Auto", "Keep", "Recompute", "Swap"]
 OptimizerPlacement = Literal["Device", "Host"]
 Ground = Literal["Any", "OnDemand"]
 """Where ``minReplicas`` workers are to run."""
+AcrossKinds = Literal["Stay", "Move", "Mix"]
+"""What a job may do where its queue has several kinds of device: stay on the one on which it began, be on another one
+later, be on several at once."""
 Object = dict[str, Any]
 """An object of the API server, as JSON has it."""
 
@@ -71,6 +74,8 @@ class Elasticity(Base, frozen=True):
     min_efficiency: int = 0
     """Percent."""
     min_replicas_on: Ground = "Any"
+    across_kinds: AcrossKinds | None = None
+    """``None``: as its reproducibility allows."""
 
 
 class Checkpoint(Base, frozen=True):
@@ -119,6 +124,11 @@ class JobSpec(Base, frozen=True):
     active_deadline_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None
     managed_by: str | None = None
+
+    @property
+    def across_kinds(self) -> AcrossKinds:
+        """What it may do across kinds of device: the bits of a bitwise job are those of the kind on which it began."""
+        return self.elasticity.across_kinds or ("Stay" if self.reproducibility == "Bitwise" else "Move")
 
     @property
     def most(self) -> int:

@@ -47,6 +47,13 @@ class Share(Base, frozen=True):
     node: str = ""
 
 
+class OfKind(Base, frozen=True):
+    """A job's workers on one kind of device."""
+
+    kind: str
+    workers: int
+
+
 class Allocation(Base, frozen=True):
     """What its queue has given the job."""
 
@@ -58,6 +65,10 @@ class Allocation(Base, frozen=True):
     resized_time: str
     waited_seconds: int = 0
     """How long the wait was that ended when it began to run."""
+    kind: str = ""
+    """The kind of device in whose share it is, or for which it waits, where its queue tells them apart."""
+    kinds: tuple[OfKind, ...] = ()
+    """Its workers by kind; those of another kind than its own are lent."""
 
 
 class Measured(Base, frozen=True):
@@ -65,6 +76,8 @@ class Measured(Base, frozen=True):
 
     workers: int
     steps_per_second: str
+    kind: str = ""
+    """Of device, where its queue tells them apart: all of these workers were on it."""
 
 
 class LastChange(Base, frozen=True):

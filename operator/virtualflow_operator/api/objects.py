@@ -27,6 +27,7 @@ from virtualflow_operator.constants import (
     LABEL_ATTEMPT,
     LABEL_CAPACITY,
     LABEL_GROUP,
+    LABEL_KIND,
     LABEL_KUEUE_QUEUE,
     LABEL_ORDINAL,
     LABEL_ROLE,
@@ -72,6 +73,8 @@ class Pod:
     ordinal: int = 0
     ground: str = ""
     """``on-demand`` or ``spot``, where its job tells them apart."""
+    kind: str = ""
+    """Of device that it was made for, where its queue tells them apart."""
     attempt: int = 0
     template: str = ""
     """Hash of the template that it was made from."""
@@ -230,6 +233,7 @@ def read_pod(body: Object) -> Pod:
         group=labels.get(LABEL_GROUP, ""),
         ordinal=_number(labels.get(LABEL_ORDINAL)),
         ground=labels.get(LABEL_CAPACITY, ""),
+        kind=labels.get(LABEL_KIND, ""),
         attempt=_number(labels.get(LABEL_ATTEMPT)),
         template=(metadata.get("annotations") or {}).get(ANNOTATION_TEMPLATE, ""),
         node=(body.get("spec") or {}).get("nodeName") or "",

@@ -15,6 +15,8 @@ from virtualflow_operator.constants import MANAGER
 DEFAULT_POLICY = "WeightedFairShare"
 MAX_ALLOCATIONS = 100
 """Jobs that a queue's status lists: a summary, as the whole would grow with every job."""
+MAX_UNSORTED = 32
+"""Nodes of no kind that it names, likewise."""
 
 
 SelectorOperator = Literal["In", "NotIn", "Exists", "DoesNotExist"]
@@ -58,6 +60,21 @@ class Limit(Base, frozen=True):
 
     namespace: str
     capacity: int
+    kind: str = ""
+    """Of which kind of device, in a queue that tells them apart."""
+
+
+class KindSpec(Base, frozen=True):
+    """One kind of device in a queue."""
+
+    name: str
+    node_selector: Selector
+    rating: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """How fast it is beside the others, until jobs were measured on both."""
+    price: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Of a unit for an hour, in any currency."""
+    spot_price: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Of a unit on a spot node; ``None``: as on demand."""
 
 
 class QueueSpec(Base, frozen=True):
@@ -69,6 +86,10 @@ class QueueSpec(Base, frozen=True):
     spot_selector: Selector | None = None
     policy: str = DEFAULT_POLICY
     limits: tuple[Limit, ...] = ()
+    kinds: tuple[KindSpec, ...] = ()
+    """Of device; a node belongs to the first that selects it."""
+    thrift: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """How much the price of a step counts beside the time when a job's kind is chosen."""
 
 
 class CapacityStatus(Base, frozen=True):
@@ -78,6 +99,17 @@ class CapacityStatus(Base, frozen=True):
     on_demand: str
     spot: str
     used_by_others: str
+    allocated: str
+    nodes: int
+
+
+class KindStatus(Base, frozen=True):
+    """What there is of one kind of device, in units of the resource."""
+
+    name: str
+    total: str
+    on_demand: str
+    spot: str
     allocated: str
     nodes: int
 
@@ -116,6 +148,9 @@ class QueueStatus(Base, frozen=True):
     conditions: tuple[Condition, ...] = ()
     observed_generation: int = 0
     capacity: CapacityStatus | None = None
+    kinds: tuple[KindStatus, ...] = ()
+    nodes_without_kind: tuple[str, ...] = ()
+    """Names of nodes that the queue selects and none of its kinds does."""
     jobs: JobCounts = JobCounts()
     allocations: tuple[Given, ...] = ()
     past: tuple[PastKind, ...] = ()

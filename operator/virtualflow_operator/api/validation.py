@@ -117,6 +117,11 @@ def find_problems(spec: JobSpec) -> list[str]:
         problems.append(
             "verify compares bits, which are not equal if reproducibility is Statistical; remove one of them."
         )
+    if spec.reproducibility == "Bitwise" and spec.across_kinds != "Stay":
+        problems.append(
+            "Other kinds of device compute other bits than a Bitwise job promises; let acrossKinds be Stay, or "
+            "reproducibility Statistical."
+        )
     for index, group in enumerate(spec.worker_groups):
         if group.memory is not None:
             problems += _memory_problems(group.memory, f"workerGroups[{index}].memory")

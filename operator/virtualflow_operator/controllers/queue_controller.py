@@ -69,6 +69,8 @@ class QueueController:
         self._grants: dict[Key, Grant] = {}
         self._ceilings: dict[Key, tuple[int, float]] = {}
         """How many workers found a node, of jobs of which others found none; until when (Unix seconds) that counts."""
+        self._rests: dict[str, float] = {}
+        """Until when (``time.monotonic``) a queue is left alone about which it takes long to decide."""
 
     def grant(self, key: Key, job: Job) -> Grant | None:
         """What was decided about a job last; ``None``: nothing, by this operator."""
@@ -91,7 +93,9 @@ class QueueController:
             ApiError: the queue's status could not be written; the work-queue tries again.
             RetryLater: the queue had changed meanwhile.
         """
-        name, now = key[1], time.time()
+        name, now, began = key[1], time.time(), time.monotonic()
+        if began < self._rests.get(name, 0.0):
+            return self._rests[name] - began
         queue = self._store.queue(name)
         bodies = {
             place: entry.value for place, entry in self._store.jobs.entries.items() if queue_of(entry.value) == name
@@ -112,10 +116,15 @@ class QueueController:
             completed=[read_job(body) for body in bodies.values() if _completed_after(body, queue)],
         )
         decision = allocate(scene, now=now, settings=self._settings.scheduling)
+        took = time.monotonic() - began
+        self._metrics.sharing.observe(took)
+        self._rests.pop(name, None)
+        if took * self._settings.sharing.rest > self._settings.sharing.debounce:
+            self._rests[name] = began + took * (1 + self._settings.sharing.rest)
         for place, grant in decision.grants.items():
             before = self._grants.get(place)
             if grant != before:
-                if before is None or (before.uid, before.workers) != (grant.uid, grant.workers):
+                if before is None or _given(before) != _given(grant):
                     logger.info("%s/%s: %d workers of the queue %s: %s", *place, grant.workers, name, grant.reason)
                 self._grants[place] = grant
                 self._wake(place)
@@ -160,7 +169,8 @@ class QueueController:
         if grant.queue != (job.spec.queue or ""):
             grant = replace(grant, queue=job.spec.queue or "")
         pods = [pod for pod in self._workers(key) if pod.owner == job.uid]
-        return Member(job, grant, created, tuple(pod.node for pod in pods), self._ceiling(key, pods, now))
+        ceiling = self._ceiling(key, pods, now)
+        return Member(job, grant, created, [pod.node for pod in pods], ceiling, [pod.kind for pod in pods])
 
     def _workers(self, key: Key) -> list[Pod]:
         return [pod for pod in self._store.pods_of(key) if pod.role == WORKER and not pod.finished]
@@ -229,6 +239,10 @@ class QueueController:
             raise RetryLater(0.0, "the queue is deleted") from None
 
 
+def _given(grant: Grant) -> tuple[str, int, tuple[tuple[str, int], ...]]:
+    return grant.uid, grant.workers, grant.kinds
+
+
 def _sample(status: QueueStatus) -> QueueSample:
     ready, capacity = status.ready, status.capacity
     return QueueSample(
@@ -237,6 +251,7 @@ def _sample(status: QueueStatus) -> QueueSample:
         float(capacity.allocated) if capacity is not None else 0.0,
         status.jobs.running,
         status.jobs.waiting,
+        {kind.name: (float(kind.total), float(kind.allocated)) for kind in status.kinds},
     )
 
 

@@ -50,7 +50,9 @@ def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None
         assignment=_assignment(facts.pods, remote) if remote is not None and remote.workers else status.assignment,
     )
     if spec.queue or spec.elasticity.min_efficiency:
-        scaling = remember(status.scaling, remote if facts.connected else None)
+        told_apart = facts.scene.queue is not None and facts.scene.queue.kinds
+        kinds = {worker.pod.name: worker.kind for worker in workers} if told_apart else None
+        scaling = remember(status.scaling, remote if facts.connected else None, kinds)
         status = msgspec.structs.replace(status, scaling=scaling)
     if remote is not None:
         status = _with_progress(status, remote)

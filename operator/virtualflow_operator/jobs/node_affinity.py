@@ -1,6 +1,7 @@
 """Which nodes a worker of a queue may run on: node affinity in its pod. Pure.
 
-The queue's nodes are demanded of every worker, because the queue counts on no others. Where a job keeps its minimum off
+The queue's nodes are demanded of every worker, because the queue counts on no others, and so is the kind of device of
+which the queue has given it. Where a job keeps its minimum off
 spot nodes, each worker is made for one of the two grounds: on-demand ones keep off spot nodes, the others prefer them.
 """
 
@@ -9,17 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from virtualflow_operator.api import Demand, JobSpec, Node, Object, QueueSpec, SelectorOperator
-from virtualflow_operator.constants import LABEL_CAPACITY, ON_DEMAND, SPOT
-from virtualflow_operator.jobs.node_fit import could_take
+from virtualflow_operator.api import Demand, JobSpec, Node, Object, QueueSpec
+from virtualflow_operator.constants import LABEL_CAPACITY, LABEL_KIND, ON_DEMAND, SPOT
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
+from virtualflow_operator.queues import could_take, opposite, terms_of
 
-_OPPOSITE: dict[SelectorOperator, SelectorOperator] = {
-    "In": "NotIn",
-    "NotIn": "In",
-    "Exists": "DoesNotExist",
-    "DoesNotExist": "Exists",
-}
 _PREFERENCE = 100
 """The weight of a preference for spot nodes: the most that Kubernetes knows."""
 _UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
@@ -44,21 +39,25 @@ def choose_grounds(count: int, spec: JobSpec, workers: Iterable[ClassifiedPod]) 
     return [ON_DEMAND if index < lacking else SPOT for index in range(count)]
 
 
-def confine(pod: Object, queue: QueueSpec, ground: str = "") -> None:
-    """Let a worker's pod run on its queue's nodes only, and on its ground.
+def confine(pod: Object, queue: QueueSpec, ground: str = "", kind: str = "") -> None:
+    """Let a worker's pod run on its queue's nodes only, on its ground, and on its kind of device.
 
     Args:
         pod: its manifest, which is changed.
         queue: the queue's spec.
         ground: ``on-demand``, ``spot``, or empty where that makes no difference.
+        kind: of device, or empty where the queue tells none apart.
     """
     terms: list[list[Demand]] = [list(queue.node_selector.demands)] if queue.node_selector is not None else [[]]
     spot = queue.spot_selector.demands if queue.spot_selector is not None else ()
     if ground:
         pod["metadata"]["labels"][LABEL_CAPACITY] = ground
+    if kind:
+        pod["metadata"]["labels"][LABEL_KIND] = kind
+        terms = [[*term, *of] for term in terms for of in terms_of(queue, kind)]
     if ground == ON_DEMAND and spot:
         # Off spot nodes means that one of what makes them so does not hold: terms are alternatives.
-        terms = [[*term, Demand(d.key, _OPPOSITE[d.operator], d.values)] for term in terms for d in spot]
+        terms = [[*term, opposite(demand)] for term in terms for demand in spot]
     _demand(pod["spec"], [term for term in terms if term])
     if ground == SPOT and spot:
         affinity = pod["spec"].setdefault("affinity", {}).setdefault("nodeAffinity", {})

@@ -57,6 +57,10 @@ class ClassifiedPod:
     """Whether it is declared lost because its training thread hangs."""
     convicted: bool = False
     """Whether it came to wrong gradients or a wrong state, as other workers have found: its node is in doubt."""
+    kind: str = ""
+    """Of device that it is on, or was made for, where the job's queue tells them apart."""
+    misplaced: bool = False
+    """Whether it is to be replaced because the queue gives the job other kinds of device."""
 
     @property
     def ready(self) -> bool:

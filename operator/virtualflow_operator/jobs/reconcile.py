@@ -93,7 +93,7 @@ def _fix_for_life(facts: Facts, draft: Draft) -> None:
 def _run(facts: Facts, draft: Draft) -> JobStatus:
     """A coordinator, its service, and as many workers as the job is to have."""
     delete_former_attempts(facts, draft)
-    if facts.granted.still:
+    if facts.still:
         return build_status(facts, draft.status)
     accepted = templates_accepted(facts, draft)
     if draft.status.template_hash is None:

@@ -17,6 +17,7 @@ from virtualflow_operator.api import (
     find_problems,
 )
 from virtualflow_operator.jobs import template_hashes
+from virtualflow_operator.jobs.device_kinds import sort_by_kind
 from virtualflow_operator.jobs.pod_classification import PodClassification, classify_pods
 from virtualflow_operator.queues import Grant, Granted, Kueue, settle_admission, settle_grant
 from virtualflow_operator.settings import OperatorSettings
@@ -82,6 +83,21 @@ class Facts:
         return self.granted.job.spec
 
     @property
+    def kinds(self) -> Mapping[str, int]:
+        """Workers that it is to have of each kind of device, where its queue tells them apart."""
+        return self.granted.kinds if self.scene.queue is not None and self.scene.queue.kinds else {}
+
+    @property
+    def still(self) -> bool:
+        """Whether no pod may be made at present: it is not known where and how many.
+
+        So it is for a moment when a queue is given kinds of device, or other names for them.
+        """
+        named = {kind.name for kind in self.scene.queue.kinds} if self.scene.queue is not None else set()
+        undecided = bool(named) and not (self.granted.kinds and self.granted.kinds.keys() <= named)
+        return self.granted.still or (undecided and not self.spec.suspend)
+
+    @property
     def remote(self) -> Status | None:
         """What the coordinator said last."""
         return self.link.status if self.link is not None else None
@@ -124,7 +140,7 @@ def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
     pods = classify_pods(
         granted.job, scene.pods, nodes=scene.nodes, link=link, now=now, settings=settings, changeable=not faults
     )
-    return Facts(
+    facts = Facts(
         scene=scene,
         now=now,
         settings=settings,
@@ -134,3 +150,4 @@ def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
         pods=pods,
         link=link,
     )
+    return facts if facts.still else replace(facts, pods=sort_by_kind(pods, facts.kinds, scene.queue, scene.nodes))

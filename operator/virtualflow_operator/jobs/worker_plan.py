@@ -3,25 +3,35 @@
 Workers are made in the first group that has room; a group with a worker that no node takes is passed over, and that
 worker stays as a request for capacity until others have taken its place. So is a group into whose memory nothing fits.
 Workers that are to be replaced (a changed template, a cordoned node) get a successor first, one at a time, and leave
-when it is ready; those that never ran have nothing to wait for.
+when it is ready; those that never ran have nothing to wait for. Where the job goes to another kind of device, for which
+its queue has made room, all of them get theirs at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from virtualflow_operator.api import WorkerGroup
 from virtualflow_operator.constants import ON_DEMAND
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 
 
+class NewWorker(NamedTuple):
+    """A worker that is to be made."""
+
+    group: WorkerGroup
+    ordinal: int
+    kind: str = ""
+    """Of device that it is for, where the job's queue tells them apart."""
+
+
 @dataclass(frozen=True)
 class WorkerPlan:
     """What to do about the number of workers."""
 
-    create: tuple[tuple[WorkerGroup, int], ...] = ()
-    """Group and ordinal of each new worker."""
+    create: tuple[NewWorker, ...] = ()
     retire: tuple[ClassifiedPod, ...] = ()
     """Whom to relieve."""
     withdraw: tuple[ClassifiedPod, ...] = ()
@@ -38,6 +48,8 @@ def plan_workers(
     refused: bool = False,
     surge: bool = True,
     unfit: Collection[str] = (),
+    kinds: Sequence[str] = (),
+    unsuitable: Collection[tuple[str, str]] = (),
 ) -> WorkerPlan:
     """Bring the number of workers to ``desired``.
 
@@ -50,12 +62,16 @@ def plan_workers(
         refused: whether the API server lets no further pod be made at present (a quota, usually).
         surge: whether there may be one more than ``desired``, so that a successor comes before its predecessor leaves.
         unfit: names of groups into whose memory nothing fits.
+        kinds: of device, of each worker that is lacking; empty: the job's queue tells none apart.
+        unsuitable: names of groups, and kinds on which their templates may not be.
     """
     unborn = [worker for worker in workers if _never_ran(worker)]
     here = [worker for worker in workers if worker.fate in ("healthy", "planned") and worker not in unborn]
     stuck = [worker for worker in workers if worker.fate == "stuck"]
     planned = [worker for worker in here if worker.fate == "planned"]
-    target = desired + (1 if planned and surge else 0)
+    # For those that go to another kind of device there is room; the others are replaced one at a time.
+    more = max(sum(1 for worker in planned if worker.misplaced), 1 if planned and surge else 0)
+    target = desired + more
     rank = {group.name: index for index, group in enumerate(groups)}
     scheduled = sum(1 for worker in here if worker.pod.node)
     withdraw = (*unborn, *_withdraw(sorted(stuck, key=lambda p: _dispensable(p, rank)), max(target - scheduled, 0)))
@@ -64,7 +80,8 @@ def plan_workers(
         counted = [worker for worker in (*here, *stuck) if worker.fate != "planned" or not surge]
         # Without anybody left, and no other group, it is tried again: whether that is too often, others decide.
         sound = [group for group in groups if group.name not in unfit] or ([] if here else groups)
-        created = _place(target - len(here), counted, sound, names, prefix)
+        places = [*kinds, *([next(iter(kinds), "")] * target)][: target - len(here)]
+        created = _place(places, counted, sound, names, prefix, unsuitable)
         retire = _relieve_in_place(here, planned, full=refused or bool(stuck))
         return WorkerPlan(created, retire, withdraw)
     if len(here) > target:
@@ -75,11 +92,20 @@ def plan_workers(
         return WorkerPlan(retire=tuple(order[: len(here) - target]), withdraw=withdraw)
     if planned and not surge:
         return WorkerPlan(retire=_relieve_in_place(here, planned, full=True), withdraw=withdraw)
-    if planned:
-        first = min(planned, key=lambda worker: _dispensable(worker, rank))
-        if sum(1 for worker in here if worker.ready and worker is not first) >= desired:
-            return WorkerPlan(retire=(first,), withdraw=withdraw)
-    return WorkerPlan(withdraw=withdraw)
+    order = sorted(planned, key=lambda worker: _dispensable(worker, rank))[:more]
+    spare = sum(worker.ready for worker in here) - desired
+    return WorkerPlan(retire=_relieve_replaced(order, spare), withdraw=withdraw)
+
+
+def _relieve_replaced(order: Sequence[ClassifiedPod], spare: int) -> tuple[ClassifiedPod, ...]:
+    """Those that may go, as so many more are ready than there are to be."""
+    gone = []
+    for worker in order:
+        spare -= worker.ready
+        if spare < 0:
+            break
+        gone.append(worker)
+    return tuple(gone)
 
 
 def _withdraw(stuck: Sequence[ClassifiedPod], needed: int) -> tuple[ClassifiedPod, ...]:
@@ -94,8 +120,8 @@ def _withdraw(stuck: Sequence[ClassifiedPod], needed: int) -> tuple[ClassifiedPo
 
 
 def _never_ran(worker: ClassifiedPod) -> bool:
-    """Whether an outdated pod has not begun: its image or its size may be the very thing that was mended."""
-    return worker.outdated and worker.pod.phase == "Pending" and worker.standing == "absent"
+    """Whether a pod that is not wanted as it is has not begun: its image, its size or its kind of device is why."""
+    return (worker.outdated or worker.misplaced) and worker.pod.phase == "Pending" and worker.standing == "absent"
 
 
 def _relieve_in_place(
@@ -121,19 +147,25 @@ def _dispensable(worker: ClassifiedPod, rank: Mapping[str, int]) -> tuple[bool, 
 
 
 def _place(
-    count: int, workers: Sequence[ClassifiedPod], groups: Sequence[WorkerGroup], names: Collection[str], prefix: str
-) -> tuple[tuple[WorkerGroup, int], ...]:
+    kinds: Sequence[str],
+    workers: Sequence[ClassifiedPod],
+    groups: Sequence[WorkerGroup],
+    names: Collection[str],
+    prefix: str,
+    unsuitable: Collection[tuple[str, str]],
+) -> tuple[NewWorker, ...]:
+    """A worker of each of these kinds of device, in the first group that has room for it."""
     taken = set(names)
     sizes = {g.name: sum(1 for p in workers if p.pod.group == g.name) for g in groups}
-    full = {worker.pod.group for worker in workers if worker.fate == "stuck"}
-    created: list[tuple[WorkerGroup, int]] = []
-    for _ in range(count):
-        room = (g for g in groups if g.name not in full and (g.max_replicas is None or sizes[g.name] < g.max_replicas))
-        group = next(room, None)
+    full = {*unsuitable, *((worker.pod.group, worker.kind) for worker in workers if worker.fate == "stuck")}
+    created: list[NewWorker] = []
+    for kind in kinds:
+        room = (g for g in groups if g.max_replicas is None or sizes[g.name] < g.max_replicas)
+        group = next((g for g in room if (g.name, kind) not in full), None)
         if group is None:
-            break
+            continue
         ordinal = next(n for n in range(len(taken) + 1) if f"{prefix}-{group.name}-{n}" not in taken)
         taken.add(f"{prefix}-{group.name}-{ordinal}")
         sizes[group.name] += 1
-        created.append((group, ordinal))
+        created.append(NewWorker(group, ordinal, kind))
     return tuple(created)

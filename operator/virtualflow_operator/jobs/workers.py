@@ -9,6 +9,7 @@ from virtualflow_operator.api import Node, format_time, parse_time
 from virtualflow_operator.constants import TERMINATION_TAINTS, WORKER
 from virtualflow_operator.jobs import event_messages, manifests, template_hashes
 from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod
+from virtualflow_operator.jobs.device_kinds import lacking_kinds, unsuitable
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.kueue_pod_sets import place
 from virtualflow_operator.jobs.losses import drain
@@ -55,6 +56,9 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
         draft: what is decided.
         waiting: whether nothing is made yet, because of a crash.
     """
+    given, queue = facts.kinds, facts.scene.queue
+    lacking = lacking_kinds(given, facts.pods.workers)
+    apart = unsuitable([*given], facts.spec.worker_groups, queue, facts.scene.nodes) if queue and lacking else ()
     plan = plan_workers(
         facts.spec.desired,
         facts.pods.workers,
@@ -66,6 +70,8 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
         # first nevertheless.
         surge=not facts.granted.kueue or facts.spec.desired == 1,
         unfit=[unfit.group for unfit in draft.status.failures.unfit],
+        kinds=lacking,
+        unsuitable=apart,
     )
     address = facts.scene.service.address if facts.scene.service is not None else ""
     # One with another token refuses new workers as well; one of another version need not.
@@ -89,10 +95,10 @@ def _make(facts: Facts, draft: Draft, plan: WorkerPlan, address: str) -> list[st
     if tells_apart(facts.spec, queue):
         grounds = choose_grounds(len(plan.create), facts.spec, facts.pods.workers)
     made = []
-    for (group, ordinal), ground in zip(plan.create, grounds, strict=True):
+    for (group, ordinal, kind), ground in zip(plan.create, grounds, strict=True):
         manifest = manifests.worker_pod(draft.job, group, ordinal, address, facts.settings)
         if queue is not None:
-            confine(manifest, queue, ground)
+            confine(manifest, queue, ground, kind)
         placement = facts.granted.placements.get(group.name)
         if placement is not None:
             place(manifest, placement)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 from prometheus_client import (
@@ -69,6 +69,8 @@ class QueueSample:
     allocated: float = 0.0
     running: int = 0
     waiting: int = 0
+    kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Capacity, and what is allocated of it, by kind of device."""
 
 
 class Metrics:
@@ -114,6 +116,7 @@ class Metrics:
             PAUSES,
         )
         self.reconciliation = histogram("virtualflow_reconcile_duration_seconds", "One reconciliation of a job.", CALLS)
+        self.sharing = histogram("virtualflow_shared_decision_seconds", "One decision about a queue.", CALLS)
         self.errors = counter("virtualflow_reconcile_errors_total", "Reconciliations that failed.", "kind")
         self.queue_depth = Gauge(
             "virtualflow_queue_depth", "Jobs that are due and wait to be reconciled.", registry=registry
@@ -197,10 +200,10 @@ class _Jobs(Collector):
             value=sum(sample.workers_ready for _, sample in samples),
         )
         if self._single:
-            for field, text in _SINGLE.items():
-                family = GaugeMetricFamily(f"virtualflow_job_{field}", text, labels=("job_namespace", "job_name"))
+            for measure, text in _SINGLE.items():
+                family = GaugeMetricFamily(f"virtualflow_job_{measure}", text, labels=("job_namespace", "job_name"))
                 for key, sample in samples:
-                    value = getattr(sample, field)
+                    value = getattr(sample, measure)
                     if value is not None:
                         family.add_metric(key, value)
                 yield family
@@ -215,18 +218,28 @@ class _Queues(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Compute all of them at this moment."""
         samples = sorted(self._samples.items())
-        for field, text in _OF_A_QUEUE.items():
-            family = GaugeMetricFamily(f"virtualflow_shared_{field}", text, labels=("queue",))
+        for measure, text in _OF_A_QUEUE.items():
+            family = GaugeMetricFamily(f"virtualflow_shared_{measure}", text, labels=("queue",))
             for name, sample in samples:
-                family.add_metric((name,), float(getattr(sample, field)))
+                family.add_metric((name,), float(getattr(sample, measure)))
             yield family
         jobs = GaugeMetricFamily("virtualflow_shared_jobs", "Jobs of the queue.", labels=("queue", "state"))
         for name, sample in samples:
             jobs.add_metric((name, "running"), sample.running)
             jobs.add_metric((name, "waiting"), sample.waiting)
         yield jobs
+        for place, (measure, text) in enumerate(_OF_A_KIND.items()):
+            family = GaugeMetricFamily(f"virtualflow_shared_kind_{measure}", text, labels=("queue", "kind"))
+            for name, sample in samples:
+                for kind, amounts in sample.kinds.items():
+                    family.add_metric((name, kind), amounts[place])
+            yield family
 
 
+_OF_A_KIND = {
+    "capacity": "What the jobs of the queue may have together of a kind of device.",
+    "allocated": "What they have been given of it.",
+}
 _OF_A_QUEUE = {
     "ready": "1: the queue gives out what it has; 0: its condition Ready says why not.",
     "capacity": "What the jobs of the queue may have together, of its resource or in workers.",

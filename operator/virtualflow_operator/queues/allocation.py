@@ -1,21 +1,21 @@
 """One decision about one queue: what each of its jobs is given, and what the queue's status says. Pure.
 
-The policy says how many workers each job is to have; here its arguments are made from the cluster, and its answer is
-put into an order in which capacity is never exceeded: workers are taken away at once, and given once those that were
-taken away have gone. What is in the way of a single job (it never fits, its specification makes no sense) is that job's
-grant, and the others are shared among as if it were not there.
+The policy says how many workers each job is to have, and of which kind of device; here its arguments are made from the
+cluster, and its answer is put into an order in which capacity is never exceeded (``releases``). What is in the way of a
+single job (it never fits, its specification makes no sense) is that job's grant, and the others are shared among as if
+it were not there.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 
-from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
-from virtualflow_operator.api import Job, Node, Queue, QueueSpec, QueueStatus
+from virtualflow_operator.api import Job, KindSpec, Node, Queue, QueueSpec, QueueStatus
 from virtualflow_operator.queues.capacity import (
     QueueCapacity,
     in_words,
@@ -26,39 +26,24 @@ from virtualflow_operator.queues.capacity import (
 )
 from virtualflow_operator.queues.grants import Grant
 from virtualflow_operator.queues.hindrances import Hindrance, find_hindrance, find_obstacle
-from virtualflow_operator.queues.past_jobs import count_ended, expected_left, least_workers, read_past, write_past
+from virtualflow_operator.queues.kinds import kind_of, kinds_of
+from virtualflow_operator.queues.members import Holding, Key, Member, build_demand, find_holding
+from virtualflow_operator.queues.node_fit import is_made_for
+from virtualflow_operator.queues.past_jobs import count_ended, read_past, write_past
 from virtualflow_operator.queues.queue_status import build_queue_status
-from virtualflow_operator.queues.scaling_history import curve_of, efficient_limit, no_further
-from virtualflow_operator.scheduling import Allocation, Capacity, Demand, next_change, policy
-from virtualflow_operator.scheduling.service_time import Past
+from virtualflow_operator.queues.releases import find_stuck, release, stand_still
+from virtualflow_operator.queues.scaling_history import no_further
+from virtualflow_operator.scheduling import (
+    FIXED_SIZES,
+    Capacity,
+    Kind,
+    KindAllocation,
+    KindDemand,
+    decide_by_kind,
+    next_change,
+    policy,
+)
 from virtualflow_operator.settings import SchedulingSettings
-
-Key = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Member:
-    """A job that names the queue."""
-
-    job: Job
-    grant: Grant
-    """What it has at the moment."""
-    submitted: float
-    """When it was created, Unix seconds."""
-    pods: Sequence[str] = ()
-    """The node of each of its worker pods that has not ended; empty for one without a node."""
-    ceiling: int | None = None
-    """Workers that found a node the last time, where others found none; ``None``: all did."""
-
-    @property
-    def key(self) -> Key:
-        """Namespace and name."""
-        return self.job.namespace, self.job.name
-
-    @property
-    def name(self) -> str:
-        """As the policy knows it."""
-        return f"{self.job.namespace}/{self.job.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +87,8 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
     open_members = [m for m in members if m.key not in hindered]
     units = {m.key: worker_units(m.job.spec, resource) for m in members}
     capacity = _capacity(scene, queue.spec, open_members, units)
+    fit = {name: kind for kind, there in capacity.kinds.items() for name in there.nodes}
+    holdings = {m.key: find_holding(m, queue.spec, scene.nodes or {}, fit) for m in members}
     scale = scale_of(resource)
     ended = [(job, worker_units(job.spec, resource)) for job in scene.completed]
     past, past_until = count_ended(read_past(queue.status, scale), queue.status.past_until or "", ended, settings)
@@ -111,15 +98,22 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
         grants = {m.key: _keep(m, reasons.QUEUE_NOT_READY, told, now) for m in members}
         wake_at = None
     else:
-        grants, reserved = _grant_hindered(members, hindered, units, capacity, resource, now)
-        shared, wake_at = _share(queue.spec, open_members, units, capacity, reserved, past, now, settings)
+        grants, reserved = _grant_hindered(members, hindered, units, holdings, now)
+        usable = _usable_kinds(open_members, queue.spec, scene.nodes or {})
+        demands = {
+            m.key: build_demand(m, holdings[m.key], units[m.key], queue.spec, past, usable[m.key]) for m in open_members
+        }
+        shared, wake_at = _share(queue.spec, open_members, demands, holdings, capacity, reserved, now, settings)
         grants |= shared
-    given = {m.key: grants[m.key].workers for m in members}
+    given: dict[Key, Mapping[str, int]] = {}
+    for m in members:
+        grant = grants[m.key]
+        given[m.key] = dict(grant.kinds) or ({holdings[m.key].kind: grant.workers} if grant.workers else {})
     status = build_queue_status(
         queue,
         capacity,
         given=given,
-        allocated=sum(units[key] * workers for key, workers in given.items()),
+        units=units,
         waiting=sum(1 for m in members if not (given[m.key] or m.job.spec.suspend)),
         past=write_past(past, scale),
         past_until=past_until or None,
@@ -144,143 +138,119 @@ def _capacity(scene: QueueScene, spec: QueueSpec, members: Sequence[Member], uni
     )
 
 
+def _usable_kinds(members: Sequence[Member], spec: QueueSpec, nodes: Mapping[str, Node]) -> dict[Key, frozenset[str]]:
+    """Names of the kinds that each job's templates may be on; jobs with the same templates are asked about once."""
+    kinds = frozenset(kind.name for kind in kinds_of(spec))
+    if not spec.kinds:
+        return {member.key: kinds for member in members}
+    selected = [n for n in nodes.values() if spec.node_selector is None or spec.node_selector.selects(n.labels)]
+    there: dict[str, list[Node]] = {kind: [] for kind in kinds}
+    for node in selected:
+        kind = kind_of(spec, node.labels)
+        if kind is not None and not node.gone:
+            there[kind].append(node)
+    known: dict[str, frozenset[str]] = {}
+    found = {}
+    for member in members:
+        templates = [group.template.get("spec") or {} for group in member.job.spec.worker_groups]
+        text = json.dumps(templates, sort_keys=True)
+        if text not in known:
+            known[text] = frozenset(k for k in kinds if any(is_made_for(pod, there[k]) for pod in templates))
+        found[member.key] = known[text]
+    return found
+
+
 def _grant_hindered(
     members: Sequence[Member],
     hindered: Mapping[Key, Hindrance],
     units: Mapping[Key, int],
-    capacity: QueueCapacity,
-    resource: str | None,
+    holdings: Mapping[Key, Holding],
     now: float,
-) -> tuple[dict[Key, Grant], Counter[str]]:
-    """What jobs have that are not shared with, and the units that are not there for the others, by namespace."""
+) -> tuple[dict[Key, Grant], dict[str, Counter[str]]]:
+    """What jobs have that are not shared with, and what is not there for the others: units by kind and namespace."""
     grants: dict[Key, Grant] = {}
-    reserved: Counter[str] = Counter()
+    reserved: dict[str, Counter[str]] = {}
     for member in members:
         if (hindrance := hindered.get(member.key)) is not None:
+            holding = holdings[member.key]
             if hindrance.keeps_workers:
                 grants[member.key] = _keep(member, hindrance.code, hindrance.sentence, now)
             else:
                 grants[member.key] = member.grant.changed(0, hindrance.sentence, hindrance.code, now)
             # What it keeps, and what is still to leave.
-            taken = max(grants[member.key].workers, _holding(member, capacity, resource))
-            reserved[member.job.namespace] += units[member.key] * taken
+            keeps = holding.given if grants[member.key].workers else {}
+            for kind in {*keeps, *holding.held}:
+                taken = max(keeps.get(kind, 0), holding.held.get(kind, 0))
+                reserved.setdefault(kind, Counter())[member.job.namespace] += units[member.key] * taken
     return grants, reserved
 
 
 def _share(
     queue: QueueSpec,
     members: Sequence[Member],
-    units: Mapping[Key, int],
+    demands: Mapping[Key, KindDemand],
+    holdings: Mapping[Key, Holding],
     there: QueueCapacity,
-    reserved: Counter[str],
-    past: Past,
+    reserved: Mapping[str, Counter[str]],
     now: float,
     settings: SchedulingSettings,
 ) -> tuple[dict[Key, Grant], float | None]:
     """Share what is there, less what is reserved; in the end, when time alone may change that."""
-    taken, scale = reserved.total(), scale_of(queue.resource)
-    capacity = Capacity(
-        max(there.on_demand - max(taken - there.spot, 0), 0),
-        max(there.spot - taken, 0),
-        {at.namespace: max(at.capacity * scale - reserved[at.namespace], 0) for at in queue.limits},
-    )
-    demands = [_demand(m, units[m.key], queue, past) for m in members]
-    wanted = policy(queue.policy)(now, demands, capacity, settings)
-    held = {m.name: _holding(m, there, queue.resource) for m in members}
-    given = release(wanted, demands, held, capacity.total)
+    kinds = {kind.name: _kind(queue, kind, there, reserved.get(kind.name, Counter())) for kind in kinds_of(queue)}
+    told = replace(settings, thrift=queue.thrift) if queue.thrift else settings
+    elastic, decide = queue.policy not in FIXED_SIZES, policy(queue.policy)
+    asked = list(demands.values())
+    held = {m.name: holdings[m.key].held for m in members}
+    totals = {name: kind.capacity.total for name, kind in kinds.items()}
+
+    wanted = decide_by_kind(decide, now, asked, kinds, told, elastic=elastic)
+    while stuck := find_stuck(wanted, asked, totals):
+        asked = [stand_still(demand) if demand.job.name in stuck else demand for demand in asked]
+        wanted = decide_by_kind(decide, now, asked, kinds, told, elastic=elastic)
+    given = release(wanted, asked, held, totals)
+
     grants, after = {}, []
-    for member, demand in zip(members, demands, strict=True):
-        allocation = given[demand.name]
-        code, reason = _explain(member, demand, allocation, queue.resource)
-        partly = demand.allocated < allocation.workers < wanted[demand.name].workers
-        grants[member.key] = member.grant.changed(allocation.workers, reason, code, now, partly=partly)
-        after.append(demand.given(allocation.workers, now))
+    for member, demand in zip(members, asked, strict=True):
+        allocation = given[demand.job.name]
+        workers = sum(allocation.workers.values())
+        code, reason = _explain(member, demand, allocation, queue)
+        partly = demand.total < workers < sum(wanted[demand.job.name].workers.values())
+        split = allocation.workers if queue.kinds else {}
+        home = allocation.home if queue.kinds else None
+        grants[member.key] = member.grant.changed(workers, reason, code, now, kind=home, kinds=split, partly=partly)
+        after.append(demand.given(allocation, now).job)
     return grants, next_change(now, after, settings)
 
 
-def _explain(member: Member, demand: Demand, allocation: Allocation, resource: str | None) -> tuple[str, str]:
+def _kind(queue: QueueSpec, kind: KindSpec, there: QueueCapacity, reserved: Counter[str]) -> Kind:
+    """What the policy has to share of a kind."""
+    of, taken, scale = there.kinds.get(kind.name), reserved.total(), scale_of(queue.resource)
+    on_demand, spot = (of.on_demand, of.spot) if of is not None else (0, 0)
+    limits = {at.namespace: at.capacity * scale for at in queue.limits if at.kind == kind.name}
+    limits = {name: max(limit - reserved[name], 0) for name, limit in limits.items()}
+    capacity = Capacity(max(on_demand - max(taken - spot, 0), 0), max(spot - taken, 0), limits)
+    price = kind.price or 1.0
+    return Kind(capacity, kind.rating, price, kind.spot_price if kind.price is not None else None)
+
+
+def _explain(member: Member, demand: KindDemand, allocation: KindAllocation, queue: QueueSpec) -> tuple[str, str]:
     """Why a job has so many workers: the reason of its condition, and a sentence."""
     if allocation.shortage is not None:
-        return reasons.NEVER_FITS, allocation.shortage.told(lambda units: in_words(units, resource))
-    code = reasons.ALLOCATED if allocation.workers else reasons.QUEUED
-    return code, allocation.reason + _no_more(member, demand, allocation.workers)
+        return reasons.NEVER_FITS, allocation.shortage.told(lambda units: in_words(units, queue.resource))
+    workers = sum(allocation.workers.values())
+    code = reasons.ALLOCATED if workers else reasons.QUEUED
+    if not workers and allocation.home not in {kind.name for kind in kinds_of(queue)}:
+        code = reasons.NEVER_FITS
+    return code, allocation.reason + _no_more(member, demand, workers)
 
 
-def release(
-    wanted: Mapping[str, Allocation], demands: Sequence[Demand], held: Mapping[str, int], total: int
-) -> dict[str, Allocation]:
-    """What is given at once of what a policy wants: less to those who are to have less, more only of what is free.
-
-    Args:
-        wanted: the policy's answer.
-        demands: what it was asked for; ``allocated`` is what each job has been given.
-        held: workers of each job that have not gone yet.
-        total: units to share.
-    """
-    given = {d.name: min(wanted[d.name].workers, d.allocated) for d in demands}
-    free = total - sum(d.units * max(given[d.name], held.get(d.name, 0)) for d in demands)
-    growing = [d for d in demands if wanted[d.name].workers > d.allocated]
-    for demand in sorted(growing, key=lambda d: (not d.allocated, d.began, d.name)):
-        there = max(demand.allocated, held.get(demand.name, 0))  # its own that are leaving make room for it
-        workers = min(wanted[demand.name].workers, there + max(free, 0) // demand.units)
-        if workers >= demand.minimum:
-            free -= demand.units * max(workers - there, 0)
-            given[demand.name] = workers
-    return {
-        d.name: wanted[d.name] if given[d.name] == wanted[d.name].workers else _held_back(wanted[d.name], given[d.name])
-        for d in demands
-    }
-
-
-def _held_back(wanted: Allocation, workers: int) -> Allocation:
-    """The allocation of a job that has to wait for others' workers to leave."""
-    count = counted(wanted.workers, "worker")
-    reason = f"{count} as soon as those of others have left: {wanted.reason}"
-    return Allocation(workers, reason, min(wanted.on_demand, workers))
-
-
-def _demand(member: Member, units: int, queue: QueueSpec, past: Past) -> Demand:
-    """A job as the policy sees it."""
-    spec, status, grant = member.job.spec, member.job.status, member.grant
-    least = least_workers(member.job)
-    limit = spec.most if member.ceiling is None else min(spec.most, member.ceiling)
-    most = max(least, efficient_limit(status.scaling, spec.elasticity.min_efficiency, limit))
-    left = None
-    if status.total_steps is not None:
-        left = max(status.total_steps - (status.step or 0), 0)
-    return Demand(
-        name=member.name,
-        namespace=member.job.namespace,
-        submitted=member.submitted,
-        maximum=most,
-        minimum=least,
-        requested=min(max(spec.replicas, least), most),
-        units=units,
-        priority=spec.priority,
-        weight=float(spec.weight),
-        allocated=grant.workers,
-        since=grant.since,
-        resized=grant.resized,
-        waited=grant.waited,
-        steps_left=left,
-        expected_left=expected_left(past, member.job, units),
-        curve=curve_of(status.scaling),
-        minimum_on_demand=spec.elasticity.min_replicas_on == "OnDemand" and queue.spot_selector is not None,
-    )
-
-
-def _no_more(member: Member, demand: Demand, workers: int) -> str:
+def _no_more(member: Member, demand: KindDemand, workers: int) -> str:
     """What the reason of a policy does not say, as it sees no more than the most that a job can have."""
-    if not workers or workers < demand.maximum or demand.maximum >= member.job.spec.most:
+    if not workers or workers < demand.job.maximum or demand.job.maximum >= member.job.spec.most:
         return ""
-    if member.ceiling is not None and demand.maximum >= member.ceiling:
+    if member.ceiling is not None and demand.job.maximum >= member.ceiling:
         return "; no more of its workers found a node, which is tried again when nodes change, and now and then"
     return f"; {no_further(member.job.spec.elasticity.min_efficiency)}"
-
-
-def _holding(member: Member, capacity: QueueCapacity, resource: str | None) -> int:
-    """Workers that take of what there is: those on nodes which do not count any more take nothing."""
-    return sum(1 for node in member.pods if resource is None or not node or node in capacity.nodes)
 
 
 def _missing(member: Member) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
-from typing import Any
 
 from virtualflow.protocol.wording import counted
 from virtualflow_operator.api import JobSpec, Node, Object, QueueSpec, WorkerGroup, parse_quantity, pod_requests, total
 from virtualflow_operator.constants import TERMINATION_TAINTS
+from virtualflow_operator.queues.kinds import ANY, kind_of, kinds_of
 
-_KUBERNETES = "node.kubernetes.io/"
+KUBERNETES_TAINTS = "node.kubernetes.io/"
 """Taints of this prefix tell what is the matter with a node; workers tolerate them only by accident."""
 
 
@@ -68,38 +68,67 @@ def _template_units(template: Object, resource: str) -> int:
 
 def tolerated(spec: JobSpec) -> frozenset[str]:
     """Keys of the taints that a job's workers tolerate; the empty key stands for all."""
+    return frozenset(key for group in _used(spec) for key in tolerated_keys(group.template.get("spec")))
+
+
+def tolerated_keys(pod: object) -> frozenset[str]:
+    """Keys of the taints that a pod with this ``spec`` tolerates; the empty key stands for all."""
+    found = pod.get("tolerations") if isinstance(pod, Mapping) else None
     return frozenset(
         str(toleration.get("key") or "")
-        for group in _used(spec)
-        for toleration in _tolerations(group.template)
+        for toleration in (found if isinstance(found, list) else [])
         if isinstance(toleration, Mapping) and toleration.get("effect") != "PreferNoSchedule"
     )
 
 
-def _tolerations(template: Object) -> list[Any]:
-    pod = template.get("spec")
-    found = pod.get("tolerations") if isinstance(pod, Mapping) else None
-    return found if isinstance(found, list) else []
+@dataclass(frozen=True)
+class KindCapacity:
+    """What a queue has of one kind of device, in units."""
+
+    on_demand: int = 0
+    spot: int = 0
+    nodes: frozenset[str] = frozenset()
+    """Those that are fit for work."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.on_demand + self.spot
 
 
 @dataclass(frozen=True)
 class QueueCapacity:
     """What a queue has, in units."""
 
-    on_demand: int = 0
-    spot: int = 0
+    kinds: Mapping[str, KindCapacity] = field(default_factory=dict)
+    """By name, in the order in which the queue names them; a queue that tells none apart has one without a name."""
     used_by_others: int = 0
     selected: int = 0
     """Nodes that its selector selects."""
-    nodes: frozenset[str] = frozenset()
-    """Those of them that are fit for work."""
     unfit: Mapping[str, str] = field(default_factory=dict)
-    """Why the others are not."""
+    """Why some of these do not count."""
+    unsorted: tuple[str, ...] = ()
+    """Those of no kind."""
+
+    @property
+    def on_demand(self) -> int:
+        """On nodes that stay."""
+        return sum(kind.on_demand for kind in self.kinds.values())
+
+    @property
+    def spot(self) -> int:
+        """On spot nodes."""
+        return sum(kind.spot for kind in self.kinds.values())
 
     @property
     def total(self) -> int:
         """All of it."""
         return self.on_demand + self.spot
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """The nodes that are fit for work, of all kinds."""
+        return frozenset().union(*(kind.nodes for kind in self.kinds.values()))
 
 
 def measure_capacity(
@@ -125,19 +154,23 @@ def measure_capacity(
         leaving: keys of taints that announce a node's loss, beside the well-known ones.
     """
     if spec.resource is None:
-        return QueueCapacity(on_demand=spec.capacity or 0)
+        return QueueCapacity({ANY: KindCapacity(spec.capacity or 0)})
     selected = {
         name: node
         for name, node in nodes.items()
         if not node.gone and (spec.node_selector is None or spec.node_selector.selects(node.labels))
     }
-    on_demand = spot = used = 0
-    fit, unfit = set(), {}
+    kinds = {kind.name: _Count() for kind in kinds_of(spec)}
+    used, unfit, unsorted = 0, {}, []
     for name, node in selected.items():
-        amount = alive.get(name, 0)
+        kind = kind_of(spec, node.labels)
+        if kind is None:
+            unsorted.append(name)
+            continue
+        count, amount = kinds[kind], alive.get(name, 0)
         fault = unfitness(node, tolerations, leaving)
         if not fault:
-            fit.add(name)
+            count.nodes.add(name)
             allocatable = in_units(node.allocatable.get(spec.resource, "0"), spec.resource, up=False)
             used += min(others.get(name, 0), allocatable)
             amount = max(allocatable - others.get(name, 0), 0) // grain * grain
@@ -145,16 +178,26 @@ def measure_capacity(
             unfit[name] = fault
             if node.ready or not amount:
                 continue
-            fit.add(name)
+            count.nodes.add(name)
         if spec.spot_selector is not None and spec.spot_selector.selects(node.labels):
-            spot += amount
+            count.spot += amount
         else:
-            on_demand += amount
-    if spec.capacity is not None:
-        most = spec.capacity * scale_of(spec.resource)
-        on_demand = min(on_demand, most)
-        spot = min(spot, most - on_demand)
-    return QueueCapacity(on_demand, spot, used, len(selected), frozenset(fit), unfit)
+            count.on_demand += amount
+    if spec.capacity is not None and not spec.kinds:
+        most, count = spec.capacity * scale_of(spec.resource), kinds[ANY]
+        count.on_demand = min(count.on_demand, most)
+        count.spot = min(count.spot, most - count.on_demand)
+    there = {name: KindCapacity(n.on_demand, n.spot, frozenset(n.nodes)) for name, n in kinds.items()}
+    return QueueCapacity(there, used, len(selected), unfit, tuple(sorted(unsorted)))
+
+
+@dataclass
+class _Count:
+    """Of one kind, while it is counted."""
+
+    on_demand: int = 0
+    spot: int = 0
+    nodes: set[str] = field(default_factory=set)
 
 
 def unfitness(node: Node, tolerations: Collection[frozenset[str]], leaving: Collection[str] = ()) -> str:
@@ -166,7 +209,7 @@ def unfitness(node: Node, tolerations: Collection[frozenset[str]], leaving: Coll
     if node.shutting_down:
         return "it is shutting down"
     for taint in node.taints:
-        if taint in TERMINATION_TAINTS or taint in leaving or taint.startswith(_KUBERNETES):
+        if taint in TERMINATION_TAINTS or taint in leaving or taint.startswith(KUBERNETES_TAINTS):
             return f"it has the taint {taint}"
     # With no job to ask, the taints that keep other pods away from accelerators are taken to be tolerated.
     if node.taints and tolerations and not any("" in keys or keys.issuperset(node.taints) for keys in tolerations):

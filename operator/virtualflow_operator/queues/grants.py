@@ -19,6 +19,7 @@ from virtualflow_operator.api import (
     Job,
     JobSpec,
     JobStatus,
+    OfKind,
     Placement,
     Truth,
     format_time,
@@ -48,8 +49,27 @@ class Grant:
     """When its number of workers last changed."""
     waited: float = 0.0
     """Seconds of the wait that ended when it began to run."""
+    kind: str = ""
+    """The kind of device in whose share the job is, or for which it waits, if its queue ever told them apart."""
+    kinds: tuple[tuple[str, int], ...] = ()
+    """Its workers by kind, its own first, where its queue tells them apart."""
 
-    def changed(self, workers: int, reason: str, code: str, now: float, *, partly: bool = False) -> Grant:
+    @property
+    def at_home(self) -> int:
+        """Workers of the kind in whose share the job is: it runs, or waits, by these."""
+        return dict(self.kinds).get(self.kind, 0) if self.kinds else self.workers
+
+    def changed(
+        self,
+        workers: int,
+        reason: str,
+        code: str,
+        now: float,
+        *,
+        kind: str | None = None,
+        kinds: Mapping[str, int] | None = None,
+        partly: bool = False,
+    ) -> Grant:
         """The next grant of the same job.
 
         Args:
@@ -57,16 +77,21 @@ class Grant:
             reason: why.
             code: the reason of the condition.
             now: Unix seconds.
+            kind: in whose share it is; ``None``: the same as before.
+            kinds: its workers by kind; ``None``: as before, as long as it has any.
             partly: more are to follow as soon as those of others have left; the change is over when they have.
         """
         moment = float(int(now))
-        after = replace(self, workers=workers, reason=reason, code=code)
-        if workers == self.workers:
+        home = self.kind if kind is None else kind
+        split = self.kinds if kinds is None else tuple(sorted(kinds.items(), key=lambda p: (p[0] != home, p[0])))
+        after = replace(self, workers=workers, reason=reason, code=code, kind=home, kinds=split if workers else ())
+        if (after.workers, dict(after.kinds)) == (self.workers, dict(self.kinds)):
             return after
         resized = self.resized if partly else moment
-        if bool(workers) == bool(self.workers):
-            return replace(after, resized=resized)
-        return replace(after, since=moment, resized=resized, waited=max(moment - self.since, 0.0) if workers else 0.0)
+        if bool(after.at_home) == bool(self.at_home):
+            return replace(after, resized=resized, waited=self.waited if home == self.kind else 0.0)
+        waited = max(moment - self.since, 0.0) if after.at_home else 0.0
+        return replace(after, since=moment, resized=resized, waited=waited)
 
 
 def known_grant(job: Job, created: float) -> Grant:
@@ -90,6 +115,8 @@ def known_grant(job: Job, created: float) -> Grant:
         since,
         parse_time(given.resized_time) or since,
         float(given.waited_seconds),
+        given.kind,
+        tuple((share.kind, share.workers) for share in given.kinds),
     )
 
 
@@ -113,6 +140,8 @@ class Granted:
     """Whether that is Kueue's word, and not that of a queue of ours."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """What Kueue demands of the job's pods, by worker group, and under ``coordinator``."""
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Its workers by kind of device, its own first; empty where its queue tells none apart."""
     still: bool = False
     """Whether no pod may be made at present: it is not known where and how many."""
 
@@ -163,10 +192,13 @@ def settle_grant(job: Job, grant: Grant | None) -> Granted:
             format_time(grant.since),
             format_time(grant.resized),
             int(grant.waited),
+            grant.kind,
+            tuple(OfKind(*share) for share in grant.kinds),
         ),
     )
     if grant.workers:
-        return Granted(_with_spec(job, msgspec.structs.replace(spec, replicas=grant.workers)), status, "", grant.code)
+        given = _with_spec(job, msgspec.structs.replace(spec, replicas=grant.workers))
+        return Granted(given, status, "", grant.code, kinds=dict(grant.kinds))
     if spec.suspend:
         return Granted(job, status, "", grant.code)
     return Granted(_waiting(job), status, grant.reason, grant.code)

@@ -8,6 +8,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow_operator import reasons
 from virtualflow_operator.api import Job, Queue, find_problems
 from virtualflow_operator.queues.capacity import QueueCapacity, worker_units
+from virtualflow_operator.queues.kinds import find_fault
 from virtualflow_operator.scheduling import policy
 
 
@@ -67,6 +68,8 @@ def find_obstacle(queue: Queue, capacity: QueueCapacity, *, nodes_known: bool) -
         policy(queue.spec.policy)
     except ConfigurationError as error:
         return Obstacle(reasons.UNKNOWN_POLICY, f"{error}.")
+    if fault := find_fault(queue.spec):
+        return Obstacle(reasons.INVALID_QUEUE, fault)
     if resource is None:
         return None if capacity.total else Obstacle(reasons.NO_CAPACITY, "Its capacity is 0; raise spec.capacity.")
     if not nodes_known:
@@ -74,6 +77,9 @@ def find_obstacle(queue: Queue, capacity: QueueCapacity, *, nodes_known: bool) -
         return Obstacle(reasons.NODES_UNKNOWN, told)
     if not capacity.selected:
         told = "Its nodeSelector selects no node; correct it, or label the nodes that it is to cover."
+        return Obstacle(reasons.NO_NODES, told)
+    if len(capacity.unsorted) == capacity.selected:
+        told = "None of its kinds selects any of its nodes; correct their nodeSelectors, or label the nodes."
         return Obstacle(reasons.NO_NODES, told)
     if capacity.total:
         return None

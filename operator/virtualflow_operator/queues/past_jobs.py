@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import exp, isfinite, log
 
 from virtualflow_operator.api import Job, PastKind, QueueStatus
+from virtualflow_operator.queues.kinds import ANY
 from virtualflow_operator.queues.scaling_history import curve_of
 from virtualflow_operator.scheduling.service_time import Kind, Past, left
 from virtualflow_operator.settings import SchedulingSettings
@@ -24,10 +25,13 @@ def least_workers(job: Job) -> int:
 def served(job: Job, units: int) -> float | None:
     """Unit-seconds at the job's minimum that its steps so far were worth; ``None``: its speed was never measured.
 
+    Where devices are of several kinds, it is told by the one on which it was measured last.
+
     Args:
         units: of a worker.
     """
-    curve, least = curve_of(job.status.scaling), least_workers(job)
+    known = job.status.scaling
+    curve, least = curve_of(known, known[0].kind if known else ANY), least_workers(job)
     return (job.status.step or 0) / curve.speed(least) * least * units if curve.measured else None
 
 

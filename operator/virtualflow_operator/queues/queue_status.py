@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
+from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import (
     MAX_ALLOCATIONS,
+    MAX_UNSORTED,
     CapacityStatus,
     Condition,
     Given,
     JobCounts,
+    KindStatus,
     PastKind,
     Queue,
     QueueStatus,
@@ -24,8 +28,8 @@ def build_queue_status(
     queue: Queue,
     capacity: QueueCapacity,
     *,
-    given: Mapping[tuple[str, str], int],
-    allocated: int,
+    given: Mapping[tuple[str, str], Mapping[str, int]],
+    units: Mapping[tuple[str, str], int],
     waiting: int,
     past: tuple[PastKind, ...],
     past_until: str | None,
@@ -37,19 +41,26 @@ def build_queue_status(
     Args:
         queue: with its former status.
         capacity: what it has.
-        given: workers of each job, by namespace and name.
-        allocated: units that those take.
+        given: workers of each job by kind of device, by namespace and name.
+        units: of a worker of each.
         waiting: how many jobs wait for workers.
         past: what is remembered of jobs that have completed.
         past_until: when the latest of these did.
         obstacle: why it gives out nothing, if so.
         now: Unix seconds.
     """
-    resource, running = queue.spec.resource, {key: workers for key, workers in given.items() if workers}
+    resource = queue.spec.resource
+    running = {key: sum(kinds.values()) for key, kinds in given.items() if kinds}
+    allocated: Counter[str] = Counter()
+    for key, kinds in given.items():
+        for kind, workers in kinds.items():
+            allocated[kind] += units[key] * workers
     sharing = (
         f"{shown(capacity.total, resource)} {resource or 'workers'} are shared among the jobs of the queue by "
         f"{queue.spec.policy}."
     )
+    if capacity.unsorted:
+        sharing += f" {counted(len(capacity.unsorted), 'node')} of no kind: see nodesWithoutKind."
     largest = sorted(running.items(), key=lambda pair: (-pair[1], pair[0]))[:MAX_ALLOCATIONS]
     return QueueStatus(
         conditions=(_ready(queue, obstacle or Obstacle(reasons.SHARING, sharing), obstacle is None, now),),
@@ -59,9 +70,22 @@ def build_queue_status(
             shown(capacity.on_demand, resource),
             shown(capacity.spot, resource),
             shown(capacity.used_by_others, resource),
-            shown(allocated, resource),
+            shown(allocated.total(), resource),
             len(capacity.nodes),
         ),
+        kinds=tuple(
+            KindStatus(
+                name,
+                shown(there.total, resource),
+                shown(there.on_demand, resource),
+                shown(there.spot, resource),
+                shown(allocated[name], resource),
+                len(there.nodes),
+            )
+            for name, there in capacity.kinds.items()
+            if queue.spec.kinds
+        ),
+        nodes_without_kind=capacity.unsorted[:MAX_UNSORTED],
         jobs=JobCounts(len(running), waiting),
         allocations=tuple(Given(*key, workers) for key, workers in largest),
         past=past,

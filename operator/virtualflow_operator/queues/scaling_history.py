@@ -1,16 +1,17 @@
 """How fast a job was with how many workers, and how far it is worth growing. Pure.
 
 What was measured is remembered in the job's status, because the coordinator only knows the present: one point for each
-number of workers that the job has trained with.
+number of workers that the job has trained with, and for each kind of device where its queue tells them apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from virtualflow.protocol.http_api import Status
 from virtualflow_operator.api import Measured
+from virtualflow_operator.queues.kinds import ANY
 from virtualflow_operator.scheduling import ScalingCurve
 
 MAX_MEASURED = 64
@@ -19,25 +20,36 @@ _WORTH_WRITING = 0.1
 """By which part a speed must differ from the one known: steps vary, and each write costs the API server."""
 
 
-def remember(known: Sequence[Measured], remote: Status | None) -> tuple[Measured, ...]:
+def remember(
+    known: Sequence[Measured], remote: Status | None, kinds: Mapping[str, str] | None = None
+) -> tuple[Measured, ...]:
     """What is known once the coordinator has said ``remote``; the latest measured number of workers stands first.
 
-    Only a settled membership counts: the time of a step is then that of the latest ones with these very workers.
+    Only a settled membership counts: the time of a step is then that of the latest ones with these very workers. Of
+    workers on several kinds of device nothing is remembered, as it would be true of none.
+
+    Args:
+        known: what was.
+        remote: what the coordinator says.
+        kinds: of the device of each worker, by its name; ``None``: the job's queue tells none apart.
     """
     if remote is None or remote.phase != "training" or remote.proposed is not None or not remote.step_ms:
         return tuple(known)
-    workers = sum(1 for worker in remote.workers if worker.last > worker.first)
-    if not workers:
+    training = [worker.worker for worker in remote.workers if worker.last > worker.first]
+    on = {ANY} if kinds is None else {kinds.get(name) for name in training}
+    workers, kind = len(training), on.pop() if len(on) == 1 else None
+    if not workers or kind is None:
         return tuple(known)
     speed = 1_000 / remote.step_ms
-    before = next((point for point in known if point.workers == workers), None)
+    before = next((point for point in known if (point.kind, point.workers) == (kind, workers)), None)
     if before is not None and abs(speed - _speed(before)) <= _WORTH_WRITING * _speed(before):
         if known[0] is before:
             return tuple(known)
         point = before
     else:
-        point = Measured(workers, f"{speed:.4g}")
-    return (point, *(other for other in known if other.workers != workers))[:MAX_MEASURED]
+        point = Measured(workers, f"{speed:.4g}", kind)
+    others = (other for other in known if (other.kind, other.workers) != (kind, workers))
+    return (point, *others)[:MAX_MEASURED]
 
 
 def _speed(point: Measured) -> float:
@@ -48,9 +60,9 @@ def _speed(point: Measured) -> float:
     return speed if math.isfinite(speed) and speed > 0 else 0.0
 
 
-def curve_of(known: Sequence[Measured]) -> ScalingCurve:
-    """The scaling curve through what was measured."""
-    return ScalingCurve.of((point.workers, _speed(point)) for point in known)
+def curve_of(known: Sequence[Measured], kind: str = ANY) -> ScalingCurve:
+    """The scaling curve through what was measured on a kind of device."""
+    return ScalingCurve.of((point.workers, _speed(point)) for point in known if point.kind == kind)
 
 
 def no_further(percent: int) -> str:
@@ -58,7 +70,7 @@ def no_further(percent: int) -> str:
     return f"a further worker brings, as measured, less than minEfficiency ({percent} %) of what one gave at first"
 
 
-def efficient_limit(known: Sequence[Measured], percent: int, most: int) -> int:
+def efficient_limit(known: Sequence[Measured], percent: int, most: int, kind: str = ANY) -> int:
     """How many workers a job is to have at most so that each brings enough.
 
     A worker brings enough if, as measured, it adds at least ``percent`` of what one gave at the smallest number of
@@ -70,8 +82,9 @@ def efficient_limit(known: Sequence[Measured], percent: int, most: int) -> int:
         known: what was measured.
         percent: ``spec.elasticity.minEfficiency``; 0: no limit.
         most: the most workers that the job may have otherwise.
+        kind: of the device.
     """
-    points = sorted((point.workers, _speed(point)) for point in known if _speed(point) > 0)
+    points = sorted((point.workers, _speed(point)) for point in known if point.kind == kind and _speed(point) > 0)
     if not percent or len(points) < 2:
         return most
     least, enough = points[0][0], points[0][1] / points[0][0] * percent / 100

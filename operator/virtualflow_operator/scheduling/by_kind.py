@@ -16,7 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from virtualflow_operator.scheduling.demand import Allocation, Demand, Policy
-from virtualflow_operator.scheduling.device_kinds import Kind, KindAllocation, KindDemand, joined, mixed_speed
+from virtualflow_operator.scheduling.device_kinds import (
+    NONE,
+    Kind,
+    KindAllocation,
+    KindDemand,
+    joined,
+    mixed_speed,
+)
 from virtualflow_operator.scheduling.homes import Choice, choose_homes
 from virtualflow_operator.scheduling.kind_estimates import KnownCurves, know
 from virtualflow_operator.scheduling.room import Room
@@ -52,6 +59,8 @@ def decide_by_kind(
     if not kinds:
         raise ValueError("a queue that is shared by kind has at least one kind")
     _check_names(demands)
+    if len(kinds) == 1:
+        return _decide_for_all(policy, now, demands, *next(iter(kinds.items())), settings)
     kinds = dict(sorted(kinds.items()))  # sums of floats are the same in the same order
     demands = sorted(demands, key=lambda demand: demand.job.name)
     known = know(demands, kinds)
@@ -73,10 +82,22 @@ def decide_by_kind(
             found.get(choice.demand.job.name),
             lent.get(choice.demand.job.name, {}),
             known,
-            several=len(kinds) > 1,
         )
         for choice in choices
     }
+
+
+def _decide_for_all(
+    policy: Policy, now: float, demands: Sequence[KindDemand], kind: str, of: Kind, settings: SchedulingSettings
+) -> dict[str, KindAllocation]:
+    """The policy's own answer, where all devices are of one kind."""
+    able = [d for d in demands if kind in d.curves and not (d.mobility == "stays" and d.bound and d.home != kind)]
+    decided = policy(now, [replace(d.at(kind), curve=d.curves[kind]) for d in able], of.capacity, settings)
+    found = {
+        name: KindAllocation(joined(kind, a.workers, NONE), kind, a.reason, a.on_demand, a.shortage)
+        for name, a in decided.items()
+    }
+    return {d.job.name: found.get(d.job.name) or _unusable(d) for d in demands}
 
 
 def _check_names(demands: Sequence[KindDemand]) -> None:
@@ -173,22 +194,23 @@ def _allocation(
     answer: Allocation | None,
     lent: Mapping[str, int],
     known: Mapping[str, KnownCurves],
-    *,
-    several: bool,
 ) -> KindAllocation:
     job, home = choice.demand.job, choice.kind
     if answer is None:
-        named = choice.demand.home if choice.demand.bound and choice.demand.mobility == "stays" else ""
-        named = named or ", ".join(sorted(choice.demand.curves)) or "none"
-        reason = f"cannot run: the queue has no device of a kind that it may use ({named}); add nodes of one"
-        return KindAllocation({}, choice.demand.home, reason)
-    reason = answer.reason
+        return _unusable(choice.demand)
+    reason = f"{answer.reason} (on {home}{known[job.name].told(home)})"
     on_demand = answer.on_demand
-    if several:
-        reason = f"{reason} (on {home}{known[job.name].told(home)})"
     if lent:
         places = " and ".join(f"{count} on {kind}" for kind, count in sorted(lent.items()))
         reason += f"; {'beside that' if answer.workers else 'meanwhile'} {places}, as long as nobody there needs them"
     if lent and not answer.workers and job.minimum_on_demand:
         on_demand = job.minimum
     return KindAllocation(joined(home, answer.workers, lent), home, reason, on_demand, answer.shortage)
+
+
+def _unusable(demand: KindDemand) -> KindAllocation:
+    """For a job that may use nothing of what there is."""
+    named = demand.home if demand.bound and demand.mobility == "stays" else ""
+    named = named or ", ".join(sorted(demand.curves)) or "none"
+    reason = f"cannot run: the queue has no device of a kind that it may use ({named}); add nodes of one"
+    return KindAllocation({}, demand.home, reason)

@@ -32,6 +32,10 @@ TOO_MANY = "replicas must be at most virtualNodes, as a worker carries at least 
 LEAST_TOO_MANY = "minReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
 MOST_TOO_MANY = "maxReplicas must be at most virtualNodes, as a worker carries at least one; lower it."
 NO_EQUAL_BITS = "verify compares bits, which are not equal if reproducibility is Statistical; remove one of them."
+OTHER_BITS = (
+    "Other kinds of device compute other bits than a Bitwise job promises; let acrossKinds be Stay, or reproducibility "
+    "Statistical."
+)
 WEIGHTLESS = "weight must be at least 1, as a share of nothing trains nobody; raise it."
 NEVER_WHOLE = "A fraction must be 1, or the first blocks are never trained; add it, or give fullEvery."
 FEW_IN_GROUPS = "The worker groups must allow minReplicas workers together; raise their maxReplicas."
@@ -93,6 +97,10 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
         [NO_EQUAL_BITS],
     ),
     "workers of a statistical job that do not": ({"verify": {"sample": 0}, "reproducibility": "Statistical"}, []),
+    "a bitwise job that stays on its kind of device": ({"elasticity": {"acrossKinds": "Stay"}}, []),
+    "a bitwise job that moves": ({"elasticity": {"acrossKinds": "Move"}}, [OTHER_BITS]),
+    "a bitwise job that mixes": ({"elasticity": {"acrossKinds": "Mix"}}, [OTHER_BITS]),
+    "a statistical job that mixes": ({"elasticity": {"acrossKinds": "Mix"}, "reproducibility": "Statistical"}, []),
     "a pass that is whole": ({"backward": {"fractions": [0.5, 1]}}, []),
     "steps in which all passes are whole": ({"backward": {"fractions": [0.5], "fullEvery": 4}}, []),
     "no pass that is whole": ({"backward": {"fractions": [0.5]}}, [f"backward: {NEVER_WHOLE}"]),

@@ -17,10 +17,13 @@ from virtualflow_operator.api.job_status import Condition
 from virtualflow_operator.api.queue import (
     DEFAULT_POLICY,
     MAX_ALLOCATIONS,
+    MAX_UNSORTED,
     CapacityStatus,
     Demand,
     Given,
     JobCounts,
+    KindSpec,
+    KindStatus,
     Limit,
     QueueSpec,
     QueueStatus,
@@ -38,7 +41,8 @@ Spec = dict[str, Any]
 def test_every_node_is_bounded_described_and_known_to_kubernetes_1_20(path: str) -> None:
     node = NODES[path]
     needed = {"array": {"maxItems"}, "string": {"maxLength"}, "integer": {"minimum", "maximum"}}
-    assert node["type"] in {"object", "array", "string", "integer", "boolean"}
+    needed["number"] = needed["integer"]
+    assert node["type"] in {"object", "array", "string", "integer", "number", "boolean"}
     assert needed.get(node["type"], set()) <= node.keys()
     assert "additionalProperties" not in node or "maxProperties" in node
     assert node.keys() - {"x-kubernetes-validations"} <= KEYWORDS_OF_1_20
@@ -55,9 +59,13 @@ def test_every_node_is_bounded_described_and_known_to_kubernetes_1_20(path: str)
         ("spec.spotSelector", Selector),
         ("spec.nodeSelector.matchExpressions[]", Demand),
         ("spec.limits[]", Limit),
+        ("spec.kinds[]", KindSpec),
+        ("spec.kinds[].nodeSelector", Selector),
+        ("spec.kinds[].nodeSelector.matchExpressions[]", Demand),
         ("status", QueueStatus),
         ("status.conditions[]", Condition),
         ("status.capacity", CapacityStatus),
+        ("status.kinds[]", KindStatus),
         ("status.jobs", JobCounts),
         ("status.allocations[]", Given),
     ],
@@ -78,6 +86,7 @@ def test_names_defaults_and_subresources() -> None:
     assert version["subresources"] == {"status": {}}
     assert NODES["spec.policy"]["default"] == DEFAULT_POLICY
     assert NODES["status.allocations"]["maxItems"] == MAX_ALLOCATIONS
+    assert NODES["status.nodesWithoutKind"]["maxItems"] == MAX_UNSORTED
     assert len(json.dumps(crd(QUEUE_CRD_FILE))) < 20_000
 
 
@@ -98,10 +107,25 @@ def test_the_schema_names_every_reason_of_a_queue() -> None:
 NOTHING_COUNTED = "A queue needs something to count; give it a resource, such as nvidia.com/gpu, or a capacity."
 NODES_FOR_NOTHING = "Nodes are looked at for a resource only; give the queue a resource, or remove its selectors."
 GPU = {"matchLabels": {"pool": "gpu"}}
+KINDS_OF_NOTHING = "Kinds of device are told apart by nodes; give the queue a resource, or remove kinds."
+KINDS_AND_CAPACITY = "A queue with kinds gives out what its nodes have; remove capacity, or set limits."
+LIMITS_OF_KINDS = "A limit is of one of the kinds, if there are any; correct its kind."
+SOME_PRICES = "Prices are compared; give every kind one, or none."
+THRIFT = "thrift weighs the prices of kinds; give every kind one, or remove it."
+ABOVE_NOTHING = "Ratings and prices are above 0; correct them, or leave them out."
+SPOT_PRICE = "A spotPrice is compared with the price on demand; give the kind a price, too."
 
 
 def demand(operator: str, *values: str) -> Spec:
     return {"matchExpressions": [{"key": "pool", "operator": operator} | ({"values": [*values]} if values else {})]}
+
+
+def kind(name: str, **fields: float) -> Spec:
+    return {"name": name, "nodeSelector": {"matchLabels": {"device": name}}} | fields
+
+
+def limit(kind: str, namespace: str = "team-a") -> Spec:
+    return {"namespace": namespace, "capacity": 4, "kind": kind}
 
 
 RULES: dict[str, tuple[Spec, list[str]]] = {
@@ -111,6 +135,24 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
     "limits": ({"limits": [{"namespace": "team-a", "capacity": 4}]}, []),
     "nothing": ({"resource": None}, [NOTHING_COUNTED]),
     "nodes of no use": ({"resource": None, "capacity": 1, "nodeSelector": GPU}, [NODES_FOR_NOTHING]),
+    "kinds": ({"kinds": [kind("fast"), kind("slow", rating=0.25)]}, []),
+    "kinds with prices": ({"kinds": [kind("fast", price=3, spotPrice=1.2), kind("slow", price=1)], "thrift": 1}, []),
+    "a limit of a kind": ({"kinds": [kind("fast")], "limits": [limit("fast"), limit("fast", "team-b")]}, []),
+    "kinds of no use": (
+        {"resource": None, "capacity": 1, "kinds": [kind("fast")]},
+        [KINDS_OF_NOTHING, KINDS_AND_CAPACITY],
+    ),
+    "kinds and a capacity": ({"kinds": [kind("fast")], "capacity": 4}, [KINDS_AND_CAPACITY]),
+    "a limit of another kind": ({"kinds": [kind("fast")], "limits": [limit("slow")]}, [LIMITS_OF_KINDS]),
+    "a limit of no kind": ({"kinds": [kind("fast")], "limits": [limit("")]}, [LIMITS_OF_KINDS]),
+    "a limit of a kind where there are none": ({"limits": [limit("fast")]}, [LIMITS_OF_KINDS]),
+    "some prices": ({"kinds": [kind("fast", price=3), kind("slow")]}, [SOME_PRICES]),
+    "thrift without prices": ({"kinds": [kind("fast")], "thrift": 0.5}, [THRIFT]),
+    "thrift without kinds": ({"thrift": 0.5}, [THRIFT]),
+    "a rating of nothing": ({"kinds": [kind("fast", rating=0)]}, [ABOVE_NOTHING]),
+    "a price of nothing": ({"kinds": [kind("fast", price=0)]}, [ABOVE_NOTHING]),
+    "a spot price of nothing": ({"kinds": [kind("fast", price=1, spotPrice=0.0)]}, [ABOVE_NOTHING]),
+    "a spot price alone": ({"kinds": [kind("fast", spotPrice=1)]}, [SPOT_PRICE]),
     "spot nodes of no use": ({"resource": None, "capacity": 1, "spotSelector": GPU}, [NODES_FOR_NOTHING]),
 }
 

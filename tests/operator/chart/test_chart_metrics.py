@@ -40,7 +40,7 @@ def exposition() -> str:
     metrics.pods_created.labels("worker").inc()
     metrics.pods_deleted.labels("drained").inc()
     metrics.jobs["default", "digits"] = JobSample("Running", 2, 2, 1, 600, 3.0, 0.5, 0, 0, 1e9, 1, 1e9, 4_096, 0, 1)
-    metrics.queues["gpus"] = QueueSample(True, 8, 6, 3, 2)
+    metrics.queues["gpus"] = QueueSample(True, 8, 6, 3, 2, {"fast": (4, 3)})
     return metrics.exposition().decode()
 
 

@@ -25,7 +25,7 @@ from virtualflow_operator.k8s.nesting import DeepObjects
 from virtualflow_operator.k8s.relist import relist
 from virtualflow_operator.k8s.resources import JOBS, QUEUES
 from virtualflow_operator.observability.metrics import Metrics
-from virtualflow_operator.settings import LeaseSettings, OperatorSettings
+from virtualflow_operator.settings import LeaseSettings, OperatorSettings, SharingSettings
 
 GPU = "nvidia.com/gpu"
 ONE_GPU = {"resources": {"limits": {GPU: 1}}}
@@ -43,17 +43,35 @@ def shown(metrics: Metrics) -> dict[str, float]:
         " ".join((sample.name.removeprefix("virtualflow_shared_"), *sample.labels.values())): sample.value
         for family in text_string_to_metric_families(metrics.exposition().decode())
         for sample in family.samples
-        if sample.name.startswith("virtualflow_shared_")
+        if sample.name.startswith("virtualflow_shared_") and "decision" not in sample.name
     }
 
 
-def manager_of(api: KubeApi, metrics: Metrics) -> Manager:
+def manager_of(api: KubeApi, metrics: Metrics, rest: float = 0.0) -> Manager:
     election = LeaseThread(KubeApi.connect, LeaseSettings())  # of which nothing is asked
     own, too_deep = (
-        OperatorSettings(image="operator:test"),
+        OperatorSettings(image="operator:test", sharing=SharingSettings(rest=rest)),
         DeepObjects(lambda kind: metrics.objects_cut.labels(kind).inc()),
     )
     return Manager(own, api, election, KEY.encode(), metrics, too_deep)
+
+
+@pytest.mark.parametrize(("rest", "decisions"), [(0.0, 3), (1e6, 1)], ids=["quick", "long"])
+def test_after_a_decision_that_took_long_a_queue_is_left_alone(rest: float, decisions: int) -> None:
+    async def story() -> None:
+        async with asyncio.timeout(30), FakeApi() as server, client_of(server.url) as api:
+            metrics = Metrics()
+            manager = manager_of(api, metrics, rest)
+            for definition in (DEFINITION, QUEUE_DEFINITION):
+                server.add(definition)
+            server.add(QUEUE)
+            server.add(job("digits", queue="shared"))
+            await relist(api, manager.store, (), lambda _: None, lambda _: None)
+            again = [await manager.queue_controller.decide(queue_key("shared")) for _ in range(3)]
+            assert f"virtualflow_shared_decision_seconds_count {decisions:.1f}" in metrics.exposition().decode()
+            assert all(seconds is not None and seconds > 0 for seconds in again), "it is decided about in the end"
+
+    asyncio.run(story())
 
 
 def test_a_queue_is_shown_as_it_is_and_no_longer_once_it_is_gone() -> None:

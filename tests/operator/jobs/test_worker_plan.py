@@ -20,7 +20,13 @@ SPOT, DEMAND = WorkerGroup("spot", {}), WorkerGroup("demand", {})
 
 
 def placed(
-    ordinal: int, fate: Fate = "healthy", standing: Standing = "training", *, group: str = "spot", **pod: Any
+    ordinal: int,
+    fate: Fate = "healthy",
+    standing: Standing = "training",
+    *,
+    group: str = "spot",
+    kind: str = "",
+    **pod: Any,
 ) -> ClassifiedPod:
     name = f"j-{group}-{ordinal}"
     reason = {"planned": "its template has changed", "stuck": "full"}.get(fate, "")
@@ -28,7 +34,12 @@ def placed(
     named: dict[str, Any] = {"name": name, "uid": name, "group": group, "ordinal": ordinal}
     made = dataclasses.replace(POD, **(named | facts | pod))
     seen = "absent" if fate == "stuck" else standing
-    return ClassifiedPod(made, seen, fate, reason, outdated=fate == "planned")
+    return ClassifiedPod(made, seen, fate, reason, outdated=fate == "planned", kind=kind)
+
+
+def elsewhere(ordinal: int, **facts: Any) -> ClassifiedPod:
+    """One to be replaced by one on another kind of device."""
+    return dataclasses.replace(placed(ordinal, "planned", **facts), outdated=False, misplaced=True)
 
 
 def plan(
@@ -39,7 +50,7 @@ def plan(
 
 def names(workforce: WorkerPlan) -> dict[str, list[str]]:
     found = {
-        "create": [f"j-{group.name}-{ordinal}" for group, ordinal in workforce.create],
+        "create": [f"j-{group.name}-{ordinal}" for group, ordinal, _ in workforce.create],
         "retire": [p.pod.name for p in workforce.retire],
         "withdraw": [p.pod.name for p in workforce.withdraw],
     }
@@ -94,6 +105,41 @@ CASES: dict[str, tuple[WorkerPlan, dict[str, list[str]]]] = {
         {"create": ["j-spot-2"], "withdraw": ["j-spot-0"]},
     ),
     "one to be replaced in a full group": (plan(1, placed(0, "planned"), groups=(ROOMY,)), {"create": ["j-spot-1"]}),
+    "all go to another kind, and have their successors at once": (
+        plan(2, elsewhere(0), elsewhere(1), kinds=["fast", "fast"]),
+        {"create": ["j-spot-2", "j-spot-3"]},
+    ),
+    "they leave together when the successors are ready": (
+        plan(2, elsewhere(0), elsewhere(1), placed(2, standing="ready"), placed(3, standing="ready")),
+        {"retire": ["j-spot-1", "j-spot-0"]},
+    ),
+    "one of them leaves when one successor is ready": (
+        plan(
+            2, elsewhere(0), elsewhere(1), placed(2, standing="ready"), placed(3, standing="starting"), kinds=["fast"]
+        ),
+        {"retire": ["j-spot-1"]},
+    ),
+    "those that were lent leave at once": (
+        plan(1, placed(0), elsewhere(1), elsewhere(2)),
+        {"retire": ["j-spot-2", "j-spot-1"]},
+    ),
+    "some are lent back, and one is lacking": (
+        plan(2, placed(0), elsewhere(1), elsewhere(2), kinds=["fast"]),
+        {"create": ["j-spot-3"]},
+    ),
+    "one of another kind that never ran": (
+        plan(1, elsewhere(0, standing="absent", phase="Pending"), kinds=["fast"]),
+        {"create": ["j-spot-1"], "withdraw": ["j-spot-0"]},
+    ),
+    "a group whose template is for another kind": (
+        plan(2, groups=(SPOT, DEMAND), kinds=["fast", "slow"], unsuitable={("spot", "fast")}),
+        {"create": ["j-demand-0", "j-spot-0"]},
+    ),
+    "a kind that no group is for": (plan(1, kinds=["fast"], unsuitable={("spot", "fast")}), {}),
+    "a group that is full on one kind": (
+        plan(3, placed(0, "stuck", kind="fast"), placed(1, kind="slow"), kinds=["fast", "slow"]),
+        {"create": ["j-spot-2"]},
+    ),
     "a full cluster": (plan(2, placed(0), placed(1, "stuck")), {}),
     "a full cluster and another group": (
         plan(2, placed(0), placed(1, "stuck"), groups=(SPOT, DEMAND)),
@@ -177,7 +223,7 @@ def test_never_more_than_one_beyond_what_is_wanted_is_made_and_nobody_is_named_t
     leaving = [*decided.retire, *decided.withdraw]
     assert len({p.pod.uid for p in leaving}) == len(leaving)
     assert {p.fate for p in leaving} <= {"healthy", "planned", "stuck"}
-    made = [f"j-{group.name}-{ordinal}" for group, ordinal in decided.create]
+    made = [f"j-{group.name}-{ordinal}" for group, ordinal, _ in decided.create]
     assert len(set(made)) == len(made)
     assert not set(made) & {p.pod.name for p in workers}
     stay = [p for p in workers if p.fate in ("healthy", "planned") and p not in leaving]
@@ -197,7 +243,7 @@ def test_with_room_for_all_it_comes_to_rest_at_what_is_wanted(desired: int, heal
             break
         for p in (*decided.retire, *decided.withdraw):
             del workers[p.pod.ordinal]
-        for _, ordinal in decided.create:
+        for _, ordinal, _ in decided.create:
             workers[ordinal] = placed(ordinal)
     assert len(workers) == desired
     assert all(p.fate == "healthy" for p in workers.values())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from contract import Cluster, job, on_the_real
+from contract import DEFINITIONS, Cluster, eventually, job, on_the_real
+from resource_rules import QUEUE_CRD_FILE, crd
 
 from virtualflow_operator.api.validation import OPERATOR_VARIABLES
+from virtualflow_operator.constants import QUEUE_KIND
 from virtualflow_operator.k8s.client import Object
-from virtualflow_operator.k8s.errors import Invalid
-from virtualflow_operator.k8s.resources import JOBS
+from virtualflow_operator.k8s.errors import AlreadyExists, Invalid, NotFound
+from virtualflow_operator.k8s.resources import JOBS, QUEUES
 
 FIXED = "optimizerPlacement cannot be changed, because the result depends on it; create a new job"
 
@@ -78,3 +81,46 @@ async def test_the_operators_variables_are_refused(cluster: Cluster) -> None:
         spec = {"containers": [container | {"env": [{"name": name, "value": "1"}]}]}
         with pytest.raises(Invalid, match="The operator sets this environment variable"):
             await cluster.job(spec=job()["spec"] | {"workerGroups": groups(template={"spec": spec})})
+
+
+@on_the_real
+async def test_kinds_of_device_are_told_apart_and_their_rules_kept(cluster: Cluster) -> None:
+    with suppress(AlreadyExists):
+        await cluster.api.create(DEFINITIONS, None, crd(QUEUE_CRD_FILE))
+
+    async def make(**spec: Any) -> Object:
+        metadata = {"name": f"{cluster.namespace}-queue"}
+        body = {"apiVersion": QUEUES.api_version, "kind": QUEUE_KIND, "metadata": metadata, "spec": spec}
+        return await cluster.api.create(QUEUES, None, body, dry_run=True)
+
+    async def is_served() -> bool:
+        try:
+            await make(resource="nvidia.com/gpu")
+        except NotFound:
+            return False
+        return True
+
+    await eventually(is_served)
+    fast, slow = ({"name": name, "nodeSelector": {"matchLabels": {"device": name}}} for name in ("fast", "slow"))
+    for spec, sentence in (
+        ({"kinds": [fast], "capacity": 4}, "A queue with kinds gives out what its nodes have"),
+        ({"kinds": [fast], "limits": [{"namespace": "a", "capacity": 1}]}, "A limit is of one of the kinds"),
+        ({"kinds": [fast | {"price": 2}, slow]}, "Prices are compared; give every kind one, or none"),
+        ({"kinds": [fast], "thrift": 1}, "thrift weighs the prices of kinds"),
+        ({"kinds": [fast, fast]}, "Duplicate value"),
+        ({"kinds": [fast | {"rating": 0}]}, "Ratings and prices are above 0"),
+    ):
+        with pytest.raises(Invalid, match=sentence):
+            await make(resource="nvidia.com/gpu", **spec)
+    limits = [{"namespace": "a", "capacity": 1, "kind": name} for name in ("fast", "slow")]
+    made = await make(resource="nvidia.com/gpu", kinds=[fast | {"rating": 2.5}, slow], limits=limits)
+    assert [kind["rating"] for kind in made["spec"]["kinds"]] == [2.5, 1]
+
+
+@on_the_real
+async def test_a_bitwise_job_goes_to_no_other_kind_of_device(cluster: Cluster) -> None:
+    elasticity = {"acrossKinds": "Move"}
+    with pytest.raises(Invalid, match="Other kinds of device compute other bits than a Bitwise job promises"):
+        await cluster.job("bits", spec=job()["spec"] | {"elasticity": elasticity})
+    made = await cluster.job("loose", spec=job()["spec"] | {"elasticity": elasticity, "reproducibility": "Statistical"})
+    assert made["spec"]["elasticity"]["acrossKinds"] == "Move"

@@ -37,6 +37,9 @@ NAMES = {
     "virtualflow_shared_ready",
     "virtualflow_shared_capacity",
     "virtualflow_shared_allocated",
+    "virtualflow_shared_decision_seconds",
+    "virtualflow_shared_kind_capacity",
+    "virtualflow_shared_kind_allocated",
     "virtualflow_shared_jobs",
     "virtualflow_job_step",
     "virtualflow_job_total_steps",
@@ -63,7 +66,7 @@ UNFIT = JobSample("Running", does_not_fit=1, fits_with_offload=0)
 UNSAVED = JobSample("Running", checkpoint_failed=1, last_checkpoint_timestamp_seconds=1e9)
 COPIED = JobSample("Running", memory_copy_step=60, memory_copy_timestamp_seconds=1e9, memory_copy_bytes=4096)
 
-BUSY = QueueSample(ready=True, capacity=7.5, allocated=6, running=3, waiting=2)
+BUSY = QueueSample(ready=True, capacity=7.5, allocated=6, running=3, waiting=2, kinds={"fast": (4, 3)})
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -122,6 +125,8 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
         (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_ready,queue=gpus", 1),
         (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_capacity,queue=gpus", 7.5),
         (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_allocated,queue=gpus", 6),
+        (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_kind_capacity,kind=fast,queue=gpus", 4),
+        (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_kind_allocated,kind=fast,queue=gpus", 3),
         (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_jobs,queue=gpus,state=running", 3),
         (lambda m: m.queues.update(gpus=BUSY), "virtualflow_shared_jobs,queue=gpus,state=waiting", 2),
         (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_jobs,phase=Running", 1),

@@ -14,9 +14,10 @@ from tiers import examples
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node, read_job
 from virtualflow_operator.api.queue import Queue, read_queue
-from virtualflow_operator.queues.allocation import Member, QueueDecision, QueueScene, allocate, release
+from virtualflow_operator.queues.allocation import QueueDecision, QueueScene, allocate
 from virtualflow_operator.queues.grants import Grant, known_grant
-from virtualflow_operator.scheduling import POLICIES, Allocation, Demand
+from virtualflow_operator.queues.members import Member
+from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings
 
 GPU = "nvidia.com/gpu"
@@ -278,44 +279,6 @@ def test_a_grant_remembers_when_it_began_and_how_long_it_waited() -> None:
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def moments(draw: st.DrawFn) -> tuple[list[Demand], dict[str, int], dict[str, int], int]:
-    """Jobs, how many workers each still has, what a policy wants within the capacity, and the capacity."""
-    total = draw(st.integers(0, 40))
-    demands, held, wanted, free = [], {}, {}, total
-    for index in range(draw(st.integers(1, 6))):
-        units, name = draw(st.integers(1, 3)), f"ml/{index}"
-        allocated = draw(st.integers(0, 8))
-        demands.append(Demand(name, "ml", float(index), 8, units=units, allocated=allocated))
-        held[name] = draw(st.integers(0, 10))
-        wanted[name] = draw(st.integers(0, min(8, free // units)))
-        free -= wanted[name] * units
-    return demands, held, wanted, total
-
-
-@given(moments())
-def test_giving_never_exceeds_the_capacity_and_ends_at_what_was_wanted(
-    moment: tuple[list[Demand], dict[str, int], dict[str, int], int],
-) -> None:
-    demands, held, wanted, total = moment
-    allocations = {name: Allocation(count, "so") for name, count in wanted.items()}
-
-    def load(given: dict[str, int], here: dict[str, int]) -> int:
-        return sum(d.units * max(given[d.name], here[d.name]) for d in demands)
-
-    before = {d.name: d.allocated for d in demands}
-    for _ in range(len(demands) + 2):
-        now = [dataclasses.replace(d, allocated=before[d.name]) for d in demands]
-        given_now = {n: a.workers for n, a in release(allocations, now, held, total).items()}
-        for name, count in given_now.items():
-            low, high = sorted((before[name], wanted[name]))
-            assert low <= count <= high
-        shrunk = {name: min(before[name], wanted[name]) for name in before}
-        assert load(given_now, held) <= max(total, load(shrunk, held))
-        before, held = given_now, given_now  # those who were to leave have left
-    assert before == wanted
 
 
 @settings(max_examples=examples(60), deadline=None)

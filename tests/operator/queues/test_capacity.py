@@ -12,6 +12,7 @@ from scenes import body, group
 from virtualflow_operator.api.objects import Node, read_foreign_pod, read_job, read_node
 from virtualflow_operator.api.queue import QueueSpec, Selector
 from virtualflow_operator.queues.capacity import (
+    KindCapacity,
     QueueCapacity,
     in_units,
     measure_capacity,
@@ -86,7 +87,7 @@ def test_a_capacity_caps_what_the_nodes_have_spot_first(capacity: int | None, on
 
 
 def test_a_capacity_without_a_resource_needs_no_nodes() -> None:
-    assert stock(spec=QueueSpec(capacity=5)) == QueueCapacity(on_demand=5)
+    assert stock(spec=QueueSpec(capacity=5)) == QueueCapacity({"": KindCapacity(5)})
 
 
 def test_what_is_too_little_for_a_worker_on_each_node_is_nothing_together() -> None:

@@ -55,6 +55,21 @@ def test_what_says_nothing_of_a_settled_membership_is_left_alone(status: Status 
     assert remember(known, status) == known
 
 
+def test_what_was_measured_on_a_kind_of_device_is_true_of_it_alone() -> None:
+    def on(*kinds: str) -> dict[str, str]:
+        return {worker(JOB, ordinal).name: kind for ordinal, kind in enumerate((*kinds, "slow"))}
+
+    known = remember((), says(2, 500.0), on("slow", "slow"))
+    known = remember(known, says(2, 100.0), on("fast", "fast"))
+    assert known == (Measured(2, "10", "fast"), Measured(2, "2", "slow"))
+    assert remember(known, says(2, 300.0), on("fast", "slow")) == known, "a mix is true of neither"
+    assert remember(known, says(2, 300.0), on("fast")) == known, "of one worker nobody knows where it is"
+    assert curve_of(known, "fast").speed(2) == 10
+    assert not curve_of(known).measured
+    poor = (*known, Measured(4, "10.1", "fast"))
+    assert (efficient_limit(poor, 50, 8, "fast"), efficient_limit(poor, 50, 8, "slow")) == (3, 8)
+
+
 @given(st.lists(st.tuples(st.integers(1, 200), st.floats(0.1, 1e6)), max_size=90))
 def test_the_memory_is_bounded_and_rests_when_nothing_is_new(history: list[tuple[int, float]]) -> None:
     known: tuple[Measured, ...] = ()

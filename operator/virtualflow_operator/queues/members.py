@@ -1,0 +1,141 @@
+"""A job in a queue: what it has, and what a policy is to know of it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from virtualflow_operator.api import Job, Node, QueueSpec
+from virtualflow_operator.queues.grants import Grant
+from virtualflow_operator.queues.kinds import ANY, kind_of, where_they_run
+from virtualflow_operator.queues.past_jobs import expected_left, least_workers
+from virtualflow_operator.queues.scaling_history import curve_of, efficient_limit
+from virtualflow_operator.scheduling import Demand, KindDemand, Mobility
+from virtualflow_operator.scheduling.service_time import Past
+
+Key = tuple[str, str]
+_MOBILITY: Mapping[str, Mobility] = {"Stay": "stays", "Move": "moves", "Mix": "mixes"}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A job that names the queue."""
+
+    job: Job
+    grant: Grant
+    """What it has at the moment."""
+    submitted: float
+    """When it was created, Unix seconds."""
+    pods: Sequence[str] = ()
+    """The node of each of its worker pods that has not ended; empty for one without a node."""
+    ceiling: int | None = None
+    """Workers that found a node the last time, where others found none; ``None``: all did."""
+    made_for: Sequence[str] = ()
+    """The kind of device that each of its pods was made for, in the same order; empty: that is not said."""
+
+    @property
+    def key(self) -> Key:
+        """Namespace and name."""
+        return self.job.namespace, self.job.name
+
+    @property
+    def name(self) -> str:
+        """As the policy knows it."""
+        return f"{self.job.namespace}/{self.job.name}"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a job of a queue has of each kind of device."""
+
+    kind: str
+    """The kind in whose share it is, or for which it waits; empty: not decided yet."""
+    given: Mapping[str, int]
+    """Workers that it was given, by kind."""
+    held: Mapping[str, int]
+    """Workers that are there, and take of what there is."""
+
+
+def find_holding(member: Member, spec: QueueSpec, nodes: Mapping[str, Node], fit: Mapping[str, str]) -> Holding:
+    """What the job has.
+
+    Its grant says so, unless it comes from a queue that told no kinds apart, or named them otherwise: then it is what
+    its workers run on.
+
+    Args:
+        member: the job.
+        spec: its queue's.
+        nodes: by name.
+        fit: the kind of each node that counts: workers on others take nothing.
+    """
+    grant = member.grant
+    if not spec.kinds:
+        counting = sum(1 for node in member.pods if spec.resource is None or not node or node in fit)
+        return Holding(ANY, {ANY: grant.workers} if grant.workers else {}, {ANY: counting})
+    made_for = member.made_for or [ANY] * len(member.pods)
+    pods = list(zip(member.pods, made_for, strict=True))
+    held = Counter(fit.get(node) if node else kind for node, kind in pods)
+    names = {kind.name for kind in spec.kinds}
+    there = {kind: count for kind, count in held.items() if kind is not None and kind in names}
+    given = dict(grant.kinds)
+    if given and given.keys() <= names and grant.kind in names:
+        return Holding(grant.kind, given, there)
+    if not grant.workers:
+        return Holding(grant.kind, {}, there)
+    on = (kind_of(spec, nodes[node].labels) if node in nodes else kind for node, kind in pods)
+    kind, found = where_they_run((kind if kind in names else None for kind in on), grant.workers)
+    return Holding(kind or grant.kind, found, there)
+
+
+def build_demand(
+    member: Member, holding: Holding, units: int, queue: QueueSpec, past: Past, usable: frozenset[str]
+) -> KindDemand:
+    """The job as a policy sees it.
+
+    Args:
+        member: the job.
+        holding: what it has.
+        units: of a worker.
+        queue: its queue's spec.
+        past: what jobs needed that have completed.
+        usable: names of the kinds that its templates may be on.
+    """
+    spec, status, grant = member.job.spec, member.job.status, member.grant
+    least = least_workers(member.job)
+    limit = spec.most if member.ceiling is None else min(spec.most, member.ceiling)
+    efficiency = spec.elasticity.min_efficiency
+    most = max(least, efficient_limit(status.scaling, efficiency, limit, holding.kind))
+    left = None
+    if status.total_steps is not None:
+        left = max(status.total_steps - (status.step or 0), 0)
+    at_home = holding.given.get(holding.kind, 0)
+    job = Demand(
+        name=member.name,
+        namespace=member.job.namespace,
+        submitted=member.submitted,
+        maximum=most,
+        minimum=least,
+        requested=min(max(spec.replicas, least), most),
+        units=units,
+        priority=spec.priority,
+        weight=float(spec.weight),
+        allocated=at_home,
+        since=grant.since,
+        resized=grant.resized,
+        waited=grant.waited,
+        steps_left=left,
+        expected_left=expected_left(past, member.job, units),
+        minimum_on_demand=spec.elasticity.min_replicas_on == "OnDemand" and queue.spot_selector is not None,
+    )
+    if holding.kind not in usable and any(kind.name == holding.kind for kind in queue.kinds):
+        usable |= {holding.kind}  # it runs there, whatever its templates say now
+    return KindDemand(
+        job,
+        {kind: curve_of(status.scaling, kind) for kind in sorted(usable)},
+        _MOBILITY[spec.across_kinds],
+        holding.kind,
+        {kind: count for kind, count in holding.given.items() if kind != holding.kind},
+        # Once it was started it may have made a step that nobody has told of.
+        bound=bool(queue.kinds) and bool(holding.kind) and bool(holding.given or status.start_time),
+    )
