@@ -483,6 +483,26 @@ def test_who_is_silent_is_lost_while_another_is_heard_whose_deletion_nobody_has_
     model.settle()
 
 
+def test_who_alone_has_the_state_is_not_given_up_because_those_are_heard_who_have_none(model: Lineages) -> None:
+    """It has entered, its connection to the coordinator is lost, and the others have yet to enter."""
+    model.begin(workers=3, second=False, steps=4)
+    model.the_address_leads_elsewhere(which=5, where=1)
+    model.time_passes(seconds=12.0)
+    model.settle()
+
+
+def test_nor_if_they_have_died_unnoticed(model: Lineages) -> None:
+    model.begin(workers=3, second=False, steps=4)
+    model.a_worker_dies(lose=False, silent=True, which=1)
+    model.a_coordinator_stands_still_or_runs_again(which=0)
+    model.a_coordinator_stands_still_or_runs_again(which=0)
+    model.a_worker_dies(lose=False, silent=False, which=0)
+    model.a_worker_starts(where=0)
+    model.the_address_leads_elsewhere(which=0, where=1)
+    model.time_passes(seconds=6.0)
+    model.settle()
+
+
 def test_those_who_train_on_cut_off_from_their_coordinator_are_not_given_up(model: Lineages) -> None:
     """All of them were silent for longer than the heartbeat limit."""
     model.begin(workers=3, second=False, steps=12)

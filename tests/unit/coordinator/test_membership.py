@@ -467,6 +467,14 @@ def test_silence_counts_only_while_somebody_who_trains_is_heard_of(workers: list
     assert " ".join(find_lost(NOW, training(*workers), SETTINGS)) == lost
 
 
+def test_those_who_have_yet_to_get_the_state_tell_nothing_of_the_one_who_has_it() -> None:
+    holder, joiner = member("a", **silent(TEN), last_heard=NOW - TEN), worker("b")
+    state = cluster(holder, joiner, running=plan(FIRST, "a b", "planned", "b"), broken={FIRST: NOW - RECONNECT})
+    assert not find_lost(NOW, state, SETTINGS)
+    both = cluster(holder, replace(joiner, entered=FIRST), running=state.running, broken=state.broken)
+    assert list(find_lost(NOW, both, SETTINGS)) == ["a"]
+
+
 EXCUSED = [
     pytest.param([silent(0.5), {}], NOW - 0.4, "", id="it closed while the coordinator did not run"),
     pytest.param([silent(0.5), {}], NOW - 1.4, "", id="or that was read when it ran again"),

@@ -122,13 +122,19 @@ class Cluster:
     @property
     def isolated(self) -> bool:
         """None of those who train is connected: that is no news of any of them, but of this coordinator."""
-        awaited = [worker for worker in self.training if worker.present and not worker.through]
+        awaited = _holders([worker for worker in self.training if worker.present and not worker.through])
         return bool(awaited) and not any(worker.connected for worker in awaited)
 
     @property
     def heard_at(self) -> float:
         """When somebody who trains was last heard of; ``-inf``: never."""
-        return max((x.last_heard for x in self.training if x.known_in_person), default=float("-inf"))
+        heard = _holders([worker for worker in self.training if worker.known_in_person])
+        return max((worker.last_heard for worker in heard), default=float("-inf"))
+
+
+def _holders(workers: list[Worker]) -> list[Worker]:
+    """Those who have the state of the training: others tell nothing of them. All, if nobody has it yet."""
+    return [worker for worker in workers if worker.entered is not None] or workers
 
 
 @dataclass(frozen=True)
