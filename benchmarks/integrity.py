@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.jobs import run_job
 from benchmarks.tasks import TASKS, VIRTUAL_NODES
 
-STEPS = {"digits": 6_400, "mlp": 640, "charlm": 1_920}
+STEPS = {"digits": 3_200, "mlp": 384, "charlm": 960}
 """Of a job; whole sweeps of the state, with and without hashes in equal parts."""
 WARM_UP = 64
 """Steps that do not count."""
