@@ -503,6 +503,20 @@ def test_nor_if_they_have_died_unnoticed(model: Lineages) -> None:
     model.settle()
 
 
+def test_nor_is_who_got_it_unnoticed_just_before_the_others_died(model: Lineages) -> None:
+    """To the coordinator nobody with a state survives; the authority says that this one lives."""
+    model.begin(workers=3, second=False, steps=4)
+    model.a_worker_dies(lose=False, silent=False, which=2)
+    model.a_coordinator_stands_still_or_runs_again(which=0)
+    model.a_worker_dies(lose=False, silent=False, which=0)
+    for _ in range(5):
+        model.a_worker_starts(where=0)
+    model.a_coordinator_stands_still_or_runs_again(which=0)
+    model.the_address_leads_elsewhere(which=0, where=1)
+    model.time_passes(seconds=6.0)
+    model.settle()
+
+
 def test_those_who_train_on_cut_off_from_their_coordinator_are_not_given_up(model: Lineages) -> None:
     """All of them were silent for longer than the heartbeat limit."""
     model.begin(workers=3, second=False, steps=12)

@@ -475,6 +475,16 @@ def test_those_who_have_yet_to_get_the_state_tell_nothing_of_the_one_who_has_it(
     assert list(find_lost(NOW, both, SETTINGS)) == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("unheard", "lost"),
+    [(frozenset(), "a"), (frozenset("a"), ""), (frozenset("b"), "a"), (None, "")],
+    ids=["nobody trains elsewhere", "it may", "another one may", "whoever runs the workers has yet to say"],
+)
+def test_who_may_train_elsewhere_is_not_lost_for_its_silence_here(unheard: frozenset[str] | None, lost: str) -> None:
+    state = cluster(worker("a", **silent(TEN)), trained=True, unheard=unheard)
+    assert " ".join(find_lost(NOW, state, SETTINGS)) == lost
+
+
 EXCUSED = [
     pytest.param([silent(0.5), {}], NOW - 0.4, "", id="it closed while the coordinator did not run"),
     pytest.param([silent(0.5), {}], NOW - 1.4, "", id="or that was read when it ran again"),

@@ -224,7 +224,6 @@ def _limits(now: float, cluster: Cluster, settings: MembershipSettings) -> list[
         {x.incarnation for x in proposed.members} if proposed is not None and proposed.mode == "recovery" else set()
     )
     wanted = frozenset() if cluster.isolated else torn | awaited
-    heard_at = cluster.heard_at if running is not None or proposed is not None else float("inf")
     limits: list[tuple[str, float, str]] = []
     for i, worker in cluster.workers.items():
         if worker.left:
@@ -235,7 +234,7 @@ def _limits(now: float, cluster: Cluster, settings: MembershipSettings) -> list[
         if worker.failures >= settings.join_attempts:
             limits.append((i, float("-inf"), f"it could not be connected with the others {worker.failures} times"))
         since = worker.last_heard if worker.connected else worker.disconnected_at
-        silence_ends = _silence_ends(now, since, heard_at, settings)
+        silence_ends = _silence_ends(now, since, _heard_at(cluster, worker), settings)
         silence = f"for {silence_ends - since:.4g} s"
         if worker.connected:
             limits.append((i, silence_ends, f"no sign of life {silence}"))
@@ -257,6 +256,18 @@ def _grace(worker: Worker, torn: bool, cluster: Cluster, settings: MembershipSet
     if worker.disconnected_at <= cluster.excused_at + settings.reconnect_grace:
         return settings.restart_grace
     return 0.0 if torn and worker.known_in_person and not worker.done else settings.reconnect_grace
+
+
+def _heard_at(cluster: Cluster, worker: Worker) -> float:
+    """When somebody was last heard of to whom the training that this worker may be in would be known.
+
+    Where nobody trains, a worker is only waited for, and its silence tells all; unless it may train elsewhere, with a
+    state that it got just before the others were lost.
+    """
+    if cluster.running is not None or cluster.proposed is not None:
+        return cluster.heard_at
+    elsewhere = cluster.unheard is None or worker.name in cluster.unheard
+    return float("-inf") if elsewhere and not worker.connected else float("inf")
 
 
 def _silence_ends(now: float, since: float, heard_at: float, settings: MembershipSettings) -> float:
