@@ -21,9 +21,10 @@ from torch.utils.data import TensorDataset
 import virtualflow as vf
 from virtualflow.reduction.settings import Exchange
 
-WIDTH = 192
+WIDTH = 384
+"""So that a quarter of the gradient is no small message, which travels in a copy."""
 GRADIENT = 4 * WIDTH * WIDTH
-SLACK = 12_000
+SLACK = 24_000
 """Bytes of everything else: the samples of a step, losses, step headers, the ends of messages."""
 
 
