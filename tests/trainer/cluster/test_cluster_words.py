@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from virtualflow.cluster.explanation import ADVICE, age, explain
-from virtualflow.cluster.logs import Line, followed, merged
+from virtualflow.cluster.logs import BrokenOff, Line, followed, merged
 from virtualflow.cluster.tables import job_rows, table
 from virtualflow.errors import ConfigurationError
 
@@ -157,6 +158,45 @@ def test_a_log_that_is_followed_has_each_line_of_everybody_once(monkeypatch: pyt
         ("late", "begins"),
         ("late", "goes on"),
     ]
+
+
+def test_the_log_of_a_worker_that_has_ended_is_read_again_where_it_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("virtualflow.cluster.logs.LOOK_SECONDS", 0.01)
+    readings: list[str | None] = []
+
+    def stream(_: str, since: str | None) -> Iterator[str]:
+        readings.append(since)
+        if len(readings) == 1:
+            raise BrokenOff
+        yield "T1 begins"
+        if len(readings) == 2:
+            raise BrokenOff
+        yield "T2 ends"
+
+    found = [line.text for line in followed(lambda: {"first": False}, stream, lambda: True)]
+    assert found == ["begins", "ends"]
+    assert readings == [None, None, "T1"]
+
+
+def test_a_worker_that_writes_on_and_on_does_not_hide_one_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("virtualflow.cluster.logs.LOOK_SECONDS", 0.05)
+    over, written = threading.Event(), threading.Event()
+
+    def stream(worker: str, _: str | None) -> Iterator[str]:
+        if worker == "late":
+            yield "T1 begins"
+            over.set()
+            return
+        for number in itertools.count():
+            if over.wait(0.001):
+                return
+            yield f"T{number:09} goes on"
+            written.set()
+
+    def workers() -> dict[str, bool]:
+        return dict.fromkeys(["first", "late"] if written.is_set() else ["first"], not over.is_set())
+
+    assert Line("T1", "late", "begins") in followed(workers, stream, over.is_set)
 
 
 def test_who_may_not_read_logs_hears_of_it_while_following() -> None:

@@ -25,7 +25,7 @@ from virtualflow.cluster.api import (
     said,
     why,
 )
-from virtualflow.cluster.logs import Line, followed, merged
+from virtualflow.cluster.logs import BrokenOff, Line, followed, merged
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol.settings import ENV_TOKEN
 
@@ -224,7 +224,11 @@ class Job:
                 raise
 
     def _stream(self, worker: str, since: str | None, tail: int | None) -> Iterator[str]:
-        """Lines of a worker as they come; it ends with the container, or after some silence."""
+        """Lines of a worker as they come; it ends with the container.
+
+        Raises:
+            BrokenOff: after some silence, or as the connection is lost.
+        """
         try:
             answer = self._core.read_namespaced_pod_log(
                 worker,
@@ -240,8 +244,8 @@ class Job:
             if error.status in (400, 404):  # it has not begun, or is gone meanwhile
                 return
             raise ConfigurationError(f"cannot read the log of {worker}: {why(error)}") from None
-        except urllib3.exceptions.HTTPError:
-            return  # it is tried again
+        except urllib3.exceptions.HTTPError as error:
+            raise BrokenOff from error
         try:
             rest = b""
             for chunk in answer.stream(65_536):
@@ -249,8 +253,8 @@ class Job:
                 yield from (line.decode(errors="replace") for line in lines)
             if rest:
                 yield rest.decode(errors="replace")
-        except urllib3.exceptions.HTTPError:
-            return
+        except urllib3.exceptions.HTTPError as error:
+            raise BrokenOff from error
         finally:
             answer.release_conn()
 

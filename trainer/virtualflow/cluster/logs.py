@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -12,6 +13,10 @@ from virtualflow.errors import VirtualFlowError
 
 LOOK_SECONDS = 2.0
 """Between two looks for workers that are new, while a log is followed."""
+
+
+class BrokenOff(Exception):
+    """A stream has ended before its log has."""
 
 
 class Line(NamedTuple):
@@ -45,7 +50,7 @@ def followed(
     Args:
         workers: which pods there are, and whether each may still write.
         stream: lines of one, from the time that is given (some earlier ones may come again); it ends with the worker,
-            or earlier.
+            or earlier; then it may raise :class:`BrokenOff`, and is read again, also if the worker has ended.
         finished: whether the job is over.
 
     Raises:
@@ -65,18 +70,26 @@ def followed(
                 if since is None or line.time > since:
                     latest[worker] = line.time
                     found.put(line)
+        except BrokenOff:
+            whole.discard(worker)
         except VirtualFlowError as error:
             found.put(error)
 
+    def take(line: Line | VirtualFlowError) -> Line:
+        if isinstance(line, VirtualFlowError):
+            raise line
+        return line
+
     def drain(seconds: float) -> Iterator[Line]:
-        while True:
+        """What comes in these seconds, however much, and what is there by then."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
             try:
-                line = found.get(timeout=seconds)
+                yield take(found.get(timeout=left))
             except queue.Empty:
                 return
-            if isinstance(line, VirtualFlowError):
-                raise line
-            yield line
+        for _ in range(found.qsize()):
+            yield take(found.get())
 
     while True:
         over = finished()
