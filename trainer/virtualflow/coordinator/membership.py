@@ -223,7 +223,9 @@ def _limits(now: float, cluster: Cluster, settings: MembershipSettings) -> list[
     awaited = (
         {x.incarnation for x in proposed.members} if proposed is not None and proposed.mode == "recovery" else set()
     )
-    wanted = frozenset() if cluster.isolated else torn | awaited
+    # Where none of those who train is connected and heard of, closed connections are no news of them either.
+    isolated = cluster.isolated or now - cluster.heard_at >= settings.heartbeat_limit
+    wanted = frozenset() if isolated else torn | awaited
     limits: list[tuple[str, float, str]] = []
     for i, worker in cluster.workers.items():
         if worker.left:

@@ -134,7 +134,7 @@ class Cluster:
 
 def _holders(workers: list[Worker]) -> list[Worker]:
     """Those who have the state of the training: others tell nothing of them. All, if nobody has it yet."""
-    return [worker for worker in workers if worker.entered is not None] or workers
+    return [worker for worker in workers if worker.may_have_state] or workers
 
 
 @dataclass(frozen=True)
