@@ -23,7 +23,6 @@ import secrets
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -34,6 +33,7 @@ import psutil
 import yaml
 from aiohttp import WSMsgType, web
 from tests import kube_apiserver, statuses
+from tests.operator_metrics import requests, scrape
 
 from benchmarks.jobs import ROOT, environment
 from virtualflow.protocol import http_api
@@ -210,23 +210,6 @@ async def all_train(api: KubeApi, count: int) -> None:
             ready.add(body["metadata"]["name"])
             if len(ready) == count:
                 return
-
-
-def scrape(port: int) -> dict[str, float]:
-    """The operator's metrics."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
-
-
-def requests(sample: dict[str, float]) -> Counter[str]:
-    """Requests of the operator, by method and resource."""
-    made: Counter[str] = Counter()
-    for name, value in sample.items():
-        if name.startswith("virtualflow_api_requests_total{"):
-            labels = dict(re.findall(r'(\w+)="([^"]*)"', name))
-            made[f"{labels['method']} {labels['resource']}"] += int(value)
-    return made
 
 
 def quantile(sample: dict[str, float], histogram: str, part: float) -> float:

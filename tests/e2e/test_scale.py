@@ -12,7 +12,6 @@ import re
 import secrets
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from aiohttp import WSMsgType, web
 from cluster import until
 
 from kube_apiserver import HOW, api_server, at_hand, free_port, running
+from operator_metrics import requests, scrape
 from statuses import coordinator_status
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
@@ -156,23 +156,6 @@ async def all_ready(api: KubeApi) -> None:
                 return
 
 
-def metrics(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
-
-
-def requests(sample: dict[str, float]) -> Counter[str]:
-    """How many requests the operator has made, by method and resource."""
-    pattern = re.compile(r"virtualflow_api_requests_total{(.*)}")
-    made: Counter[str] = Counter()
-    for name, value in sample.items():
-        if found := pattern.match(name):
-            labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1]))
-            made[f"{labels['method']} {labels['resource']}"] += int(value)
-    return made
-
-
 def check_requests(made: Counter[str], seconds: float) -> None:
     """Hold what was asked against what so many jobs take; the lease is renewed by the clock, whoever is there."""
     for kind, count in PER_JOB.items():
@@ -253,7 +236,7 @@ async def burst(kubeconfig: Path, folder: Path) -> dict[str, float]:
 
 def leads(port: int) -> bool:
     try:
-        return metrics(port).get("virtualflow_leader") == 1.0
+        return scrape(port).get("virtualflow_leader") == 1.0
     except OSError:
         return False
 
@@ -282,17 +265,17 @@ async def measure(api: KubeApi, key: bytes, pid: int, port: int) -> dict[str, fl
         per_job = Counter(pod["metadata"]["labels"][LABEL_JOB] for pod in pods)
         assert set(per_job.values()) == {WORKERS + 1}
         assert sum(pod["metadata"]["labels"][LABEL_ROLE] == WORKER for pod in pods) == JOBS_MADE * WORKERS
-        before = metrics(port)
+        before = scrape(port)
         while True:  # the last of the burst's echoes: nothing has been written for some seconds
             await asyncio.sleep(5.0)
-            after = metrics(port)
+            after = scrape(port)
             if writes(after) == writes(before):
                 break
             before = after
         processor, idle_since = cpu_seconds(pid), time.monotonic()
         await asyncio.sleep(IDLE_SECONDS)
         seconds = time.monotonic() - idle_since
-        end = metrics(port)
+        end = scrape(port)
         assert asked["watch"] == JOBS_MADE, asked
         sent = requests(after)
         print(f"requests of the burst: {dict(sent.most_common())}")
