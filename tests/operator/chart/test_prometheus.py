@@ -6,7 +6,6 @@ import http.server
 import json
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -14,6 +13,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import pytest
 import yaml
 from rendering import EVERYTHING, NAMESPACE, only, render, with_helm
 from test_chart_metrics import dashboard_expressions, exposition
+
+from kube_apiserver import free_port
 
 PROGRAM = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
 PATIENCE = 60.0
@@ -49,12 +51,6 @@ class Operator(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -92,6 +88,8 @@ def ask(tmp_path: Path) -> Iterator[Callable[..., Any]]:
             with urllib.request.urlopen(url, timeout=PATIENCE) as got:
                 return json.load(got)["data"]
         except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.SERVICE_UNAVAILABLE:  # it starts
+                return None
             raise AssertionError(f"{parameters}: {error.read().decode()}") from error
         except urllib.error.URLError:
             assert process.poll() is None, (tmp_path / "log").read_text()
