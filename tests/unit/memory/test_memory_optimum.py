@@ -132,9 +132,7 @@ def test_a_choice_needs_what_the_program_says(profile: Profile, parts: list[Part
 @pytest.mark.parametrize(
     ("length", "count"), [(8, 1), nightly(10, 20), nightly(14, 20), nightly(20, 15), nightly(30, 5)]
 )
-def test_a_plan_without_the_host_takes_at_most_5_percent_more_than_the_optimum(length: int, count: int) -> None:
-    """Most are within 2 %; a chain of 14 blocks was found with 2.6 %, and one of 20 with 2.3 %."""
-
+def test_a_plan_without_the_host_takes_at_most_2_percent_more_than_the_optimum(length: int, count: int) -> None:
     @settings(max_examples=count, phases=(Phase.explicit, Phase.generate), deadline=None)
     @given(profiles(length, length), st.integers(5, 60))
     def try_some(profile: Profile, share: int) -> None:
@@ -146,6 +144,6 @@ def test_a_plan_without_the_host_takes_at_most_5_percent_more_than_the_optimum(l
         simulated = schedule(Chain(profile), actions, capacity)
         assert simulated is not None, "the program has chosen what does not fit"
         assert simulated.seconds == pytest.approx(best)
-        assert 1 - 1e-9 <= planner.plan(budget).seconds / best <= 1.05
+        assert 1 - 1e-9 <= planner.plan(budget).seconds / best <= 1.02
 
     try_some()

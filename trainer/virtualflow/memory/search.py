@@ -5,16 +5,18 @@ The pool depends on the model alone and not on a budget. A choice is never slowe
 plan.
 
 It begins with regular choices: the last blocks are kept, since they are needed first; of the others some are swapped,
-which costs nothing as long as the copies are hidden, and the rest is recomputed (KARMA, Wahib et al., SC 2020).
-At a few sizes of memory the fastest of them are then improved by local moves; all that is tried enters the pool.
+which costs nothing as long as the copies are hidden, and the rest is recomputed (KARMA, Wahib et al., SC 2020). To
+these come the fastest without copies (:mod:`virtualflow.memory.cuts`), for so many sizes of memory that those in
+between gain little. At a few sizes the fastest are then improved by local moves; all that is tried enters the pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations
+from itertools import combinations
 
+from virtualflow.memory.cuts import Cuts
 from virtualflow.memory.settings import PlannerSettings
 from virtualflow.memory.simulation import JOIN, KEEP, RECOMPUTE, REFETCH, SWAP, Actions, Chain, least_capacity, schedule
 
@@ -55,6 +57,7 @@ class Pool:
         self._choices: dict[Actions, _Choice] = {}
         for actions in _regular(chain, settings):
             self._enter(actions)
+        self._cut()
         self._improve()
         self._sorted = self._in_order()
 
@@ -93,11 +96,42 @@ class Pool:
                 best = Found(choice.actions, found.seconds)
         return best
 
+    def _cut(self) -> None:
+        """Enter the fastest choices without the host's memory, until no size of the device's is left for which what is
+        there may be slower by more than is worth while."""
+        chain, settings = self._chain, self._settings
+        cuts = Cuts(chain, settings.followed)
+        self._enter(cuts.least())
+
+        def fastest(capacity: int) -> _Choice:
+            best = min(self._without_host(capacity), key=lambda choice: choice.bound)
+            found = cuts.fastest(capacity, best.bound - computed)
+            return best if found is None else self._enter(found)
+
+        computed = chain.forward_until[-1] + chain.backward_until[-1]
+        everything = self._enter(bytes([KEEP] * chain.length))
+        least = self.least(0)
+        # Between a size and a larger one with a faster choice: that takes its own least at most.
+        between = [(least, fastest(least), everything)]
+        for _ in range(settings.cuts):
+            between = [gap for gap in between if gap[0] + 1 < gap[2].least]
+            between.sort(key=lambda gap: gap[1].bound / gap[2].bound)
+            if not between or between[-1][1].bound <= between[-1][2].bound * (1 + settings.worth):
+                return
+            low, slower, faster = between.pop()
+            middle = (low + faster.least) // 2
+            found = fastest(middle)
+            between += [(low, slower, found), (middle, found, faster)]
+
+    def _without_host(self, capacity: int) -> Iterator[_Choice]:
+        """Those that fit into these bytes of the device and none of the host."""
+        return (choice for choice in self._choices.values() if choice.host == 0 and choice.least <= capacity)
+
     def _improve(self) -> None:
-        """Improve the fastest choice at each size of the device's memory, with the host's memory and without."""
+        """Improve the fastest choice at each size of the device's memory, with some of the host's and with all."""
         chain, rungs = self._chain, self._settings.rungs
         enough = least_capacity(chain, bytes([KEEP] * chain.length))
-        corners = [(host, self.least(host)) for host in (0, chain.host_most // 4, chain.host_most)]
+        corners = [(host, self.least(host)) for host in (chain.host_most // 4, chain.host_most)]
         # Closer to one another where there is little memory: there plans differ most.
         places = {
             (least + (enough - least) * rung * rung // (rungs * rungs), host)
@@ -158,7 +192,7 @@ def bound(chain: Chain, actions: Actions) -> float:
 
 
 def _regular(chain: Chain, settings: PlannerSettings) -> Iterator[Actions]:
-    """Choices to begin with, and that which needs the least memory of the device and none of the host.
+    """Choices to begin with.
 
     Kept are the last blocks, or those whose recomputation costs most for the bytes that it would free. Of the others
     some are swapped (those dear to compute and cheap to copy, or the first, or evenly spread), and the rest is
@@ -176,7 +210,6 @@ def _regular(chain: Chain, settings: PlannerSettings) -> Iterator[Actions]:
                     for most in settings.segments:
                         for begin in (RECOMPUTE, REFETCH):
                             yield _segmented(chain.length, kept, frozenset(swapped), most, begin)
-    yield least_without_host(chain)
 
 
 def _segmented(length: int, kept: frozenset[int], swapped: frozenset[int], most: int, begin: int) -> Actions:
@@ -199,88 +232,6 @@ def _spread(most: int, count: int) -> list[int]:
 def _even(blocks: Sequence[int], count: int) -> list[int]:
     """So many of them, evenly spread."""
     return [blocks[len(blocks) * number // count] for number in range(count)]
-
-
-def least_without_host(chain: Chain) -> Actions:
-    """The choice that needs the least memory of the device and none of the host: where to cut it into segments.
-
-    Recomputing a block alone may need more memory than keeping it only where that makes a copy of its output. For a
-    given capacity, the cuts that leave the fewest bytes of boundaries and of what is kept are found block by block:
-    that is exact, since fewer bytes below never hurt what is above. The capacity is found by bisection.
-    """
-    needs, kept = _segment_needs(chain), _kept_needs(chain)
-    best = bytes([RECOMPUTE] * chain.length)
-    low, high = 0, least_capacity(chain, best)
-    while low < high:
-        middle = (low + high) // 2
-        found = _cut(chain, needs, kept, middle)
-        if found is None:
-            low = middle + 1
-        else:
-            best, high = found, min(middle, least_capacity(chain, found))
-    return best
-
-
-def _segment_needs(chain: Chain) -> list[list[int]]:
-    """The bytes that each segment needs beyond the boundaries of those below it; by its last and its first block."""
-    boundary, workspace = chain.boundary, chain.workspace
-    until = [0, *accumulate(chain.both)]
-    gradients = [*reversed([*accumulate(reversed(chain.gradient))]), 0]  # of the blocks from there on
-    table: list[list[int]] = []
-    for end in range(chain.length):
-        row = [0] * (end + 1)
-        computed = passed = 0
-        for first in range(end, -1, -1):
-            handed = boundary[first + 1] if first < end else chain.output[end]
-            made = until[first + 1] + handed + workspace[first]
-            again = made + boundary[end + 1] + gradients[end + 1]
-            through = until[first + 1] + boundary[first + 1] + (boundary[first] if first else 0)
-            computed = max(computed, again, through + gradients[first] + chain.backward_workspace[first])
-            beginning = boundary[first] + boundary[first + 1] + workspace[first]
-            row[first] = max(computed - until[first], beginning, boundary[first] + passed)
-            passed = max(passed, beginning)
-        table.append(row)
-    return table
-
-
-def _kept_needs(chain: Chain) -> list[int]:
-    """The bytes that each block needs if it is kept, beyond what is held of those below it."""
-    gradients = [*accumulate(reversed(chain.gradient))][::-1]
-    return [
-        chain.both[block]
-        + chain.boundary[block + 1]
-        + max(
-            chain.workspace[block],
-            (chain.boundary[block] if block else 0) + gradients[block] + chain.backward_workspace[block],
-        )
-        for block in range(chain.length)
-    ]
-
-
-def _cut(chain: Chain, needs: list[list[int]], kept: list[int], capacity: int) -> Actions | None:
-    """Segments, and blocks that are kept, that fit; ``None``: there are none."""
-    held: list[int | None] = [0]  # the fewest bytes that the blocks up to there hold, if all of it fits
-    cuts = [(0, KEEP)]
-    for end in range(chain.length):
-        fitting = [
-            (below + chain.boundary[first], first, RECOMPUTE)
-            for first, below in enumerate(held)
-            if below is not None and below + needs[end][first] <= capacity
-        ]
-        below = held[end]
-        if below is not None and below + kept[end] <= capacity:
-            fitting.append((below + chain.both[end], end, KEEP))
-        fewest, first, action = min(fitting, default=(None, 0, KEEP))
-        held.append(fewest)
-        cuts.append((first, action))
-    if held[-1] is None:
-        return None
-    actions = bytearray([JOIN] * chain.length)
-    end = chain.length
-    while end > 0:
-        end, action = cuts[end]
-        actions[end] = action
-    return bytes(actions)
 
 
 def _neighbours(actions: Actions, pairs: int) -> Iterator[Actions]:

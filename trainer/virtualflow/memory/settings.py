@@ -20,6 +20,12 @@ class PlannerSettings:
     """Shares of the other blocks that are swapped in them, the rest being recomputed."""
     segments: tuple[int, ...] = (1, 2, 4, 8)
     """Most blocks of a segment that is recomputed at once in them."""
+    cuts: int = 64
+    """Sizes of device memory at most for which the fastest plan without copies is looked for,"""
+    worth: float = 0.01
+    """until those between two take at most this share longer than with the larger,"""
+    followed: int = 48
+    """and so many beginnings of plans that end with the same block are followed."""
     pairs: int = 12
     """Up to so many blocks, two of any distance are changed at a time; of longer chains only neighbours are."""
 
