@@ -32,7 +32,7 @@ from virtualflow.memory import Point
 from virtualflow.memory.activations.blocks import Named
 from virtualflow.memory.activations.copies import Copies
 from virtualflow.memory.activations.ledger import key_of
-from virtualflow.memory.activations.settings import ActivationSettings
+from virtualflow.memory.activations.settings import SMALL_BUFFER, ActivationSettings
 from virtualflow.memory.activations.visits import Visit
 from virtualflow.memory.activations.workspace import Peaks, count_peaks
 from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
@@ -340,12 +340,17 @@ class Probe:
         return tuple(most[way] for way in sorted(most))
 
     def fixed_bytes(self) -> int:
-        """What else is on the device all the time: parameters outside of blocks with their gradients, and buffers."""
-        parameters = list(self._model.parameters())
+        """What else is on the device all the time: parameters outside of blocks with their gradients, and buffers.
+
+        Of small buffers a block that is computed again has copies; they are counted whether it is or not.
+        """
         inside = {id(parameter) for block in self.ran for parameter in self._blocks[block][1].parameters()}
-        outside = [parameter for parameter in parameters if id(parameter) not in inside]
-        return sum(parameter.nbytes * (2 if parameter.requires_grad else 1) for parameter in outside) + sum(
-            buffer.nbytes for buffer in self._model.buffers()
+        outside = [parameter for parameter in self._model.parameters() if id(parameter) not in inside]
+        copied = {id(buffer): buffer for block in self.ran for buffer in self._blocks[block][1].buffers()}.values()
+        return (
+            sum(parameter.nbytes * (2 if parameter.requires_grad else 1) for parameter in outside)
+            + sum(buffer.nbytes for buffer in self._model.buffers())
+            + sum(buffer.nbytes for buffer in copied if buffer.nbytes <= SMALL_BUFFER)
         )
 
     def sum_bytes(self) -> int:
