@@ -41,12 +41,15 @@ def _digits() -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any]]:
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3), digits()[0]
 
 
-def _characters() -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any]]:
-    from charlm_task import CharacterModel, windows
+def _transformer(title: str, batch: int, **size: int) -> Task:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any]]:
+        from charlm_task import CharacterModel, windows
 
-    torch.manual_seed(0)
-    model = CharacterModel()
-    return model, torch.optim.AdamW(model.parameters(), lr=3e-3), windows(None)[0]
+        torch.manual_seed(0)
+        model = CharacterModel(**size)
+        return model, torch.optim.AdamW(model.parameters(), lr=3e-4 if size else 3e-3), windows(None)[0]
+
+    return Task(title, batch, make)
 
 
 def _perceptron(width: int, batch: int) -> Task:
@@ -64,7 +67,8 @@ def _perceptron(width: int, batch: int) -> Task:
 TASKS = {
     "digits": Task("digits CNN, 21 k parameters", 128, _digits),
     "mlp": _perceptron(1_400, 256),
-    "charlm": Task("char transformer, 137 k parameters", 32, _characters),
+    "charlm": _transformer("char transformer, 137 k parameters", 32),
+    "transformer": _transformer("char transformer, 25 M parameters", 8, width=512, heads=8, layers=8),
     "wide": _perceptron(2_600, 128),
 }
 
