@@ -20,6 +20,7 @@ MAX_UNSORTED = 32
 
 
 SelectorOperator = Literal["In", "NotIn", "Exists", "DoesNotExist"]
+WorkerPlacement = Literal["Any", "BinPack"]
 
 
 class Demand(Base, frozen=True):
@@ -90,6 +91,8 @@ class QueueSpec(Base, frozen=True):
     """Of device; a node belongs to the first that selects it."""
     thrift: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """How much the price of a step counts beside the time when a job's kind is chosen."""
+    placement: WorkerPlacement = "Any"
+    """On which of its nodes workers rather are."""
 
 
 class CapacityStatus(Base, frozen=True):

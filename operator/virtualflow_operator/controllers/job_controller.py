@@ -159,6 +159,7 @@ class JobController:
             former=self._store.former_of(key),
             service=self._store.service_of(key, manifests.coordinator_name(job)),
             nodes=self._store.node_map(),
+            crowds=self._store.crowds_of(key) if queue is not None and queue.spec.placement == "BinPack" else {},
             link=self._links.view(key),
             verdict=memory.verdict,
             trouble=memory.trouble,

@@ -1,4 +1,4 @@
-"""Which nodes a worker of a queue may run on: node affinity in its pod. Pure.
+"""Which nodes a worker of a queue may run on, and on which it rather is: affinity in its pod. Pure.
 
 The queue's nodes are demanded of every worker, because the queue counts on no others, and so is the kind of device of
 which the queue has given it. Where a job keeps its minimum off
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from virtualflow_operator.api import Demand, JobSpec, Node, Object, QueueSpec
-from virtualflow_operator.constants import LABEL_CAPACITY, LABEL_KIND, ON_DEMAND, SPOT
+from virtualflow_operator.constants import LABEL_CAPACITY, LABEL_KIND, LABEL_ROLE, ON_DEMAND, SPOT, WORKER
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.queues import could_take, opposite, terms_of
 
 _PREFERENCE = 100
-"""The weight of a preference for spot nodes: the most that Kubernetes knows."""
+"""The weight of a preference: the most that Kubernetes knows."""
 _UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
 """The taint of a cordoned node."""
 
@@ -55,6 +55,8 @@ def confine(pod: Object, queue: QueueSpec, ground: str = "", kind: str = "") -> 
     if kind:
         pod["metadata"]["labels"][LABEL_KIND] = kind
         terms = [[*term, *of] for term in terms for of in terms_of(queue, kind)]
+    if queue.placement == "BinPack":
+        _join_workers(pod["spec"])
     if ground == ON_DEMAND and spot:
         # Off spot nodes means that one of what makes them so does not hold: terms are alternatives.
         terms = [[*term, opposite(demand)] for term in terms for demand in spot]
@@ -78,6 +80,19 @@ def _demand(spec: Object, terms: Sequence[Sequence[Demand]]) -> None:
         for term in own
         for ours in terms
     ]
+
+
+def _join_workers(spec: Object) -> None:
+    """Prefer nodes with many workers, of whatever job: nodes that have none can then be taken away."""
+    affinity = spec.setdefault("affinity", {}).setdefault("podAffinity", {})
+    term = {
+        "labelSelector": {"matchLabels": {LABEL_ROLE: WORKER}},
+        "namespaceSelector": {},  # all of them
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(
+        {"weight": _PREFERENCE, "podAffinityTerm": term}
+    )
 
 
 def _written(demand: Demand) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from virtualflow.protocol.http_api import Status
 from virtualflow_operator.api import (
@@ -44,6 +44,8 @@ class Scene:
     service: Service | None = None
     nodes: Mapping[str, Node] | None = None
     """``None``: the operator may not look at nodes."""
+    crowds: Mapping[str, int] = field(default_factory=dict)
+    """Workers of all jobs on each node where the job has pods, if its queue wants nodes to fall idle."""
     link: Link | None = None
     verdict: Verdict | None = None
     trouble: str = ""

@@ -50,6 +50,7 @@ def plan_workers(
     unfit: Collection[str] = (),
     kinds: Sequence[str] = (),
     unsuitable: Collection[tuple[str, str]] = (),
+    crowds: Mapping[str, int] | None = None,
 ) -> WorkerPlan:
     """Bring the number of workers to ``desired``.
 
@@ -64,6 +65,7 @@ def plan_workers(
         unfit: names of groups into whose memory nothing fits.
         kinds: of device, of each worker that is lacking; empty: the job's queue tells none apart.
         unsuitable: names of groups, and kinds on which their templates may not be.
+        crowds: workers of all jobs on each node, where those go first that are alone on theirs.
     """
     unborn = [worker for worker in workers if _never_ran(worker)]
     here = [worker for worker in workers if worker.fate in ("healthy", "planned") and worker not in unborn]
@@ -72,7 +74,7 @@ def plan_workers(
     # For those that go to another kind of device there is room; the others are replaced one at a time.
     more = max(sum(1 for worker in planned if worker.misplaced), 1 if planned and surge else 0)
     target = desired + more
-    rank = {group.name: index for index, group in enumerate(groups)}
+    rank = _Rank({group.name: index for index, group in enumerate(groups)}, crowds or {})
     scheduled = sum(1 for worker in here if worker.pod.node)
     withdraw = (*unborn, *_withdraw(sorted(stuck, key=lambda p: _dispensable(p, rank)), max(target - scheduled, 0)))
     if len(here) < target:
@@ -132,16 +134,25 @@ def _relieve_in_place(
     return (planned[0],) if planned and full and all_ready else ()
 
 
-def _dispensable(worker: ClassifiedPod, rank: Mapping[str, int]) -> tuple[bool, bool, bool, bool, int, int]:
+class _Rank(NamedTuple):
+    """What makes one worker more dispensable than another that is as far."""
+
+    groups: Mapping[str, int]
+    """The place of each group in the order of preference."""
+    crowds: Mapping[str, int]
+
+
+def _dispensable(worker: ClassifiedPod, rank: _Rank) -> tuple[bool, bool, bool, bool, int, int, int]:
     """Sort key: who goes first. To be replaced anyway; without a node; not connected; on a spot node; of a less
-    preferred group.
+    preferred group; with few others on its node.
     """
     return (
         worker.fate != "planned",
         bool(worker.pod.node),
         worker.standing not in ("absent", "starting"),
         worker.pod.ground == ON_DEMAND,
-        -rank.get(worker.pod.group, len(rank)),
+        -rank.groups.get(worker.pod.group, len(rank.groups)),
+        rank.crowds.get(worker.pod.node, 0),
         -worker.pod.ordinal,
     )
 

@@ -72,6 +72,7 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
         unfit=[unfit.group for unfit in draft.status.failures.unfit],
         kinds=lacking,
         unsuitable=apart,
+        crowds=facts.scene.crowds,
     )
     address = facts.scene.service.address if facts.scene.service is not None else ""
     # One with another token refuses new workers as well; one of another version need not.

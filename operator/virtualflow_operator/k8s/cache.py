@@ -24,7 +24,7 @@ from virtualflow_operator.api import (
     read_queue,
     read_service,
 )
-from virtualflow_operator.constants import LABEL_JOB
+from virtualflow_operator.constants import LABEL_JOB, WORKER
 
 Key = tuple[str, str]
 """Namespace and name of a job."""
@@ -152,6 +152,18 @@ class Store:
     def pods_of(self, key: Key) -> tuple[Pod, ...]:
         """Pods that bear the job's label."""
         return tuple(self._pods_of.get(key, {}).values())
+
+    def crowds_of(self, key: Key) -> Mapping[str, int]:
+        """Living workers of all jobs on each node where that job has pods."""
+        nodes = {pod.node for pod in self.pods_of(key) if pod.node}
+        return {
+            node: sum(
+                pod.node == node and pod.role == WORKER and pod.live
+                for job in self._jobs_on.get(node, ())
+                for pod in self._pods_of.get(job, {}).values()
+            )
+            for node in nodes
+        }
 
     def former_of(self, key: Key) -> tuple[Pod, ...]:
         """Pods that had ended when they were deleted, for a while; of one name the last."""

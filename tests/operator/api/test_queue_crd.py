@@ -135,6 +135,7 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
     "limits": ({"limits": [{"namespace": "team-a", "capacity": 4}]}, []),
     "nothing": ({"resource": None}, [NOTHING_COUNTED]),
     "nodes of no use": ({"resource": None, "capacity": 1, "nodeSelector": GPU}, [NODES_FOR_NOTHING]),
+    "workers close together": ({"placement": "BinPack"}, []),
     "kinds": ({"kinds": [kind("fast"), kind("slow", rating=0.25)]}, []),
     "kinds with prices": ({"kinds": [kind("fast", price=3, spotPrice=1.2), kind("slow", price=1)], "thrift": 1}, []),
     "a limit of a kind": ({"kinds": [kind("fast")], "limits": [limit("fast"), limit("fast", "team-b")]}, []),
@@ -178,6 +179,7 @@ def test_the_schema_refuses_a_demand_that_makes_no_sense(selector: Spec) -> None
         ({"resource": "a b"}, "spec.resource"),
         ({"capacity": -1}, "spec.capacity"),
         ({"spotSelector": demand("Gt")}, "spec.spotSelector.matchExpressions[0].operator"),
+        ({"placement": "Spread"}, "spec.placement"),
     ],
 )
 def test_an_invalid_queue_is_refused_at_the_right_place(spec: Spec, path: str) -> None:

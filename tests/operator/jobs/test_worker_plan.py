@@ -68,6 +68,20 @@ CASES: dict[str, tuple[WorkerPlan, dict[str, list[str]]]] = {
         plan(1, placed(0, standing="starting"), placed(1)),
         {"retire": ["j-spot-0"]},
     ),
+    "one too many where nodes are to fall idle": (
+        plan(2, placed(0, node="few"), placed(1, node="many"), placed(2, node="many"), crowds={"few": 1, "many": 5}),
+        {"retire": ["j-spot-0"]},
+    ),
+    "one too many of a less preferred group on a full node": (
+        plan(
+            1,
+            placed(0, node="few"),
+            placed(1, node="many", group="demand"),
+            groups=(SPOT, DEMAND),
+            crowds={"few": 1, "many": 5},
+        ),
+        {"retire": ["j-demand-1"]},
+    ),
     "one too many that has no node": (plan(1, placed(0, node=""), placed(1)), {"retire": ["j-spot-0"]}),
     "one too many of the less preferred group": (
         plan(1, placed(0), placed(0, group="demand"), groups=(SPOT, DEMAND)),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow_operator.constants import LABEL_JOB
+from virtualflow_operator.constants import LABEL_JOB, LABEL_ROLE, WORKER
 from virtualflow_operator.k8s.cache import ObjectCache, Store, key_of
 
 KEY = ("ml", "digits")
@@ -230,6 +230,24 @@ def test_a_list_of_pods_heals_and_names_the_jobs_that_are_concerned() -> None:
     assert store.replace_pods(bodies, time.monotonic(), lambda _: True) == {KEY, ("ml", "other")}
     assert [p.name for p in store.pods_of(KEY)] == ["digits-workers-1"]
     assert store.replace_pods(bodies, time.monotonic(), lambda _: True) == set()
+
+
+def test_of_a_jobs_nodes_it_is_known_how_many_workers_of_all_jobs_are_there() -> None:
+    store = Store()
+
+    def put(name: str, job: str, node: str, role: str = WORKER, phase: str = "Running") -> None:
+        body = pod(name=name, uid=name, job=job) | {"spec": {"nodeName": node}, "status": {"phase": phase}}
+        body["metadata"]["labels"][LABEL_ROLE] = role
+        store.put_pod(body)
+
+    put("digits-0", "digits", "n")
+    put("digits-1", "digits", "m")
+    put("digits-2", "digits", "")
+    put("digits-c", "digits", "k", "coordinator")
+    put("other-0", "other", "n")
+    put("other-1", "other", "n", phase="Succeeded")
+    put("other-2", "other", "l")
+    assert store.crowds_of(KEY) == {"n": 2, "m": 1, "k": 0}
 
 
 def test_a_node_concerns_the_jobs_that_have_pods_on_it() -> None:

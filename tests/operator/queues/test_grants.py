@@ -13,7 +13,7 @@ from virtualflow_operator import reasons
 from virtualflow_operator.api.job_status import merge_patch, write_status
 from virtualflow_operator.api.objects import Job, Pod, Service, read_job
 from virtualflow_operator.api.queue import QueueSpec
-from virtualflow_operator.constants import LABEL_CAPACITY, ON_DEMAND, SPOT, WORKER
+from virtualflow_operator.constants import LABEL_CAPACITY, LABEL_ROLE, ON_DEMAND, SPOT, WORKER
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import CreatePod, DeletePod, Plan
 from virtualflow_operator.jobs.node_affinity import choose_grounds, confine
@@ -237,6 +237,19 @@ def test_on_demand_keeps_off_spot_nodes_and_spot_prefers_them() -> None:
     (preferred,) = spot["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert [e["key"] for e in preferred["preference"]["matchExpressions"]] == ["capacity", "zone"]
     assert on_demand["metadata"]["labels"][LABEL_CAPACITY] == ON_DEMAND
+
+
+def test_where_nodes_are_to_fall_idle_a_worker_prefers_those_with_workers_of_any_job() -> None:
+    own = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]}}
+    packed = placed("", own=own, placement="BinPack")["spec"]["affinity"]["podAffinity"]
+    mine, term = packed["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert (mine, term["weight"]) == ({"weight": 1}, 100)
+    assert term["podAffinityTerm"] == {
+        "labelSelector": {"matchLabels": {LABEL_ROLE: WORKER}},
+        "namespaceSelector": {},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    assert "podAffinity" not in placed("")["spec"]["affinity"]
 
 
 def test_as_many_are_made_for_on_demand_nodes_as_the_minimum_lacks() -> None:
