@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,6 +22,7 @@ from virtualflow.memory.simulation import (
     Chain,
     is_valid,
     least_capacity,
+    most_backward,
     schedule,
     timeline,
 )
@@ -76,6 +78,25 @@ def test_a_choice_works_with_the_least_that_it_needs_and_with_no_byte_less(case:
     least = least_capacity(chain, actions)
     assert times(profile, actions, least).peak <= least
     assert schedule(chain, actions, least - 1) is None
+
+
+@given(CASES, st.sampled_from([0.1, 1.0, 10.0, 1e6]))
+def test_a_schedule_takes_no_more_than_was_foretold_however_fast_copies_are(
+    case: tuple[Profile, Actions, int], faster: float
+) -> None:
+    profile, actions, share = case
+    capacity = capacity_of(profile, actions, share)
+    found = schedule(Chain(profile), actions, capacity)
+    assert found is not None
+    peak = max(timeline(Chain(profile), actions, found, 0).peak, most_backward(Chain(profile), actions, found))
+    assert peak <= capacity
+    speeds = {"out_bytes_per_second": profile.out_bytes_per_second * faster}
+    other = replace(profile, in_bytes_per_second=profile.in_bytes_per_second * faster, **speeds)
+    followed = schedule(Chain(other), actions, peak)
+    assert followed is not None
+    points = [[(back.block, back.operation) for back in each.back] for each in (found, followed)]
+    assert points[0] == points[1], "copies back are issued at the same operations, so it is the same plan"
+    assert timeline(Chain(other), actions, followed, 0).peak <= peak
 
 
 @given(CASES, st.integers(0, 120))

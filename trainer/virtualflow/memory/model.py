@@ -221,7 +221,7 @@ class Plan:
     seconds: float
     """Of one virtual node."""
     peak_bytes: int
-    """On the device."""
+    """On the device, at most, however fast copies are."""
     host_bytes: int
     """On the host: of what is swapped, and of the optimizer's state if it is there."""
     reason: str

@@ -23,6 +23,7 @@ from virtualflow.memory.simulation import (
     Chain,
     Schedule,
     least_capacity,
+    most_backward,
     schedule,
     timeline,
     waits,
@@ -182,17 +183,19 @@ class Planner:
     def _finish(self, actions: Actions, budget: Budget, reason: str) -> Plan:
         found = schedule(self._chain, actions, self._capacity(budget))
         assert found is not None
-        times = timeline(self._chain, actions, found, self._resident(budget))
+        resident = self._resident(budget)
+        times = timeline(self._chain, actions, found, resident)
+        # Copies may be faster than foretold, and slower: then what computes waits for them rather than take more.
+        peak = max(times.peak - resident, most_backward(self._chain, actions, found))
         state = self._profile.optimizer_bytes if budget.optimizer == "host" else 0
         return Plan(
             _block_plans(actions, found),
             found.seconds,
-            times.peak,
+            resident + peak,
             self._chain.host_bytes(actions) + state,
             reason,
             times,
-            # Copies may be slower than foretold: what computes waits for them rather than take more than was foretold.
-            waits(self._chain, actions, times.peak - self._resident(budget)),
+            waits(self._chain, actions, peak),
         )
 
 

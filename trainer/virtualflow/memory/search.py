@@ -128,10 +128,12 @@ class Pool:
         return (choice for choice in self._choices.values() if choice.host == 0 and choice.least <= capacity)
 
     def _improve(self) -> None:
-        """Improve the fastest choice at each size of the device's memory, with some of the host's and with all."""
+        """Improve the fastest choice at each size of the device's memory, with some of the host's and with all; and
+        without it where cuts are not exact, because of skips."""
         chain, rungs = self._chain, self._settings.rungs
         enough = least_capacity(chain, bytes([KEEP] * chain.length))
-        corners = [(host, self.least(host)) for host in (chain.host_most // 4, chain.host_most)]
+        sizes = (*([0] if chain.skips else []), chain.host_most // 4, chain.host_most)
+        corners = [(host, self.least(host)) for host in sizes]
         # Closer to one another where there is little memory: there plans differ most.
         places = {
             (least + (enough - least) * rung * rung // (rungs * rungs), host)

@@ -344,6 +344,20 @@ def _issue(chain: Chain, actions: Actions, operations: list[_Operation], capacit
     return issued
 
 
+def most_backward(chain: Chain, actions: Actions, found: Schedule) -> int:
+    """The most bytes in use in the backward pass, however fast copies are: each copy back takes its memory when it is
+    issued. Where the last copy out ends later than that, it takes it later."""
+    needs = [operation.need for operation in found.operations]
+    used_in = {
+        operation.block: index for index, operation in enumerate(found.operations) if _fetches(operation, actions)
+    }
+    for back in found.back:
+        size = chain.moved[actions[back.block]][back.block]
+        for taken in range(back.operation, found.operations[used_in[back.block]].until + 1):
+            needs[taken] += size
+    return max(needs)
+
+
 def _fetches(operation: _Operation, actions: Actions) -> bool:
     """Whether something must be back on the device before that operation."""
     return actions[operation.block] == (REFETCH if operation.recompute else SWAP)
