@@ -77,6 +77,13 @@ class KindSpec(Base, frozen=True):
     """Of a unit on a spot node; ``None``: as on demand."""
 
 
+class PackingSpec(Base, frozen=True):
+    """How jobs share devices in turns."""
+
+    max_jobs_per_device: Annotated[int, msgspec.Meta(ge=1, le=2)] = 2
+    """1: none is shared. More than two cannot be: pods name the nodes that they want, and no devices there."""
+
+
 class QueueSpec(Base, frozen=True):
     """``spec`` of a queue."""
 
@@ -90,6 +97,13 @@ class QueueSpec(Base, frozen=True):
     """Of device; a node belongs to the first that selects it."""
     thrift: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """How much the price of a step counts beside the time when a job's kind is chosen."""
+    packing: PackingSpec | None = None
+    """``None``: jobs share no devices."""
+
+    @property
+    def jobs_per_device(self) -> int:
+        """How many jobs may have a device, at most."""
+        return self.packing.max_jobs_per_device if self.packing is not None else 1
 
 
 class CapacityStatus(Base, frozen=True):
