@@ -15,7 +15,7 @@ import msgspec
 from benchmarks.traces.generate import like_paper
 from virtualflow_operator.scheduling import ScalingCurve, policy
 from virtualflow_operator.scheduling.phases import Phases
-from virtualflow_operator.settings import PackingSettings, SchedulingSettings
+from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.packed import play
 from virtualflow_operator.simulator.trace import JobEvent, Trace
 
@@ -88,13 +88,13 @@ def _of_fixed_size(job: JobEvent, change: Change) -> JobEvent:
 
 def measure_row(kind: str, name: str, most: int, seeds: int) -> dict[str, Any]:
     """One policy on the traces of all seeds."""
-    told, packing = SchedulingSettings(), PackingSettings()
+    told = SchedulingSettings()
     work, completion, computing, beside, slowest = [], [], [], [], 1.0
     for seed in range(seeds):
         trace = backlog(seed, kind)
-        without = play(trace, policy(name), 1, told, packing)
-        packed = play(trace, policy(name), most, told, packing)
-        fixed = play(backlog(seed, "as published"), policy("FIFO"), 1, told, packing)
+        without = play(trace, policy(name), 1, told)
+        packed = play(trace, policy(name), most, told)
+        fixed = play(backlog(seed, "as published"), policy("FIFO"), 1, told)
         work.append(without.makespan / packed.makespan - 1)
         completion.append(packed.mean_completion / without.mean_completion - 1)
         computing.append((without.computing, packed.computing))

@@ -30,6 +30,7 @@ RESUMED = "Resumed"
 NOT_SUSPENDED = "NotSuspended"
 # Allocated
 ALLOCATED = "Allocated"
+IN_TURNS = "InTurns"
 QUEUED = "Queued"
 QUEUE_MISSING = "QueueMissing"
 QUEUE_NOT_READY = "QueueNotReady"

@@ -107,6 +107,23 @@ class CrashSettings:
 
 
 @dataclass(frozen=True)
+class PackingSettings:
+    """When jobs share devices in turns."""
+
+    max_slowdown: float = 1.5
+    """How many times as long as with its devices to itself a step may be predicted to take. Two jobs that are both
+    slowed down by this much make a third more steps than one after the other."""
+    least_gain: float = 0.1
+    """A lodger must add so much to the progress of a device, in steps of each job alone: predictions are not exact."""
+    tries: int = 4
+    """Hosts that are tried for a lodger, of those into whose free time it may fit."""
+
+    def __post_init__(self) -> None:
+        if self.max_slowdown < 1 or not 0 <= self.least_gain < 1 or self.tries < 1:
+            raise ConfigurationError("give a slowdown of 1 or more, a least gain from 0 to below 1, and 1 try or more")
+
+
+@dataclass(frozen=True)
 class SchedulingSettings:
     """How policies share a queue's capacity, beyond what each job says of itself."""
 
@@ -140,6 +157,8 @@ class SchedulingSettings:
     exact_work: int = 400_000
     """``MaxThroughput`` solves a queue of unequal workers exactly if that takes at most this many additions (about
     50 ms), else from the best gain per unit downward."""
+    packing: PackingSettings = field(default_factory=PackingSettings)
+    """Of a queue whose jobs share devices."""
 
     def __post_init__(self) -> None:
         if self.starvation_bound <= 0 or self.turn <= 0 or self.aging <= 0:
@@ -152,23 +171,6 @@ class SchedulingSettings:
             raise ConfigurationError("remember 1 kind of jobs or more, and give the latest a part above 0, up to 1")
         if self.thrift < 0:
             raise ConfigurationError("the weight of prices in a queue is 0 or more")
-
-
-@dataclass(frozen=True)
-class PackingSettings:
-    """When jobs share devices in turns."""
-
-    max_slowdown: float = 1.5
-    """How many times as long as with its devices to itself a step may be predicted to take. Two jobs that are both
-    slowed down by this much make a third more steps than one after the other."""
-    least_gain: float = 0.1
-    """A lodger must add so much to the progress of a device, in steps of each job alone: predictions are not exact."""
-    tries: int = 4
-    """Hosts that are tried for a lodger, of those into whose free time it may fit."""
-
-    def __post_init__(self) -> None:
-        if self.max_slowdown < 1 or not 0 <= self.least_gain < 1 or self.tries < 1:
-            raise ConfigurationError("give a slowdown of 1 or more, a least gain from 0 to below 1, and 1 try or more")
 
 
 @dataclass(frozen=True)
@@ -342,5 +344,7 @@ class OperatorSettings:
     """A template that the API server has refused is tried again after this long."""
     finish_grace: float = 30.0
     """How long workers may take to end by themselves once the training is complete."""
+    turns_directory: str = "/run/virtualflow/turns"
+    """On each node, where its turn server listens (``--turns-directory``), for queues whose jobs share devices."""
     orphan_grace: float = 2.0
     """How long a pod may be without its job before it is taken for an orphan: caches may lag."""

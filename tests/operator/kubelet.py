@@ -192,7 +192,7 @@ class Kubelet:
         elif node is None:
             if not self.unschedulable(pod):
                 alive = [node for node in NODES if node not in self.dead_nodes | self.avoided]
-                fit = [node for node in alive if self._demanded(pod, node)]
+                fit = [node for node in alive if self._demanded(pod, node) and self._in_company(pod, node)]
                 self._turn += 1
                 if fit:
                     self.server.set_pod(namespace, name, node=fit[self._turn % len(fit)])
@@ -217,6 +217,25 @@ class Kubelet:
 
         terms = required.get("nodeSelectorTerms") or [{}]
         return any(all(holds(demand) for demand in term.get("matchExpressions") or []) for term in terms)
+
+    def _in_company(self, pod: Object, name: str) -> bool:
+        """Whether pods are on a node that the pod's affinity demands, and none that its anti-affinity excludes."""
+        affinity = pod["spec"].get("affinity") or {}
+        here = [other for other in self.server.all(PODS) if other["spec"].get("nodeName") == name]
+
+        def met(kind: str) -> list[bool]:
+            terms = (affinity.get(kind) or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or []
+            return [any(self._meant(term, other) for other in here) for term in terms]
+
+        return all(met("podAffinity")) and not any(met("podAntiAffinity"))
+
+    @staticmethod
+    def _meant(term: Object, other: Object) -> bool:
+        labels, selector = other["metadata"].get("labels") or {}, term["labelSelector"]
+        there = "namespaceSelector" in term or other["metadata"]["namespace"] in term["namespaces"]
+        equal = (selector.get("matchLabels") or {}).items() <= labels.items()
+        holds = {"Exists": lambda e: e["key"] in labels, "NotIn": lambda e: labels.get(e["key"]) not in e["values"]}
+        return there and equal and all(holds[e["operator"]](e) for e in selector.get("matchExpressions") or [])
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

@@ -37,6 +37,7 @@ EVERYTHING: Object = {
     "replicas": 3,
     "jobs": {"extraTaints": ["example.com/leaving", "reclaimed"], "metrics": False},
     "kueue": {"enabled": True},
+    "turns": {"enabled": True, "directory": "/var/run/turns", "nodeSelector": {"gpu": "true"}},
     "operator": {
         "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
         "extraArgs": ["--log-level=debug"],

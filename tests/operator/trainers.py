@@ -175,6 +175,8 @@ class Training:
     def __init__(self, virtual_nodes: int) -> None:
         self.virtual_nodes = virtual_nodes
         self.trainers: dict[str, Trainer] = {}
+        self.step_ms: float | None = None
+        """How long a step takes, if that is measured."""
         self.step = 0
         self.plan: m.Plan | None = None
         self.paused = False
@@ -290,7 +292,9 @@ class Training:
             if plan is None or not plan.members or self.paused or self.finished or not self.complete(plan):
                 continue
             self.step += 1
-            progress = m.Progress(plan.generation, self.step, 0, None, {"loss": 1 / self.step}, 30.0, "training")
+            progress = m.Progress(
+                plan.generation, self.step, 0, None, {"loss": 1 / self.step}, 30.0, "training", self.step_ms
+            )
             self.members(plan)[0].say(progress)
 
     @staticmethod

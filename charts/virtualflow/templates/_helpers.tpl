@@ -35,6 +35,16 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: operator
 {{- end -}}
 
+{{/* The turn servers of the nodes, and what selects their pods. */}}
+{{- define "virtualflow.turns" -}}
+{{- printf "%s-turns" (include "virtualflow.fullname" .) -}}
+{{- end -}}
+
+{{- define "virtualflow.turnsLabels" -}}
+{{ include "virtualflow.instanceLabels" . }}
+app.kubernetes.io/component: turns
+{{- end -}}
+
 {{- define "virtualflow.commonLabels" -}}
 app.kubernetes.io/part-of: virtualflow
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}

@@ -69,6 +69,10 @@ class Allocation(Base, frozen=True):
     """The kind of device in whose share it is, or for which it waits, where its queue tells them apart."""
     kinds: tuple[OfKind, ...] = ()
     """Its workers by kind; those of another kind than its own are lent."""
+    host: str = ""
+    """Namespace and name of the job on whose devices they compute, in turns with it; empty: they have their own."""
+    lodgers: tuple[str, ...] = ()
+    """Those of jobs that compute on its own devices."""
 
 
 class Measured(Base, frozen=True):
@@ -78,6 +82,8 @@ class Measured(Base, frozen=True):
     steps_per_second: str
     kind: str = ""
     """Of device, where its queue tells them apart: all of these workers were on it."""
+    computing_milliseconds: str = ""
+    """For how much of a step the slowest of them computed; empty: not measured."""
 
 
 class LastChange(Base, frozen=True):

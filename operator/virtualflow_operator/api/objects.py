@@ -20,6 +20,7 @@ from virtualflow_operator.api.job_status import JobStatus, read_status
 from virtualflow_operator.api.quantities import Requests, pod_requests
 from virtualflow_operator.constants import (
     ANNOTATION_CONTAINER,
+    ANNOTATION_HOST,
     ANNOTATION_TEMPLATE,
     COORDINATOR,
     GROUP,
@@ -31,6 +32,7 @@ from virtualflow_operator.constants import (
     LABEL_KUEUE_QUEUE,
     LABEL_ORDINAL,
     LABEL_ROLE,
+    TURNS_VOLUME,
     WORKER,
 )
 
@@ -75,6 +77,10 @@ class Pod:
     """``on-demand`` or ``spot``, where its job tells them apart."""
     kind: str = ""
     """Of device that it was made for, where its queue tells them apart."""
+    host: str = ""
+    """Namespace and name of the job on whose devices it computes; empty: it has its own."""
+    takes_turns: bool = False
+    """Whether it has been told of the turn server of its node."""
     attempt: int = 0
     template: str = ""
     """Hash of the template that it was made from."""
@@ -225,6 +231,8 @@ def read_pod(body: Object) -> Pod:
     ended = next((state["terminated"] for state in states if "terminated" in state), None)
     reasons = [state["waiting"] for state in states if (state.get("waiting") or {}).get("reason") not in _STARTING]
     waits: Mapping[str, Any] = reasons[0] if reasons else {}
+    annotations: Mapping[str, str] = metadata.get("annotations") or {}
+    volumes = (body.get("spec") or {}).get("volumes") or []
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -234,8 +242,10 @@ def read_pod(body: Object) -> Pod:
         ordinal=_number(labels.get(LABEL_ORDINAL)),
         ground=labels.get(LABEL_CAPACITY, ""),
         kind=labels.get(LABEL_KIND, ""),
+        host=annotations.get(ANNOTATION_HOST, ""),
+        takes_turns=any(volume.get("name") == TURNS_VOLUME for volume in volumes),
         attempt=_number(labels.get(LABEL_ATTEMPT)),
-        template=(metadata.get("annotations") or {}).get(ANNOTATION_TEMPLATE, ""),
+        template=annotations.get(ANNOTATION_TEMPLATE, ""),
         node=(body.get("spec") or {}).get("nodeName") or "",
         ip=status.get("podIP") or "",
         phase=_phase(body, ended),

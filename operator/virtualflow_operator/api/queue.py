@@ -78,6 +78,13 @@ class KindSpec(Base, frozen=True):
     """Of a unit on a spot node; ``None``: as on demand."""
 
 
+class PackingSpec(Base, frozen=True):
+    """How jobs share devices in turns."""
+
+    max_jobs_per_device: Annotated[int, msgspec.Meta(ge=1, le=2)] = 2
+    """1: none is shared. More than two cannot be: pods name the nodes that they want, and no devices there."""
+
+
 class QueueSpec(Base, frozen=True):
     """``spec`` of a queue."""
 
@@ -93,6 +100,13 @@ class QueueSpec(Base, frozen=True):
     """How much the price of a step counts beside the time when a job's kind is chosen."""
     placement: WorkerPlacement = "Any"
     """On which of its nodes workers rather are."""
+    packing: PackingSpec | None = None
+    """``None``: jobs share no devices."""
+
+    @property
+    def jobs_per_device(self) -> int:
+        """How many jobs may have a device, at most."""
+        return self.packing.max_jobs_per_device if self.packing is not None else 1
 
 
 class CapacityStatus(Base, frozen=True):

@@ -30,7 +30,7 @@ from virtualflow.protocol.settings import (
 )
 from virtualflow_operator.api.job_spec import JobSpec, Object, WorkerMemory, without_nulls
 from virtualflow_operator.api.quantities import parse_quantity
-from virtualflow_operator.constants import CHECKPOINT_VOLUME
+from virtualflow_operator.constants import CHECKPOINT_VOLUME, TURNS_VOLUME
 
 OPERATOR_VARIABLES: Final = (
     ENV_COORDINATOR,
@@ -153,8 +153,9 @@ def _template_problems(
         return
     if read.spec.restart_policy not in (None, "Never") or (kind is _CoordinatorTemplate and read.spec.restart_policy):
         yield f"{place}.spec.restartPolicy is the operator's to choose; remove it."
-    if any(volume.name == CHECKPOINT_VOLUME for volume in read.spec.volumes):
-        yield f"{place}.spec.volumes: The volume {CHECKPOINT_VOLUME} is the operator's; choose another name."
+    for volume in read.spec.volumes:
+        if volume.name in (CHECKPOINT_VOLUME, TURNS_VOLUME):
+            yield f"{place}.spec.volumes: The volume {volume.name} is the operator's; choose another name."
     for number, container in enumerate(read.spec.containers):
         for index, variable in enumerate(container.env):
             if variable.name.startswith(OPERATOR_VARIABLES):

@@ -125,6 +125,12 @@ def _word(text: str) -> str:
     return text
 
 
+def _directory(text: str) -> str:
+    if not text.startswith("/") or ".." in text.split("/"):
+        raise ValueError("give an absolute path without ..")
+    return text
+
+
 def _boolean(text: str) -> bool:
     if text.lower() in {"true", "1", "yes", "on"}:
         return True
@@ -239,6 +245,7 @@ OPTIONS = (
     Option("operator_labels", "operator_labels", _labels, "key=value,... of the operator's pods, for those policies"),
     Option("kueue", "kueue", _boolean, "whether Kueue admits jobs that name one of its queues"),
     Option("extra_taints", "extra_taints", _list(_QUALIFIED, "keys of taints"), "keys that announce a node's loss"),
+    Option("turns_directory", "turns_directory", _directory, "on each node, where its turn server listens"),
     Option("log_format", "log_format", _choice(get_args(LogFormat)), "text or json"),
     Option("log_level", "log_level", _choice(get_args(LogLevel)), "debug, info, warning or error"),
     Option("resync_seconds", "relist", _seconds(1, 86_400), "each job is looked at this often without a cause"),

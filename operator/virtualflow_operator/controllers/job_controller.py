@@ -165,6 +165,7 @@ class JobController:
             trouble=memory.trouble,
             grant=self._queue_controller.grant(key, job),
             queue=queue.spec if queue is not None else None,
+            host_nodes=self._queue_controller.host_nodes(key, job),
             kueue=kueue,
         )
         now = time.time()

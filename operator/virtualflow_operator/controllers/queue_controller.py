@@ -69,6 +69,8 @@ class QueueController:
         self._grants: dict[Key, Grant] = {}
         self._ceilings: dict[Key, tuple[int, float]] = {}
         """How many workers found a node, of jobs of which others found none; until when (Unix seconds) that counts."""
+        self._seatless: dict[Key, float] = {}
+        """Jobs of which workers found no place on devices of others; until when (Unix seconds) that counts."""
         self._rests: dict[str, float] = {}
         """Until when (``time.monotonic``) a queue is left alone about which it takes long to decide."""
 
@@ -77,9 +79,18 @@ class QueueController:
         grant = self._grants.get(key)
         return grant if grant is not None and grant.uid == job.uid else None
 
+    def host_nodes(self, key: Key, job: Job) -> frozenset[str]:
+        """Where workers are of the job on whose devices this one is to compute, if so."""
+        grant = self.grant(key, job)
+        if grant is None or not grant.host:
+            return frozenset()
+        namespace, _, name = grant.host.partition("/")
+        return frozenset(pod.node for pod in self._workers((namespace, name)) if pod.node)
+
     def try_again(self) -> None:
         """Nodes have changed: workers that found none may find one now."""
         self._ceilings.clear()
+        self._seatless.clear()
 
     def note_status(self, job: Job, status: JobStatus) -> None:
         """A job's status was written: a queue is to know when a job is over, and what was measured."""
@@ -131,6 +142,7 @@ class QueueController:
         for place in [place for place, grant in self._grants.items() if grant.queue == name and place not in own]:
             del self._grants[place]
             self._ceilings.pop(place, None)
+            self._seatless.pop(place, None)
         if queue is None:
             self._metrics.queues.pop(name, None)
         elif decision.status is not None:
@@ -140,19 +152,20 @@ class QueueController:
             return None
         wakes = [self._settings.sharing.review, asked_by - now]
         wakes += [max(until - now, 0.0) for place, (_, until) in self._ceilings.items() if place in own]
-        wakes += [at - now for at in map(self._stuck_at, own) if at is not None and at > now]
+        wakes += [max(until - now, 0.0) for place, until in self._seatless.items() if place in own]
+        wakes += [at - now for at in (self._stuck_at(self._workers(place)) for place in own) if at and at > now]
         if decision.wake_at is not None:
             wakes.append(max(decision.wake_at - time.time(), self._settings.sharing.debounce))
         return min(wakes)
 
-    def _stuck_at(self, key: Key) -> float | None:
+    def _stuck_at(self, pods: Iterable[Pod]) -> float | None:
         """When a worker that has no node yet counts as one that finds none."""
-        since = [pod.unschedulable_since for pod in self._workers(key) if pod.live and pod.unschedulable_since]
+        since = [pod.unschedulable_since for pod in pods if pod.live and pod.unschedulable_since]
         return min(since) + self._settings.unschedulable_patience if since else None
 
     def _ceiling(self, key: Key, pods: list[Pod], now: float) -> int | None:
         """Note that workers find no node: what they were given is of more use to others for a while."""
-        stuck_at = self._stuck_at(key)
+        stuck_at = self._stuck_at(pods)
         if stuck_at is not None and now >= stuck_at:
             found = sum(1 for pod in pods if pod.node and pod.live)
             self._ceilings[key] = found, now + self._settings.sharing.homeless_retry
@@ -162,15 +175,35 @@ class QueueController:
         self._ceilings.pop(key, None)
         return None
 
+    def _is_seatless(self, key: Key, lodging: list[Pod], now: float) -> bool:
+        """Note that workers find no place on devices of others: their nodes have no room for them beside the host."""
+        stuck_at = self._stuck_at(lodging)
+        if stuck_at is not None and now >= stuck_at:
+            self._seatless[key] = now + self._settings.sharing.homeless_retry
+        if self._seatless.get(key, 0.0) > now:
+            return True
+        self._seatless.pop(key, None)
+        return False
+
     def _member(self, key: Key, body: Object, now: float) -> Member:
         job = read_job(body)
         created = parse_time(body["metadata"].get("creationTimestamp")) or 0.0
         grant = self.grant(key, job) or known_grant(job, created)
         if grant.queue != (job.spec.queue or ""):
             grant = replace(grant, queue=job.spec.queue or "")
-        pods = [pod for pod in self._workers(key) if pod.owner == job.uid]
-        ceiling = self._ceiling(key, pods, now)
-        return Member(job, grant, created, [pod.node for pod in pods], ceiling, [pod.kind for pod in pods])
+        workers = [pod for pod in self._workers(key) if pod.owner == job.uid]
+        pods, lodging = [pod for pod in workers if not pod.host], [pod for pod in workers if pod.host]
+        return Member(
+            job,
+            grant,
+            created,
+            [pod.node for pod in pods],
+            self._ceiling(key, pods, now),
+            [pod.kind for pod in pods],
+            all(pod.takes_turns for pod in pods),
+            len(lodging),
+            self._is_seatless(key, lodging, now),
+        )
 
     def _workers(self, key: Key) -> list[Pod]:
         return [pod for pod in self._store.pods_of(key) if pod.role == WORKER and not pod.finished]
@@ -202,7 +235,7 @@ class QueueController:
             answered = link is not None and link.connected and link.status is not None
             asked_by = math.inf if answered else self._asked_by(member, link, now)
             for pod in self._workers(member.key):
-                if pod.node not in lost or not pod.live:
+                if pod.node not in lost or not pod.live or pod.host:
                     continue
                 if answered:
                     worker = find_worker(link.status if link is not None else None, pod)
@@ -239,8 +272,8 @@ class QueueController:
             raise RetryLater(0.0, "the queue is deleted") from None
 
 
-def _given(grant: Grant) -> tuple[str, int, tuple[tuple[str, int], ...]]:
-    return grant.uid, grant.workers, grant.kinds
+def _given(grant: Grant) -> tuple[str, int, tuple[tuple[str, int], ...], str]:
+    return grant.uid, grant.workers, grant.kinds, grant.host
 
 
 def _sample(status: QueueStatus) -> QueueSample:

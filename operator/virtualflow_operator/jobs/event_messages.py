@@ -72,8 +72,10 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
     if old.phase == "Suspended" and new.phase == "Pending":
         found.append(EventMessage(reasons.RESUMED, _from_where(new)))
     given, before_given = new.allocation, old.allocation
-    if given is not None and (before_given is None or before_given.workers != given.workers):
-        name = reasons.ALLOCATED if given.workers else reasons.QUEUED
+    if given is not None and (
+        before_given is None or (before_given.workers, before_given.host) != (given.workers, given.host)
+    ):
+        name = reasons.IN_TURNS if given.host else reasons.ALLOCATED if given.workers else reasons.QUEUED
         count = counted(given.workers, "worker") if given.workers else "no workers"
         found.append(EventMessage(name, f"the queue {given.queue} gives it {count}: {given.reason}"))
     if new.phase == "Complete" and old.phase != "Complete":

@@ -49,7 +49,7 @@ def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None
         workers=f"{ready}/{spec.desired}",
         assignment=_assignment(facts.pods, remote) if remote is not None and remote.workers else status.assignment,
     )
-    if spec.queue or spec.elasticity.min_efficiency:
+    if (spec.queue or spec.elasticity.min_efficiency) and not facts.shares_devices:
         told_apart = facts.scene.queue is not None and facts.scene.queue.kinds
         kinds = {worker.pod.name: worker.kind for worker in workers} if told_apart else None
         scaling = remember(status.scaling, remote if facts.connected else None, kinds)

@@ -18,6 +18,7 @@ from virtualflow_operator.api import (
 )
 from virtualflow_operator.jobs import template_hashes
 from virtualflow_operator.jobs.device_kinds import sort_by_kind
+from virtualflow_operator.jobs.lodging import sort_by_host
 from virtualflow_operator.jobs.pod_classification import PodClassification, classify_pods
 from virtualflow_operator.queues import Grant, Granted, Kueue, settle_admission, settle_grant
 from virtualflow_operator.settings import OperatorSettings
@@ -54,6 +55,8 @@ class Scene:
     """What the job's queue has decided, if it has one."""
     queue: QueueSpec | None = None
     """The job's queue, if there is one of that name."""
+    host_nodes: frozenset[str] = frozenset()
+    """Where workers are of the job on whose devices its queue has it compute, if so."""
     kueue: Kueue | None = None
     """What is known of Kueue, if that concerns the job."""
 
@@ -90,11 +93,26 @@ class Facts:
         return self.granted.kinds if self.scene.queue is not None and self.scene.queue.kinds else {}
 
     @property
+    def host(self) -> str:
+        """Namespace and name of the job on whose devices it is to compute; empty: on its own."""
+        given = self.granted.status.allocation
+        return given.host if given is not None else ""
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether it computes in turns with others: then its speed says nothing of itself."""
+        given = self.granted.status.allocation
+        return given is not None and bool(given.host or given.lodgers)
+
+    @property
     def still(self) -> bool:
         """Whether no pod may be made at present: it is not known where and how many.
 
-        So it is for a moment when a queue is given kinds of device, or other names for them.
+        So it is for a moment when a queue is given kinds of device, or other names for them, or when its jobs are to
+        share no devices any more.
         """
+        if self.host and (self.scene.queue is None or self.scene.queue.jobs_per_device < 2):
+            return True
         named = {kind.name for kind in self.scene.queue.kinds} if self.scene.queue is not None else set()
         undecided = bool(named) and not (self.granted.kinds and self.granted.kinds.keys() <= named)
         return self.granted.still or (undecided and not self.spec.suspend)
@@ -152,4 +170,7 @@ def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
         pods=pods,
         link=link,
     )
-    return facts if facts.still else replace(facts, pods=sort_by_kind(pods, facts.kinds, scene.queue, scene.nodes))
+    if facts.still:
+        return facts
+    pods = sort_by_kind(pods, facts.kinds, scene.queue, scene.nodes)
+    return replace(facts, pods=sort_by_host(pods, facts.host, scene.host_nodes))

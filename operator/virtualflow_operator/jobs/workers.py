@@ -12,6 +12,7 @@ from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod
 from virtualflow_operator.jobs.device_kinds import lacking_kinds, unsuitable
 from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.kueue_pod_sets import place
+from virtualflow_operator.jobs.lodging import lodge, take_turns
 from virtualflow_operator.jobs.losses import drain
 from virtualflow_operator.jobs.node_affinity import choose_grounds, confine, keep_off, keep_off_doubted, tells_apart
 from virtualflow_operator.jobs.scene import Facts
@@ -41,6 +42,9 @@ def templates_accepted(facts: Facts, draft: Draft) -> bool:
     pods = [
         manifests.worker_pod(draft.job, group, 0, "127.0.0.1", facts.settings) for group in facts.spec.worker_groups
     ]
+    if facts.scene.queue is not None and facts.scene.queue.jobs_per_device > 1:
+        for pod in pods:
+            take_turns(pod, facts.settings.turns_directory)
     pods.append(manifests.coordinator_pod(draft.job, 0, facts.settings))
     for pod in pods:
         pod["metadata"]["name"] += "-check"  # no worker is called so: the dry run meets no existing pod
@@ -100,6 +104,10 @@ def _make(facts: Facts, draft: Draft, plan: WorkerPlan, address: str) -> list[st
         manifest = manifests.worker_pod(draft.job, group, ordinal, address, facts.settings)
         if queue is not None:
             confine(manifest, queue, ground, kind)
+            if queue.jobs_per_device > 1:
+                take_turns(manifest, facts.settings.turns_directory)
+            if facts.host and queue.resource is not None:
+                lodge(manifest, facts.job, facts.host, queue.resource)
         placement = facts.granted.placements.get(group.name)
         if placement is not None:
             place(manifest, placement)

@@ -27,6 +27,7 @@ from virtualflow_operator.queues.capacity import (
 from virtualflow_operator.queues.grants import Grant
 from virtualflow_operator.queues.hindrances import Hindrance, find_hindrance, find_obstacle
 from virtualflow_operator.queues.kinds import kind_of, kinds_of
+from virtualflow_operator.queues.lodgers import find_seats
 from virtualflow_operator.queues.members import Holding, Key, Member, build_demand, find_holding
 from virtualflow_operator.queues.node_fit import is_made_for
 from virtualflow_operator.queues.past_jobs import count_ended, read_past, write_past
@@ -103,7 +104,9 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
         demands = {
             m.key: build_demand(m, holdings[m.key], units[m.key], queue.spec, past, usable[m.key]) for m in open_members
         }
-        shared, wake_at = _share(queue.spec, open_members, demands, holdings, capacity, reserved, now, settings)
+        shared, wake_at = _share(
+            queue.spec, open_members, demands, holdings, capacity, reserved, scene.nodes or {}, now, settings
+        )
         grants |= shared
     given: dict[Key, Mapping[str, int]] = {}
     for m in members:
@@ -113,7 +116,7 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
         queue,
         capacity,
         given=given,
-        units=units,
+        units={m.key: 0 if grants[m.key].host else units[m.key] for m in members},
         waiting=sum(1 for m in members if not (given[m.key] or m.job.spec.suspend)),
         past=write_past(past, scale),
         past_until=past_until or None,
@@ -173,7 +176,7 @@ def _grant_hindered(
     for member in members:
         if (hindrance := hindered.get(member.key)) is not None:
             holding = holdings[member.key]
-            if hindrance.keeps_workers:
+            if hindrance.keeps_workers and not member.grant.host:
                 grants[member.key] = _keep(member, hindrance.code, hindrance.sentence, now)
             else:
                 grants[member.key] = member.grant.changed(0, hindrance.sentence, hindrance.code, now)
@@ -192,6 +195,7 @@ def _share(
     holdings: Mapping[Key, Holding],
     there: QueueCapacity,
     reserved: Mapping[str, Counter[str]],
+    nodes: Mapping[str, Node],
     now: float,
     settings: SchedulingSettings,
 ) -> tuple[dict[Key, Grant], float | None]:
@@ -208,7 +212,11 @@ def _share(
         asked = [stand_still(demand) if demand.job.name in stuck else demand for demand in asked]
         wanted = decide_by_kind(decide, now, asked, kinds, told, elastic=elastic)
     given = release(wanted, asked, held, totals)
+    seats = find_seats(queue, members, asked, wanted, given, nodes, settings.packing)
 
+    lodgers: dict[str, list[str]] = {}
+    for name, seat in sorted(seats.items()):
+        lodgers.setdefault(seat.host, []).append(name)
     grants, after = {}, []
     for member, demand in zip(members, asked, strict=True):
         allocation = given[demand.job.name]
@@ -217,7 +225,16 @@ def _share(
         partly = demand.total < workers < sum(wanted[demand.job.name].workers.values())
         split = allocation.workers if queue.kinds else {}
         home = allocation.home if queue.kinds else None
-        grants[member.key] = member.grant.changed(workers, reason, code, now, kind=home, kinds=split, partly=partly)
+        host, guests = "", tuple(lodgers.get(member.name, ()))
+        if member.name in seats:
+            seat = seats[member.name]
+            host, workers, code, reason = seat.host, seat.workers, reasons.IN_TURNS, f"{seat.reason}; {reason}"
+            split = {allocation.home: workers} if queue.kinds else {}
+        elif guests:
+            reason += f"; in turns with {' and '.join(guests)}"
+        grants[member.key] = member.grant.changed(
+            workers, reason, code, now, kind=home, kinds=split, partly=partly, host=host, lodgers=guests
+        )
         after.append(demand.given(allocation, now).job)
     return grants, next_change(now, after, settings)
 
@@ -261,4 +278,5 @@ def _keep(member: Member, code: str, reason: str, now: float) -> Grant:
     """The job goes on with what it has."""
     workers = 0 if member.job.spec.suspend else member.grant.workers
     kept = f"; until then it keeps its {workers} workers" if workers else ""
-    return member.grant.changed(workers, f"{reason}{kept}", code, now)
+    before = member.grant if workers else replace(member.grant, host="", lodgers=())
+    return before.changed(workers, f"{reason}{kept}", code, now, host=before.host, lodgers=before.lodgers)

@@ -53,10 +53,16 @@ class Grant:
     """The kind of device in whose share the job is, or for which it waits, if its queue ever told them apart."""
     kinds: tuple[tuple[str, int], ...] = ()
     """Its workers by kind, its own first, where its queue tells them apart."""
+    host: str = ""
+    """Namespace and name of the job on whose devices they compute; empty: they have their own."""
+    lodgers: tuple[str, ...] = ()
+    """Those of jobs that compute on its own devices."""
 
     @property
     def at_home(self) -> int:
-        """Workers of the kind in whose share the job is: it runs, or waits, by these."""
+        """Workers of the kind in whose share the job is: it runs, or waits, by these. On others' devices it waits."""
+        if self.host:
+            return 0
         return dict(self.kinds).get(self.kind, 0) if self.kinds else self.workers
 
     def changed(
@@ -69,6 +75,8 @@ class Grant:
         kind: str | None = None,
         kinds: Mapping[str, int] | None = None,
         partly: bool = False,
+        host: str = "",
+        lodgers: tuple[str, ...] = (),
     ) -> Grant:
         """The next grant of the same job.
 
@@ -80,12 +88,15 @@ class Grant:
             kind: in whose share it is; ``None``: the same as before.
             kinds: its workers by kind; ``None``: as before, as long as it has any.
             partly: more are to follow as soon as those of others have left; the change is over when they have.
+            host: on whose devices they are.
+            lodgers: who is on its own.
         """
         moment = float(int(now))
         home = self.kind if kind is None else kind
         split = self.kinds if kinds is None else tuple(sorted(kinds.items(), key=lambda p: (p[0] != home, p[0])))
         after = replace(self, workers=workers, reason=reason, code=code, kind=home, kinds=split if workers else ())
-        if (after.workers, dict(after.kinds)) == (self.workers, dict(self.kinds)):
+        after = replace(after, host=host, lodgers=lodgers)
+        if (after.workers, dict(after.kinds), host) == (self.workers, dict(self.kinds), self.host):
             return after
         resized = self.resized if partly else moment
         if bool(after.at_home) == bool(self.at_home):
@@ -111,12 +122,14 @@ def known_grant(job: Job, created: float) -> Grant:
         given.queue,
         given.workers,
         given.reason,
-        reasons.ALLOCATED if given.workers else reasons.QUEUED,
+        reasons.IN_TURNS if given.host else reasons.ALLOCATED if given.workers else reasons.QUEUED,
         since,
         parse_time(given.resized_time) or since,
         float(given.waited_seconds),
         given.kind,
         tuple((share.kind, share.workers) for share in given.kinds),
+        given.host,
+        given.lodgers,
     )
 
 
@@ -194,6 +207,8 @@ def settle_grant(job: Job, grant: Grant | None) -> Granted:
             int(grant.waited),
             grant.kind,
             tuple(OfKind(*share) for share in grant.kinds),
+            grant.host,
+            grant.lodgers,
         ),
     )
     if grant.workers:

@@ -28,11 +28,18 @@ class Member:
     submitted: float
     """When it was created, Unix seconds."""
     pods: Sequence[str] = ()
-    """The node of each of its worker pods that has not ended; empty for one without a node."""
+    """The node of each of its worker pods, of those with devices of their own, that has not ended; empty for one
+    without a node."""
     ceiling: int | None = None
     """Workers that found a node the last time, where others found none; ``None``: all did."""
     made_for: Sequence[str] = ()
     """The kind of device that each of its pods was made for, in the same order; empty: that is not said."""
+    takes_turns: bool = False
+    """Whether all of these know of their node's turn server."""
+    lodging: int = 0
+    """Further worker pods, on devices of another job."""
+    seatless: bool = False
+    """Whether such pods found no place the last time."""
 
     @property
     def key(self) -> Key:
@@ -72,16 +79,16 @@ def find_holding(member: Member, spec: QueueSpec, nodes: Mapping[str, Node], fit
     grant = member.grant
     if not spec.kinds:
         counting = sum(1 for node in member.pods if spec.resource is None or not node or node in fit)
-        return Holding(ANY, {ANY: grant.workers} if grant.workers else {}, {ANY: counting})
+        return Holding(ANY, {ANY: grant.workers} if grant.workers and not grant.host else {}, {ANY: counting})
     made_for = member.made_for or [ANY] * len(member.pods)
     pods = list(zip(member.pods, made_for, strict=True))
     held = Counter(fit.get(node) if node else kind for node, kind in pods)
     names = {kind.name for kind in spec.kinds}
     there = {kind: count for kind, count in held.items() if kind is not None and kind in names}
-    given = dict(grant.kinds)
+    given = {} if grant.host else dict(grant.kinds)
     if given and given.keys() <= names and grant.kind in names:
         return Holding(grant.kind, given, there)
-    if not grant.workers:
+    if not grant.workers or grant.host:
         return Holding(grant.kind, {}, there)
     on = (kind_of(spec, nodes[node].labels) if node in nodes else kind for node, kind in pods)
     kind, found = where_they_run((kind if kind in names else None for kind in on), grant.workers)

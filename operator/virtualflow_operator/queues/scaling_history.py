@@ -42,27 +42,52 @@ def remember(
         return tuple(known)
     speed = 1_000 / remote.step_ms
     before = next((point for point in known if (point.kind, point.workers) == (kind, workers)), None)
-    if before is not None and abs(speed - _speed(before)) <= _WORTH_WRITING * _speed(before):
+    computing = f"{remote.computing_ms:.4g}" if remote.computing_ms else ""
+    if before is not None and _alike(speed, _speed(before)) and _alike(remote.computing_ms or 0.0, _computing(before)):
         if known[0] is before:
             return tuple(known)
         point = before
     else:
-        point = Measured(workers, f"{speed:.4g}", kind)
+        point = Measured(workers, f"{speed:.4g}", kind, computing or (before.computing_milliseconds if before else ""))
     others = (other for other in known if (other.kind, other.workers) != (kind, workers))
     return (point, *others)[:MAX_MEASURED]
 
 
+def _alike(measured: float, known: float) -> bool:
+    """Whether it is not worth a write; so it is with what is not measured at present."""
+    return not measured or abs(measured - known) <= _WORTH_WRITING * known
+
+
 def _speed(point: Measured) -> float:
+    return _positive(point.steps_per_second)
+
+
+def _computing(point: Measured) -> float:
+    return _positive(point.computing_milliseconds)
+
+
+def _positive(text: str) -> float:
+    """A number above 0; 0: it is none."""
     try:
-        speed = float(point.steps_per_second)
+        number = float(text)
     except ValueError:
         return 0.0
-    return speed if math.isfinite(speed) and speed > 0 else 0.0
+    return number if math.isfinite(number) and number > 0 else 0.0
 
 
 def curve_of(known: Sequence[Measured], kind: str = ANY) -> ScalingCurve:
     """The scaling curve through what was measured on a kind of device."""
     return ScalingCurve.of((point.workers, _speed(point)) for point in known if point.kind == kind)
+
+
+def phases_of(known: Sequence[Measured], kind: str = ANY) -> ScalingCurve:
+    """The same, for what a step computes: beside the speeds with several workers, that of a lone one that computes as
+    they do together, all the time. (``scheduling.Phases.at`` takes the difference for no computing.)
+    """
+    points = [point for point in known if point.kind == kind]
+    alone = [1_000 / (_computing(point) * point.workers) for point in points if _computing(point)][:1]
+    several = [(point.workers, _speed(point)) for point in points if point.workers > 1 or not alone]
+    return ScalingCurve.of([*several, *((1, speed) for speed in alone)])
 
 
 def no_further(percent: int) -> str:

@@ -16,7 +16,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling import Capacity, Demand, Policy, ScalingCurve, next_change
 from virtualflow_operator.scheduling.packing import Packing, pack
 from virtualflow_operator.scheduling.phases import Phases
-from virtualflow_operator.settings import PackingSettings, SchedulingSettings
+from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.trace import Event, JobEvent, NodeEvent, Trace
 
 _ALMOST = 1e-9
@@ -55,13 +55,13 @@ class _Job:
     was_lodger: bool = False
 
 
-def play(trace: Trace, policy: Policy, most: int, scheduling: SchedulingSettings, packing: PackingSettings) -> Played:
+def play(trace: Trace, policy: Policy, most: int, settings: SchedulingSettings) -> Played:
     """Play ``trace`` with at most ``most`` jobs on a device; 1: without packing.
 
     Raises:
         ConfigurationError: some job never ends.
     """
-    simulation = _Packed(policy, most, scheduling, packing)
+    simulation = _Packed(policy, most, settings)
     events = list(trace.events)
     now = events[0].time
     while events or simulation.active:
@@ -77,8 +77,8 @@ def play(trace: Trace, policy: Policy, most: int, scheduling: SchedulingSettings
 
 
 class _Packed:
-    def __init__(self, policy: Policy, most: int, scheduling: SchedulingSettings, packing: PackingSettings) -> None:
-        self._policy, self._most, self._scheduling, self._packing = policy, most, scheduling, packing
+    def __init__(self, policy: Policy, most: int, settings: SchedulingSettings) -> None:
+        self._policy, self._most, self._settings = policy, most, settings
         self.active: dict[str, _Job] = {}
         self.wake = math.inf
         self._all: list[_Job] = []
@@ -120,15 +120,15 @@ class _Packed:
         for job in self.active.values():
             job.demand = replace(job.demand, steps_left=max(1, math.ceil(job.left)))
         demands = [job.demand for job in self.active.values()]
-        decision = self._policy(now, demands, capacity, self._scheduling)
+        decision = self._policy(now, demands, capacity, self._settings)
         packed = Packing({}, {})
         if self._most > 1:
             seated = {name: job.host for name, job in self.active.items() if job.host is not None}
-            packed = pack(demands, decision, self._most, self._packing, seated)
+            packed = pack(demands, decision, self._most, self._settings.packing, seated)
         for name, job in self.active.items():
             job.demand = job.demand.given(decision[name].workers, now)
             self._set_rate(job, packed)
-        due = next_change(now, (job.demand for job in self.active.values()), self._scheduling)
+        due = next_change(now, (job.demand for job in self.active.values()), self._settings)
         self.wake = math.inf if due is None else due
 
     def _set_rate(self, job: _Job, packed: Packing) -> None:

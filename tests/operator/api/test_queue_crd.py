@@ -25,6 +25,7 @@ from virtualflow_operator.api.queue import (
     KindSpec,
     KindStatus,
     Limit,
+    PackingSpec,
     QueueSpec,
     QueueStatus,
     Selector,
@@ -57,6 +58,7 @@ def test_every_node_is_bounded_described_and_known_to_kubernetes_1_20(path: str)
         ("spec", QueueSpec),
         ("spec.nodeSelector", Selector),
         ("spec.spotSelector", Selector),
+        ("spec.packing", PackingSpec),
         ("spec.nodeSelector.matchExpressions[]", Demand),
         ("spec.limits[]", Limit),
         ("spec.kinds[]", KindSpec),
@@ -111,6 +113,7 @@ KINDS_OF_NOTHING = "Kinds of device are told apart by nodes; give the queue a re
 KINDS_AND_CAPACITY = "A queue with kinds gives out what its nodes have; remove capacity, or set limits."
 LIMITS_OF_KINDS = "A limit is of one of the kinds, if there are any; correct its kind."
 SOME_PRICES = "Prices are compared; give every kind one, or none."
+PACKING = "Jobs take turns on devices; count one as the resource, such as nvidia.com/gpu, or remove packing."
 THRIFT = "thrift weighs the prices of kinds; give every kind one, or remove it."
 ABOVE_NOTHING = "Ratings and prices are above 0; correct them, or leave them out."
 SPOT_PRICE = "A spotPrice is compared with the price on demand; give the kind a price, too."
@@ -154,6 +157,9 @@ RULES: dict[str, tuple[Spec, list[str]]] = {
     "a price of nothing": ({"kinds": [kind("fast", price=0)]}, [ABOVE_NOTHING]),
     "a spot price of nothing": ({"kinds": [kind("fast", price=1, spotPrice=0.0)]}, [ABOVE_NOTHING]),
     "a spot price alone": ({"kinds": [kind("fast", spotPrice=1)]}, [SPOT_PRICE]),
+    "jobs that share devices": ({"resource": "nvidia.com/gpu", "packing": {}}, []),
+    "jobs that share workers": ({"resource": None, "capacity": 1, "packing": {}}, [PACKING]),
+    "jobs that share processors": ({"resource": "cpu", "packing": {"maxJobsPerDevice": 2}}, [PACKING]),
     "spot nodes of no use": ({"resource": None, "capacity": 1, "spotSelector": GPU}, [NODES_FOR_NOTHING]),
 }
 
@@ -178,6 +184,8 @@ def test_the_schema_refuses_a_demand_that_makes_no_sense(selector: Spec) -> None
     [
         ({"resource": "a b"}, "spec.resource"),
         ({"capacity": -1}, "spec.capacity"),
+        ({"packing": {"maxJobsPerDevice": 3}}, "spec.packing.maxJobsPerDevice"),
+        ({"packing": {"maxJobsPerDevice": 0}}, "spec.packing.maxJobsPerDevice"),
         ({"spotSelector": demand("Gt")}, "spec.spotSelector.matchExpressions[0].operator"),
         ({"placement": "Spread"}, "spec.placement"),
     ],

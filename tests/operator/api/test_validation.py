@@ -14,7 +14,7 @@ from resource_rules import crd, job
 from tiers import examples
 from virtualflow_operator.api.objects import read_job
 from virtualflow_operator.api.validation import MAX_DEPTH, MAX_TEMPLATE, find_problems
-from virtualflow_operator.constants import CHECKPOINT_VOLUME
+from virtualflow_operator.constants import CHECKPOINT_VOLUME, TURNS_VOLUME
 
 Spec = dict[str, Any]
 
@@ -98,6 +98,10 @@ BEYOND: dict[str, tuple[Any, str]] = {
     "the operator's volume": (
         {"workerGroups": [group(pod={"volumes": [{"name": CHECKPOINT_VOLUME, "emptyDir": {}}]})]},
         f"{POD}.volumes: The volume {CHECKPOINT_VOLUME} is the operator's",
+    ),
+    "the operator's other volume": (
+        {"workerGroups": [group(pod={"volumes": [{"name": TURNS_VOLUME, "emptyDir": {}}]})]},
+        f"{POD}.volumes: The volume {TURNS_VOLUME} is the operator's",
     ),
     "a template of a megabyte": (
         template(metadata={"annotations": {"a": "x" * MAX_TEMPLATE}}),

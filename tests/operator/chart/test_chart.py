@@ -80,6 +80,26 @@ def test_every_pod_keeps_to_the_restricted_standard(values: Object) -> None:
 
 
 @with_helm
+def test_turn_servers_ask_for_a_directory_of_their_node_and_for_root_and_no_more() -> None:
+    assert not of_kind(render(DEFAULTS), "DaemonSet"), "nobody has them who does not ask for them"
+    objects = render(EVERYTHING)
+    daemon_set = only(objects, "DaemonSet")
+    template = daemon_set["spec"]["template"]
+    pod, (container,) = template["spec"], template["spec"]["containers"]
+    assert beyond_restricted(pod) == ["volumes: turns", "turns: runAsNonRoot"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert pod["volumes"] == [{"name": "turns", "hostPath": {"path": "/var/run/turns", "type": "DirectoryOrCreate"}}]
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/var/run/turns"]
+    assert container["args"] == ["/var/run/turns/socket"]
+    assert read_settings([], environment(objects)).turns_directory == "/var/run/turns", "where workers look for it"
+    assert (pod["nodeSelector"], pod["tolerations"]) == ({"gpu": "true"}, [{"operator": "Exists"}])
+    selector = daemon_set["spec"]["selector"]["matchLabels"]
+    assert selects(selector, template["metadata"]["labels"])
+    assert not any(selects(selector, other["metadata"]["labels"]) for other in pod_templates(objects))
+    assert not selects(only(objects, "Deployment")["spec"]["selector"]["matchLabels"], template["metadata"]["labels"])
+
+
+@with_helm
 def test_a_pod_that_asks_for_more_is_seen_as_such() -> None:
     values = {"securityContext": {"allowPrivilegeEscalation": True}}
     assert all(beyond_restricted(template["spec"]) for template in pod_templates(render(values)))

@@ -61,6 +61,7 @@ def test_the_values_have_the_defaults_of_the_operator() -> None:
         "unschedulable_patience",
         "job_metrics",
         "extra_taints",
+        "turns_directory",
     ):
         assert getattr(read, name) == getattr(own, name), name
     assert read.lease.duration == own.lease.duration

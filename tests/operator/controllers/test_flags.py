@@ -64,6 +64,7 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
         "operator_labels": "app.kubernetes.io/name=virtualflow, plain=",
         "kueue": "true",
         "extra_taints": "example.com/spot,gone",
+        "turns_directory": "/var/run/turns",
         "log_format": "json",
         "log_level": "warning",
         "resync_seconds": "60.5",
@@ -82,6 +83,7 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
     assert by_flags.image_pull_policy == "Always"
     assert by_flags.operator_labels == {"app.kubernetes.io/name": "virtualflow", "plain": ""}
     assert by_flags.extra_taints == ("example.com/spot", "gone")
+    assert by_flags.turns_directory == "/var/run/turns"
     assert by_flags.lease == LeaseSettings(name="other", namespace="system", identity="pod-1", duration=20)
     assert (by_flags.relist, by_flags.progress_interval, by_flags.crashes.backoff_first) == (60.5, 1, 0.5)
     assert by_flags.unschedulable_patience == 120
@@ -104,6 +106,8 @@ def test_every_setting_that_can_be_given_can_be_given_in_both_ways() -> None:
         ("operator_labels", "app", "key=value"),
         ("operator_labels", "a b=c", "key=value"),
         ("extra_taints", "a/b/c", "separated by commas"),
+        ("turns_directory", "turns", "an absolute path"),
+        ("turns_directory", "/run/../etc", "an absolute path"),
         ("log_level", "loud", "debug, info, warning, error"),
         ("resync_seconds", "nan", "seconds from 1"),
         ("resync_seconds", "inf", "seconds from 1"),

@@ -13,7 +13,8 @@ from scenes import accepted, body, remote, seen, worker
 from virtualflow.protocol.http_api import Status
 from virtualflow_operator.api.job_status import Measured
 from virtualflow_operator.api.objects import read_job
-from virtualflow_operator.queues.scaling_history import MAX_MEASURED, curve_of, efficient_limit, remember
+from virtualflow_operator.queues.scaling_history import MAX_MEASURED, curve_of, efficient_limit, phases_of, remember
+from virtualflow_operator.scheduling.phases import Phases
 
 JOB = read_job(accepted(body(virtualNodes=64)))
 
@@ -37,6 +38,42 @@ def test_each_number_of_workers_is_remembered_the_latest_first() -> None:
         known = remember(known, says(workers, milliseconds))
     assert known == measured(_2=2, _4=4), "480 ms are not worth a change of 500 ms"
     assert remember(known, says(2, 250.0)) == measured(_2=4, _4=4)
+
+
+def test_for_how_much_of_a_step_workers_compute_is_remembered_with_it() -> None:
+    known = remember((), says(2, 100.0))
+    assert known == (Measured(2, "10"),)
+    known = remember(known, says(2, 102.0, computing_ms=60.0))
+    assert known == (Measured(2, "9.804", computing_milliseconds="60"),)
+    assert remember(known, says(2, 102.0, computing_ms=63.0)) == known, "3 ms are not worth a change"
+    assert remember(known, says(2, 102.0)) == known, "paces are not known for a while after a change"
+    assert remember(known, says(2, 50.0))[0].computing_milliseconds == "60"
+    assert remember(known, says(2, 102.0, computing_ms=30.0))[0].computing_milliseconds == "30"
+
+
+PHASES = {
+    "computing is measured": ((Measured(2, "10", "", "60"),), 2, Phases(0.06, 0.04)),
+    "on another number of workers": ((Measured(2, "10", "", "60"), Measured(4, "16")), 4, Phases(0.03, 0.0325)),
+    "the latest counts": ((Measured(4, "16", "", "40"), Measured(2, "10", "", "60")), 4, Phases(0.04, 0.0225)),
+    "two numbers of workers, and no computing": (measured(_1=10, _4=20), 4, Phases(0.025, 0.025)),
+    "it always computes": ((Measured(2, "10", "", "100"),), 2, Phases(0.1, 0.0)),
+    "a lone worker's own speed does not count beside it": (
+        (Measured(2, "10", "", "60"), Measured(1, "2")), 2, Phases(0.06, 0.04)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("known", "workers", "phases"), PHASES.values(), ids=PHASES.keys())
+def test_phases_follow_from_what_is_known(known: tuple[Measured, ...], workers: int, phases: Phases) -> None:
+    found = Phases.at(phases_of(known), workers)
+    assert (found.compute, found.away) == pytest.approx((phases.compute, phases.away), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "known", [(), measured(_2=10), (Measured(1, "10", "", "60"),), (Measured(2, "10", "", "much"),)]
+)
+def test_phases_that_nobody_measured_are_not_made_up(known: tuple[Measured, ...]) -> None:
+    assert len(phases_of(known).points) < 2
 
 
 @pytest.mark.parametrize(

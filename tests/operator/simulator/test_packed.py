@@ -20,7 +20,7 @@ def job(name: str, time: float = 0.0, steps: int = 100, units: int = 1) -> JobEv
 
 def played(*events: JobEvent | NodeEvent | GoneEvent, most: int = 2, policy: str = "FIFO") -> Played:
     told = SchedulingSettings()
-    return play(Trace((NodeEvent(0.0, "node", 2), *events)), POLICIES[policy], most, told, PackingSettings())
+    return play(Trace((NodeEvent(0.0, "node", 2), *events)), POLICIES[policy], most, told)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow.coordinator.assignment import assign
-from virtualflow.coordinator.balance import arrange, better_split, gain, predicted_step, split
+from virtualflow.coordinator.balance import arrange, better_split, gain, predicted_computing, predicted_step, split
 from virtualflow.coordinator.membership import decide
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Worker
@@ -82,7 +82,9 @@ def test_at_a_gain_of_one_every_split_is_even() -> None:
 def test_a_step_is_predicted_from_its_slowest_worker_and_the_rest() -> None:
     cluster = training([6, 2], [pace(0.010, rest=0.004), pace(0.020, rest=0.030)])
     assert predicted_step(cluster) == pytest.approx(0.064)
-    assert predicted_step(training([6, 2], [pace(0.010), None])) is None
+    assert predicted_computing(cluster) == pytest.approx(0.060), "which computes for so much of it"
+    unknown = training([6, 2], [pace(0.010), None])
+    assert (predicted_step(unknown), predicted_computing(unknown)) == (None, None)
 
 
 REBALANCE = [

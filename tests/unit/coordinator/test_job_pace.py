@@ -30,6 +30,7 @@ def test_a_straggler_loses_load_and_gets_it_back_when_it_recovers() -> None:
     status = world.status()
     assert [worker.pace_ms for worker in status.workers] == pytest.approx([10.0, 30.0])
     assert status.predicted_step_ms == pytest.approx(31.0)
+    assert status.computing_ms == pytest.approx(30.0), "of which they compute all but what they wait"
     # Those paces were measured in the generation before: nothing is done until there are new ones.
     world.settle(10.0)
     assert counts(world) == [3, 1]

@@ -52,13 +52,23 @@ def split(cluster: Cluster, members: Sequence[str], settings: MembershipSettings
 
 def predicted_step(cluster: Cluster) -> float | None:
     """Seconds that a step of the running generation should take; ``None`` while a member's pace is not known."""
+    computing = predicted_computing(cluster)
+    return None if computing is None else computing + least_rest(_members(cluster))
+
+
+def predicted_computing(cluster: Cluster) -> float | None:
+    """For how many of these its slowest member computes."""
     if cluster.running is None or not cluster.running.members:
         return None
-    workers = [cluster.workers[member.incarnation] for member in cluster.running.members]
-    paces = [known_pace(worker) for worker in workers]
+    paces = [known_pace(worker) for worker in _members(cluster)]
     loads = _loads(cluster, [member.virtual_nodes for member in cluster.running.members])
     known = [pace for pace in paces if pace is not None]
-    return None if len(known) < len(paces) else _slowest(loads, known) + least_rest(workers)
+    return None if len(known) < len(paces) else _slowest(loads, known)
+
+
+def _members(cluster: Cluster) -> list[Worker]:
+    """Of the running generation."""
+    return [cluster.workers[member.incarnation] for member in cluster.running.members] if cluster.running else []
 
 
 def better_split(cluster: Cluster, settings: MembershipSettings) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Literal
 
-from virtualflow.coordinator.balance import known_pace, predicted_step
+from virtualflow.coordinator.balance import known_pace, predicted_computing, predicted_step
 from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_EVENTS
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
@@ -23,7 +23,8 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
     """
     history, progress = job.history, job.history.progress
     changes, events = history.ordered_changes(), tuple(history.events)
-    proposed, predicted = job.proposed, predicted_step(job.snapshot())
+    cluster = job.snapshot()
+    proposed, predicted, computing = job.proposed, predicted_step(cluster), predicted_computing(cluster)
     metrics = result.metrics if (result := history.result) else progress.metrics if progress else {}
     us = this_party("the coordinator")
     assigned = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
@@ -62,6 +63,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         error=history.error,
         traceback=history.traceback,
         predicted_step_ms=None if predicted is None else 1_000 * predicted,
+        computing_ms=None if computing is None else 1_000 * computing,
         protocol=us.newest,
         oldest_protocol=us.oldest,
         version=us.version,

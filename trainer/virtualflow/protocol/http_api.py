@@ -256,6 +256,8 @@ class Status(Base, frozen=True, tag=False):
     """Which of the two the job is; ``None`` before anybody has said."""
     predicted_step_ms: float | None = None
     """How long a step should take by the workers' paces and assignments; ``None`` until all are measured."""
+    computing_ms: float | None = None
+    """For how much of it the slowest worker computes."""
     protocol: Count | None = None
     """The newest that the coordinator speaks (``versions``)."""
     oldest_protocol: Count | None = None
