@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from benchmarks.campaign.checker import Commit, Verdict, check
 from benchmarks.campaign.checkpoints import Move, check_moves
 from benchmarks.campaign.faults import KINDS, draw
 from benchmarks.campaign.report import Found, Report
+
+import terminals
 
 BITS = [f"bits-{step}" for step in range(1, 10)]
 
@@ -209,3 +212,43 @@ def test_a_campaign_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     found = second.summary()
     assert found["kinds"]["cut"] == {"faults": 3, "with_another": 1, "median_pause": 1.5, "longest_pause": 2.5}
     assert (found["lineages"], found["wrong"]) == (2, ["seed 1: two lineages"])
+
+
+CAMPAIGN = """
+import sys, time
+from argparse import Namespace
+from pathlib import Path
+from virtualflow import progress
+progress.SHOWN_AFTER = progress.FRAME = 0.0
+from benchmarks.campaign.__main__ import Campaign
+from benchmarks.campaign.report import Found, Report
+
+class Quick(Campaign):
+    def _run(self, seed, count):
+        while not shown[seed]:
+            time.sleep(0.01)  # until the bar has been drawn with what was there before
+        return Found(seed, [(["cut"], 1.5)] * count)
+
+class Telling(progress.Progress):
+    def reach(self, done):
+        super().reach(done)
+        shown[done // 2] = True
+
+import benchmarks.campaign.__main__ as campaign
+campaign.Progress = Telling
+shown = [False] * 4
+report = Report(Path(sys.argv[1]))
+Quick(Namespace(seed=0, faults=6, per_job=2, jobs=1), report, Path()).run()
+sys.stdout.write(report.table())
+"""
+
+
+def test_a_campaign_on_a_terminal_has_a_bar_below_its_lines(tmp_path: Path) -> None:
+    seen = terminals.run(["-c", CAMPAIGN, str(tmp_path / "campaign.json")], piped=True)
+    assert seen.code == 0, seen.words
+    shares = re.findall(r"the campaign \S.*? (\d+) %, 0:\d\d left", seen.words)
+    assert list(dict.fromkeys(shares)) == ["33", "67", "100"]
+    rate = r"\d+ a minute; 0 things wrong"
+    assert [re.sub(rate, "…", line) for line in seen.left] == ["2 faults, …", "4 faults, …", "6 faults, …"]
+    assert seen.cursor
+    assert seen.piped == Report(tmp_path / "campaign.json").table()
