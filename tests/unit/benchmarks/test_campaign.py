@@ -214,41 +214,44 @@ def test_a_campaign_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     assert (found["lineages"], found["wrong"]) == (2, ["seed 1: two lineages"])
 
 
+JOB = """
+import json, sys, time
+from pathlib import Path
+wanted = json.loads(sys.argv[-1])
+while not Path(wanted["keep"], f"shown-{wanted['seed']}").exists():
+    time.sleep(0.01)  # until the bar has been drawn with what was there before
+print("seed", wanted["seed"], "says so", file=sys.stderr)
+print(json.dumps({"seed": wanted["seed"], "strikes": [[["cut"], 1.5]] * wanted["count"]}))
+"""
 CAMPAIGN = """
-import sys, time
-from argparse import Namespace
+import sys
 from pathlib import Path
 from virtualflow import progress
-progress.SHOWN_AFTER = progress.FRAME = 0.0
-from benchmarks.campaign.__main__ import Campaign
-from benchmarks.campaign.report import Found, Report
-
-class Quick(Campaign):
-    def _run(self, seed, count):
-        while not shown[seed]:
-            time.sleep(0.01)  # until the bar has been drawn with what was there before
-        return Found(seed, [(["cut"], 1.5)] * count)
+import benchmarks.campaign.__main__ as campaign
 
 class Telling(progress.Progress):
     def reach(self, done):
         super().reach(done)
-        shown[done // 2] = True
+        (report.parent / f"shown-{done // 2}").touch()
 
-import benchmarks.campaign.__main__ as campaign
+progress.SHOWN_AFTER = progress.FRAME = 0.0
+report, job = Path(sys.argv.pop()), sys.argv.pop()
 campaign.Progress = Telling
-shown = [False] * 4
-report = Report(Path(sys.argv[1]))
-Quick(Namespace(seed=0, faults=6, per_job=2, jobs=1), report, Path()).run()
-sys.stdout.write(report.table())
+campaign.ALONE = [sys.executable, "-c", job]
+campaign.why_not = lambda: None
+campaign.undisturbed = lambda directory, steps: directory
+sys.argv += ["--faults=6", "--per-job=2", "--jobs=1", f"--out={report}"]
+sys.exit(campaign.main())
 """
 
 
 def test_a_campaign_on_a_terminal_has_a_bar_below_its_lines(tmp_path: Path) -> None:
-    seen = terminals.run(["-c", CAMPAIGN, str(tmp_path / "campaign.json")], piped=True)
+    seen = terminals.run(["-c", CAMPAIGN, JOB, str(tmp_path / "campaign.json")], piped=True)
     assert seen.code == 0, seen.words
     shares = re.findall(r"the campaign \S.*? (\d+) %, 0:\d\d left", seen.words)
     assert list(dict.fromkeys(shares)) == ["33", "67", "100"]
-    rate = r"\d+ a minute; 0 things wrong"
-    assert [re.sub(rate, "…", line) for line in seen.left] == ["2 faults, …", "4 faults, …", "6 faults, …"]
+    lines = {re.sub(r"\d+ a minute", "some a minute", line) for line in seen.left}
+    done = {f"{faults} faults, some a minute; 0 things wrong" for faults in (2, 4, 6)}
+    assert lines == done | {f"seed {seed} says so" for seed in range(3)}
     assert seen.cursor
     assert seen.piped == Report(tmp_path / "campaign.json").table()
