@@ -172,6 +172,15 @@ def test_an_alert_on_workers_needs_no_series_of_single_jobs_when_there_are_none(
 
 
 @with_helm
+@pytest.mark.parametrize("percent", [0, 80])
+def test_whoever_wants_no_goodput_in_particular_gets_no_alert_on_it(percent: int) -> None:
+    values = {"metrics": {"rules": {"enabled": True, "goodputPercent": percent}}}
+    (group,) = only(render(values), "PrometheusRule")["spec"]["groups"]
+    limits = [rule["expr"].rpartition(" < ")[2] for rule in group["rules"] if rule["alert"] == "VirtualFlowGoodputLow"]
+    assert limits == ([str(percent)] if percent else [])
+
+
+@with_helm
 @pytest.mark.skipif(
     not OPERATIONS.exists(), reason="there is no docs/how-to/operations.md: write it with a part for each alert"
 )
