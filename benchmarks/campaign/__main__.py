@@ -28,6 +28,8 @@ STEPS_PER_FAULT = 300
 """Of the undisturbed run: more than a job makes between two faults."""
 JOB_LIMIT = 1_800.0
 """Seconds after which a job's driver is taken to hang."""
+LAST_WORDS = 10.0
+"""Seconds that what a job has said may take after its end: all that could speak ends with it."""
 
 
 def main() -> int:
@@ -184,20 +186,26 @@ class Campaign:
         with self._lock:
             if self._ended:
                 return None
+            told, telling = os.pipe()
             process = subprocess.Popen(
                 words,
                 env=environment(),
                 stdout=subprocess.PIPE,
+                stderr=telling,
                 text=True,
                 cwd=ROOT,
                 preexec_fn=_die_together,  # noqa: PLW1509
             )
+            os.close(telling)
+            relay = threading.Thread(target=_relay, args=(told,), daemon=True)
+            relay.start()
             self._processes.add(process)
         try:
             said, _ = process.communicate(timeout=JOB_LIMIT)
         except subprocess.TimeoutExpired:
             process.kill()
             said, _ = process.communicate()
+        relay.join(LAST_WORDS)
         with self._lock:
             self._processes.discard(process)
             if self._ended:
@@ -213,6 +221,13 @@ class Campaign:
         rate = (self._report.faults - self._had) / minutes
         wrong = len(self._report.wrong)
         sys.stderr.write(f"{self._report.faults} faults, {rate:.0f} a minute; {wrong} things wrong\n")
+
+
+def _relay(told: int) -> None:
+    """Say what a job says, line by line: what it wrote to the terminal itself would tear the bar apart."""
+    with open(told, errors="replace") as lines:
+        for line in lines:
+            sys.stderr.write(line)
 
 
 def _die_together() -> None:

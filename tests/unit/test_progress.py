@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+import terminals
 from virtualflow.progress import LINE_EVERY, SHOWN_AFTER, Progress, clock, describe_rest, seconds_left
-
-ROOT = Path(__file__).parents[2]
 
 
 class Clock:
@@ -157,30 +151,12 @@ with progress.Progress("counting", 3) as going:
 
 
 def test_answers_in_a_pipe_are_as_they_are_without_a_bar_and_above_it_on_a_real_terminal() -> None:
-    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT / "trainer")}
     answers = [f"the answer {done}" for done in (1, 2, 3)]
-    seen = {}
-    for where in ("a pipe", "the terminal"):
-        ours, theirs = pty.openpty()
-        out = subprocess.PIPE if where == "a pipe" else theirs
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT], stdin=theirs, stdout=out, stderr=theirs, env=environment
-        )
-        os.close(theirs)
-        text = b""
-        while True:
-            try:
-                piece = os.read(ours, 65_536)
-            except OSError:  # the other end is closed
-                break
-            text += piece
-        os.close(ours)
-        said = process.stdout.read().decode() if process.stdout is not None else ""
-        assert process.wait() == 0
-        seen[where] = said, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.decode())
-    piped, bar = seen["a pipe"]
-    assert piped.splitlines() == answers
-    assert "counting" in bar
-    assert "answer" not in bar
-    _, both = seen["the terminal"]
-    assert [line.strip() for line in re.split(r"[\r\n]+", both) if line.startswith("the answer")] == answers
+    alone = terminals.run(["-c", SCRIPT], piped=True)
+    assert (alone.code, alone.piped.splitlines()) == (0, answers)
+    assert "counting" in alone.words
+    assert "answer" not in alone.words
+    both = terminals.run(["-c", SCRIPT], piped=False)
+    assert "counting" in both.words
+    assert both.left == answers
+    assert both.cursor

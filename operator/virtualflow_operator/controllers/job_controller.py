@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from virtualflow.protocol.http_api import Call, DrainCall, GoneCall
+from virtualflow.protocol.http_api import Call, DrainCall, GoneCall, WorkerSeconds
 from virtualflow_operator.api import (
     ConditionType,
     Job,
@@ -78,6 +78,8 @@ class _Memory:
     """By what was refused: the service, the coordinator, workers."""
     lost_at: float | None = None
     """Since when (monotonic) a loss is known that nobody has recovered from."""
+    worker_seconds: WorkerSeconds | None = None
+    """The latest that a coordinator has told."""
 
     @property
     def trouble(self) -> str:
@@ -183,7 +185,7 @@ class JobController:
         retold = await self._tell(key, plan.written_calls, plan, memory, touched)
         for event in plan.events:
             await self._events.record(job.raw, "Warning" if event.warning else "Normal", event.reason, event.message)
-        self._measure(key, job, plan, memory)
+        self._measure(key, scene, plan, memory)
         if failure is not None:
             raise failure
         if again is not None or retold is not None:
@@ -359,14 +361,17 @@ class JobController:
 
     # --- metrics -----------------------------------------------------------------------------------------------------
 
-    def _measure(self, key: Key, job: Job, plan: Plan, memory: _Memory) -> None:
+    def _measure(self, key: Key, scene: Scene, plan: Plan, memory: _Memory) -> None:
         for change in plan.changes:
             seconds = None if change.pause_ms is None else change.pause_ms / 1000
             self._metrics.change(change.cause, seconds, change.repeated_steps, change.repeated_virtual_nodes)
             if change.cause in ("lost", "broken", "restart") and memory.lost_at is not None:
                 self._metrics.recovery.observe(time.monotonic() - memory.lost_at)
                 memory.lost_at = None
-        self._metrics.jobs[key] = sample(job.spec, plan.status, plan.workers_wanted)
+        remote = scene.link.status if scene.link is not None else None
+        if remote is not None and remote.worker_seconds is not None:
+            memory.worker_seconds = remote.worker_seconds
+        self._metrics.jobs[key] = sample(scene.job.spec, plan.status, plan.workers_wanted, memory.worker_seconds)
 
 
 def _holds(status: JobStatus, kind: ConditionType) -> bool:
@@ -379,8 +384,8 @@ def _told(status: JobStatus, kind: ConditionType) -> int | None:
     return None if status.condition(kind) is None else int(_holds(status, kind))
 
 
-def sample(spec: JobSpec, status: JobStatus, wanted: int) -> JobSample:
-    """What the metrics show of a job with that status."""
+def sample(spec: JobSpec, status: JobStatus, wanted: int, counted: WorkerSeconds | None = None) -> JobSample:
+    """What the metrics show of a job with that status, whose coordinator has ``counted`` so much."""
     saves = spec.checkpoint is not None
     times = (parse_time(status.checkpoint_time), parse_time(status.start_time))
     known = [time for time in times if time is not None]
@@ -400,4 +405,6 @@ def sample(spec: JobSpec, status: JobStatus, wanted: int) -> JobSample:
         memory_copy_step=status.memory_copy_step,
         memory_copy_timestamp_seconds=parse_time(status.memory_copy_time),
         memory_copy_bytes=status.memory_copy_bytes,
+        paid_worker_seconds=counted.paid if counted is not None else None,
+        committed_worker_seconds=counted.committed if counted is not None else None,
     )

@@ -19,7 +19,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from virtualflow._version import __version__
@@ -57,6 +57,9 @@ class JobSample:
     memory_copy_bytes: int | None = None
     does_not_fit: int | None = None
     fits_with_offload: int | None = None
+    paid_worker_seconds: float | None = None
+    committed_worker_seconds: float | None = None
+    """As the coordinator counts them; its successor begins at 0, as counters do."""
 
 
 @dataclass(frozen=True)
@@ -177,13 +180,13 @@ class Metrics:
 
 
 class _Jobs(Collector):
-    """The gauges that follow from the jobs."""
+    """What follows from the jobs."""
 
     def __init__(self, samples: Mapping[tuple[str, str], JobSample], single: bool) -> None:
         self._samples, self._single = samples, single
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Compute all of them at this moment."""
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Compute all of it at this moment."""
         samples = list(self._samples.items())
         phases = GaugeMetricFamily("virtualflow_jobs", "Jobs, by phase.", labels=("phase",))
         for phase, count in (dict.fromkeys(PHASES, 0) | Tally(sample.phase for _, sample in samples)).items():
@@ -200,8 +203,12 @@ class _Jobs(Collector):
             value=sum(sample.workers_ready for _, sample in samples),
         )
         if self._single:
-            for measure, text in _SINGLE.items():
-                family = GaugeMetricFamily(f"virtualflow_job_{measure}", text, labels=("job_namespace", "job_name"))
+            families = {
+                measure: kind(f"virtualflow_job_{measure}", text, labels=("job_namespace", "job_name"))
+                for kind, measures in ((GaugeMetricFamily, _SINGLE), (CounterMetricFamily, _COUNTED))
+                for measure, text in measures.items()
+            }
+            for measure, family in families.items():
                 for key, sample in samples:
                     value = getattr(sample, measure)
                     if value is not None:
@@ -263,6 +270,11 @@ _SINGLE = {
     "memory_copy_bytes": "The size of that copy.",
     "workers_ready": "The job's workers that train.",
     "workers_wanted": "The workers that the job wants.",
+}
+
+_COUNTED = {
+    "paid_worker_seconds": "Seconds that the job's workers were there, of all together.",
+    "committed_worker_seconds": "Those of them that went into steps that count.",
 }
 
 

@@ -141,6 +141,21 @@ STORIES = (
         OF_THE_JOB,
     ),
     Story(
+        "VirtualFlowGoodputLow",
+        {
+            of("job_paid_worker_seconds_total", JOB): "0+240x200",
+            of("job_committed_worker_seconds_total", JOB): "0+60x200",
+        },
+        120,
+        "Of the worker time of team-a/digits, 25 % went into steps that count in the last hour.",
+        # 3 in 4 of them do, and the coordinator was replaced.
+        {
+            of("job_paid_worker_seconds_total", JOB): "0+240x60 0+240x140",
+            of("job_committed_worker_seconds_total", JOB): "0+180x60 0+180x140",
+        },
+        OF_THE_JOB,
+    ),
+    Story(
         "VirtualFlowJobFailed",
         {of("jobs", 'phase="Failed"'): "1x20 2x60"},
         25,

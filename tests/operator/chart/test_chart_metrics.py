@@ -25,8 +25,11 @@ OPERATIONS = ROOT / "docs" / "how-to" / "operations.md"
 
 
 @functools.cache
-def exposition() -> str:
-    """What an operator shows to Prometheus after something of everything has happened."""
+def exposition(paid: float = 8.0) -> str:
+    """What an operator shows to Prometheus after something of everything has happened.
+
+    ``paid``: worker-seconds of the job, of which a quarter went into steps that count.
+    """
     metrics = Metrics()
     metrics.change("drain", 0.1, 1)
     metrics.recovery.observe(0.1)
@@ -39,7 +42,9 @@ def exposition() -> str:
     metrics.coordinator_call("status", "ok")
     metrics.pods_created.labels("worker").inc()
     metrics.pods_deleted.labels("drained").inc()
-    metrics.jobs["default", "digits"] = JobSample("Running", 2, 2, 1, 600, 3.0, 0.5, 0, 0, 1e9, 1, 1e9, 4_096, 0, 1)
+    metrics.jobs["default", "digits"] = JobSample(
+        "Running", 2, 2, 1, 600, 3.0, 0.5, 0, 0, 1e9, 1, 1e9, 4_096, 0, 1, paid, paid / 4
+    )
     metrics.queues["gpus"] = QueueSample(True, 8, 6, 3, 2, {"fast": (4, 3)})
     return metrics.exposition().decode()
 
@@ -164,6 +169,15 @@ def test_an_alert_on_workers_needs_no_series_of_single_jobs_when_there_are_none(
         {"virtualflow_job_workers_wanted", "virtualflow_job_workers_ready"},
         {"virtualflow_workers_wanted", "virtualflow_workers_ready"},
     ]
+
+
+@with_helm
+@pytest.mark.parametrize("percent", [0, 80])
+def test_whoever_wants_no_goodput_in_particular_gets_no_alert_on_it(percent: int) -> None:
+    values = {"metrics": {"rules": {"enabled": True, "goodputPercent": percent}}}
+    (group,) = only(render(values), "PrometheusRule")["spec"]["groups"]
+    limits = [rule["expr"].rpartition(" < ")[2] for rule in group["rules"] if rule["alert"] == "VirtualFlowGoodputLow"]
+    assert limits == ([str(percent)] if percent else [])
 
 
 @with_helm

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
 import pytest
 from fake_api import Fault
-from stage import NAMESPACE, Stage, job, play, running
+from running import free_port
+from stage import NAMESPACE, SECONDS, Stage, job, play, running
 
+from operator_metrics import scrape
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_DEVICE_MEMORY
@@ -47,6 +51,35 @@ def test_a_suspended_job_leaves_no_pod_and_resumes(tmp_path: Path) -> None:
         await stage.until(lambda: stage.trains("digits"))
         assert stage.most[WORKER, "digits"] == 2
         assert stage.made.total() == 6
+
+    play(tmp_path, story)
+
+
+def test_the_counters_of_goodput_move_with_the_job_and_stay_when_it_is_over(tmp_path: Path) -> None:
+    port = free_port()
+
+    async def counted(paid: float, committed: float) -> tuple[float, float]:
+        """Both counters, once each is above what is given."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            sample = await asyncio.to_thread(scrape, port)
+            of_the_job = 'worker_seconds_total{job_name="digits",job_namespace="default"}'
+            now = [sample.get(f"virtualflow_job_{name}_{of_the_job}", 0.0) for name in ("paid", "committed")]
+            if now[0] > paid and now[1] > committed:
+                return now[0], now[1]
+            assert time.monotonic() < deadline, now
+            await asyncio.sleep(0.05)
+
+    async def story(stage: Stage) -> None:
+        stage.start("--progress-seconds=0.2", f"--metrics-port={port}")
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        first = await counted(0.0, 0.0)
+        second = await counted(*first)
+        stage.kubelet.training(NAMESPACE, "digits").finish()
+        await stage.until(lambda: stage.status("digits").get("phase") == "Complete")
+        last = await counted(second[0] - 0.001, second[1] - 0.001)
+        assert last[1] <= last[0]
 
     play(tmp_path, story)
 

@@ -28,7 +28,7 @@ from scenes import (
     worker,
 )
 
-from virtualflow.protocol.http_api import MemoryReport
+from virtualflow.protocol.http_api import MemoryReport, WorkerSeconds
 from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.messages import CheckpointState, NonFinite
 from virtualflow.protocol.metrics import Metric
@@ -146,6 +146,14 @@ def test_the_copy_in_the_coordinators_memory_is_told_as_long_as_there_is_one() -
     assert (status.memory_copy_step, status.memory_copy_time, status.memory_copy_bytes) == (None, None, None)
     told = sample(stage.job.spec, status, 2)
     assert (told.memory_copy_step, told.memory_copy_timestamp_seconds, told.memory_copy_bytes) == (None, None, None)
+
+
+def test_what_the_coordinator_has_counted_is_measured() -> None:
+    stage = training()
+    told = sample(stage.job.spec, stage.job.status, 2, WorkerSeconds(40.0, 30.0))
+    assert (told.paid_worker_seconds, told.committed_worker_seconds) == (40.0, 30.0)
+    told = sample(stage.job.spec, stage.job.status, 2)
+    assert (told.paid_worker_seconds, told.committed_worker_seconds) == (None, None), "no series, rather than zeros"
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_condition_until_one_is_complete() -> None:

@@ -53,6 +53,8 @@ NAMES = {
     "virtualflow_job_memory_copy_step",
     "virtualflow_job_memory_copy_timestamp_seconds",
     "virtualflow_job_memory_copy_bytes",
+    "virtualflow_job_paid_worker_seconds_total",
+    "virtualflow_job_committed_worker_seconds_total",
     "virtualflow_job_workers_ready",
     "virtualflow_job_workers_wanted",
 }
@@ -65,6 +67,7 @@ DIVERGED = JobSample("Running", loss=math.nan, non_finite=1)
 UNFIT = JobSample("Running", does_not_fit=1, fits_with_offload=0)
 UNSAVED = JobSample("Running", checkpoint_failed=1, last_checkpoint_timestamp_seconds=1e9)
 COPIED = JobSample("Running", memory_copy_step=60, memory_copy_timestamp_seconds=1e9, memory_copy_bytes=4096)
+COUNTED = JobSample("Running", paid_worker_seconds=40.5, committed_worker_seconds=30.25)
 
 BUSY = QueueSample(ready=True, capacity=7.5, allocated=6, running=3, waiting=2, kinds={"fast": (4, 3)})
 
@@ -164,6 +167,14 @@ def test_the_names_are_those_of_the_dashboard_and_no_others() -> None:
                 ("memory_copy_timestamp_seconds", 1e9),
                 ("memory_copy_bytes", 4096),
             )
+        ),
+        *(
+            (
+                lambda m: m.jobs.update({("a", "b"): COUNTED}),
+                f"virtualflow_job_{name}_worker_seconds_total,job_name=b,job_namespace=a",
+                value,
+            )
+            for name, value in (("paid", 40.5), ("committed", 30.25))
         ),
         (lambda m: m.jobs.update({("a", "b"): RUNNING}), "virtualflow_job_workers_ready,job_name=b,job_namespace=a", 2),
         (

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
 from benchmarks.campaign.__main__ import why_not
 from benchmarks.campaign.faults import KINDS
 
-ROOT = Path(__file__).parents[3]
+import terminals
 
 
 @pytest.mark.nightly
@@ -24,15 +22,13 @@ def test_a_slice_of_the_campaign_finds_nothing_wrong(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     faults = 2 * len(KINDS)
     words = ["--faults", str(faults), "--per-job", str(len(KINDS)), "--jobs", "2", "--seed", "1", "--out", str(report)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'trainer'}:{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.campaign", *words],
-        env=environment,
-        capture_output=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    seen = terminals.run(["-m", "benchmarks.campaign", *words], piped=True)
+    assert seen.code == 0, seen.piped + seen.words
     found = json.loads(report.read_text())
     assert (found["lineages"], found["wrong"], found["faults"]) == (1, [], faults)
     assert {kind: row["faults"] for kind, row in found["kinds"].items()} == dict.fromkeys(KINDS, 2)
+    bars = re.findall(r"the campaign \S.*? (?:\d+ %, )?\d+:\d\d(?: left)?", seen.words)
+    assert bars[-1].endswith(" 100 %, 0:00 left"), "what a person sees who waits"
+    assert [line for line in seen.left if "the campaign" in line] == []
+    assert len([line for line in seen.left if re.fullmatch(r"\d+ faults, \d+ a minute; 0 things wrong", line)]) == 2
+    assert seen.cursor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from benchmarks.campaign.checker import Commit, Verdict, check
 from benchmarks.campaign.checkpoints import Move, check_moves
 from benchmarks.campaign.faults import KINDS, draw
 from benchmarks.campaign.report import Found, Report
+
+import terminals
 
 BITS = [f"bits-{step}" for step in range(1, 10)]
 
@@ -209,3 +212,46 @@ def test_a_campaign_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     found = second.summary()
     assert found["kinds"]["cut"] == {"faults": 3, "with_another": 1, "median_pause": 1.5, "longest_pause": 2.5}
     assert (found["lineages"], found["wrong"]) == (2, ["seed 1: two lineages"])
+
+
+JOB = """
+import json, sys, time
+from pathlib import Path
+wanted = json.loads(sys.argv[-1])
+while not Path(wanted["keep"], f"shown-{wanted['seed']}").exists():
+    time.sleep(0.01)  # until the bar has been drawn with what was there before
+print("seed", wanted["seed"], "says so", file=sys.stderr)
+print(json.dumps({"seed": wanted["seed"], "strikes": [[["cut"], 1.5]] * wanted["count"]}))
+"""
+CAMPAIGN = """
+import sys
+from pathlib import Path
+from virtualflow import progress
+import benchmarks.campaign.__main__ as campaign
+
+class Telling(progress.Progress):
+    def reach(self, done):
+        super().reach(done)
+        (report.parent / f"shown-{done // 2}").touch()
+
+progress.SHOWN_AFTER = progress.FRAME = 0.0
+report, job = Path(sys.argv.pop()), sys.argv.pop()
+campaign.Progress = Telling
+campaign.ALONE = [sys.executable, "-c", job]
+campaign.why_not = lambda: None
+campaign.undisturbed = lambda directory, steps: directory
+sys.argv += ["--faults=6", "--per-job=2", "--jobs=1", f"--out={report}"]
+sys.exit(campaign.main())
+"""
+
+
+def test_a_campaign_on_a_terminal_has_a_bar_below_its_lines(tmp_path: Path) -> None:
+    seen = terminals.run(["-c", CAMPAIGN, JOB, str(tmp_path / "campaign.json")], piped=True)
+    assert seen.code == 0, seen.words
+    shares = re.findall(r"the campaign \S.*? (\d+) %, 0:\d\d left", seen.words)
+    assert list(dict.fromkeys(shares)) == ["33", "67", "100"]
+    lines = {re.sub(r"\d+ a minute", "some a minute", line) for line in seen.left}
+    done = {f"{faults} faults, some a minute; 0 things wrong" for faults in (2, 4, 6)}
+    assert lines == done | {f"seed {seed} says so" for seed in range(3)}
+    assert seen.cursor
+    assert seen.piped == Report(tmp_path / "campaign.json").table()

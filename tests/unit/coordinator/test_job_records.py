@@ -20,6 +20,7 @@ from virtualflow.coordinator.series import Series
 from virtualflow.coordinator.settings import SERIES_POINTS, MembershipSettings
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.http_api import WorkerSeconds
 from virtualflow.protocol.job_record import PATH, GoodputRecord, JobRecord, SeriesRecord
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_MESSAGE
 
@@ -145,6 +146,36 @@ def test_steps_that_were_counted_before_are_not_counted_again() -> None:
     assert goodput.used == 80.0
     goodput.look(12.0, 2, 2, 51, 1.0)
     assert goodput.used == 82.0
+
+
+def test_what_is_scraped_begins_at_nothing_with_a_new_coordinator_and_has_the_time_without_one() -> None:
+    goodput = Goodput()
+    goodput.look(1.0, 2, 2, None, None)
+    goodput.look(2.0, 2, 2, None, None)
+    assert goodput.own == WorkerSeconds(2.0, 0.0)
+    goodput.resume(GoodputRecord(paid=100.0, used=80.0, step=50, present=2), age=10.0, now=1_000.0)
+    goodput.look(1_000.5, 2, 2, 58, 1.0)
+    assert goodput.own == WorkerSeconds(10.0 * 2 + 1.0, 8.0 * 2)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e3), st.integers(0, 8), st.none() | st.integers(0, 99), st.booleans()), max_size=12
+    )
+)
+def test_what_is_scraped_never_becomes_less_also_where_newer_records_come(
+    facts: list[tuple[float, int, int | None, bool]],
+) -> None:
+    goodput, now, before = Goodput(), 0.0, WorkerSeconds(0.0, 0.0)
+    for seconds, present, step, recorded in facts:
+        now += seconds
+        if recorded:
+            goodput.resume(GoodputRecord(7.0 * seconds, seconds, step, present), seconds / 2, now)
+        else:
+            goodput.look(now, present, present, step, None)
+        assert goodput.own.paid >= before.paid - 0.01
+        assert goodput.own.committed >= before.committed - 0.01
+        before = goodput.own
 
 
 @given(

@@ -105,6 +105,31 @@ def test_a_quiet_watcher_gets_the_last_progress_when_the_coordinator_ends() -> N
     with_server(story)
 
 
+def test_a_watcher_hears_how_long_workers_have_been_there_although_nothing_happens() -> None:
+    async def story(server: Server) -> None:
+        stream = await server.client.ws_connect(f"{server.url}/v1/watch", headers=RIGHT)
+        assert (await seen(stream)).worker_seconds == http_api.WorkerSeconds(0.0, 0.0)
+        await server.worker("worker-0")
+        news, paid = server.state.news, 0.0
+        while paid < 1.0:
+            told = (await seen(stream)).worker_seconds
+            assert told is not None
+            assert told.paid >= paid
+            paid = told.paid
+        assert server.state.news == news, "nobody has to decide anything because of it"
+
+    with_server(story, with_other(paid_interval=0.0))
+
+
+def test_who_watches_a_coordinator_without_workers_hears_nothing() -> None:
+    async def story(server: Server) -> None:
+        stream = await server.client.ws_connect(f"{server.url}/v1/watch", headers=RIGHT)
+        await seen(stream)
+        await silent(stream, 1.2)
+
+    with_server(story, with_other(paid_interval=0.0))
+
+
 def test_a_brief_status_is_to_be_had_by_looking_and_by_watching() -> None:
     async def story(server: Server) -> None:
         for number in range(120):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import terminals
 from virtualflow.launcher import cli
 from virtualflow.launcher.plan import split
 from virtualflow.memory import parse_bytes
@@ -277,3 +279,30 @@ def test_what_makes_no_sense_is_said_in_one_line(
     assert cli.main(["plan", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence in line
+
+
+PLAN = """
+import sys
+from virtualflow import progress
+progress.SHOWN_AFTER = progress.FRAME = 0.0
+from virtualflow.launcher import cli
+sys.exit(cli.main(["plan", "v100.json"]))
+"""
+
+
+def test_on_a_terminal_a_bar_shows_how_far_the_planning_is_and_leaves_the_answer_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["plan", "v100.json"]) == 0
+    wanted = capsys.readouterr().out
+    piped = terminals.run(["-c", PLAN], piped=True, cwd=Path.cwd())
+    assert (piped.code, piped.piped) == (0, wanted)
+    shares = [
+        int(share) for share in re.findall(r"planning for Tesla V100-SXM2-16GB .*?(\d+) %, 0:\d\d left", piped.words)
+    ]
+    assert shares == sorted(shares)
+    assert len(set(shares)) > 3
+    assert (piped.left, piped.cursor) == ([], True)
+    both = terminals.run(["-c", PLAN], piped=False, cwd=Path.cwd())
+    assert "planning for" in both.words
+    assert both.left == [line.rstrip() for line in wanted.splitlines() if line.strip()]

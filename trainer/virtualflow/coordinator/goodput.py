@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from virtualflow.protocol.http_api import WorkerSeconds
 from virtualflow.protocol.job_record import GoodputRecord
 
 
@@ -23,11 +24,19 @@ class Goodput:
     """The highest that was counted; ``None``: nobody trains yet."""
     _step_at: float = 0.0
     _present: int = 0
+    _paid_before: float = 0.0
+    _used_before: float = 0.0
+    """What coordinators before this one have counted of both."""
 
     @property
     def share(self) -> float | None:
         """Between 0 and 1; ``None``: there were no workers yet."""
         return min(1.0, self.used / self.paid) if self.paid > 0 else None
+
+    @property
+    def own(self) -> WorkerSeconds:
+        """What this coordinator has counted itself: it grows from 0, as a counter that is scraped has to."""
+        return WorkerSeconds(round(self.paid - self._paid_before, 3), round(self.used - self._used_before, 3))
 
     def look(self, now: float, present: int, members: int, step: int | None, step_seconds: float | None) -> None:
         """Count what was since the last look.
@@ -60,8 +69,11 @@ class Goodput:
         """Count on from what was recorded elsewhere ``age`` seconds ago; it takes the place of what was counted here.
 
         The workers that there were are paid for the time in between, and the steps that they have made in it count with
-        the next look.
+        the next look. What is this coordinator's own becomes no less by it.
         """
+        paid, used = self.paid - self._paid_before, self.used - self._used_before
         self.paid, self.used = record.paid + age * record.present, record.used
         self._step, self._step_at, self._looked_at = record.step, now - age, now
         self._present = record.present
+        self._paid_before = min(record.paid, self.paid - paid)
+        self._used_before = min(record.used, self.used - used)

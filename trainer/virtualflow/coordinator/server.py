@@ -68,7 +68,7 @@ class Coordinator:
         self._lines: dict[str, Line] = {}
         self._writers: set[asyncio.Task[None]] = set()
         self.state.copy_limit = copy_limit(settings.memory_copy)
-        self._watchers = Watchers(self.state, settings.watch_interval)
+        self._watchers = Watchers(self.state, settings.watch_interval, settings.paid_interval)
         self._page = LivePage(self.state, settings.live_page)
         self.state.record_interval = settings.live_page.record_interval
         self._records = JobRecords(self.state)
@@ -108,6 +108,7 @@ class Coordinator:
         """Look at the clock often enough to notice when this process did not run, or does not keep up."""
         self._tick()
         self._page.count(self._ticked_at)
+        self._watchers.notice_time(self._ticked_at)
         behind = self._ticked_at - self._beats_at - self._excused
         if behind > self._settings.stall:
             # It runs, but what the workers sent waits behind what others sent.

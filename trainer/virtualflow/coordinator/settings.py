@@ -181,6 +181,8 @@ class CoordinatorSettings:
     (``VIRTUALFLOW_CONFIRMED_START``)."""
     watch_interval: float = 0.05
     """A watcher of the status gets at most one message in this time."""
+    paid_interval: float = 15.0
+    """While nothing else happens, watchers hear this often how long workers have been there."""
     first_message: float = 10.0
     """A new connection has this long to say Hello."""
     handshake: float = 5.0

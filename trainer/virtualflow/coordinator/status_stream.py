@@ -16,11 +16,18 @@ from virtualflow.protocol.settings import MAX_MESSAGE
 
 
 class Watchers:
-    """Answers who asks for the status of ``job``; a watcher gets at most one message an ``interval``, in seconds."""
+    """Answers who asks for the status of ``job``.
 
-    def __init__(self, job: JobState, interval: float) -> None:
+    Args:
+        job: what is told of.
+        interval: a watcher gets at most one message in so many seconds.
+        paid_interval: and one in so many seconds while workers are there and nothing happens.
+    """
+
+    def __init__(self, job: JobState, interval: float, paid_interval: float) -> None:
         self._job = job
-        self._interval = interval
+        self._interval, self._paid_interval = interval, paid_interval
+        self._told_version, self._told_paid, self._told_at = -1, 0.0, 0.0
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         self._seen = (-1, -1)
@@ -35,6 +42,15 @@ class Watchers:
             self._changed.set()
         if self._job.news != news:
             self._news.set()
+
+    def notice_time(self, now: float) -> None:
+        """Time passes, and workers are paid for it; to be called every now and then, whatever happens."""
+        job, paid = self._job, self._job.history.goodput.paid
+        if job.version != self._told_version:
+            self._told_version, self._told_paid, self._told_at = job.version, paid, now
+        elif paid > self._told_paid and now - self._told_at >= self._paid_interval:
+            job.version += 1
+            self.notice()
 
     def close(self) -> None:
         """Let the streams end, with what has not been told yet."""

@@ -74,6 +74,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         memory=_memory(job),
         does_not_fit=history.does_not_fit,
         wanted_reason=job.wanted_reason,
+        worker_seconds=history.goodput.own,
     )
 
 

@@ -205,6 +205,15 @@ class MemoryReport(Base, frozen=True, tag=False):
     """and its plan in words."""
 
 
+class WorkerSeconds(Base, frozen=True, tag=False):
+    """Seconds of all workers together, since this coordinator took over the job; both only grow."""
+
+    paid: Annotated[float, msgspec.Meta(ge=0, le=2**53)]
+    """From a worker's first connection until it is over."""
+    committed: Annotated[float, msgspec.Meta(ge=0, le=2**53)]
+    """Of these, in steps that count. The quotient of two increases is the goodput of the time between."""
+
+
 Phase = Literal["waiting", "training", "evaluating", "done", "stopped", "failed"]
 
 ENDED: frozenset[Phase] = frozenset({"done", "stopped", "failed"})
@@ -279,3 +288,5 @@ class Status(Base, frozen=True, tag=False):
     """The job has failed because nothing fits into a worker's budget of memory; ``error`` says what would."""
     wanted_reason: Sentence | None = None
     """``ScaleCall.reason`` of the latest call; ``None``: the coordinator does not know of reasons."""
+    worker_seconds: WorkerSeconds | None = None
+    """``None``: the coordinator does not count them."""
