@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -24,6 +25,24 @@ class CoordinatorAbsent(ConfigurationError):
 
 class CommunicatorBroken(VirtualFlowError):
     """A collective failed or was abandoned: the attempt is aborted and the next generation repeats it."""
+
+
+def release_frames(error: BaseException) -> None:
+    """Let go of what the functions held that an error came through: nobody needs their variables any more.
+
+    An error that somebody keeps, as a :class:`~concurrent.futures.Future` does, keeps its traceback, and that the local
+    variables of all those functions, often with the future among them. Such a circle waits for Python's collector of
+    circles, which comes by how many objects there are, not by their bytes: a worker of 25 MB of gradients kept some
+    300 MB more in this way.
+    """
+    known: set[int] = set()
+    open_: list[BaseException | None] = [error]
+    while open_:
+        each = open_.pop()
+        if each is not None and id(each) not in known:
+            known.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            open_ += [each.__cause__, each.__context__]
 
 
 class Damaged(CommunicatorBroken):

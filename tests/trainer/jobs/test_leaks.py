@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_jobs import ElasticJob, alone
+from elastic_jobs import EXCHANGE, ElasticJob, alone
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -140,3 +141,35 @@ def test_a_job_leaves_nothing_in_its_workers(
     for found in returned:
         assert error in found.pop("error")
         assert found == {"changed": {}, "files": []}
+
+
+def hoard() -> list[tuple[int, ...]]:
+    """The script: shapes of what is large and waits for Python's collector of circles, which has not come."""
+    gc.collect()
+    gc.disable()
+    torch.manual_seed(0)
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    dataset = TensorDataset(torch.randn(24, 256), torch.randn(24, 256))
+    with vf.elastic(model, optimizer, dataset, batch_size=12, steps=80, virtual_nodes=6) as run:
+        for step in run:
+            for x, y in step:
+                time.sleep(0.005)
+                F.mse_loss(model(x), y).backward()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    left = [each for each in gc.garbage if isinstance(each, torch.Tensor)]
+    return [tuple(each.shape) for each in left if each.untyped_storage().nbytes() >= model.weight.nbytes // 4]
+
+
+@pytest.mark.parametrize("exchange", ["early", ""])
+def test_what_an_aborted_attempt_held_is_free_at_once(start_job: Callable[..., ElasticJob], exchange: str) -> None:
+    """An error keeps what it came through: gradients, messages and sums of the attempt."""
+    job = start_job(hoard, workers=4, environment={EXCHANGE: exchange})
+    for step in (5, 20, 35):
+        job.wait_for(lambda status: status.step >= step, "some steps")  # noqa: B023
+        before = job.wait_for(lambda status: status.phase == "training", "training").workers
+        job.kill(before[-1].worker)
+        job.wait_for(lambda status: len(status.workers) < len(before), "news of the loss")  # noqa: B023
+    assert job.results() == [[]]

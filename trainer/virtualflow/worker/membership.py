@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from virtualflow.errors import CommunicatorBroken, ConfigurationError, Convicted, Damaged
+from virtualflow.errors import CommunicatorBroken, ConfigurationError, Convicted, Damaged, release_frames
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.lineage import find_objection
 from virtualflow.reduction import Exchange
@@ -151,6 +151,7 @@ class Membership:
         Raises:
             Leave: this process is not to take part any more.
         """
+        release_frames(error)  # they held the attempt's gradients and messages
         session, exchanges = self._session, self._training.exchanges
         pending = self._training.update.pending is not None
         # What was damaged on its way may have been so before it set out.
@@ -177,6 +178,7 @@ class Membership:
                 repair = self._synchronize(session.enter(plan))
                 break
             except CommunicatorBroken as error:
+                release_frames(error)
                 self._note_damage(error)
                 # A worker without a state says so even when a newer plan has called it away: those who have agreed on
                 # this one would wait for it.
