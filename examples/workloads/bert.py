@@ -142,6 +142,8 @@ def main() -> None:
     args = parse_arguments(
         __doc__, LENGTHS, "of --size full: mrpc, rte, qqp or wnli", out=("bert-out", "where the model is saved")
     )
+    if args.batch_size % ACCUMULATED:
+        raise SystemExit(f"--batch-size {args.batch_size} must be a multiple of {ACCUMULATED}")
     torch.manual_seed(0)
     model, train, test, collate = small() if args.size == "small" else full(args.data or "mrpc")
     every = max(1, args.steps // LINES)

@@ -105,15 +105,18 @@ def test_files_that_virtual_nodes_cannot_share_are_refused(module: Any, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "arguments", "message"),
     [
-        ("resnet", "--size full takes --data FOLDER, with train/CLASS"),
-        ("diffusion", "--size full takes --data FOLDER, with train/CLASS"),
-        ("streaming", "--size full takes --data FOLDER, with shard-"),
+        ("resnet", "--size full", "--size full takes --data FOLDER, with train/CLASS"),
+        ("streaming", "--size full", "--size full takes --data FOLDER, with shard-"),
+        pytest.param(
+            *("bert", "--batch-size 20", "--batch-size 20 must be a multiple of 8"),
+            marks=[pytest.mark.nightly, needs("transformers")],
+        ),
     ],
 )
-def test_a_full_size_without_its_data_gets_one_clear_line(name: str, message: str) -> None:
-    done = programs.run([sys.executable, str(FOLDER / f"{name}.py"), "--size", "full"], timeout=120)
+def test_bad_arguments_of_a_workload_get_one_clear_line(name: str, arguments: str, message: str) -> None:
+    done = programs.run([sys.executable, str(FOLDER / f"{name}.py"), *arguments.split()], timeout=120)
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr
