@@ -140,7 +140,7 @@ class Tell(TrainerCallback):  # type: ignore[misc]  # seen as Any: it is an extr
 
 def main() -> None:
     args = parse_arguments(
-        __doc__, LENGTHS, "of --size full: mrpc, rte, qqp or wnli", out=("bert-out", "where the model is saved")
+        __doc__, LENGTHS, "of --size full: mrpc, rte or wnli", out=("bert-out", "where the model is saved")
     )
     if args.batch_size % ACCUMULATED:
         raise SystemExit(f"--batch-size {args.batch_size} must be a multiple of {ACCUMULATED}")
