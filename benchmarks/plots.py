@@ -169,11 +169,11 @@ def workloads(axes: Axes, result: Mapping[str, Any]) -> None:
         for name, side, colour in (("2 workers", "undisturbed", BLUE), ("changing", "disturbed", ORANGE)):
             seconds, values = zip(*found[side]["points"], strict=True)
             panel.plot(seconds, values, "o-", color=colour, linewidth=1.4, markersize=3, label=name)
-        for second, change in found["disturbed"]["changes"]:
+        for number, (second, change) in enumerate(found["disturbed"]["changes"]):
             panel.axvline(second, color=GREY, linewidth=1.0, linestyle=":")
             panel.annotate(
                 change,
-                (second, 1.0),
+                (second, 1.0 - 0.25 * (number % 2)),  # one change may follow on the heels of another
                 (2, -2),
                 xycoords=("data", "axes fraction"),
                 textcoords="offset points",
