@@ -103,7 +103,7 @@ def main() -> None:
     args = parse_arguments(__doc__, LENGTHS, "of --size full: a folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
     torch.manual_seed(0)
     train, test = images(args.size, args.data, pixels=64)
-    test = held_out(Subset(test, range(min(len(test), TESTED))))
+    test = held_out(Subset(test, range(0, len(test), math.ceil(len(test) / TESTED))))  # of all classes
     model = UNet(channels=train[0][0].shape[0], widths=WIDTHS[args.size]).to(device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE[args.size])
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
