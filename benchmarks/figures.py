@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import (
+    batch_sizes,
     changes,
     exchange,
     external,
@@ -26,6 +27,7 @@ from benchmarks import (
     plots,
     soak,
     steps,
+    workloads,
 )
 from benchmarks.jobs import LIMIT
 
@@ -72,7 +74,7 @@ class Figure:
     options: Mapping[str, str] = field(default_factory=dict)
     """Whole numbers that may be given on the command line, and what they are."""
     on_demand: bool = False
-    """It takes hours, and is measured only when it is named."""
+    """It takes long, and is measured only when it is named."""
 
 
 EXCHANGE_TEXT = """\
@@ -350,6 +352,37 @@ FIGURES: dict[str, Figure] = {
             "bytes": f"that each step exchanges ({soak.BYTES:,})",
         },
         on_demand=True,
+    ),
+    "workloads": Figure(
+        "Trainings as people run them",
+        workloads.measure,
+        workloads.TEXT,
+        {
+            "workload": plain_text("workload"),
+            "model and data": plain_text("model"),
+            "parameters": lambda row: f"{row['parameters']:,}",
+            "steps": plain_text("steps"),
+            "at the end": lambda row: f"{row['metric']} {row['value']}",
+            "1, 2, 4 workers": lambda row: ", ".join(f"{row['seconds'][side]:.0f}" for side in ("1", "2", "4")) + " s",
+            "changing": lambda row: f"{row['seconds']['changing']:.0f} s",
+            "pauses": lambda row: ", ".join(f"{each['pause_ms']:.0f}" for each in row["changes"]) + " ms",
+            "steps repeated": plain_text("repeated_steps"),
+            "digest, of all four": lambda row: f"`{row['digest'][:12]}`",
+        },
+        plots.workloads,
+        on_demand=True,
+    ),
+    "batch_sizes": Figure(
+        "Global batches tried on one device",
+        batch_sizes.measure,
+        batch_sizes.TEXT,
+        {
+            "global batch": plain_text("batch"),
+            "virtual nodes": plain_text("virtual_nodes"),
+            "steps": plain_text("steps"),
+            "test accuracy": lambda row: f"**{row['accuracy']:.4f}**",
+            "digest": lambda row: f"`{row['digest'][:12]}`",
+        },
     ),
     "joiner": Figure(
         "A joiner's start",

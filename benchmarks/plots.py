@@ -156,6 +156,41 @@ def _memory_in_use(axes: Axes, found: Mapping[str, Any]) -> None:
     axes.set_xlabel(f"seconds of one step of {found['family']} within 50 %")
 
 
+def workloads(axes: Axes, result: Mapping[str, Any]) -> None:
+    """How good a model is over the clock, a panel a workload: undisturbed, and through changes of the workers."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    axes.remove()
+    panels = result["panels"]
+    figure.set_size_inches(WIDTH, 0.4 + 2.3 * ((len(panels) + 1) // 2))
+    grid = figure.add_gridspec((len(panels) + 1) // 2, 2)
+    for place, found in enumerate(panels):
+        panel = figure.add_subplot(grid[place // 2, place % 2])
+        for name, side, colour in (("2 workers", "undisturbed", BLUE), ("changing", "disturbed", ORANGE)):
+            seconds, values = zip(*found[side]["points"], strict=True)
+            panel.plot(seconds, values, "o-", color=colour, linewidth=1.4, markersize=3, label=name)
+        for number, (second, change) in enumerate(found["disturbed"]["changes"]):
+            panel.axvline(second, color=GREY, linewidth=1.0, linestyle=":")
+            panel.annotate(
+                change,
+                (second, 1.0 - 0.25 * (number % 2)),  # one change may follow on the heels of another
+                (2, -2),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                fontsize=7,
+                rotation=90,
+                va="top",
+                color=INK,
+            )
+        panel.set_title(f"{found['name']}: {found['disturbed']['drawn']}", fontsize=9, color=INK)
+        panel.set_xlim(left=0)
+        panel.spines[["top", "right"]].set_visible(False)
+        if place == 0:
+            figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", frameon=False, ncols=2)
+        if place >= len(panels) - 2:
+            panel.set_xlabel("seconds since the job was started")
+
+
 def save(path: Path, draw: Callable[[Axes, Mapping[str, Any]], None], result: Mapping[str, Any]) -> None:
     """Draw a figure into a PNG file with a transparent background."""
     import matplotlib as mpl

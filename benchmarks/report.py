@@ -21,8 +21,8 @@ report` only writes the page, from the files in `benchmarks/results/`, which hol
 between two sides that took turns; absolute times say little about other machines. [Performance](performance.md) says
 where the time goes. `python -m benchmarks soak` runs for hours, and so only when it is named: it shows whether the
 memory, the descriptors and the threads of a job's processes grow over many steps and changes (`--steps`, `--changes`,
-`--bytes`). So it is with `simulator_scale`, and with `operator_scale`, which needs `kube-apiserver` and `etcd` on the
-PATH. The figures of faults are another campaign's: `make campaign`.
+`--bytes`). So it is with `workloads`, which needs the extra `peft`, with `simulator_scale`, and with `operator_scale`,
+which needs `kube-apiserver` and `etcd` on the PATH. The figures of faults are another campaign's: `make campaign`.
 """
 
 

@@ -1,0 +1,39 @@
+"""Which global batch would be best? Tried on one worker that never holds more than a small micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.jobs import run_job
+
+EPOCHS = 20
+MICRO_BATCH = 16
+"""Samples that the device holds at a time."""
+BATCHES = (32, 64, 128, 256, 512, 1024)
+
+TEXT = """\
+`examples/digits.py` on one worker, for 20 epochs with global batches of several sizes and a learning rate that stays
+the same. The number of virtual nodes grows with the batch, so that the device never holds more than 16 samples at a
+time: what a large job would come to is found on one small device, as the exploration of batch sizes in
+[the paper](https://arxiv.org/abs/2009.09523) does it. A job on more workers ends with the same digest."""
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """One job a size."""
+    epochs = 2 if quick else EPOCHS
+    rows = []
+    for batch in BATCHES:
+        nodes = batch // MICRO_BATCH
+        script = ("examples/digits.py", "--epochs", epochs, "--batch-size", batch)
+        report, _ = run_job("--workers", 1, "--virtual-nodes", nodes, *script)
+        row = {
+            "batch": batch,
+            "virtual_nodes": nodes,
+            "steps": report["steps"],
+            "accuracy": report["metrics"]["test_accuracy"],
+            "seconds": report["seconds"],
+            "digest": report["digest"],
+        }
+        print(f"  {batch:5} samples, {nodes:3} virtual nodes: test accuracy {row['accuracy']:.4f}", flush=True)
+        rows.append(row)
+    return {"settings": {"epochs": epochs, "micro_batch": MICRO_BATCH}, "rows": rows}
