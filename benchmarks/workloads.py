@@ -60,7 +60,7 @@ WORKLOADS = (
     Workload("resnet", "examples/workloads/resnet.py", "ResNet-18, a quarter as wide; digits", 96, ""),
     Workload("bert", "examples/workloads/bert.py", "BERT, 2 layers of 64; pairs of sentences", 160, "--out"),
     Workload("diffusion", "examples/workloads/diffusion.py", "U-Net that denoises; digits", 160, ""),
-    Workload("streaming", "examples/workloads/streaming.py", "transformer on bytes; text shards", 200, "--data"),
+    Workload("pretraining", "examples/workloads/pretraining.py", "transformer on bytes; text shards", 200, "--data"),
     Workload("lora", "examples/lora.py", "Llama, 2 layers of 128, LoRA; text", 120, "--out"),
 )
 

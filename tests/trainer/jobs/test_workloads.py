@@ -41,7 +41,7 @@ def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     [
         ("resnet", ""),
         ("diffusion", ""),
-        ("streaming", "--data"),
+        ("pretraining", "--data"),
         pytest.param("bert", "--out", marks=needs("transformers")),
     ],
 )
@@ -78,7 +78,7 @@ def test_a_unet_says_of_each_pixel_what_is_noise(module: Any, size: str, shape: 
         assert model(torch.empty(shape), torch.empty(shape[0])).shape == shape
 
 
-@pytest.mark.parametrize("module", ["streaming"], indirect=True)
+@pytest.mark.parametrize("module", ["pretraining"], indirect=True)
 def test_shards_hold_every_window_once_and_go_on_in_their_middle(module: Any, tmp_path: Path) -> None:
     files = []
     for number in range(4):
@@ -97,7 +97,7 @@ def test_shards_hold_every_window_once_and_go_on_in_their_middle(module: Any, tm
     assert sorted(again) == sorted(whole)
 
 
-@pytest.mark.parametrize("module", ["streaming"], indirect=True)
+@pytest.mark.parametrize("module", ["pretraining"], indirect=True)
 def test_files_that_virtual_nodes_cannot_share_are_refused(module: Any, tmp_path: Path) -> None:
     (tmp_path / "shard-0.txt").write_bytes(bytes(200))
     with pytest.raises(SystemExit, match="1 files are not for 8 virtual nodes: choose a number that divides"):
@@ -108,7 +108,7 @@ def test_files_that_virtual_nodes_cannot_share_are_refused(module: Any, tmp_path
     ("name", "arguments", "message"),
     [
         ("resnet", "--size full", "--size full takes --data FOLDER, with train/CLASS"),
-        ("streaming", "--size full", "--size full takes --data FOLDER, with shard-"),
+        ("pretraining", "--size full", "--size full takes --data FOLDER, with shard-"),
         pytest.param(
             *("bert", "--batch-size 20", "--batch-size 20 must be a multiple of 8"),
             marks=[pytest.mark.nightly, needs("transformers")],

@@ -1,8 +1,8 @@
 """Pretrain a causal transformer on a stream of text shards, on any number of workers.
 
-python examples/workloads/streaming.py                          a small one; it writes its shards itself
-virtualflow run --workers 2 examples/workloads/streaming.py     the same bits from two workers
-virtualflow run examples/workloads/streaming.py --size full --data FOLDER    12 layers, on shards of yours
+python examples/workloads/pretraining.py                          a small one; it writes its shards itself
+virtualflow run --workers 2 examples/workloads/pretraining.py     the same bits from two workers
+virtualflow run examples/workloads/pretraining.py --size full --data FOLDER    12 layers, on shards of yours
 
 Virtual node v of V reads the files v, v + V, ... of the folder, whoever computes it, and goes on where it was after a
 resize, a restart or a repeated step.
