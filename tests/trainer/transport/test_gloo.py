@@ -187,8 +187,9 @@ def test_a_message_whose_connection_closes_half_way_is_waited_for_no_longer() ->
     with pytest.raises(CommunicatorBroken):
         taker.settle(waiting)
     assert taken[-1] == 2
+    assert isinstance(waiting.exception(timeout=60), CommunicatorBroken), "its thread has come back"
     del sent
-    exchanger.close(0.0)
+    exchanger.close(20.0)
     giver.close()
     taker.close()
 

@@ -310,8 +310,8 @@ class Communicator:
             if not complete:
                 over.set()
                 self.cut()
-                # gloo may never end the wait for a message whose connection closes; but with all connections closed
-                # that thread touches nothing any more.
+                # gloo may never end the wait for a small message of which a part had come when its connection closed;
+                # but with all connections closed that thread touches nothing any more.
                 thread.join(self._settings.wait_slice)
 
     def _post(self, group: c10d.ProcessGroup, message: Message, check: Tensor | None = None) -> Letter:

@@ -124,7 +124,9 @@ class Letter:
             Damaged: it is not what was sent.
             RuntimeError: a peer is lost, or the connections were cut.
         """
-        for work in self.works:
+        # The checksum of a large message comes behind it on the same connection. It is waited for first, since gloo
+        # never ends the wait for a message of which a part had come when its connection closed.
+        for work in reversed(self.works):
             work.wait(timeout)
         if not self.message.incoming:
             return
