@@ -230,3 +230,22 @@ def test_a_directory_that_cannot_be_listed_is_told_and_tried_again(
     assert writer.save_now(3, tree_of(3))
     assert writer.failure is None
     assert steps_in(tmp_path) == [3]
+
+
+def test_a_worker_starts_where_the_directory_cannot_be_listed_just_now(
+    tmp_path: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a campaign of faults: a joiner ended with a traceback."""
+    writer_to(tmp_path, events).save_now(1, tree_of(1))
+    left = next(tmp_path.glob("step-*")).rename(tmp_path / ".step-00000007.0123abcd")
+
+    def stale(path: Path) -> Iterator[Path]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    writer = writer_to(tmp_path, events)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", stale)
+        writer.check_writable()
+    assert left.exists()
+    assert writer.save_now(2, tree_of(2))
+    assert (steps_in(tmp_path), left.exists(), events) == ([2], False, [])

@@ -130,7 +130,7 @@ class CheckpointWriter:
         self._tidy = False
 
     def check_writable(self) -> None:
-        """Make and try the directory, remove what dead writers left; ConfigurationError if that fails."""
+        """Make and try the directory, remove what dead writers left, now or later; ConfigurationError if it fails."""
         directory = self._policy.directory
         probe = directory / f".probe.{secrets.token_hex(4)}"
         try:
@@ -145,7 +145,8 @@ class CheckpointWriter:
             raise ConfigurationError(
                 f"no checkpoint can be written to {directory} ({error.strerror}); {advice}"
             ) from None
-        self._remove_leftovers()
+        with contextlib.suppress(OSError):  # a volume that stalls just now is no reason to end; it is tried again
+            self._remove_leftovers()
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written now that ``step`` is complete."""
