@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,25 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
-from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_VIRTUAL_NODES
+from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_VIRTUAL_NODES, ENV_WORKER
 from virtualflow.state.checkpoint_writer import CheckpointPolicy
 
 STEPS = 9
+
+
+def train_beside_a_stale_volume(directory: str) -> Any:
+    """The script: where the last worker runs, nobody can list the directory."""
+
+    real = Path.iterdir
+
+    def stale(path: Path) -> Iterator[Path]:
+        if path == Path(directory):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path)
+
+    if os.environ[ENV_WORKER] == "worker-2":
+        Path.iterdir = stale  # type: ignore[method-assign,assignment]
+    return train(directory)[0]
 
 
 def train(directory: str = "", steps: int = STEPS, **changed: Any) -> Any:
@@ -151,3 +168,14 @@ def test_workers_refuse_the_checkpoint_of_another_job_too(tmp_path: Path, start_
     outcomes = start_job(train, workers=2, environment=environment).finish()
     assert {outcome.kind for outcome in outcomes.values()} <= {"ConfigurationError", "JobFailed"}
     assert any("virtual nodes" in outcome.text for outcome in outcomes.values()), outcomes
+
+
+def test_a_worker_joins_whose_checkpoint_directory_cannot_be_listed(
+    tmp_path: Path, start_job: Callable[..., ElasticJob]
+) -> None:
+    """It gets its state from the others. Found by a campaign of faults: all workers ended with an error."""
+    wanted, _ = alone(train)
+    job = start_job(train_beside_a_stale_volume, str(tmp_path), workers=2)
+    job.reach(3)
+    job.join()
+    assert job.results() == [wanted] * 3
