@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,17 @@ from virtualflow.state.checkpoint_writer import CheckpointPolicy
 STEPS = 9
 
 
-def train_beside_a_stale_volume(directory: str) -> Any:
-    """The script: where the last worker runs, nobody can list the directory."""
+def train_beside_a_broken_volume(directory: str, broken: str) -> Any:
+    """The script: where the last worker runs, nobody can list the directory, or write to it."""
+    real: Any = getattr(Path, broken)
 
-    real = Path.iterdir
-
-    def stale(path: Path) -> Iterator[Path]:
-        if path == Path(directory):
+    def fail(path: Path, *arguments: Any, **named: Any) -> Any:
+        if Path(directory) in (path, path.parent):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(path)
+        return real(path, *arguments, **named)
 
     if os.environ[ENV_WORKER] == "worker-2":
-        Path.iterdir = stale  # type: ignore[method-assign,assignment]
+        setattr(Path, broken, fail)
     return train(directory)[0]
 
 
@@ -170,12 +169,13 @@ def test_workers_refuse_the_checkpoint_of_another_job_too(tmp_path: Path, start_
     assert any("virtual nodes" in outcome.text for outcome in outcomes.values()), outcomes
 
 
-def test_a_worker_joins_whose_checkpoint_directory_cannot_be_listed(
-    tmp_path: Path, start_job: Callable[..., ElasticJob]
+@pytest.mark.parametrize("broken", ["iterdir", "open"])
+def test_a_worker_joins_whose_checkpoint_directory_cannot_be_used(
+    tmp_path: Path, start_job: Callable[..., ElasticJob], broken: str
 ) -> None:
     """It gets its state from the others. Found by a campaign of faults: all workers ended with an error."""
     wanted, _ = alone(train)
-    job = start_job(train_beside_a_stale_volume, str(tmp_path), workers=2)
+    job = start_job(train_beside_a_broken_volume, str(tmp_path), broken, workers=2)
     job.reach(3)
     job.join()
     assert job.results() == [wanted] * 3

@@ -68,6 +68,8 @@ class Checkpointer:
         report: what has become of each write.
         doubt: within so many steps a state may still turn out to be wrong.
         copies: those in the coordinator's memory; ``None``: there are none.
+        joins: whether others may have the state already. Then a directory that cannot be written to just now is told,
+            and an error only for who has to begin from it.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class Checkpointer:
         report: Callable[[CheckpointState], None],
         doubt: int = 0,
         copies: MemoryCopies | None = None,
+        *,
+        joins: bool = False,
     ) -> None:
         self._policy = policy
         self._identity = identity
@@ -97,10 +101,18 @@ class Checkpointer:
         self._generation = NO_GENERATION
         self._damaged: set[int] = set()
         """Steps of checkpoints whose state was not what was written."""
+        self._untried = False
+        """Whether the directory could not be written to at first: who is to begin from it tries again."""
         self._writer: CheckpointWriter | None = None
         if policy is not None:
             self._writer = CheckpointWriter(policy, identity, self._say, time.monotonic, self._attempted, doubt)
-            self._writer.check_writable()
+            try:
+                self._writer.check_writable()
+            except ConfigurationError as error:
+                if not joins:
+                    raise
+                self._say(str(error))
+                self._untried = True
 
     @property
     def failure(self) -> str | None:
@@ -137,9 +149,12 @@ class Checkpointer:
         """The checkpoint or copy that this worker could begin from, by its manifest; ``NO_CHECKPOINT``: there is none.
 
         Raises:
-            ConfigurationError: it is another job's.
+            ConfigurationError: it is another job's, or the directory cannot be read or written to.
             Evicted: a newer generation has written or begun there.
         """
+        if self._untried and self._writer is not None:
+            self._writer.check_writable()
+            self._untried = False
         if self._policy is not None and self._found is None:
             self._leave_if_fenced(self.highest_fence)
             self._found = find_newest(self._policy.directory, self._say, self._identity, self._damaged)
