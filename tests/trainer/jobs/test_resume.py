@@ -23,8 +23,8 @@ from virtualflow.state.checkpoint_writer import CheckpointPolicy
 STEPS = 9
 
 
-def train_beside_a_broken_volume(directory: str, broken: str) -> Any:
-    """The script: where the last worker runs, nobody can list the directory, or write to it."""
+def train_beside_a_broken_volume(directory: str, broken: str, workers: tuple[str, ...] = ("worker-2",)) -> Any:
+    """The script: where these workers run, nobody can list the directory, or write to it."""
     real: Any = getattr(Path, broken)
 
     def fail(path: Path, *arguments: Any, **named: Any) -> Any:
@@ -32,7 +32,7 @@ def train_beside_a_broken_volume(directory: str, broken: str) -> Any:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return real(path, *arguments, **named)
 
-    if os.environ[ENV_WORKER] == "worker-2":
+    if os.environ[ENV_WORKER] in workers:
         setattr(Path, broken, fail)
     return train(directory)[0]
 
@@ -179,3 +179,15 @@ def test_a_worker_joins_whose_checkpoint_directory_cannot_be_used(
     job.reach(3)
     job.join()
     assert job.results() == [wanted] * 3
+    assert any("Stale file handle" in event.text for event in job.status().events), "what could not be done is told"
+
+
+@pytest.mark.parametrize(("broken", "said"), [("iterdir", "cannot be read"), ("open", "no checkpoint can be written")])
+def test_workers_that_are_to_begin_from_a_directory_say_why_they_cannot(
+    tmp_path: Path, start_job: Callable[..., ElasticJob], broken: str, said: str
+) -> None:
+    everybody = ("worker-0", "worker-1")
+    job = start_job(train_beside_a_broken_volume, str(tmp_path), broken, everybody, workers=2)
+    outcomes = job.finish().values()
+    assert all(outcome.kind != "returned" for outcome in outcomes)
+    assert any(said in outcome.text and "Stale file handle" in outcome.text for outcome in outcomes), outcomes

@@ -165,7 +165,7 @@ def test_who_begins_from_a_checkpoint_makes_it_its_own(tmp_path: Path, events: l
     assert one.read()
     assert [mark for mark, _ in complete(tmp_path)] == [Mark(NEW, 1)]
     assert one.find() == Mark(NEW, 1)
-    assert one.highest_fence == highest_fence(tmp_path) == NEW
+    assert one.floor == highest_fence(tmp_path) == NEW
     assert_holds(newest(tmp_path, events), 1)
 
 

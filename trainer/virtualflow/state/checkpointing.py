@@ -68,8 +68,8 @@ class Checkpointer:
         report: what has become of each write.
         doubt: within so many steps a state may still turn out to be wrong.
         copies: those in the coordinator's memory; ``None``: there are none.
-        joins: whether others may have the state already. Then a directory that cannot be written to just now is told,
-            and an error only for who has to begin from it.
+        joins: whether others may have the state already. Then a directory that cannot be read or written to just now
+            is told, and an error only for who has to begin from it.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Checkpointer:
     ) -> None:
         self._policy = policy
         self._identity = identity
+        self._joins = joins
         self._tell = tell
         self._report = report
         self._copies = copies
@@ -109,9 +110,7 @@ class Checkpointer:
             try:
                 self._writer.check_writable()
             except ConfigurationError as error:
-                if not joins:
-                    raise
-                self._say(str(error))
+                self._put_off(error)
                 self._untried = True
 
     @property
@@ -130,13 +129,28 @@ class Checkpointer:
         return None if self._writer is None else self._writer.newest
 
     @property
-    def highest_fence(self) -> Generation:
-        """The highest fencing number in the directory; ``NO_GENERATION``: there is none.
+    def floor(self) -> Generation:
+        """The highest fencing number in the directory, above which a first generation is numbered; ``NO_GENERATION``:
+        there is none, or it is not known to one who joins. Whoever begins, and every write, looks again.
 
         Raises:
-            ConfigurationError: the directory cannot be read.
+            ConfigurationError: the directory cannot be read, and this worker is alone.
         """
+        try:
+            return self._highest_fence
+        except ConfigurationError as error:
+            self._put_off(error)
+            return NO_GENERATION
+
+    @property
+    def _highest_fence(self) -> Generation:
         return NO_GENERATION if self._policy is None else highest_fence(self._policy.directory)
+
+    def _put_off(self, error: ConfigurationError) -> None:
+        """The directory cannot be used just now, which is told if others may have the state, and else is an error."""
+        if not self._joins:
+            raise error
+        self._say(str(error))
 
     def enter(self, generation: Generation) -> None:
         """This worker is in that generation, which counts."""
@@ -156,7 +170,7 @@ class Checkpointer:
             self._writer.check_writable()
             self._untried = False
         if self._policy is not None and self._found is None:
-            self._leave_if_fenced(self.highest_fence)
+            self._leave_if_fenced(self._highest_fence)
             self._found = find_newest(self._policy.directory, self._say, self._identity, self._damaged)
         saved = NO_CHECKPOINT if self._found is None else self._found.mark
         copied = NO_CHECKPOINT if self._copies is None else self._copies.find()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
 from virtualflow.data import Orders, Source, Staging, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
-from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations import Activations, Carrier, Chain, LayerMajor, bytes_of_state, find_blocks
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
@@ -173,10 +172,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     membership = Membership(session, training, checkpointer, signature, stopwatch, on_entry)
     state = session.state
     state.total_steps, state.changes = total_steps, training.changes
-    # It only keeps a first generation from a number that is taken, and every write looks again. A joiner whose volume
-    # stalls just now gets its state from others; who is to begin from a checkpoint is told then.
-    with suppress(ConfigurationError):
-        state.floor = checkpointer.highest_fence
+    state.floor = checkpointer.floor
     return Context(
         request,
         total_steps,
