@@ -33,6 +33,8 @@ LABEL_LODGER = f"{GROUP}/lodger"
 ANNOTATION_HOST = f"{GROUP}/host"
 """On the same: namespace and name of the job on whose devices it computes."""
 ANNOTATION_TEMPLATE = f"{GROUP}/template-hash"
+HOSTNAME = "kubernetes.io/hostname"
+"""The label that tells nodes apart."""
 ANNOTATION_CONTAINER = "kubectl.kubernetes.io/default-container"
 """Which container trains; kubectl logs and exec go there too."""
 

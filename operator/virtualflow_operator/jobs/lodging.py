@@ -14,6 +14,7 @@ from virtualflow.protocol.settings import ENV_TURNS
 from virtualflow_operator.api import Job, Object
 from virtualflow_operator.constants import (
     ANNOTATION_HOST,
+    HOSTNAME,
     LABEL_JOB,
     LABEL_LODGER,
     LABEL_ROLE,
@@ -24,7 +25,6 @@ from virtualflow_operator.constants import (
 )
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod, PodClassification
 
-_NODE = "kubernetes.io/hostname"
 _VISIBLE = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}
 """What a device plugin would set to the device that it gives: a lodger is given none, and sees those of the node."""
 
@@ -73,10 +73,10 @@ def lodge(pod: Object, job: Job, host: str, resource: str) -> None:
         {"key": LABEL_LODGER, "operator": "Exists"},
         {"key": LABEL_LODGER, "operator": "NotIn", "values": [job.uid]},
     ]
-    _require(spec, "podAffinity", {"labelSelector": beside, "namespaces": [namespace], "topologyKey": _NODE})
-    off = {"labelSelector": {"matchExpressions": others}, "namespaceSelector": {}, "topologyKey": _NODE}
+    _require(spec, "podAffinity", {"labelSelector": beside, "namespaces": [namespace], "topologyKey": HOSTNAME})
+    off = {"labelSelector": {"matchExpressions": others}, "namespaceSelector": {}, "topologyKey": HOSTNAME}
     _require(spec, "podAntiAffinity", off)
-    apart = {"labelSelector": {"matchLabels": {LABEL_LODGER: job.uid}}, "topologyKey": _NODE}
+    apart = {"labelSelector": {"matchLabels": {LABEL_LODGER: job.uid}}, "topologyKey": HOSTNAME}
     spec["affinity"]["podAntiAffinity"].setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(
         {"weight": 100, "podAffinityTerm": apart}
     )

@@ -59,6 +59,7 @@ from virtualflow_operator.constants import (
     COORDINATOR,
     COORDINATOR_PORT,
     COORDINATOR_PORT_NAME,
+    HOSTNAME,
     KIND,
     LABEL_ATTEMPT,
     LABEL_COMPONENT,
@@ -292,7 +293,7 @@ def _away_from(job: Job, role: str) -> Object:
     """Coordinator and workers rather on different nodes: then no single power cut takes both."""
     term = {
         "labelSelector": {"matchLabels": {LABEL_JOB: job.name, LABEL_ROLE: role}},
-        "topologyKey": "kubernetes.io/hostname",
+        "topologyKey": HOSTNAME,
     }
     return {
         "podAntiAffinity": {

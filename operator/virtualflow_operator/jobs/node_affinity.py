@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from virtualflow_operator.api import Demand, JobSpec, Node, Object, QueueSpec
-from virtualflow_operator.constants import LABEL_CAPACITY, LABEL_KIND, LABEL_ROLE, ON_DEMAND, SPOT, WORKER
+from virtualflow_operator.constants import HOSTNAME, LABEL_CAPACITY, LABEL_KIND, LABEL_ROLE, ON_DEMAND, SPOT, WORKER
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.queues import could_take, opposite, terms_of
 
@@ -88,7 +88,7 @@ def _join_workers(spec: Object) -> None:
     term = {
         "labelSelector": {"matchLabels": {LABEL_ROLE: WORKER}},
         "namespaceSelector": {},  # all of them
-        "topologyKey": "kubernetes.io/hostname",
+        "topologyKey": HOSTNAME,
     }
     affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(
         {"weight": _PREFERENCE, "podAffinityTerm": term}
