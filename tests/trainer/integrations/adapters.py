@@ -55,6 +55,13 @@ def train(opened: Open, directory: str, loaders: int = 0, victim: str = "") -> T
     return trained(run, model, optimizer, run.completed_steps)
 
 
+def check_orders(opened: Callable[..., Any], samples: int) -> None:
+    """Each epoch and each seed has an order of its own, and none is mixed that is not to be."""
+    orders = [numbers(opened(seed=seed), 0, 1, epoch) for seed in (1, 2) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert numbers(opened(shuffle=False), 0, 1, 1) == list(range(samples))
+
+
 def check_jobs(opened: Open, directory: Path, start_job: Callable[..., ElasticJob], loaders: int = 0) -> None:
     """The same bits on one, two and three workers, through a join and a kill, and each sample once."""
     script = (train, opened, str(directory), loaders)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import augment, check_jobs, check_resumption, check_shards, numbers, row_of
+from adapters import augment, check_jobs, check_orders, check_resumption, check_shards, numbers, row_of
 from elastic_jobs import ElasticJob
 
 from tiers import needs
@@ -80,9 +80,7 @@ def test_a_shard_can_be_read_from_any_sample_on(directory: Path) -> None:
 
 
 def test_each_epoch_and_each_seed_has_another_order(directory: Path) -> None:
-    orders = [numbers(opened(directory, seed=seed), 0, 1, epoch) for seed in (1, 2) for epoch in (0, 1)]
-    assert len({tuple(order) for order in orders}) == 4
-    assert numbers(opened(directory, shuffle=False), 0, 1, 1) == list(range(SAMPLES))
+    check_orders(partial(opened, directory), SAMPLES)
 
 
 def test_only_files_that_are_read_are_fetched(directory: Path, tmp_path: Path) -> None:
