@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -67,6 +69,19 @@ def test_every_development_requirement_is_pinned_to_a_version_it_admits(requirem
     (pin,) = pins()[canonicalize_name(requirement.name)].specifier
     assert pin.operator == "=="
     assert requirement.specifier.contains(pin.version)
+
+
+def test_what_is_installed_by_pins_admits_the_oldest_python_that_the_project_does() -> None:
+    """On Debian 12, whose Python is 3.11.2, make refused a pin that wanted 3.11.5."""
+    (oldest,) = SpecifierSet(project()["requires-python"])
+    wanted = {
+        name: installed.metadata["Requires-Python"] or ""
+        for installed in metadata.distributions()
+        if (name := canonicalize_name(installed.name)) in pins()
+    }
+    assert len(wanted) > 50
+    newer = {name: text for name, text in wanted.items() if f"{oldest.version}.0" not in SpecifierSet(text)}
+    assert newer == {}
 
 
 def test_pins_are_public_versions_that_any_index_may_have() -> None:
