@@ -32,7 +32,7 @@ from virtualflow.progress import Progress
 from virtualflow.protocol.messages import Generation
 from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import codec, digests
-from virtualflow.state.checkpoint_order import Mark, complete, hidden, is_hidden
+from virtualflow.state.checkpoint_order import Mark, VolumeFailure, complete, hidden, is_hidden, volume_error
 
 FORMAT = 1
 """Of the manifest and the state; raised when an older reader would misread a newer checkpoint."""
@@ -115,13 +115,16 @@ def find_newest(
     identity: JobIdentity | None = None,
     damaged: Collection[int] = (),
     only: Collection[Mark] | None = None,
+    *,
+    patient: bool = False,
 ) -> Found | None:
     """The newest checkpoint with a sound manifest and a state of its size; None where there is none.
 
     Torn and corrupt ones are skipped with an event; those of the steps that are ``damaged``, and all but ``only``
     those, without one.
     ConfigurationError if the newest one that can be read is of another job than ``identity``, if another
-    version of the format wrote it, or if it may not be read.
+    version of the format wrote it, or if it may not be read; who is ``patient`` gets a ``VolumeFailure``, and no older
+    one, where perhaps it can be read a moment later.
     """
     for mark, path in complete(directory):
         if mark.step in damaged or (only is not None and mark not in only):
@@ -145,6 +148,10 @@ def find_newest(
         except ConfigurationError:
             raise  # It is a ValueError too, but no damage.
         except (OSError, ValueError) as error:
+            if patient and isinstance(error, OSError):
+                failure = volume_error(error, f"the checkpoint {path} cannot be read ({error.strerror})")
+                if isinstance(failure, VolumeFailure):
+                    raise failure from None
             on_event(skipped(path, error))
             continue
         tell_other_versions(manifest, f"the checkpoint {path}", on_event)
@@ -238,7 +245,12 @@ def adopt(found: Found, fence: Generation) -> Found:
     mark = Mark(fence, found.step)
     path = found.path.with_name(mark.name)
     if path != found.path:
-        found.path.rename(path)
+        try:
+            found.path.rename(path)
+        except FileNotFoundError:
+            # Nobody else gives it this number: it is there if an earlier try came so far, and failed behind it.
+            if not path.exists():
+                raise
         _sync_directory(path.parent)
     return replace(found, mark=mark, path=path)
 

@@ -15,6 +15,7 @@ coordinator counts its first one above what is in the directory), and that a ren
 
 from __future__ import annotations
 
+import errno
 import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
@@ -48,6 +49,22 @@ class Mark(NamedTuple):
         return cls(Generation(int(match[2] or 0), int(match[3] or 0)), int(match[1])) if match else None
 
 
+_PASSING = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.EHOSTDOWN}
+    | {errno.EHOSTUNREACH, errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+)
+"""What volumes fail with that work a moment later: network storage that is cut off, and full or remounted ones."""
+
+
+class VolumeFailure(ConfigurationError):
+    """A volume fails in a way that may pass."""
+
+
+def volume_error(error: OSError, sentence: str) -> ConfigurationError:
+    """What to raise where a volume fails: :class:`VolumeFailure` if that may pass."""
+    return VolumeFailure(sentence) if error.errno in _PASSING else ConfigurationError(sentence)
+
+
 NO_CHECKPOINT = Mark(NO_GENERATION, -1)
 """Where there is none."""
 
@@ -56,16 +73,17 @@ def complete(directory: Path) -> list[tuple[Mark, Path]]:
     """What is named like a complete checkpoint, the one that counts first.
 
     Raises:
-        ConfigurationError: the directory cannot be read.
+        ConfigurationError: the directory cannot be read, as a :class:`VolumeFailure` if that may pass.
     """
     try:
         entries = list(directory.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ConfigurationError(
+        sentence = (
             f"the checkpoint directory {directory} cannot be read ({error.strerror}); use another --checkpoint-dir"
-        ) from None
+        )
+        raise volume_error(error, sentence) from None
     marks = ((Mark.read(path.name), path) for path in entries)
     return sorted(((mark, path) for mark, path in marks if mark is not None), reverse=True)
 

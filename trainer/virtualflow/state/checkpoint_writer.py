@@ -26,7 +26,7 @@ from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.protocol.settings import CHECKPOINT_KEEP
 from virtualflow.state import checkpoint_format as files
 from virtualflow.state.checkpoint_format import JobIdentity
-from virtualflow.state.checkpoint_order import Mark, choose_doomed, complete, hidden, highest_fence
+from virtualflow.state.checkpoint_order import Mark, choose_doomed, complete, hidden, highest_fence, volume_error
 from virtualflow.state.codec import snapshot
 
 _ADVICE = {
@@ -130,7 +130,11 @@ class CheckpointWriter:
         self._tidy = False
 
     def check_writable(self) -> None:
-        """Make and try the directory, remove what dead writers left, now or later; ConfigurationError if it fails."""
+        """Make and try the directory, and remove what dead writers left, now or later.
+
+        Raises:
+            ConfigurationError: it cannot be written to, as a ``VolumeFailure`` if that may pass.
+        """
         directory = self._policy.directory
         probe = directory / f".probe.{secrets.token_hex(4)}"
         try:
@@ -142,9 +146,8 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
                 probe.unlink(missing_ok=True)
             advice = _ADVICE.get(error.errno or 0, "use another --checkpoint-dir")
-            raise ConfigurationError(
-                f"no checkpoint can be written to {directory} ({error.strerror}); {advice}"
-            ) from None
+            sentence = f"no checkpoint can be written to {directory} ({error.strerror}); {advice}"
+            raise volume_error(error, sentence) from None
         with contextlib.suppress(OSError):  # a volume that stalls just now is no reason to end; it is tried again
             self._remove_leftovers()
 

@@ -5,17 +5,28 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from virtualflow.errors import ConfigurationError, Evicted
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.messages import NO_GENERATION, CheckpointState, Generation
 from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, STOP_GRACE
 from virtualflow.state.checkpoint_format import Found, JobIdentity, adopt, find_newest, load, skipped
-from virtualflow.state.checkpoint_order import NO_CHECKPOINT, Mark, complete, highest_fence
+from virtualflow.state.checkpoint_order import (
+    NO_CHECKPOINT,
+    Mark,
+    VolumeFailure,
+    complete,
+    highest_fence,
+    volume_error,
+)
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 from virtualflow.state.memory_copies import MemoryCopies
+from virtualflow.state.settings import VolumeSettings
+
+T = TypeVar("T")
 
 
 def choose_policy(
@@ -70,6 +81,7 @@ class Checkpointer:
         copies: those in the coordinator's memory; ``None``: there are none.
         joins: whether others may have the state already. Then a directory that cannot be read or written to just now
             is told, and an error only for who has to begin from it.
+        volume: how long that one waits for a volume that fails just now.
     """
 
     def __init__(
@@ -82,10 +94,12 @@ class Checkpointer:
         copies: MemoryCopies | None = None,
         *,
         joins: bool = False,
+        volume: VolumeSettings | None = None,
     ) -> None:
         self._policy = policy
         self._identity = identity
         self._joins = joins
+        self._volume = volume or VolumeSettings()
         self._tell = tell
         self._report = report
         self._copies = copies
@@ -167,15 +181,45 @@ class Checkpointer:
             Evicted: a newer generation has written or begun there.
         """
         if self._untried and self._writer is not None:
-            self._writer.check_writable()
+            self._persist(self._writer.check_writable)
             self._untried = False
         if self._policy is not None and self._found is None:
-            self._leave_if_fenced(self._highest_fence)
-            self._found = find_newest(self._policy.directory, self._say, self._identity, self._damaged)
+            self._leave_if_fenced(self._persist(lambda: self._highest_fence))
+            self._found = self._find_newest(self._policy.directory)
         saved = NO_CHECKPOINT if self._found is None else self._found.mark
         copied = NO_CHECKPOINT if self._copies is None else self._copies.find()
         self._copied = copied.step if copied > saved else -1
         return max(copied, saved)
+
+    def _find_newest(self, directory: Path) -> Found | None:
+        def find(patient: bool) -> Found | None:
+            return find_newest(directory, self._say, self._identity, self._damaged, patient=patient)
+
+        try:
+            return self._persist(lambda: find(patient=True))
+        except VolumeFailure:
+            return find(patient=False)  # what cannot be read for so long is as good as damaged
+
+    def _persist(self, attempt: Callable[[], T]) -> T:
+        """Try again what a volume refuses: all workers may have lost it in the moment at which they begin anew.
+
+        Raises:
+            VolumeFailure: it still does.
+        """
+        volume, told = self._volume, False
+        limit, pause = time.monotonic() + volume.patience, volume.retry_first
+        while True:
+            try:
+                return attempt()
+            except VolumeFailure as error:
+                left = limit - time.monotonic()
+                if left <= 0:
+                    raise
+                if not told:
+                    self._say(f"{error}; until then this worker tries again, for {left:.0f} s")
+                told = True
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, volume.retry_most)
 
     def read(self) -> bool:
         """Begin from what :meth:`find` has found; whether it is what was written, which is told otherwise.
@@ -190,20 +234,28 @@ class Checkpointer:
         path = self._found.path
         try:
             # First: nobody of an older generation removes it meanwhile.
-            self._found = adopt(self._found, self._generation)
-            self._tree = load(self._found)
+            self._found = found = self._persist(partial(self._adopt, self._found))
         except FileNotFoundError:
             self._say(f"the checkpoint {path} is not there any more")
             return False
-        except OSError as error:
-            raise ConfigurationError(
-                f"the checkpoint {path} cannot be renamed ({error.strerror}), which whoever begins from it must; make "
-                "its directory writable for this user or use another --checkpoint-dir"
-            ) from None
+        try:
+            self._tree = load(found)
         except ValueError as error:
-            self._say(skipped(self._found.path, error))
+            self._say(skipped(found.path, error))
             return False
         return True
+
+    def _adopt(self, found: Found) -> Found:
+        try:
+            return adopt(found, self._generation)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            sentence = (
+                f"the checkpoint {found.path} cannot be renamed ({error.strerror}), which whoever begins from it must; "
+                "make its directory writable for this user or use another --checkpoint-dir"
+            )
+            raise volume_error(error, sentence) from None
 
     def discard(self, step: int) -> None:
         """What was to be restored, of that step, was found damaged, here or by another worker: an older one counts."""

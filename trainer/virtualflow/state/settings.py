@@ -24,6 +24,17 @@ class MemoryCopySettings:
 
 
 @dataclass(frozen=True)
+class VolumeSettings:
+    """How long whoever has to begin from a checkpoint waits for a volume that fails just now."""
+
+    patience: float = 60.0
+    """Well below ``TransferSettings.message_timeout``: the other workers of the first generation wait, too."""
+    retry_first: float = 0.1
+    """The first wait between two tries; it doubles."""
+    retry_most: float = 2.0
+
+
+@dataclass(frozen=True)
 class TransferSettings:
     """A state on its way to those who lack it."""
 

@@ -12,7 +12,7 @@ from virtualflow.device.settings import MemorySettings
 from virtualflow.memory.activations.settings import ActivationSettings
 from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
 from virtualflow.reduction.settings import ReductionSettings
-from virtualflow.state.settings import MemoryCopySettings, TransferSettings
+from virtualflow.state.settings import MemoryCopySettings, TransferSettings, VolumeSettings
 from virtualflow.step.settings import FusionSettings, GuardSettings, StateWatchSettings
 from virtualflow.transport.settings import CommunicatorSettings, CopySettings, LinkSettings, TurnSettings
 
@@ -87,6 +87,7 @@ class WorkerSettings:
     memory: MemorySettings = field(default_factory=MemorySettings)
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    volume: VolumeSettings = field(default_factory=VolumeSettings)
     fusion: FusionSettings = field(default_factory=FusionSettings)
     watch: StateWatchSettings = field(default_factory=StateWatchSettings)
     guard: GuardSettings = field(default_factory=GuardSettings)

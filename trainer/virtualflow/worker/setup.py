@@ -353,7 +353,16 @@ def _open_checkpointer(
     # Only workers that come to the same bits compare their states.
     doubt = request.settings.watch.sweep if request.bitwise and session.coordinated else 0
     copies = _open_copies(request, identity, session) if trains else None
-    checkpointer = Checkpointer(policy, identity, session.note, report, doubt, copies, joins=session.coordinated)
+    checkpointer = Checkpointer(
+        policy,
+        identity,
+        session.note,
+        report,
+        doubt,
+        copies,
+        joins=session.coordinated,
+        volume=request.settings.volume,
+    )
     resources.callback(checkpointer.flush, request.settings.stop_grace)
     return checkpointer
 
