@@ -89,7 +89,7 @@ library by itself: of the process that trains, with all its threads, so that oth
 overhead. One process each; both take turns as above, over two starts. Equal on both sides: model, optimizer, global
 batch, eight micro-batches a step, one thread. The elastic side is the only worker of a job of `virtualflow run`, and
 has the deterministic algorithms that equal bits take. The median of the rounds' ratios, and their 10 % to 90 % range.
-The step is a short one, so what is done around it counts as much as it ever does."""
+In the first four rows the step is a short one, so what is done around it counts as much as it ever does."""
 
 INTEGRITY_TEXT = """\
 A `bitwise` step with two workers, which hash all that they send and receive and compare their states part by part, over

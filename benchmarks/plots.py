@@ -25,20 +25,20 @@ def throughput(axes: Axes, result: Mapping[str, Any]) -> None:
     """Ratios of throughput as bars from the left, a group a row, with a line at plain PyTorch."""
     rows = list(reversed(result["rows"]))
     modes = [
-        (mode, colour) for mode, colour in (("bitwise", BLUE), ("statistical", ORANGE)) if f"{mode}_ratio" in rows[0]
+        (mode, colour) for mode, colour in (("bitwise", BLUE), ("statistical", ORANGE)) if f"{mode}_ratio" in rows[-1]
     ]
     for place, row in enumerate(rows):
         for index, (mode, colour) in enumerate(modes):
+            if f"{mode}_ratio" not in row:
+                continue
             value, (low, high) = row[f"{mode}_ratio"], row[f"{mode}_range"]
             at = place - BAR * (index - (len(modes) - 1) / 2)
-            axes.barh(at, value, BAR * 0.9, color=colour, label=mode if place == 0 else None)
+            axes.barh(at, value, BAR * 0.9, color=colour, label=mode if place == len(rows) - 1 else None)
             axes.plot([low, high], [at, at], color=INK, linewidth=1.2)
             axes.annotate(f"{value:.2f}", (max(value, high), at), (5, 0), textcoords="offset points", va="center")
     axes.axvline(1.0, color=GREY, linewidth=1.2, linestyle="--")
     axes.set_yticks(range(len(rows)), [_name(row) for row in rows])
-    axes.set_xlim(
-        0, 1.12 * max(max(row[f"{mode}_range"][1], row[f"{mode}_ratio"]) for row in rows for mode, _ in modes)
-    )
+    axes.set_xlim(0, 1.12 * max(row[f"{mode}_range"][1] for row in rows for mode, _ in modes if f"{mode}_range" in row))
     axes.set_xlabel("steps a second over plain PyTorch (1 worker) or DDP (2)")
     axes.set_ylim(-0.6, len(rows) - 0.4)
     if len(modes) > 1:

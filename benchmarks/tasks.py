@@ -68,6 +68,7 @@ TASKS = {
     "digits": Task("digits CNN, 21 k parameters", 128, _digits),
     "mlp": _perceptron(1_400, 256),
     "charlm": _transformer("char transformer, 137 k parameters", 32),
+    "charlm-3m": _transformer("char transformer, 3.3 M parameters", 16, width=256, heads=8, layers=4),
     "transformer": _transformer("char transformer, 25 M parameters", 8, width=512, heads=8, layers=8),
     "wide": _perceptron(2_600, 128),
 }
