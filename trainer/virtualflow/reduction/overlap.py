@@ -45,6 +45,9 @@ class Settled:
     """Places at which ``.grad`` does not hold them any more."""
 
 
+_UNTOUCHED = Settled()
+
+
 class AttemptSpoiled(Exception):
     """A gradient was looked at or changed after it had been added up or had set out: the attempt is repeated without.
 
@@ -228,7 +231,7 @@ class Overlap:
                 raise AttemptSpoiled
             return Settled(frozenset(), addition.sums, found.gone)
         if early is None:
-            return Settled()
+            return _UNTOUCHED
         rest = {place: self._parameters[place].grad for place in early.places - found.seen}
         # What has not set out yet is the user's no more, and is used up.
         early.give_rest({place: None if left is None else left.detach() for place, left in rest.items()})

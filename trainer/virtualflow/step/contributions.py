@@ -7,6 +7,7 @@ as good as before: the next attempt at the same step begins with it, and only wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import or_
 
 from torch import Tensor, nn
 
@@ -84,8 +85,7 @@ class Contributions:
             added: the sums of those that are added up.
         """
         sums: Tensors = self._take_buffers(record.averaged) if record.samples else [None] * len(self._summed)
-        for place, there in enumerate(given):
-            self._given[place] |= there
+        self._given = list(map(or_, self._given, given))
         self._records[node] = record
         self.accumulator.add(node, [*gradients, *sums], weight=weight, count=record.virtual_nodes, added=added)
 
@@ -103,13 +103,14 @@ class Contributions:
             record = self._records[node] = records[node]
             values: Tensors = self._take_buffers(record.averaged) if record.samples else [None] * len(self._summed)
             sums.add(node, values, weight=record.weight / unit)
-        for place, there in enumerate(given):
-            self._given[place] |= there
+        self._given = list(map(or_, self._given, given))
         for ((left, right), gradients), (_, buffers) in zip(parts, sums.parts, strict=True):
             self.accumulator.add(left, [*gradients, *buffers], count=right - left)
 
     def _take_buffers(self, averaged: dict[str, Tensor]) -> Tensors:
         """Move the values that are added up with the gradients out of what a virtual node has changed."""
+        if not self._summed:
+            return []
         found = {
             name: averaged.pop(name) if name in averaged else self._buffers.baseline(name) for name in self._summed
         }
