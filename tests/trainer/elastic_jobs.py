@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -355,9 +355,15 @@ class ElasticJob:
         self._await_proposal(set(), set(names))
 
     def _await_proposal(self, there: set[str], not_there: set[str]) -> None:
+        def fits(workers: Iterable[http_api.WorkerStatus]) -> bool:
+            names = {worker.worker for worker in workers}
+            return there <= names and not (not_there & names)
+
         def proposed(status: http_api.Status) -> bool:
-            names = {worker.worker for worker in status.workers if worker.incarnation in status.proposed_workers}
-            return status.prepared and there <= names and not (not_there & names)
+            planned = (worker for worker in status.workers if worker.incarnation in status.proposed_workers)
+            # A job that is not held may have entered it before anybody looks.
+            members = (worker for worker in status.workers if worker.first < worker.last)
+            return (status.prepared and fits(planned)) or fits(members)
 
         self.wait_for(proposed, f"a prepared plan with {there} and without {not_there}")
 
