@@ -12,9 +12,11 @@ import pytest
 from checkpoints import IDENTITY, Counted, flip
 
 import virtualflow as vf
-from virtualflow.protocol.messages import Generation
+from virtualflow.protocol.messages import Generation, Member
 from virtualflow.state import Checkpointer
 from virtualflow.state.settings import VolumeSettings
+from virtualflow.step import Divergence
+from virtualflow.worker.divergence import end_by_divergence
 
 FIRST, NEXT = Generation(1, 1), Generation(2, 1)
 
@@ -174,3 +176,27 @@ def test_a_damaged_checkpoint_is_not_waited_for(
     flip(tmp_path / "step-00000020.1.1" / "manifest.json", 100)
     assert begun(begin()) == 10
     assert [text.split(":")[0] for text in told] == [f"skipped the damaged checkpoint {tmp_path}/step-00000020.1.1"]
+
+
+def test_states_that_may_be_wrong_are_set_aside_when_the_volume_works_again(
+    begin: Callable[..., Checkpointer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = Volume(monkeypatch, "rename", "step-", errno.EIO, times=3)
+    assert begin().distrust(10) == 10
+    assert volume.refused == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["diverged-step-00000020.1.1", "step-00000010.1.1"]
+
+
+def test_states_that_may_be_wrong_and_cannot_be_set_aside_are_named(
+    begin: Callable[..., Checkpointer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is started again would go on from them."""
+    checkpointer = begin(0.05)
+    Volume(monkeypatch, "rename", "step-", errno.EIO, times=1_000_000)
+    found = Divergence(step=21, tensor="model.weight", agreed=10, odd=(1,))
+    members = [Member(f"worker-{rank}", f"{rank}", "127.0.0.1", rank, rank + 1) for rank in range(3)]
+    error = end_by_divergence(found, members, checkpointer)
+    assert str(error).endswith(
+        f"the checkpoint {tmp_path}/step-00000020.1.1 cannot be renamed (Input/output error): remove all checkpoints "
+        "of steps after 10 before the job is started again"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -269,19 +268,15 @@ class Checkpointer:
         """States after the step ``agreed`` may be wrong: let nobody restore them; the newest that remains, -1 for none.
 
         Every worker may do this at the same time. What is set aside is for people to look at, and to remove.
+
+        Raises:
+            ConfigurationError: some could not be set aside, because the volume fails and goes on failing.
         """
         assert self._policy is not None
         self.flush(STOP_GRACE)
         if self._writer is not None:
             self._writer.trusted = agreed  # for one that a slow disk would complete after this
-        remaining = -1
-        for mark, path in complete(self._policy.directory):
-            if mark.step <= agreed:
-                remaining = max(remaining, mark.step)
-                continue
-            with contextlib.suppress(FileNotFoundError):  # another worker was faster
-                path.rename(path.with_name(f"diverged-{path.name}"))
-        return remaining
+        return self._persist(partial(_set_aside, self._policy.directory, agreed))
 
     def restore(self, training: Checkpointable) -> None:
         """Begin from what :meth:`read` has read."""
@@ -361,3 +356,18 @@ class Checkpointer:
 
     def _say(self, text: str) -> None:
         self._tell("checkpoint-failed" if self.failure == text else "warning", text)
+
+
+def _set_aside(directory: Path, agreed: int) -> int:
+    remaining = -1
+    for mark, path in complete(directory):
+        if mark.step <= agreed:
+            remaining = max(remaining, mark.step)
+            continue
+        try:
+            path.rename(path.with_name(f"diverged-{path.name}"))
+        except FileNotFoundError:
+            pass  # another worker was faster
+        except OSError as error:
+            raise volume_error(error, f"the checkpoint {path} cannot be renamed ({error.strerror})") from None
+    return remaining

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from virtualflow.errors import StatesDiffer
+from virtualflow.errors import ConfigurationError, StatesDiffer
 from virtualflow.protocol import messages as m
 from virtualflow.state import Checkpointer
 from virtualflow.step import Divergence
@@ -47,7 +47,10 @@ def describe_divergence(found: Divergence, names: Sequence[str]) -> str:
 def _way_back(checkpointer: Checkpointer, agreed: int) -> str:
     if not checkpointer.keeps:
         return "there is no checkpoint directory, so the job has to begin anew"
-    step = checkpointer.distrust(agreed)
+    try:
+        step = checkpointer.distrust(agreed)
+    except ConfigurationError as error:
+        return f"{error}: remove all checkpoints of steps after {agreed} before the job is started again"
     where = "anew" if step < 0 else f"from the checkpoint of step {step}"
     return f"started again, the job goes on {where}; newer checkpoints were renamed to diverged-step-…"
 
