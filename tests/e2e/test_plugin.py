@@ -32,6 +32,12 @@ def test_a_job_is_followed_drained_and_explained(
         job = client.job("digits")
         lines: list[str] = []
 
+        def begun() -> set[str]:
+            return {line.worker for line in job.logs() if line.text == "it begins"}
+
+        # Where nodes share the files of a machine, kubelets remove the logs of each other's pods once a minute.
+        readable = begun()
+
         def follow() -> None:
             lines.extend(f"{line.worker}: {line.text}" for line in job.logs(follow=True))
 
@@ -41,6 +47,7 @@ def test_a_job_is_followed_drained_and_explained(
         job.drain(second)
         made.wait_training(2, 240)
         until("the drained worker is gone", lambda: second not in client.job("digits").workers(), 60)
+        readable |= begun()
         made.go_fast()
         status = client.job("digits").wait(240).status
         assert (status["digest"], status["repeatedSteps"]) == (reference(digits("digits")), 0)
@@ -48,8 +55,9 @@ def test_a_job_is_followed_drained_and_explained(
         reader.join(60)
         assert not reader.is_alive(), "it ends with the job"
         (third,) = set(job.workers()) - {first}
-        begun = sorted(line for line in lines if line.endswith(": it begins"))
-        assert begun == sorted(f"{worker}: it begins" for worker in (first, second, third)), "of everybody, and once"
+        told = [line.removesuffix(": it begins") for line in lines if line.endswith(": it begins")]
+        assert readable <= set(told) <= {first, second, third}, "of everybody"
+        assert len(set(told)) == len(told), "and once"
         where = ["--kubeconfig", installed.cluster.kubeconfig, "-n", made.namespace]
         assert main(["why", *where, "digits"]) == 0
         assert main(["check", *where, str(ROOT / "examples/digits.yaml")]) == 0
