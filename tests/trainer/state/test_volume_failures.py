@@ -101,7 +101,7 @@ def test_a_volume_that_fails_for_a_moment_costs_no_step(
     assert volume.refused == 3
     assert len(told) == 1
     assert told[0].startswith(begins.format(tmp_path) + f" ({os.strerror(number)})")
-    assert told[0].endswith("until then this worker tries again, for 60 s")
+    assert told[0].endswith("; this worker tries again for 60 s")
     assert (tmp_path / "step-00000020.2.1").exists()
 
 

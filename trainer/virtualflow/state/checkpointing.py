@@ -80,7 +80,7 @@ class Checkpointer:
         copies: those in the coordinator's memory; ``None``: there are none.
         joins: whether others may have the state already. Then a directory that cannot be read or written to just now
             is told, and an error only for who has to begin from it.
-        volume: how long that one waits for a volume that fails just now.
+        volume: how long that one, and who sets checkpoints aside, waits for a volume that fails just now.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Checkpointer:
             return find(patient=False)  # what cannot be read for so long is as good as damaged
 
     def _persist(self, attempt: Callable[[], T]) -> T:
-        """Try again what a volume refuses: all workers may have lost it in the moment at which they begin anew.
+        """Try again what a volume refuses and may grant a moment later.
 
         Raises:
             VolumeFailure: it still does.
@@ -215,7 +215,7 @@ class Checkpointer:
                 if left <= 0:
                     raise
                 if not told:
-                    self._say(f"{error}; until then this worker tries again, for {left:.0f} s")
+                    self._say(f"{error}; this worker tries again for {left:.0f} s")
                 told = True
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, volume.retry_most)

@@ -25,7 +25,7 @@ class MemoryCopySettings:
 
 @dataclass(frozen=True)
 class VolumeSettings:
-    """How long whoever has to begin from a checkpoint waits for a volume that fails just now."""
+    """How long a volume is waited for that fails just now, by who begins from a checkpoint or sets one aside."""
 
     patience: float = 60.0
     """Well below ``TransferSettings.message_timeout``: the other workers of the first generation wait, too."""
