@@ -117,10 +117,11 @@ WORKDIR /workspace
 COPY --from=trainer-dependencies /opt/virtualflow /opt/virtualflow
 COPY --from=project /project /opt/virtualflow
 COPY examples examples
-# Freed gradients are kept for the next virtual node (the GNU C library), as under `virtualflow run`.
+# Freed gradients are kept for the next virtual node, in huge pages (the GNU C library), as under `virtualflow run`.
 ENV MALLOC_TRIM_THRESHOLD_=268435456 \
     MALLOC_MMAP_THRESHOLD_=33554432 \
     MALLOC_ARENA_MAX=1 \
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \
     CUBLAS_WORKSPACE_CONFIG=:4096:8
 CMD ["python"]
 ARG VERSION=0.1.0

@@ -52,6 +52,27 @@ def test_memory_is_kept_from_step_to_step() -> None:
     assert _faults(MALLOC_TRIM_THRESHOLD_="131072") > _PAGES, "otherwise this shows nothing"
 
 
+_HUGE_PAGES = """
+import re, torch
+
+kept = torch.ones(64 << 20)
+print(re.search(r"AnonHugePages: *([0-9]+) kB", open("/proc/self/smaps_rollup").read())[1])
+"""
+
+
+def _huge_pages_on_request() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[madvise]" in setting.read_text()
+
+
+@pytest.mark.skipif(not _huge_pages_on_request(), reason="the kernel gives huge pages always or never")
+def test_tensors_lie_in_huge_pages() -> None:
+    environment = {**os.environ, **KEEP_FREED_MEMORY}
+    command = [sys.executable, "-c", _HUGE_PAGES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) > 128 << 10, "of a tensor of 256 MB"
+
+
 _HOLES = """
 import ctypes
 from virtualflow.device import FreedMemory
@@ -101,5 +122,5 @@ def test_what_is_freed_between_what_stays_is_given_back_where_it_is_much() -> No
 
 def test_the_image_says_the_same_as_the_launcher() -> None:
     stage = (ROOT / "Dockerfile").read_text().partition("AS trainer\n")[2].partition("\nFROM")[0]
-    assert dict(re.findall(r"(MALLOC_\w+)=(\d+)", stage)) == KEEP_FREED_MEMORY
+    assert dict(re.findall(r"((?:MALLOC|GLIBC)_\w+)=(\S+)", stage)) == KEEP_FREED_MEMORY
     assert dict(re.findall(r"(CUBLAS_\w+)=(\S+)", stage)) == {ENV_CUBLAS_WORKSPACE: CUBLAS_WORKSPACE}
