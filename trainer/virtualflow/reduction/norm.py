@@ -32,18 +32,41 @@ def block_norms(gradients: Sequence[Tensor], block: int) -> Tensor:
             parameter; in the order of the parameters. Complex elements count by their absolute values.
         block: elements of a block.
     """
-    device = gradients[0].device if gradients else None
-    norms = [torch.zeros(0, dtype=torch.float64, device=device)]
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
+    wholes: list[Tensor] = []
+    rests: list[Tensor] = []
+    order: list[int] = []
     for gradient in gradients:
-        flat = gradient.detach().reshape(-1)
-        # A norm in half precision would have three digits, and end at 65504.
-        dtype = torch.float32 if flat.dtype in _HALVES else None
-        whole = len(flat) // block * block
+        size = gradient.numel()
+        whole = size // block * block
+        flat = gradient.detach() if not whole and gradient.is_contiguous() else gradient.detach().reshape(-1)
         if whole:
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, block), dim=1, dtype=dtype))
-        if whole < len(flat):
-            norms.append(torch.linalg.vector_norm(flat[whole:], dtype=dtype).view(1))
-    return torch.cat([norm.to(device, torch.float64) for norm in norms])
+            wholes.append(flat[:whole].view(-1, block))
+        if whole < size:
+            rests.append(flat[whole:] if whole else flat)
+        order += [0] * (whole // block) + [1] * (whole < size)
+    found = [torch.linalg.vector_norm(blocks, dim=1, dtype=_precision(blocks)) for blocks in wholes]
+    if rests:
+        found.append(torch.stack(_norms(rests)))
+    device = gradients[0].device
+    norms = torch.cat([norm.to(device, torch.float64) for norm in found]) if found else torch.zeros(0)
+    if not wholes or not rests:
+        return norms.to(device, torch.float64)
+    return norms[torch.tensor(order).sort(stable=True).indices.argsort().to(device)]
+
+
+def _precision(gradient: Tensor) -> torch.dtype | None:
+    """In which a norm is computed, if not in the gradient's own."""
+    # A norm in half precision would have three digits, and end at 65504.
+    return torch.float32 if gradient.dtype in _HALVES else None
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each. On the CPU a call for many computes the same bits as one for each; its small ones are many."""
+    if any(not gradient.is_cpu or _precision(gradient) is not None for gradient in gradients):
+        return [torch.linalg.vector_norm(gradient, dtype=_precision(gradient)) for gradient in gradients]
+    return list(torch._foreach_norm(list(gradients))) if gradients else []
 
 
 def total_norm(norms: Tensor) -> Tensor:
@@ -53,10 +76,10 @@ def total_norm(norms: Tensor) -> Tensor:
         norms: float64 ``[blocks]``, as :func:`block_norms` returns them, of all parameters that have a gradient.
     """
     squares = norms.square()
+    if len(squares) > 1:
+        squares = torch.nn.functional.pad(squares, (0, (1 << (len(squares) - 1).bit_length()) - len(squares)))
     while len(squares) > 1:
-        if len(squares) % 2:
-            squares = torch.cat([squares, squares.new_zeros(1)])
-        squares = squares[0::2] + squares[1::2]
+        squares = squares.view(-1, 2).sum(dim=1)
     return squares.sum().sqrt()  # of one or none
 
 
@@ -71,8 +94,10 @@ def clip_by_norm(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None
         norm: of all, float64 ``[]`` (:func:`total_norm`).
     """
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient.detach())
+    for (device, dtype), tensors in alike.items():
         # In the precision in which torch multiplies: a factor of a higher one would be rounded where there are several
         # elements and not where there is one.
-        precise = torch.float64 if gradient.dtype in _DOUBLES else torch.float32
-        gradient.detach().mul_(factor.to(gradient.device, precise))
+        torch._foreach_mul_(tensors, factor.to(device, torch.float64 if dtype in _DOUBLES else torch.float32))
