@@ -74,7 +74,9 @@ class Tab:
                 case "Network.requestWillBeSent":
                     self.requests.append(told["request"]["url"])
                 case "Log.entryAdded" if told["entry"]["level"] != "info":
-                    self.complaints.append(told["entry"]["text"])
+                    # Another program has added an interface: the request is broken off, and the page asks again.
+                    if not told["entry"]["text"].endswith("net::ERR_NETWORK_CHANGED"):
+                        self.complaints.append(told["entry"]["text"])
                 case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning", "assert"):
                     self.complaints.append(str(told["args"]))
                 case "Runtime.exceptionThrown":
