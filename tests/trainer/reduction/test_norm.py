@@ -74,6 +74,31 @@ def test_many_blocks_at_once_have_the_norms_of_one_after_the_other(dtype: torch.
     assert bits(found) == bits(one_by_one)
 
 
+@given(
+    kinds=st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.sampled_from(["flat", "rows", "columns"]), st.integers(0, 5 * BLOCK)),
+        max_size=6,
+    )
+)
+def test_whatever_is_there_each_block_has_the_norm_of_its_elements_alone(
+    kinds: list[tuple[torch.dtype, str, int]],
+) -> None:
+    gradients: list[Tensor] = []
+    for seed, (dtype, layout, numel) in enumerate(kinds):
+        (flat,) = drawn([2 * numel], seed, dtype)
+        gradients.append({"flat": flat, "rows": flat.view(2, -1), "columns": flat.view(-1, 2).t()}[layout])
+    one_by_one = [
+        torch.linalg.vector_norm(
+            block.clone(), dtype=torch.float32 if block.dtype in (torch.float16, torch.bfloat16) else None
+        )
+        for gradient in gradients
+        for block in gradient.reshape(-1).split(BLOCK)
+        if block.numel()
+    ]
+    expected = torch.stack([norm.to(torch.float64) for norm in one_by_one]) if one_by_one else torch.zeros(0)
+    assert bits(block_norms(gradients, BLOCK)) == bits(expected)
+
+
 @given(st.lists(st.floats(0.0, 1e100), max_size=20))
 def test_squares_are_added_in_pairs(norms: list[float]) -> None:
     squares = [norm * norm for norm in norms]

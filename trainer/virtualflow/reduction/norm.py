@@ -34,26 +34,23 @@ def block_norms(gradients: Sequence[Tensor], block: int) -> Tensor:
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
-    wholes: list[Tensor] = []
-    rests: list[Tensor] = []
-    order: list[int] = []
+    device = gradients[0].device
+    pieces: list[tuple[Tensor | None, Tensor | None]] = []  # of each gradient its whole blocks, and what is left
     for gradient in gradients:
         size = gradient.numel()
         whole = size // block * block
         flat = gradient.detach() if not whole and gradient.is_contiguous() else gradient.detach().reshape(-1)
-        if whole:
-            wholes.append(flat[:whole].view(-1, block))
-        if whole < size:
-            rests.append(flat[whole:] if whole else flat)
-        order += [0] * (whole // block) + [1] * (whole < size)
-    found = [torch.linalg.vector_norm(blocks, dim=1, dtype=_precision(blocks)) for blocks in wholes]
-    if rests:
-        found.append(torch.stack(_norms(rests)))
-    device = gradients[0].device
-    norms = torch.cat([norm.to(device, torch.float64) for norm in found]) if found else torch.zeros(0)
-    if not wholes or not rests:
-        return norms.to(device, torch.float64)
-    return norms[torch.tensor(order).sort(stable=True).indices.argsort().to(device)]
+        rest = flat[whole:] if whole else flat
+        pieces.append((flat[:whole].view(-1, block) if whole else None, rest if whole < size else None))
+    of_rests = iter(_norms([left for _, left in pieces if left is not None], device))
+    norms = [torch.zeros(0, dtype=torch.float64, device=device)]
+    for blocks, left in pieces:
+        if blocks is not None:
+            of_blocks = torch.linalg.vector_norm(blocks, dim=1, dtype=_precision(blocks))
+            norms.append(of_blocks.to(device, torch.float64))
+        if left is not None:
+            norms.append(next(of_rests))
+    return torch.cat(norms)
 
 
 def _precision(gradient: Tensor) -> torch.dtype | None:
@@ -62,11 +59,16 @@ def _precision(gradient: Tensor) -> torch.dtype | None:
     return torch.float32 if gradient.dtype in _HALVES else None
 
 
-def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each. On the CPU a call for many computes the same bits as one for each; its small ones are many."""
-    if any(not gradient.is_cpu or _precision(gradient) is not None for gradient in gradients):
-        return [torch.linalg.vector_norm(gradient, dtype=_precision(gradient)) for gradient in gradients]
-    return list(torch._foreach_norm(list(gradients))) if gradients else []
+def _norms(gradients: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """The norm of each, float64 ``[1]``. On the CPU one call for many computes the same bits as one for each."""
+    if not gradients:
+        return []
+    found: Sequence[Tensor]
+    if all(gradient.is_cpu and _precision(gradient) is None for gradient in gradients):
+        found = torch._foreach_norm(list(gradients))
+    else:
+        found = [torch.linalg.vector_norm(gradient, dtype=_precision(gradient)) for gradient in gradients]
+    return torch.split(torch.stack([norm.to(device) for norm in found]).to(torch.float64), 1)
 
 
 def total_norm(norms: Tensor) -> Tensor:
