@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from virtualflow.launcher.settings import KEEP_FREED_MEMORY
+from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 from virtualflow.protocol.settings import CUBLAS_WORKSPACE, ENV_CUBLAS_WORKSPACE
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ def _faults(**environment: str) -> int:
     not hasattr(os, "confstr") or "CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="no GNU C library"
 )
 def test_memory_is_kept_from_step_to_step() -> None:
-    assert _faults(**KEEP_FREED_MEMORY) < _PAGES / 10
+    assert _faults(**ALLOCATOR_ENVIRONMENT) < _PAGES / 10
     assert _faults(MALLOC_TRIM_THRESHOLD_="131072") > _PAGES, "otherwise this shows nothing"
 
 
@@ -67,7 +67,7 @@ def _huge_pages_on_request() -> bool:
 
 @pytest.mark.skipif(not _huge_pages_on_request(), reason="the kernel gives huge pages always or never")
 def test_tensors_lie_in_huge_pages() -> None:
-    environment = {**os.environ, **KEEP_FREED_MEMORY}
+    environment = {**os.environ, **ALLOCATOR_ENVIRONMENT}
     command = [sys.executable, "-c", _HUGE_PAGES]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) > 128 << 10, "of a tensor of 256 MB"
@@ -110,7 +110,7 @@ for _ in range(2):
 )
 def test_what_is_freed_between_what_stays_is_given_back_where_it_is_much() -> None:
     """50 MB are below the limit, 100 MB are not; nothing of it lies at the end of the heap."""
-    environment = {**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **ALLOCATOR_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _HOLES]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     for line in done.stdout.splitlines():
@@ -122,5 +122,5 @@ def test_what_is_freed_between_what_stays_is_given_back_where_it_is_much() -> No
 
 def test_the_image_says_the_same_as_the_launcher() -> None:
     stage = (ROOT / "Dockerfile").read_text().partition("AS trainer\n")[2].partition("\nFROM")[0]
-    assert dict(re.findall(r"((?:MALLOC|GLIBC)_\w+)=(\S+)", stage)) == KEEP_FREED_MEMORY
+    assert dict(re.findall(r"((?:MALLOC|GLIBC)_\w+)=(\S+)", stage)) == ALLOCATOR_ENVIRONMENT
     assert dict(re.findall(r"(CUBLAS_\w+)=(\S+)", stage)) == {ENV_CUBLAS_WORKSPACE: CUBLAS_WORKSPACE}

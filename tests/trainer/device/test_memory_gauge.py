@@ -12,7 +12,7 @@ import torch
 
 from virtualflow.device.memory_gauge import MemoryGauge, group_room
 from virtualflow.device.settings import MemorySettings
-from virtualflow.launcher.settings import KEEP_FREED_MEMORY
+from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 
 MEGABYTE = 1 << 20
 
@@ -47,7 +47,7 @@ for _ in range(3):
 
 
 def test_what_was_freed_and_kept_before_is_used_all_the_same() -> None:
-    environment = {**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **ALLOCATOR_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     used = [int(line) for line in done.stdout.split()]

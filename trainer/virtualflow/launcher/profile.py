@@ -13,7 +13,7 @@ from typing import IO
 from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_script, check_target, check_trainer
-from virtualflow.launcher.settings import KEEP_FREED_MEMORY
+from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 from virtualflow.launcher.supervisor import describe_exit, run_to_end
 from virtualflow.protocol.device_profile import DeviceProfile, describe, encode, read_profile
 from virtualflow.protocol.settings import (
@@ -31,7 +31,7 @@ from virtualflow.protocol.settings import (
 _NOT_FOR_IT = (ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER, ENV_PROFILE, ENV_AUDIT_DIR, ENV_TERMINATION_LOG)
 """What the environment may say about workers of a job, of which there is none here."""
 
-_QUIET = KEEP_FREED_MEMORY | {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_QUIET = ALLOCATOR_ENVIRONMENT | {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Memory as workers have it; torch counts it by its profiler, which talks about itself otherwise."""
 
 

@@ -11,7 +11,7 @@ from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.memory.settings import DeviceSettings, PlannerSettings
 from virtualflow.protocol.settings import SignalSettings
 
-KEEP_FREED_MEMORY = {
+ALLOCATOR_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_ARENA_MAX": "1",

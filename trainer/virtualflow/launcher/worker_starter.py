@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from virtualflow.launcher.coordinator_process import HOST
-from virtualflow.launcher.settings import KEEP_FREED_MEMORY
+from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 from virtualflow.launcher.supervisor import Stream, Supervisor
 from virtualflow.launcher.worker_table import Worker, WorkerTable
 from virtualflow.protocol.settings import (
@@ -73,7 +73,7 @@ def start_worker(
 def worker_environment(what: WorkerCommand, name: str) -> dict[str, str]:
     """All that a worker's process gets."""
     environment = {
-        **KEEP_FREED_MEMORY,
+        **ALLOCATOR_ENVIRONMENT,
         ENV_HASH_SEED: str(HASH_SEED),
         ENV_CUBLAS_WORKSPACE: CUBLAS_WORKSPACE,
         **{key: value for key, value in os.environ.items() if key != ENV_AUDIT_DIR},
