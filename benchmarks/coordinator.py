@@ -1,9 +1,9 @@
 """One coordinator and a crowd of simulated workers: what a generation, a heartbeat and a step cost it.
 
 The coordinator is the real process (``virtualflow coordinator``); the workers are WebSocket connections of this process
-that speak the real messages, with keys of a rendezvous as long as gloo's, and train nothing. Times are from the last
-message that calls for a generation to its plan at the last worker. Both processes share the machine, and the crowd
-costs more than the coordinator, so the coordinator's own CPU seconds stand beside each time.
+that speak the real messages, with a key of a rendezvous each as workers publish it, and train nothing. Times are from
+the last message that calls for a generation to its plan at the last worker. Both processes share the machine, and the
+crowd costs more than the coordinator, so the coordinator's own CPU seconds stand beside each time.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Worker:
                     self._keys = set()
                     rank = message.rank_of(self.name, self.incarnation)
                     if rank is not None:
-                        self.say(m.Publish(message.generation, f"0/{rank}", _address(len(message.members))))
+                        self.say(m.Publish(message.generation, f"member-{rank}", _address(rank)))
                 case m.Keys(generation, values):
                     if self.newest is not None and generation == self.newest.generation:
                         self._keys.update(values)
@@ -209,6 +209,6 @@ class Worker:
         crowd.news.set()
 
 
-def _address(members: int) -> bytes:
-    """A value as gloo publishes it (torch 2.13): its address, and the number of a connection for each member."""
-    return secrets.token_bytes(16) + bytes(138) + b"".join(pair.to_bytes(8, "little") for pair in range(members))
+def _address(rank: int) -> bytes:
+    """A value as workers publish it: a secret for whoever connects, and where a member listens."""
+    return secrets.token_bytes(16) + f"127.0.0.1 {10_000 + rank}".encode()

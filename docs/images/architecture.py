@@ -100,7 +100,7 @@ def picture() -> Iterator[str]:
     for drawn in BOXES:
         yield from box(drawn)
     middle = LEFT + FULL / 2
-    yield from arrow(f"M{middle:g} 394 V476", "gradients, headers, state: directly, by gloo", middle + 14, 446)
+    yield from arrow(f"M{middle:g} 394 V476", "gradients, headers, state: directly, by TCP", middle + 14, 446)
     centre = SIDE + SIDE_WIDTH / 2
     yield from arrow(f"M{centre:g} 74 V134", "watch, create, delete", centre + 12, 110)
     yield from arrow(f"M{centre:g} 204 V288", "HTTP: drain, gone,\nscale, stop; status", centre + 12, 242)

@@ -17,7 +17,7 @@ import virtualflow as vf
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol.settings import ENV_WORKER
-from virtualflow.transport.gloo import Communicator
+from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import Pending
 from virtualflow.worker.run import Run
 

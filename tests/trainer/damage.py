@@ -5,61 +5,57 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch._C import _distributed_c10d as c10d
-
-import virtualflow.transport.gloo
-from virtualflow.transport.gloo import Communicator
-from virtualflow.transport.mesh import build_mesh
+import virtualflow.transport.communicator
+from virtualflow.transport.channel import Channel, Exchange
+from virtualflow.transport.communicator import Communicator
 
 
 class Damaging:
-    """A group that damages what is sent: the operation number ``at``, counted from 1, in the bit that is drawn."""
+    """Damages what is sent: the frame number ``at``, counted from 1, in the bit that is drawn."""
 
-    def __init__(self, group: c10d.ProcessGroup, at: int, seed: int) -> None:
-        self._group = group
+    def __init__(self, at: int, seed: int) -> None:
         self._draw = random.Random(seed)
         self.at = at
         self.sent = 0
 
-    def _pass(self, tensor: Tensor) -> Tensor:
-        """What goes out in place of ``tensor``."""
-        self.sent += 1
-        if self.sent != self.at or tensor.numel() == 0:
-            return tensor
-        damaged = tensor.clone()
-        raw = damaged.view(-1).view(torch.uint8)
-        raw[self._draw.randrange(len(raw))] ^= 1 << self._draw.randrange(8)
-        return damaged
+    def join(self, communicator: Communicator) -> None:
+        """Stand between that member and all others."""
+        for lane in communicator._lanes:
+            for channel in lane.channels.values():
+                self._stand_before(channel)
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> c10d.Work:
-        return self._group.send([self._pass(tensors[0])], peer, tag)
+    def _stand_before(self, channel: Channel) -> None:
+        send = channel.send
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> c10d.Work:
-        return self._group.recv(tensors, peer, tag)
+        def damaging(content: memoryview, check: int, exchange: Exchange) -> None:
+            self.sent += 1
+            send(content, check, exchange)
+            if self.sent == self.at:
+                views = channel._outgoing[-1].views
+                which = self._draw.randrange(len(views)) if len(content) else 0
+                damaged = bytearray(views[which])
+                damaged[self._draw.randrange(len(damaged))] ^= 1 << self._draw.randrange(8)
+                views[which] = memoryview(damaged)
 
-    def _allgather_base(self, out: Tensor, block: Tensor, options: Any) -> c10d.Work:
-        return self._group._allgather_base(out, self._pass(block), options)
+        channel.send = damaging  # type: ignore[method-assign]
 
 
 def damage(communicator: Communicator, at: int, seed: int) -> Damaging:
     """Let what that member sends be damaged."""
-    assert communicator._group is not None
-    faulty = Damaging(communicator._group, at, seed)
-    communicator._group = faulty  # type: ignore[assignment]
+    faulty = Damaging(at, seed)
+    faulty.join(communicator)
     return faulty
 
 
 def damage_first_generation(at: int) -> None:
     """Let one thing that this process sends in its first generation be damaged."""
     made: list[Damaging] = []
+    begin = Communicator.__init__
 
-    def build(*arguments: Any) -> Any:
-        group = build_mesh(*arguments)
-        if made:
-            return group
-        made.append(Damaging(group, at, seed=at))
-        return made[0]
+    def building(self: Communicator, *arguments: Any) -> None:
+        begin(self, *arguments)
+        if self.size > 1 and not made:
+            made.append(Damaging(at, seed=at))
+            made[0].join(self)
 
-    virtualflow.transport.gloo.build_mesh = build  # type: ignore[attr-defined]
+    virtualflow.transport.communicator.Communicator.__init__ = building  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What the tests of elastic training share: real jobs (processes, gloo, a coordinator) that start quickly.
+"""What the tests of elastic training share: real jobs (processes, connections, a coordinator) that start quickly.
 
 Workers are forked from a server process that has imported torch already. A test gives a *script*, a function of a test
 module, which runs in every worker as a user's script would; what it returns comes back through a pipe. Changes are made

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from torch._C import _distributed_c10d as c10d
-
+from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
-from virtualflow.transport.gloo import Communicator
+from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.mesh import build_mesh
 from virtualflow.transport.settings import CommunicatorSettings
+
+
+class Board:
+    """A rendezvous among threads."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Leave a value for the others."""
+        with self._changed:
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """The values of these keys."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(key in self.values for key in keys), timeout):
+                raise CommunicatorBroken("they have not all come")
+            return [self.values[key] for key in keys]
+
+
+def plan_of(size: int) -> m.Plan:
+    """A generation of so many members on this machine."""
+    members = tuple(m.Member(f"worker-{n}", f"i{n}", "127.0.0.1", n, n + 1) for n in range(size))
+    return m.Plan(m.Generation(1, 1), "planned", members, (), "start", "start")
 
 
 def mesh(
@@ -19,15 +46,12 @@ def mesh(
     settings: CommunicatorSettings | None = None,
 ) -> list[Communicator]:
     """Communicators of ``size`` members in this process."""
-    store = c10d.HashStore()
-    members = tuple(m.Member(f"worker-{n}", f"i{n}", "127.0.0.1", n, n + 1) for n in range(size))
-    plan = m.Plan(m.Generation(1, 1), "planned", members, (), "start", "start")
+    board, plan = Board(), plan_of(size)
 
     def connect(rank: int) -> Communicator:
         news = (interrupted or {}).get(rank, lambda: None)
-        return Communicator(
-            plan, rank, build_mesh(store, rank, size, "127.0.0.1", 20.0), news, settings or CommunicatorSettings()
-        )
+        lanes = build_mesh(board, rank, size, "127.0.0.1", 20.0)
+        return Communicator(plan, rank, lanes, news, settings or CommunicatorSettings())
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(connect, range(size)))

@@ -83,6 +83,11 @@ class Seat:
         """Of the group."""
         return self.table.size
 
+    @property
+    def beside(self) -> Seat:
+        """The same: at one table, no two threads of a worker do anything at the same time."""
+        return self
+
     def all_gather(self, block: Tensor) -> Tensor:
         """Gather at once."""
         fails = self._begin()
@@ -99,6 +104,9 @@ class Seat:
     def start_messages(self, messages: Sequence[Message]) -> Pending:
         """Send when it is waited for."""
         return Letters(self, messages, self._begin())
+
+    def flush(self) -> None:
+        """All leaves when it is waited for."""
 
     def settle(self, outcome: Future[T]) -> T:
         """Wait."""

@@ -81,7 +81,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     bucket = BucketReport(
         ["a", "b", "c", "d"], 3 << 20, "float32", "stages", "gather", True, "why", {"gather": 1e-3}, {}
     )
-    numbers = ("gather", "message", "byte", "add_byte", "handoff")
+    numbers = ("latency", "byte", "add_byte")
     report = ExchangeReport(2, [2, 1], True, dict.fromkeys(numbers, 1e-9) | {"add_byte": 0.0}, [bucket])
     write_report(tmp_path / "report", report)
     assert read_report(tmp_path / "report") == report

@@ -35,7 +35,7 @@ from virtualflow.worker.options import check_exchange
 
 PLAIN, SHARDED = UpdateRule(), UpdateRule(sharded=True)
 TWO = Facts(2)
-NETWORK = Network(gather=1e-4, message=1e-4, byte=1e-9, add_byte=1e-10, handoff=1e-5)
+NETWORK = Network(latency=1e-4, byte=1e-9, add_byte=1e-10)
 Rewrite = Callable[[Program, Facts], Program]
 
 
@@ -175,7 +175,7 @@ def test_every_legal_program_does_what_is_meant_once_and_in_order(facts: Facts) 
 
 SHAPES = st.builds(Shape, st.integers(0, 1 << 28), st.lists(st.integers(1, 5), min_size=2, max_size=8).map(tuple))
 COST = st.floats(0, 1e-3)
-NETWORKS = st.builds(Network, COST, COST, COST, COST, COST)
+NETWORKS = st.builds(Network, COST, COST, COST)
 
 
 @given(SHAPES, FACTS, NETWORKS)
@@ -212,7 +212,7 @@ def test_the_way_follows_from_bytes_workers_and_rows(shape: Shape, way: Split) -
 
 
 def test_what_would_take_much_memory_is_not_gathered_by_choice() -> None:
-    fast = Network(gather=1e-5, message=1e-3, byte=1e-12, add_byte=1e-12, handoff=1e-5)
+    fast = Network(latency=1e-5, byte=1e-12, add_byte=1e-12)
     for size, way in ((1 << 20, Split.WHOLE), (1 << 22, Split.SLICES)):
         shape = Shape(size, (2, 1))
         (choice,) = choose_programs([shape], TWO, Terms(Exchange(), fast), ReductionSettings())
@@ -224,7 +224,7 @@ def test_the_way_follows_from_the_network() -> None:
     shape = Shape(400_000, (1, 1, 1, 1))
     ways = []
     for scale in (0.01, 100.0):
-        network = Network(NETWORK.gather, NETWORK.message, scale * 1e-9, 0.0, 0.0)
+        network = Network(NETWORK.latency, scale * 1e-9, 0.0)
         (choice,) = choose_programs([shape], Facts(4), Terms(Exchange(), network, measured=True), ReductionSettings())
         ways.append(choice.route.way)
         assert "measured" in choice.reason
@@ -255,7 +255,7 @@ def test_an_exchange_begins_early_where_that_is_legal_and_worth_it(
 
 
 def test_latency_alone_is_no_reason_to_begin_early() -> None:
-    far = Network(gather=0.1, message=0.1, byte=1e-9, add_byte=1e-10, handoff=0.1)
+    far = Network(latency=0.1, byte=1e-9, add_byte=1e-10)
     for size, overlapped in ((1_000, False), (1 << 22, True)):
         (choice,) = choose_programs(
             [Shape(size, (1, 1))], Facts(2, final=True), Terms(Exchange(), far), ReductionSettings()
@@ -291,7 +291,7 @@ def test_what_workers_measure_together_is_the_least_and_what_each_does_alone_the
 ) -> None:
     agreed = combine([one, other])
     assert agreed == combine([other, one]) == Network.from_bytes(agreed.to_bytes())
-    assert agreed.gather == min(one.gather, other.gather)
+    assert agreed.latency == min(one.latency, other.latency)
     assert agreed.add_byte == max(one.add_byte, other.add_byte)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from virtualflow.state.preallocation import Reserve
 from virtualflow.state.settings import TransferSettings
 from virtualflow.state.striping import size_of
 from virtualflow.state.transfer import Moved, move_state, pack_state
-from virtualflow.transport.gloo import Communicator
+from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import Message
 
 # --- over connections -------------------------------------------------------------------------------------------------
@@ -136,21 +136,26 @@ def test_an_error_of_this_member_reaches_its_caller_and_ends_the_wait_of_the_oth
 
 
 def fail_at_message(number: int, how: str) -> None:
-    """Let this process fail while it has sent or received so many messages: ``killed``, or told that it ``broke``."""
+    """Let this process fail before it has sent or received so many messages: ``killed``, or told that it ``broke``."""
     calls = 0
-    post = Communicator._post
+    move = Communicator.move
 
-    def failing(self: Communicator, group: Any, message: Message) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            print("a transfer fails here", flush=True)
-            if how == "killed":
-                die_here(os.environ[ENV_WORKER])
-            raise RuntimeError("injected by the test")
-        return post(self, group, message)
+    def failing(self: Communicator, windows: Iterator[Sequence[Message]], *, timeout: float) -> None:
+        def counted() -> Iterator[Sequence[Message]]:
+            nonlocal calls
+            for window in windows:
+                before, calls = calls, calls + len(window)
+                if before < number <= calls:
+                    yield window[: number - before - 1]
+                    print("a transfer fails here", flush=True)
+                    if how == "killed":
+                        die_here(os.environ[ENV_WORKER])
+                    raise CommunicatorBroken("injected by the test")
+                yield window
 
-    Communicator._post = failing  # type: ignore[method-assign]
+        move(self, counted(), timeout=timeout)
+
+    Communicator.move = failing  # type: ignore[method-assign]
 
 
 def train(victim: str = "", number: int = 0, how: str = "", checkpoints: Path | None = None) -> Trained:

@@ -25,7 +25,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_WORKER
 from virtualflow.state import digests
 from virtualflow.step.share_states import ShareStates
-from virtualflow.transport.gloo import Communicator
+from virtualflow.transport.communicator import Communicator
 from virtualflow.worker.resharding import Resharding
 
 

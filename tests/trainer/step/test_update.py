@@ -17,7 +17,7 @@ from virtualflow.reduction.early import Early
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import OptimizerOptions, Update
-from virtualflow.transport.gloo import Communicator
+from virtualflow.transport.communicator import Communicator
 
 NODES, SAMPLES = 4, 2
 EARLY = Exchange("reduce-scatter", overlap=True)
@@ -37,14 +37,20 @@ def weights_after_steps(communicator: Communicator, settings: ReductionSettings)
         reduction=settings,
         transfer=TransferSettings(),
     )
-    sent, start = 0, communicator.start_messages
+    sent = 0
 
-    def counting(messages: Any) -> Any:
-        nonlocal sent
-        sent += 1
-        return start(messages)
+    def count(lane: Communicator) -> None:
+        start = lane.start_messages
 
-    communicator.start_messages = counting  # type: ignore[method-assign]
+        def counting(messages: Any) -> Any:
+            nonlocal sent
+            sent += 1
+            return start(messages)
+
+        lane.start_messages = counting  # type: ignore[method-assign]
+
+    count(communicator)
+    count(communicator.beside)
     assigned = RANGES[communicator.rank]
     update.enter()
     for step in range(3):

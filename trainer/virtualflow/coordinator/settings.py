@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from virtualflow.protocol.settings import DRAIN_GRACE, HEARTBEAT_LIMIT, MAX_WORKERS
 
 KEYS = 64
-"""Keys that one member may publish for one generation's rendezvous; gloo needs one or two."""
+"""Keys that one member may publish for one generation's rendezvous; workers need one."""
 
 MAX_BUNDLE = 1 << 19
 """Bytes of a rendezvous' keys that are relayed in one message; even what cannot be deflated fits into a message."""

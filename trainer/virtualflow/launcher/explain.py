@@ -84,9 +84,8 @@ def _describe_network(report: ExchangeReport) -> str:
     network = report.network
     source = "measured when the last worker joined" if report.measured else "assumed, since so little is not measured"
     return (
-        f"network, {source}: a gather takes {_milliseconds(network['gather'])}, messages "
-        f"{_milliseconds(network['message'])}, both bring {_speed(network['byte'])}; additions "
-        f"{_speed(network['add_byte'])}, another thread {_milliseconds(network['handoff'])}"
+        f"network, {source}: messages take {_milliseconds(network['latency'])} and bring {_speed(network['byte'])}; "
+        f"additions {_speed(network['add_byte'])}"
     )
 
 

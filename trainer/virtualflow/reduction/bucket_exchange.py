@@ -289,5 +289,5 @@ def _or_zeros(tensor: Tensor | None, template: Tensor) -> Tensor:
 
 
 def as_raw(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as uint8 ``[n]``: gloo knows few types, and bytes are enough for it."""
+    """The memory of a contiguous tensor as uint8 ``[n]``: what is gathered are bytes."""
     return tensor.view(-1).view(torch.uint8)

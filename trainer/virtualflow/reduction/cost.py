@@ -1,7 +1,7 @@
 """How long a program takes: a prediction from what was measured on the running job.
 
-Latency and bandwidth (the Hockney model: a + b * bytes) of the two kinds of collectives that an exchange is made of, as
-this job's own messages have them, checksums and threads included; and the speed at which a worker adds. Pure.
+Latency and bandwidth (the Hockney model: a + b * bytes) of the messages that an exchange is made of, as
+this job's own messages have them, checksums included; and the speed at which a worker adds. Pure.
 """
 
 from __future__ import annotations
@@ -13,30 +13,26 @@ from dataclasses import astuple, dataclass, replace
 
 from virtualflow.reduction.program import Layout, Operation, Program, Stage
 
-_NUMBERS = struct.Struct("<5d")
+_NUMBERS = struct.Struct("<3d")
 
 
 @dataclass(frozen=True)
 class Network:
     """What it takes to exchange and to add; seconds, and seconds a byte."""
 
-    gather: float
-    """An all-gather of nothing."""
-    message: float
+    latency: float
     """Messages of nothing between all pairs."""
     byte: float
-    """Each byte that a worker receives: the wire and the checksums are the same for both."""
+    """Each byte that a worker receives, its checksums included."""
     add_byte: float
     """Each byte that a worker adds."""
-    handoff: float
-    """From the thread that trains to the one that exchanges, and back."""
 
     def without_latency(self) -> Network:
         """One on which only bytes take time."""
-        return replace(self, gather=0.0, message=0.0, handoff=0.0)
+        return replace(self, latency=0.0)
 
     def to_bytes(self) -> bytes:
-        """40 bytes."""
+        """24 bytes."""
         return _NUMBERS.pack(*astuple(self))
 
     @classmethod
@@ -56,11 +52,9 @@ def combine(measured: Sequence[Network]) -> Network:
     the longest: a step waits for the slowest.
     """
     return Network(
-        gather=min(one.gather for one in measured),
-        message=min(one.message for one in measured),
+        latency=min(one.latency for one in measured),
         byte=min(one.byte for one in measured),
         add_byte=max(one.add_byte for one in measured),
-        handoff=max(one.handoff for one in measured),
     )
 
 
@@ -93,20 +87,20 @@ def _seconds(stage: Stage, shape: Shape, network: Network) -> float:
     match stage.operation:
         case Operation.GATHER_SUMS:
             # Blocks are equal: all send as many rows as whoever has most.
-            return network.gather + network.byte * max(shape.rows) * size * (workers - 1)
+            return network.latency + network.byte * max(shape.rows) * size * (workers - 1)
         case Operation.SEND_SLICES:
             every = sum(shape.rows)
             busiest = max(max(rows * (size - slice_), (every - rows) * slice_) for rows in shape.rows)
-            return network.handoff + network.message + network.byte * busiest
+            return network.latency + network.byte * busiest
         case Operation.ADD:
             return network.add_byte * here * (sum(shape.rows) - 1)
         case Operation.SCALE:
             copied = stage.layout is Layout.SLICED and not stage.fused
             return network.add_byte * here * (2 if copied else 1)
         case Operation.GATHER:
-            return network.message + network.byte * (size - slice_)
+            return network.latency + network.byte * (size - slice_)
         case Operation.DELIVER:
             # A tensor has two owners or more; what is sent is cut out of the slice.
-            return network.message + network.byte * shape.delivered + network.add_byte * slice_
+            return network.latency + network.byte * shape.delivered + network.add_byte * slice_
         case _:
             return 0.0

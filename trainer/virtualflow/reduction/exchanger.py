@@ -10,8 +10,7 @@ from queue import SimpleQueue
 class Exchanger:
     """A thread that carries out one thing after the other.
 
-    It may be left behind: gloo may never end the wait for a small message, or in a collective, of which a part had come
-    when its connection closed. So it is no thread of a pool, for which Python would wait at the end of the process.
+    It is no thread of a pool, for which Python would wait at the end of the process, whatever it waits for itself.
     """
 
     def __init__(self) -> None:

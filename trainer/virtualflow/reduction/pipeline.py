@@ -2,15 +2,16 @@
 
 Each bucket takes the way that was chosen for it (``schedule``, ``bucket_exchange``). While one is summed, the next one
 travels. The members of a communicator must send in the same order in which the others receive, so the order is fixed:
-bucket k+1 sets out before bucket k returns, and the workers' headers set out behind the last bucket. A thread of its
-own (``exchanger``) does this, beside the backward pass if it has begun by then (``early``); the thread that trains
-only says which buckets are full. It does it itself where nothing but gathers is left to do: those it can wait for.
+bucket k+1 sets out before bucket k returns, and the workers' headers set out behind the last bucket. Beside a backward
+pass (``early``) a thread of its own does this (``exchanger``), and the thread that trains only says which buckets are
+full. Behind the headers that thread does it itself.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,7 +22,6 @@ from virtualflow.errors import CommunicatorBroken
 from virtualflow.reduction.accumulation import Tensors, multiply
 from virtualflow.reduction.bucket_exchange import ReductionPlan, flatten, open_exchange, unflatten
 from virtualflow.reduction.message_buffers import Buffers
-from virtualflow.reduction.program import Split
 from virtualflow.transport import Pending
 
 
@@ -32,9 +32,11 @@ class Pipeline:
         plan: which ones, and among whom.
         buffers: where messages are kept.
         name: of its own ones among them.
+        beside: whether another thread than the one that trains runs it.
     """
 
-    def __init__(self, plan: ReductionPlan, buffers: Buffers, name: str) -> None:
+    def __init__(self, plan: ReductionPlan, buffers: Buffers, name: str, *, beside: bool) -> None:
+        plan = replace(plan, collectives=plan.collectives.beside) if beside else plan
         collectives, buckets, templates = plan.collectives, plan.buckets, plan.templates
         self._collectives = collectives
         self._buckets = buckets
@@ -45,8 +47,6 @@ class Pipeline:
         self.rows = len(plan.keys[collectives.rank])
         """How many sums this worker contributes."""
         self._exchanges = [open_exchange(plan, index, buffers, name) for index in range(len(buckets))]
-        self.only_gathers = all(route.way is Split.WHOLE for route in plan.routes)
-        """Whether waiting for it can be interrupted, so that it takes no thread of its own."""
         self._submitted: SimpleQueue[int | None] = SimpleQueue()
         self._header: Tensor | None = None
         self._headers: Future[Tensor] = Future()
@@ -158,7 +158,7 @@ class Pipeline:
         """
         outward: deque[tuple[int, Pending]] = deque()
         homeward: list[tuple[int, Pending]] = []
-        while (index := self._submitted.get()) is not None:
+        while (index := self._next()) is not None:
             outward.append((index, self._exchanges[index].set_out()))
             if len(outward) > 1:
                 homeward.append(self._add_and_return(*outward.popleft()))
@@ -174,6 +174,12 @@ class Pipeline:
         for index, pending in homeward:
             pending.wait()
             self._arrived[index].set_result(None)
+
+    def _next(self) -> int | None:
+        """The next bucket that is full; ``None``: nothing more comes."""
+        if self._submitted.empty():
+            self._collectives.flush()
+        return self._submitted.get()
 
     def _add_and_return(self, index: int, pending: Pending) -> tuple[int, Pending]:
         pending.wait()

@@ -119,13 +119,13 @@ class Reducer:
         Raises:
             CommunicatorBroken: a member is lost.
         """
-        self.forget()  # the thread may hang in the former communicator
+        self.forget()
         known = self._terms.network if self._terms.measured else None
         self._terms = Terms(wish, self._settings.network)
         rows = sum(len(nodes) for nodes in self._keys(holdings))
         size = rows * sum(template.numel() * template.itemsize for template in templates)
         if collectives.size > 1 and size >= self._settings.probe.worthwhile:
-            network = agree_on_network(collectives, self._thread(), self._settings.probe, known)
+            network = agree_on_network(collectives, self._settings.probe, known)
             self._terms = Terms(wish, network, measured=True)
 
     def _needed_by(self, templates: Sequence[Tensor], size: int) -> list[Sequence[int]] | None:
@@ -138,7 +138,7 @@ class Reducer:
         self._buffers.release_unused()
 
     def forget(self) -> None:
-        """Another communicator comes: free the buffers, and leave a thread behind that may hang in the former one."""
+        """Another communicator comes: free the buffers, and leave the thread to what it does in the former one."""
         self._buffers.clear()
         self._schedules.clear()
         self._begun = []
@@ -185,16 +185,13 @@ class Reducer:
         self.schedule, self._begun = [*self._begun, *scheduled], []
         if scheduled:
             plan = self._plan(collectives, holdings, templates, scheduled, scale)
-            pipeline = Pipeline(plan, self._buffers, "late")
+            pipeline = Pipeline(plan, self._buffers, "late", beside=False)
             for index, bucket in enumerate(plan.buckets):
                 for row, (_, tensors) in enumerate(parts):
                     pipeline.write_row(index, row, [tensors[place] for place in bucket.places])
                 pipeline.submit(index)
             pipeline.close(None)
-            if pipeline.only_gathers:
-                pipeline.carry_out()
-            else:
-                self._thread().submit(pipeline.run)
+            pipeline.carry_out()
             for index in range(len(plan.buckets)):
                 for place, tensor in pipeline.result(index).items():
                     result[place] = tensor
@@ -242,11 +239,12 @@ class Reducer:
             places: which of them are reduced, in the order in which they are expected; the same on all workers.
             scale: the factor of the sum; ``None``: not known yet, so sums come without it.
         """
-        self._begun = self._overlapped(collectives, holdings, templates, places, scale is not None)
+        facts = Facts(collectives.size, scale_known=scale is not None, final=True)
+        self._begun = self._overlapped(holdings, templates, places, facts)
         if not self._begun:
             return None
         plan = self._plan(collectives, holdings, templates, self._begun, 1.0 if scale is None else scale)
-        pipeline = Pipeline(plan, self._buffers, "early")
+        pipeline = Pipeline(plan, self._buffers, "early", beside=True)
         accumulator.await_offloaded()  # what is not added to any more is written to messages
         early = Early(pipeline, plan.buckets, accumulator.prepare(last, count, weight=weight))
         self._thread().submit(pipeline.run)
@@ -256,19 +254,14 @@ class Reducer:
         self, collectives: Collectives, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor]
     ) -> bool:
         """Whether any exchange of these tensors may begin beside the backward pass."""
-        return bool(self._overlapped(collectives, holdings, templates, range(len(templates))[::-1], True))
+        facts = Facts(collectives.size, final=True)
+        return bool(self._overlapped(holdings, templates, range(len(templates))[::-1], facts))
 
     def _overlapped(
-        self,
-        collectives: Collectives,
-        holdings: Sequence[Sequence[int]],
-        templates: Sequence[Tensor],
-        places: Sequence[int],
-        scale_known: bool,
+        self, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor], places: Sequence[int], facts: Facts
     ) -> list[Scheduled]:
-        if collectives.size == 1 or not places:
+        if facts.workers == 1 or not places:
             return []
-        facts = Facts(collectives.size, scale_known=scale_known, final=True)
         scheduled = self._scheduled(holdings, templates, places, facts)
         return [one for one in scheduled if one.choice.route.overlapped]
 

@@ -88,13 +88,11 @@ class ReductionSettings:
     much."""
     most_gathered: int = 8 << 20
     """No bucket is gathered whole by choice whose sums of all workers take more: slices need a worker's part of it."""
-    network: Network = field(
-        default_factory=lambda: Network(gather=1e-4, message=6e-5, byte=5e-10, add_byte=2e-10, handoff=3e-5)
-    )
+    network: Network = field(default_factory=lambda: Network(latency=1e-4, byte=5e-10, add_byte=2e-10))
     """What is assumed where nothing was measured: about a loopback."""
     probe: ProbeSettings = field(default_factory=ProbeSettings)
     close_wait: float = 0.05
-    """How long the end of a run waits for the thread that exchanges; it may hang in an abandoned communicator."""
+    """How long the end of a run waits for the thread that exchanges."""
     norm_block: int = 4_096
     """Elements of a gradient whose norm is one number of those that a clipped gradient's is made of. The same in all
     workers: it is part of what defines the bits of a job that clips by norm."""

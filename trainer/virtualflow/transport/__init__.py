@@ -1,10 +1,10 @@
-"""How the workers of a generation reach each other and the coordinator: the interface of the collectives, gloo behind
-it, and the connection to the coordinator. It knows nothing of what is sent.
+"""How the workers of a generation reach each other and the coordinator: the interface of the collectives, the
+connections between workers behind it, and the one to the coordinator. It knows nothing of what is sent.
 """
 
 from virtualflow.transport.activity import Activity
+from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.copy_client import CopyClient, CopyRefused
-from virtualflow.transport.gloo import Communicator
 from virtualflow.transport.interface import ALONE, DONE, Collectives, Message, Pending, as_bytes, gather_bytes
 from virtualflow.transport.link import Link
 from virtualflow.transport.turns import Turns

@@ -43,6 +43,10 @@ class Collectives(Protocol):
     rank: int
     size: int
 
+    @property
+    def beside(self) -> Collectives:
+        """The same for another thread than the one that trains; neither knows of what the other one starts."""
+
     def all_gather(self, block: Tensor) -> Tensor:
         """Gather equal blocks: uint8 ``[n]`` to ``[size, n]`` in the order of the ranks."""
 
@@ -50,11 +54,10 @@ class Collectives(Protocol):
         """Gather ``block`` of every member into ``out``."""
 
     def start_messages(self, messages: Sequence[Message]) -> Pending:
-        """Send and receive between pairs of members; what one sends to another arrives in the order of sending.
+        """Send and receive between pairs of members; what one sends to another arrives in the order of sending."""
 
-        Waiting for it cannot be interrupted but by :meth:`cut`, so it is done in a thread of its own, and the thread
-        that trains waits for that one by :meth:`settle`.
-        """
+    def flush(self) -> None:
+        """Wait until all that was started has left: nothing moves while nobody waits."""
 
     def settle(self, outcome: Future[T]) -> T:
         """Wait for what another thread makes of these collectives, as long as it is worth it."""
@@ -78,6 +81,11 @@ class Alone:
     rank = 0
     size = 1
 
+    @property
+    def beside(self) -> Alone:
+        """The same."""
+        return self
+
     def all_gather(self, block: Tensor) -> Tensor:
         """``[n]`` to ``[1, n]``."""
         return block.unsqueeze(0)
@@ -91,6 +99,9 @@ class Alone:
         """There is nobody to send to."""
         assert not messages
         return DONE
+
+    def flush(self) -> None:
+        """Nothing leaves."""
 
     def settle(self, outcome: Future[T]) -> T:
         """Wait."""

@@ -1,106 +1,195 @@
-"""Builds gloo's full mesh, and closes the port behind it.
+"""Connects the members of a generation to each other: each listens until all others have come, then nobody does.
 
-gloo accepts whoever connects to a member's port, for as long as the mesh lives, keeps the connection, and ends the
-process when no descriptor is left for the next one: 1,100 connections of a stranger did. But once the mesh stands, no
-member connects any more. So then nobody listens any more either: gloo's socket is taken out of its event loop, and one
-that nobody can reach is put in its place, since gloo still holds its number and closes it in the end.
+Each publishes where it listens, with a secret that whoever connects must know: it has it from the coordinator, as only
+members have. Strangers that find the port meanwhile are turned away.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import select
+import secrets
+import selectors
 import socket
-import stat
-import threading
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Protocol
 
-from torch._C import _distributed_c10d as c10d
-
+from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol.descriptors import raise_descriptor_limit
 
-logger = logging.getLogger("virtualflow.worker")
+LANES = 2
+"""Connections of each pair: of the thread that trains, and of the one that exchanges beside it."""
+_SECRET = 16
+_GREETING = struct.Struct(f"<{_SECRET}sIB")
+"""The secret, the rank of whoever connects, and which of its connections this is."""
+_STRANGERS = 64
+"""Connections that have not said who they are; from there on the oldest is closed. Members say it as they connect."""
+_SLICE = 0.1
+"""Seconds between two questions whether it is still worth it."""
 
-_FDINFO = Path("/proc/self/fdinfo")
-_making = threading.Lock()
-"""Held while a device is made: what then listens anew is its own."""
+
+class Rendezvous(Protocol):
+    """Where members leave their addresses."""
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Leave a value for the others."""
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """The values of these keys, which are waited for.
+
+        Raises:
+            CommunicatorBroken: they have not all come.
+        """
 
 
-def build_mesh(store: c10d.Store, rank: int, size: int, address: str, timeout: float) -> c10d.ProcessGroup:
-    """Connect to the other members; blocks until the mesh stands.
+def build_mesh(
+    rendezvous: Rendezvous,
+    rank: int,
+    size: int,
+    address: str,
+    timeout: float,
+    superseded: Callable[[], bool] = lambda: False,
+) -> list[dict[int, socket.socket]]:
+    """Connect to the other members; blocks until all connections stand.
 
     Args:
-        store: the rendezvous.
+        rendezvous: tells members of each other.
         rank: this member's.
         size: how many members there are.
         address: where this member listens meanwhile, on a port of the system's choice.
         timeout: seconds.
+        superseded: whether it is not worth it any more.
+
+    Returns:
+        For each lane, the connections to the peers by their ranks.
 
     Raises:
-        RuntimeError: the members could not all be reached in time.
+        CommunicatorBroken: the members could not all be reached in time.
     """
+    limit = time.monotonic() + timeout
     raise_descriptor_limit()  # until the mesh stands, strangers are accepted
-    gloo: Any = c10d.ProcessGroupGloo  # its options are not in torch's type stubs
-    options = gloo._Options()
-    with _making:
-        before = _listening()
-        options._devices = [gloo.create_device(hostname=address)]
-        fresh = _listening() - before
-    options._timeout = timedelta(seconds=timeout)
-    group: c10d.ProcessGroup = gloo(store, rank, size, options)
-    if len(fresh) == 1:
-        _stop_listening(*fresh.pop())
-    else:
-        logger.debug("%d sockets listen since gloo's device was made; which is gloo's is not known", len(fresh))
-    return group
+    with ExitStack() as undo:
+        try:
+            listener = undo.enter_context(_listen(address, LANES * size))
+            secret = secrets.token_bytes(_SECRET)
+            host, port = listener.getsockname()[:2]
+            rendezvous.publish(_key(rank), secret + f"{host} {port}".encode())
+            lanes: list[dict[int, socket.socket]] = [{} for _ in range(LANES)]
+            undo.callback(_close, lanes)
+            told = rendezvous.wait([_key(lower) for lower in range(rank)], limit - time.monotonic())
+            for lower, value in enumerate(told):
+                for number, lane in enumerate(lanes):
+                    lane[lower] = _connect(value, rank, number, max(_SLICE, limit - time.monotonic()))
+            _accept(listener, secret, lanes, range(rank + 1, size), limit, superseded)
+        except OSError as error:
+            raise CommunicatorBroken(f"a member was not reached: {error.strerror or error}") from error
+        listener.close()
+        undo.pop_all()
+    return lanes
 
 
-def _listening() -> set[tuple[int, int]]:
-    """Number and inode of this process's listening TCP sockets; none where the system does not tell."""
-    found = set()
-    for entry in _FDINFO.iterdir() if _FDINFO.is_dir() else ():
-        number = int(entry.name)
-        with contextlib.suppress(OSError):  # it was closed meanwhile
-            about = os.fstat(number)
-            if not stat.S_ISSOCK(about.st_mode):
-                continue
-            with socket.socket(fileno=os.dup(number)) as copy:
-                internet = copy.family in (socket.AF_INET, socket.AF_INET6)
-                if internet and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add((number, about.st_ino))
-    return found
+def _key(rank: int) -> str:
+    return f"member-{rank}"
 
 
-def _stop_listening(number: int, inode: int) -> None:
-    """Close the port of gloo's listening socket, without gloo noticing."""
-    loops = _event_loops_of(number)
-    if not loops or os.fstat(number).st_ino != inode:
-        return
-    with (
-        socket.socket(fileno=os.dup(number)) as listener,
-        socket.socket(socket.AF_UNIX) as nowhere,
-    ):
-        # gloo may be about to accept: from one that listens and that nobody reaches it gets nobody, not an error.
-        nowhere.setblocking(False)
-        nowhere.bind("")  # a name of the system's choice
-        nowhere.listen(0)
-        for loop in loops:
-            with select.epoll.fromfd(os.dup(loop)) as events, contextlib.suppress(FileNotFoundError):
-                events.unregister(number)
-        os.dup2(nowhere.fileno(), number, inheritable=False)
-        listener.shutdown(socket.SHUT_RDWR)  # a process that was forked meanwhile may hold it, too
+def _listen(address: str, backlog: int) -> socket.socket:
+    family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.bind(where)
+        listener.listen(backlog + _STRANGERS)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
-def _event_loops_of(number: int) -> list[int]:
-    """Descriptors of the epoll instances that watch a descriptor."""
-    loops = []
-    for entry in _FDINFO.iterdir():
-        with contextlib.suppress(OSError):  # it was closed meanwhile
-            watched = [line.split()[1] for line in entry.read_text().splitlines() if line.startswith("tfd:")]
-            if str(number) in watched:
-                loops.append(int(entry.name))
-    return loops
+def _connect(told: bytes, rank: int, lane: int, timeout: float) -> socket.socket:
+    host, port = told[_SECRET:].decode().rsplit(" ", 1)
+    connection = socket.create_connection((host, int(port)), timeout=timeout)
+    connection.sendall(_GREETING.pack(told[:_SECRET], rank, lane))
+    return connection
+
+
+def _accept(
+    listener: socket.socket,
+    secret: bytes,
+    lanes: list[dict[int, socket.socket]],
+    ranks: range,
+    limit: float,
+    superseded: Callable[[], bool],
+) -> None:
+    """Let in the members of these ranks, and nobody else."""
+    missing = {(rank, lane) for rank in ranks for lane in range(len(lanes))}
+    unknown: deque[socket.socket] = deque()
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+
+        def greet(connection: socket.socket) -> bool:
+            """Whether it is known now who that is."""
+            who = _greeting_of(connection, secret)
+            if who in missing:
+                missing.discard(who)
+                lanes[who[1]][who[0]] = connection
+            elif who is not None:
+                connection.close()
+            return who is not None
+
+        def forget(connection: socket.socket) -> None:
+            selector.unregister(connection)
+            unknown.remove(connection)
+
+        def let_in() -> None:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # it is gone again, or there are too many: then the oldest makes room
+                connection = None
+            if connection is not None:
+                connection.setblocking(False)
+                if not greet(connection):
+                    unknown.append(connection)
+                    selector.register(connection, selectors.EVENT_READ)
+            if unknown and (connection is None or len(unknown) > _STRANGERS):
+                oldest = unknown[0]
+                forget(oldest)
+                oldest.close()
+
+        try:
+            while missing:
+                if superseded() or time.monotonic() >= limit:
+                    raise CommunicatorBroken(f"{len(missing)} connections of other members have not come")
+                ready = [key.fileobj for key, _ in selector.select(min(_SLICE, max(0.0, limit - time.monotonic())))]
+                for connection in ready:
+                    if isinstance(connection, socket.socket) and connection is not listener and greet(connection):
+                        forget(connection)
+                if listener in ready:
+                    let_in()
+        finally:
+            for connection in unknown:
+                connection.close()
+
+
+def _greeting_of(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
+    """The rank and lane of whoever connects, ``(-1, -1)`` for a stranger; ``None``: it has not said all of it."""
+    try:
+        greeting = connection.recv(_GREETING.size, socket.MSG_PEEK)
+        if 0 < len(greeting) < _GREETING.size and secret.startswith(greeting[:_SECRET]):
+            return None
+        if len(greeting) < _GREETING.size:
+            return -1, -1
+        connection.recv(_GREETING.size)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return -1, -1
+    told, rank, lane = _GREETING.unpack(greeting)
+    return (rank, lane) if secrets.compare_digest(told, secret) else (-1, -1)
+
+
+def _close(lanes: list[dict[int, socket.socket]]) -> None:
+    for lane in lanes:
+        for connection in lane.values():
+            connection.close()

@@ -52,10 +52,13 @@ class CommunicatorSettings:
     connect_timeout: float = 10.0
     """Building the communicator of a generation: the full mesh must stand by then."""
     operation_timeout: float = 1_800.0
-    """The last resort of a collective or message. A dead peer is noticed by its sockets and a hung one by the
+    """The last resort where nothing moves. A dead peer is noticed by its sockets and a hung one by the
     coordinator, both much earlier."""
     wait_slice: float = 0.05
     """How long a collective is waited for before the coordinator's news are looked at."""
+    lost_wait: float = 1.0
+    """A peer that has sent all that is waited for may close its connections and be right. If nothing comes from the
+    others for this long behind that, the generation is over, whatever the coordinator has to say."""
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,9 @@ class Communicators:
         return communicator
 
     def tidy(self) -> None:
-        """Take down communicators of former generations; those whose collective still hangs wait for the next time."""
+        """Take down communicators of former generations."""
         with self._link.changed:
-            finished = [communicator for communicator in self._retired if communicator.idle]
-            self._retired = [communicator for communicator in self._retired if communicator not in finished]
+            finished, self._retired = self._retired, []
         self._close_behind(finished)
 
     def let_go(self, newest: m.Generation) -> None:
@@ -85,9 +84,8 @@ class Communicators:
         self._close_behind(former)
 
     def _close_behind(self, communicators: Iterable[Communicator]) -> None:
-        """Close them in threads: that takes as long as a step of a small model, which need not wait for it.
-
-        What was freed with them, and with message buffers of their size, is given back where it has become much.
+        """Close them, and give memory back where much was freed with their message buffers: in threads, since that
+        takes a while.
         """
 
         def close(communicator: Communicator) -> None:

@@ -103,7 +103,7 @@ class StandaloneSession:
     def enter(self, plan: m.Plan) -> Communicator:
         """Begin."""
         self.state.plan = plan
-        self.communicator = Communicator(plan, 0, None, lambda: None, self._settings.communicator)
+        self.communicator = Communicator(plan, 0, (), lambda: None, self._settings.communicator)
         return self.communicator
 
     def say_entered(self, restored: bool) -> None:

@@ -1,0 +1,224 @@
+"""A connection to one peer: frames of bytes, each with its length and checksum, sent and received in order.
+
+Nothing here waits. Whoever waits for frames (``lane``) polls the connections and lets each move what it can, so a wait
+can be given up at any time, and nothing moves any more behind it.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from virtualflow.errors import CommunicatorBroken, Damaged, VirtualFlowError
+from virtualflow.transport.checksum import checksum
+
+_HEAD = struct.Struct("<QQQ")
+"""Bytes of the content, its checksum, and the checksum of these two."""
+CLOSED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
+"""What polling says of a connection that the peer has closed."""
+
+
+class Exchange:
+    """Frames that are waited for together."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left = 0
+        """How many have not come, or not left, yet."""
+
+
+class _Arrival:
+    """A frame that is expected."""
+
+    __slots__ = ("at", "content", "exchange", "head")
+
+    def __init__(self, content: memoryview, exchange: Exchange) -> None:
+        self.content, self.exchange = content, exchange
+        self.head = memoryview(bytearray(_HEAD.size))
+        self.at = 0
+        """Bytes that have come, of both."""
+
+
+class _Departure:
+    """A frame that is to leave."""
+
+    __slots__ = ("exchange", "views")
+
+    def __init__(self, views: list[memoryview], exchange: Exchange) -> None:
+        self.views, self.exchange = views, exchange
+
+
+class Channel:
+    """One connection, for one thread at a time.
+
+    Args:
+        connection: to the peer; belongs to the channel from now on.
+        peer: its name, for sentences.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = peer
+        self.number = connection.fileno()
+        """To poll it by."""
+        self.closed = False
+        """Whether the peer was seen to have closed it."""
+        self._connection = connection
+        self._lock = threading.Lock()
+        """Held while memory is read or written, so that none is behind :meth:`cut`."""
+        self._over = False
+        self._incoming: deque[_Arrival] = deque()
+        self._outgoing: deque[_Departure] = deque()
+        self._sent = self._received = 0
+        """Frames so far: their number is part of their checksum, so that one that is lost or comes twice is noticed."""
+
+    @property
+    def interest(self) -> int:
+        """What to poll for."""
+        moves = (select.POLLIN if self._incoming else 0) | (select.POLLOUT if self._outgoing else 0)
+        return moves if self.closed else moves | CLOSED
+
+    @property
+    def leaves(self) -> bool:
+        """Whether a frame is to leave."""
+        return bool(self._outgoing)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a frame is to come or to leave."""
+        return bool(self._incoming or self._outgoing)
+
+    def expect(self, content: memoryview, exchange: Exchange) -> None:
+        """The next frame is to come here; its length is known."""
+        exchange.left += 1
+        self._incoming.append(_Arrival(content, exchange))
+
+    def send(self, content: memoryview, check: int, exchange: Exchange) -> None:
+        """Send a frame behind those before it; its memory must not change until it has left.
+
+        Args:
+            content: its bytes.
+            check: their checksum.
+            exchange: what it is a part of.
+        """
+        exchange.left += 1
+        head = _write_head(len(content), check, self._sent)
+        self._sent += 1
+        self._outgoing.append(_Departure([memoryview(head), content], exchange))
+
+    def advance(self) -> bool:
+        """Send and receive what goes without waiting; whether anything has moved.
+
+        Raises:
+            CommunicatorBroken: the connection is closed, or what came is not what was sent.
+            VirtualFlowError: the peer sends something else than what is expected.
+        """
+        try:
+            sent = self._send_on() if self._outgoing else False
+            return self._receive_on() or sent if self._incoming else sent
+        except OSError as error:
+            raise CommunicatorBroken(f"the connection to {self.peer} is broken: {error.strerror or error}") from error
+
+    def cut(self) -> None:
+        """Close the connection; its memory is neither read nor written behind this."""
+        with self._lock:
+            self._over = True
+            try:
+                self._connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # it is closed already
+
+    def close(self) -> None:
+        """Cut it, and free the descriptor."""
+        self.cut()
+        self._connection.close()
+
+    def forsake(self) -> None:
+        """Free the descriptor and leave the connection as it is: it is the parent process's."""
+        self._connection.close()
+
+    def _send_on(self) -> bool:
+        moved = False
+        while self._outgoing:
+            departure = self._outgoing[0]
+            try:
+                with self._lock:
+                    self._refuse_if_over()
+                    sent = self._connection.sendmsg(departure.views)
+            except BlockingIOError:
+                break
+            moved = True
+            departure.views = _without(departure.views, sent)
+            if not departure.views:
+                self._outgoing.popleft()
+                departure.exchange.left -= 1
+        return moved
+
+    def _receive_on(self) -> bool:
+        moved = False
+        while self._incoming:
+            arrival = self._incoming[0]
+            room = _without([arrival.head, arrival.content], arrival.at)
+            try:
+                with self._lock:
+                    self._refuse_if_over()
+                    received = self._connection.recvmsg_into(room)[0]
+            except BlockingIOError:
+                break
+            if received == 0:
+                raise CommunicatorBroken(f"{self.peer} has closed its connection")
+            moved = True
+            before, arrival.at = arrival.at, arrival.at + received
+            if before < _HEAD.size <= arrival.at:
+                self._check_head(arrival)
+            if arrival.at == _HEAD.size + len(arrival.content):
+                self._check_content(arrival)
+                self._incoming.popleft()
+                self._received += 1
+                arrival.exchange.left -= 1
+        return moved
+
+    def _refuse_if_over(self) -> None:
+        if self._over:
+            raise CommunicatorBroken("the connections were cut")
+
+    def _check_head(self, arrival: _Arrival) -> None:
+        length, check, _ = _HEAD.unpack(arrival.head)
+        if bytes(arrival.head) != _write_head(length, check, self._received):
+            raise self._damaged(_HEAD.size)
+        if length != len(arrival.content):
+            raise VirtualFlowError(
+                f"{self.peer} has sent {length} bytes where {len(arrival.content)} were expected, so workers are at "
+                "different places of the script: end the training by steps= or step.number (a counter of the script's "
+                "own begins anew in a joiner), and call vf.evaluate at the same step on every worker"
+            )
+
+    def _check_content(self, arrival: _Arrival) -> None:
+        if checksum(arrival.content) != _HEAD.unpack(arrival.head)[1]:
+            raise self._damaged(len(arrival.content))
+
+    def _damaged(self, size: int) -> Damaged:
+        return Damaged(
+            f"{size} bytes from {self.peer} arrived damaged: their checksum differs; if it comes again, look at the "
+            "memory and the network of that machine and of this one"
+        )
+
+
+def _write_head(length: int, check: int, number: int) -> bytes:
+    return _HEAD.pack(length, check, checksum(_HEAD.pack(length, check, number)))
+
+
+def _without(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of these bytes behind the first ``done``."""
+    left = []
+    for view in views:
+        if done < len(view):
+            left.append(view[done:] if done else view)
+        done = max(0, done - len(view))
+    return left

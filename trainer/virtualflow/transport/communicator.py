@@ -1,0 +1,277 @@
+"""The collectives of one generation, over a connection to each member.
+
+A communicator is built in a background thread while its predecessor serves the training. Its rendezvous (one address a
+member) goes through the coordinator, so no member hosts a store whose death would matter. Every block goes from each
+member straight to each other one, by the thread that waits for it: with workers that keep all processors busy, each hop
+to a thread of a library's and back takes longer than the wire. All that is sent bears a checksum (``channel``), and is
+looked at before anybody uses it.
+
+All of them are CPU tensors; those of an accelerator are staged by the caller (``reduction``).
+"""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from virtualflow.errors import CommunicatorBroken, VirtualFlowError
+from virtualflow.protocol import messages as m
+from virtualflow.transport.activity import Activity
+from virtualflow.transport.channel import Channel, Exchange
+from virtualflow.transport.checksum import checksum
+from virtualflow.transport.interface import DONE, Message, Pending
+from virtualflow.transport.lane import Lane
+from virtualflow.transport.link import Link
+from virtualflow.transport.mesh import build_mesh
+from virtualflow.transport.settings import CommunicatorSettings
+
+T = TypeVar("T")
+
+
+class LinkRendezvous:
+    """The rendezvous of one generation, through the coordinator's relay."""
+
+    def __init__(self, link: Link, generation: m.Generation, superseded: Callable[[], bool]) -> None:
+        self._link = link
+        self._generation = generation
+        self._superseded = superseded
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Leave a value for the others."""
+        self._link.publish(self._generation, key, value)
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """The values of these keys, which are waited for."""
+
+        def found() -> list[bytes]:
+            values = [self._link.lookup(self._generation, key) for key in keys]
+            return [value for value in values if value is not None]
+
+        self._link.wait(lambda: self._superseded() or len(found()) == len(keys), timeout)
+        values = found()
+        if len(values) != len(keys):
+            raise CommunicatorBroken(
+                f"generation {self._generation} was superseded, or its members did not all say where they are"
+            )
+        return values
+
+
+class Communicator:
+    """The collectives among the members of ``plan``, as its member number ``rank``.
+
+    Args:
+        plan: the generation.
+        rank: see above.
+        lanes: connections to the others, for the thread that trains and for one beside it; none for one that is alone.
+        interrupted: asked while something is waited for; a sentence ends that.
+        settings: how long is waited for what.
+        activity: of the thread that trains.
+    """
+
+    def __init__(
+        self,
+        plan: m.Plan,
+        rank: int,
+        lanes: Sequence[Mapping[int, socket.socket]],
+        interrupted: Callable[[], str | None],
+        settings: CommunicatorSettings,
+        activity: Activity | None = None,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.size = len(plan.members)
+        self._activity = activity or Activity()
+        self._interrupted = interrupted
+        self._settings = settings
+        self._lanes = [
+            Lane(
+                {peer: Channel(connection, plan.members[peer].worker) for peer, connection in sorted(lane.items())},
+                self._check,
+                settings,
+            )
+            for lane in lanes
+        ]
+        self._lane = self._lanes[0] if self._lanes else None
+        self.beside: Communicator = self
+        """The same for a thread beside the one that trains: what one of the two starts is nothing to the other."""
+        if self._lanes:
+            self.beside = copy.copy(self)
+            self.beside._lane = self._lanes[1]
+            self.beside.beside = self.beside
+
+    @classmethod
+    def open(
+        cls,
+        plan: m.Plan,
+        rank: int,
+        link: Link,
+        superseded: Callable[[], bool],
+        interrupted: Callable[[], str | None],
+        settings: CommunicatorSettings,
+    ) -> Communicator:
+        """Connect to the other members; blocks until the mesh stands.
+
+        Args:
+            superseded: whether a newer plan makes this one pointless; ends the wait.
+            interrupted: asked while a collective is waited for; a sentence abandons it.
+
+        Raises:
+            CommunicatorBroken: the members could not all be reached in time.
+        """
+        lanes: list[dict[int, socket.socket]] = []
+        if len(plan.members) > 1:
+            rendezvous = LinkRendezvous(link, plan.generation, superseded)
+            address = plan.members[rank].address
+            lanes = build_mesh(rendezvous, rank, len(plan.members), address, settings.connect_timeout, superseded)
+        return cls(plan, rank, lanes, interrupted, settings, link.activity)
+
+    def all_gather(self, block: Tensor) -> Tensor:
+        """Gather equal blocks: ``block`` is uint8 ``[n]``, the result uint8 ``[size, n]`` in the order of the ranks."""
+        if self._lane is None:
+            return block.unsqueeze(0)
+        gathered = torch.empty(self.size * block.numel(), dtype=torch.uint8)
+        self.start_all_gather(gathered, block).wait()
+        return gathered.view(self.size, block.numel())
+
+    def start_all_gather(self, out: Tensor, block: Tensor) -> Pending:
+        """Gather ``block`` (``[n]``) of every member into ``out`` (``[size * n]``), both contiguous, of one dtype."""
+        if self._lane is None:
+            out.copy_(block)
+            return DONE
+        rows = out.view(self.size, block.numel())
+        pending = self._start(
+            [
+                message
+                for peer in self._lane.channels
+                for message in (Message(peer, rows[peer], incoming=True), Message(peer, block, incoming=False))
+            ]
+        )
+        rows[self.rank].copy_(block)
+        return pending
+
+    def start_messages(self, messages: Sequence[Message]) -> Pending:
+        """See `Collectives.start_messages`."""
+        return self._start(messages)
+
+    def _start(self, messages: Sequence[Message]) -> _Waiting:
+        """Begin to send and receive these messages: what goes without waiting is under way behind this."""
+        lane = self._lane
+        assert lane is not None
+        self._or_cut(self._check)
+        exchange, checks = Exchange(), dict[int, int]()
+        for message in messages:
+            content = _memory_of(message.stretch)
+            if message.incoming:
+                lane.channels[message.peer].expect(content, exchange)
+                continue
+            known = id(message.stretch)  # what goes to several members is hashed once
+            if known not in checks:
+                checks[known] = checksum(content)
+            lane.channels[message.peer].send(content, checks[known], exchange)
+        self._or_cut(lane.advance)
+        return _Waiting(self, exchange)
+
+    def flush(self) -> None:
+        """Wait until all that was started has left, for a thread that turns to something else than waiting.
+
+        Raises:
+            CommunicatorBroken: see :meth:`wait_until`.
+        """
+        lane = self._lane
+        if lane is not None:
+            self.wait_until(lambda: not lane.leaves)
+
+    def wait_until(self, done: Callable[[], bool], timeout: float | None = None) -> None:
+        """Wait for what was started, until it is ``done``.
+
+        Raises:
+            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is: then the connections are
+                cut.
+            VirtualFlowError: a member has sent something else than what is expected.
+        """
+        lane = self._lane
+        assert lane is not None
+        seconds = self._settings.operation_timeout if timeout is None else timeout
+        with self._activity.waiting:
+            self._or_cut(lambda: lane.wait(done, seconds))
+
+    def _or_cut(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except VirtualFlowError:
+            self.cut()
+            raise
+
+    def settle(self, outcome: Future[T]) -> T:
+        """Wait for what another thread makes of this communicator.
+
+        Raises:
+            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
+        """
+        if not outcome.done():
+            with self._activity.waiting:
+                return outcome.result()
+        return outcome.result()
+
+    def cut(self) -> None:
+        """Close all connections: nothing that is under way reads or writes memory any more."""
+        for lane in self._lanes:
+            lane.cut()
+
+    def move(self, windows: Iterator[Sequence[Message]], *, timeout: float) -> None:
+        """Send and receive messages between pairs of members: all of a window at once, one window after the other.
+
+        What one member sends to another arrives in the order of sending. The memory of a message belongs to the
+        transfer until this returns or raises; afterwards nothing is read from it or written to it any more, whatever a
+        stopped peer does when it wakes up.
+
+        Args:
+            windows: see above.
+            timeout: seconds in which nothing moves: the last resort.
+
+        Raises:
+            CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
+        """
+        complete = False
+        try:
+            for window in windows:
+                self._start(window).wait(timeout)
+            complete = True
+        finally:
+            if not complete:
+                self.cut()
+
+    def _check(self) -> None:
+        reason = self._interrupted()
+        if reason is not None:
+            raise CommunicatorBroken(reason)
+
+    def close(self) -> None:
+        """Take the connections down."""
+        for lane in self._lanes:
+            lane.close()
+
+
+class _Waiting:
+    """Messages under way."""
+
+    def __init__(self, communicator: Communicator, exchange: Exchange) -> None:
+        self._communicator, self._exchange = communicator, exchange
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See :meth:`Communicator.wait_until`."""
+        exchange = self._exchange
+        self._communicator.wait_until(lambda: not exchange.left, timeout)
+
+
+def _memory_of(stretch: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    plain = stretch.detach().view(-1)
+    memory: memoryview = (plain if plain.dtype is torch.uint8 else plain.view(torch.uint8)).numpy().data
+    return memory
