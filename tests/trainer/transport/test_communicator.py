@@ -153,6 +153,18 @@ def test_a_peer_that_is_through_and_gone_does_not_break_what_others_still_bring(
         member.close()
 
 
+def test_what_a_peer_does_not_read_any_more_is_given_up() -> None:
+    """It has cut the connections, and still keeps their descriptors."""
+    giver, taker = mesh(2)
+    given = torch.ones(1 << 26, dtype=torch.uint8)  # more than the kernel keeps
+    pending = giver.start_messages([Message(1, given, incoming=False)])
+    taker.cut()
+    with pytest.raises(CommunicatorBroken, match=r"worker-1 has closed|the connection to worker-1 is broken"):
+        pending.wait()
+    giver.close()
+    taker.close()
+
+
 def test_a_peer_that_is_gone_ends_the_wait_for_others_in_the_end() -> None:
     slow, gone, waiter = mesh(3, settings=CommunicatorSettings(lost_wait=0.1))
     gone.close()

@@ -85,6 +85,11 @@ class Channel:
         return moves if self.closed else moves | CLOSED
 
     @property
+    def expects(self) -> bool:
+        """Whether a frame is to come."""
+        return bool(self._incoming)
+
+    @property
     def leaves(self) -> bool:
         """Whether a frame is to leave."""
         return bool(self._outgoing)

@@ -85,13 +85,16 @@ class Lane:
         any_moved = False
         for number, events in self._poll.poll(1e3 * seconds):
             channel = self._by_number[number]
-            if channel.waits:
-                any_moved |= channel.advance()
-            elif events & CLOSED and not channel.closed:
+            if events & CLOSED and not channel.expects:
+                if channel.leaves:
+                    # What a peer does not read any more, though it has not let go of the connection, leaves never.
+                    raise CommunicatorBroken(f"{channel.peer} has closed its connection")
                 # It may be through with all that these members exchange.
                 channel.closed = True
                 self._poll.unregister(number)
                 self._asked[number] = channel.interest
+            elif channel.waits:
+                any_moved |= channel.advance()
         return any_moved
 
     def _give_up(self, still: float, timeout: float) -> None:
