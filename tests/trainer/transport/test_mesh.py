@@ -9,12 +9,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from meshes import Board
 
 from tiers import nightly
+from virtualflow.errors import CommunicatorBroken
+from virtualflow.transport.mesh import build_mesh
 
 MEANWHILE = 3_000
 """Connections that strangers try before the last member has come."""
@@ -133,3 +138,68 @@ def test_thousands_of_connections_while_the_mesh_is_built_do_not_end_a_member() 
         line(process, "stands")
         go_on(process)
         line(process, "trains")
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_member_that_does_not_come_is_not_waited_for_for_ever_and_leaves_nothing_open() -> None:
+    before = descriptors()
+    with pytest.raises(CommunicatorBroken, match="2 connections of other members have not come"):
+        build_mesh(Board(), 0, 2, "127.0.0.1", 0.2)
+    with pytest.raises(CommunicatorBroken, match="not all come"):
+        build_mesh(Board(), 1, 2, "127.0.0.1", 0.2)
+    assert descriptors() == before
+
+
+def test_a_mesh_that_is_not_wanted_any_more_is_given_up() -> None:
+    asked: list[float] = []
+
+    def superseded() -> bool:
+        asked.append(time.monotonic())
+        return len(asked) > 2
+
+    with pytest.raises(CommunicatorBroken):
+        build_mesh(Board(), 0, 2, "127.0.0.1", 600.0, superseded)
+
+
+def test_a_member_that_is_gone_by_the_time_it_is_connected_to_breaks_the_mesh() -> None:
+    board = Board()
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        board.publish("member-0", bytes(16) + f"127.0.0.1 {gone.getsockname()[1]}".encode())
+    before = descriptors()
+    with pytest.raises(CommunicatorBroken, match="refused"):
+        build_mesh(board, 1, 2, "127.0.0.1", 10.0)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("says", ["nothing", "half", "a wrong secret", "no such rank", "no such lane"])
+def test_only_members_are_let_in(says: str) -> None:
+    board = Board()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(build_mesh, board, 0, 2, "127.0.0.1", 60.0)
+        (told,) = board.wait(["member-0"], 60.0)
+        secret, port = told[:16], int(told.rsplit(b" ", 1)[1])
+        greeting = {
+            "nothing": b"",
+            "half": secret[:9],
+            "a wrong secret": os.urandom(16) + bytes([1, 0, 0, 0, 0]),
+            "no such rank": secret + bytes([7, 0, 0, 0, 0]),
+            "no such lane": secret + bytes([1, 0, 0, 0, 9]),
+        }[says]
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(greeting)
+            if says not in ("nothing", "half"):
+                stranger.settimeout(60.0)
+                assert stranger.recv(1) == b"", "it is turned away before anybody else comes"
+            lanes = threads.submit(build_mesh, board, 1, 2, "127.0.0.1", 60.0).result()
+            found = first.result()
+        for mine, theirs in zip(found, lanes, strict=True):
+            mine[1].sendall(b"hello")
+            assert theirs[0].recv(5) == b"hello"
+            mine[1].close()
+            theirs[0].close()
