@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -172,6 +174,36 @@ def test_a_peer_that_is_gone_ends_the_wait_for_others_in_the_end() -> None:
         waiter.start_messages([Message(0, torch.zeros(4), incoming=True)]).wait()
     for member in (slow, waiter):
         member.close()
+
+
+def test_what_had_not_arrived_is_freed_with_its_communicator() -> None:
+    """Without waiting for Python's collector of circles, which does not know how much they hold."""
+    members = mesh(2)
+    memory = torch.zeros(1_000, dtype=torch.uint8)
+    members[0].start_messages([Message(1, memory, incoming=True)])
+    known = weakref.ref(members[0]), weakref.ref(members[0]._lanes[0])
+    gc.disable()
+    try:
+        for member in members:
+            member.close()
+        del member
+        members.clear()
+        assert [one() for one in known] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_an_interruption_by_a_signal_leaves_nothing_half_way() -> None:
+    def interrupt() -> str | None:
+        raise KeyboardInterrupt
+
+    stopped, other = mesh(2, {0: interrupt})
+    with pytest.raises(KeyboardInterrupt):
+        stopped.all_gather(torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(CommunicatorBroken):
+        other.all_gather(torch.zeros(4, dtype=torch.uint8))
+    stopped.close()
+    other.close()
 
 
 def test_members_at_different_places_say_so() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from virtualflow.errors import CommunicatorBroken
+from virtualflow.errors import CommunicatorBroken, Damaged
 from virtualflow.reduction.accumulation import Tensors, multiply
 from virtualflow.reduction.bucket_exchange import ReductionPlan, flatten, open_exchange, unflatten
 from virtualflow.reduction.message_buffers import Buffers
@@ -137,7 +137,8 @@ class Pipeline:
         try:
             self.carry_out()
         except CommunicatorBroken as error:
-            self._fail(type(error)(str(error)))  # its traceback would keep the buffers
+            kind = Damaged if isinstance(error, Damaged) else CommunicatorBroken
+            self._fail(kind(str(error)))  # the traceback of the other one would keep the buffers
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
             self._fail(error)
 

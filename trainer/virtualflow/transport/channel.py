@@ -18,6 +18,8 @@ from virtualflow.transport.checksum import checksum
 
 _HEAD = struct.Struct("<QQQ")
 """Bytes of the content, its checksum, and the checksum of these two."""
+_CALLS = 16
+"""Of the kernel, before another peer has its turn."""
 CLOSED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 """What polling says of a connection that the peer has closed."""
 
@@ -132,8 +134,8 @@ class Channel:
 
     def cut(self) -> None:
         """Close the connection; its memory is neither read nor written behind this."""
+        self._over = True  # before the lock is had, which the other thread may take again and again
         with self._lock:
-            self._over = True
             try:
                 self._connection.shutdown(socket.SHUT_RDWR)
             except OSError:
@@ -144,18 +146,16 @@ class Channel:
         self.cut()
         self._connection.close()
 
-    def forsake(self) -> None:
-        """Free the descriptor and leave the connection as it is: it is the parent process's."""
-        self._connection.close()
-
     def _send_on(self) -> bool:
         moved = False
-        while self._outgoing:
+        for _ in range(_CALLS):
+            if not self._outgoing:
+                break
             departure = self._outgoing[0]
             try:
                 with self._lock:
                     self._refuse_if_over()
-                    sent = self._connection.sendmsg(departure.views)
+                    sent = self._connection.sendmsg(departure.views, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 break
             moved = True
@@ -167,7 +167,9 @@ class Channel:
 
     def _receive_on(self) -> bool:
         moved = False
-        while self._incoming:
+        for _ in range(_CALLS):
+            if not self._incoming:
+                break
             arrival = self._incoming[0]
             room = _without([arrival.head, arrival.content], arrival.at)
             try:

@@ -15,12 +15,14 @@ import copy
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from virtualflow.errors import CommunicatorBroken, VirtualFlowError
+from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.transport.activity import Activity
 from virtualflow.transport.channel import Channel, Exchange
@@ -28,7 +30,7 @@ from virtualflow.transport.checksum import checksum
 from virtualflow.transport.interface import DONE, Message, Pending
 from virtualflow.transport.lane import Lane
 from virtualflow.transport.link import Link
-from virtualflow.transport.mesh import build_mesh
+from virtualflow.transport.mesh import build_mesh, close_all
 from virtualflow.transport.settings import CommunicatorSettings
 
 T = TypeVar("T")
@@ -92,18 +94,17 @@ class Communicator:
         self._lanes = [
             Lane(
                 {peer: Channel(connection, plan.members[peer].worker) for peer, connection in sorted(lane.items())},
-                self._check,
+                partial(_refuse, interrupted),
                 settings,
             )
             for lane in lanes
         ]
         self._lane = self._lanes[0] if self._lanes else None
-        self.beside: Communicator = self
-        """The same for a thread beside the one that trains: what one of the two starts is nothing to the other."""
+        self._beside: Communicator | None = None
         if self._lanes:
-            self.beside = copy.copy(self)
-            self.beside._lane = self._lanes[1]
-            self.beside.beside = self.beside
+            # No circle of references: what has not arrived in a communicator that is left is to be freed with it.
+            self._beside = copy.copy(self)
+            self._beside._lane = self._lanes[1]
 
     @classmethod
     def open(
@@ -129,7 +130,16 @@ class Communicator:
             rendezvous = LinkRendezvous(link, plan.generation, superseded)
             address = plan.members[rank].address
             lanes = build_mesh(rendezvous, rank, len(plan.members), address, settings.connect_timeout, superseded)
-        return cls(plan, rank, lanes, interrupted, settings, link.activity)
+        try:
+            return cls(plan, rank, lanes, interrupted, settings, link.activity)
+        except OSError as error:
+            close_all(lanes)
+            raise CommunicatorBroken(f"a connection broke at once: {error.strerror or error}") from error
+
+    @property
+    def beside(self) -> Communicator:
+        """The same for a thread beside the one that trains: what one of the two starts is nothing to the other."""
+        return self._beside or self
 
     def all_gather(self, block: Tensor) -> Tensor:
         """Gather equal blocks: ``block`` is uint8 ``[n]``, the result uint8 ``[size, n]`` in the order of the ranks."""
@@ -163,18 +173,18 @@ class Communicator:
         """Begin to send and receive these messages: what goes without waiting is under way behind this."""
         lane = self._lane
         assert lane is not None
-        self._or_cut(self._check)
         exchange, checks = Exchange(), dict[int, int]()
-        for message in messages:
-            content = _memory_of(message.stretch)
-            if message.incoming:
-                lane.channels[message.peer].expect(content, exchange)
-                continue
-            known = id(message.stretch)  # what goes to several members is hashed once
-            if known not in checks:
-                checks[known] = checksum(content)
-            lane.channels[message.peer].send(content, checks[known], exchange)
-        self._or_cut(lane.advance)
+        with self._or_cut():
+            _refuse(self._interrupted)
+            for message in messages:
+                content = _memory_of(message.stretch)
+                if message.incoming:
+                    lane.expect(message.peer, content, exchange)
+                    continue
+                known = id(message.stretch)  # what goes to several members is hashed once
+                if known not in checks:
+                    checks[known] = checksum(content)
+                lane.send(message.peer, content, checks[known], exchange)
         return _Waiting(self, exchange)
 
     def flush(self) -> None:
@@ -198,13 +208,15 @@ class Communicator:
         lane = self._lane
         assert lane is not None
         seconds = self._settings.operation_timeout if timeout is None else timeout
-        with self._activity.waiting:
-            self._or_cut(lambda: lane.wait(done, seconds))
+        with self._activity.waiting, self._or_cut():
+            lane.wait(done, seconds)
 
-    def _or_cut(self, act: Callable[[], None]) -> None:
+    @contextmanager
+    def _or_cut(self) -> Iterator[None]:
+        """Whatever is raised meanwhile, perhaps by a signal, leaves frames half way: nothing more is exchanged."""
         try:
-            act()
-        except VirtualFlowError:
+            yield
+        except BaseException:
             self.cut()
             raise
 
@@ -247,11 +259,6 @@ class Communicator:
             if not complete:
                 self.cut()
 
-    def _check(self) -> None:
-        reason = self._interrupted()
-        if reason is not None:
-            raise CommunicatorBroken(reason)
-
     def close(self) -> None:
         """Take the connections down."""
         for lane in self._lanes:
@@ -268,6 +275,12 @@ class _Waiting:
         """See :meth:`Communicator.wait_until`."""
         exchange = self._exchange
         self._communicator.wait_until(lambda: not exchange.left, timeout)
+
+
+def _refuse(interrupted: Callable[[], str | None]) -> None:
+    reason = interrupted()
+    if reason is not None:
+        raise CommunicatorBroken(reason)
 
 
 def _memory_of(stretch: Tensor) -> memoryview:

@@ -6,14 +6,12 @@ its power, does not; then the coordinator's word ends the wait.
 
 from __future__ import annotations
 
-import os
 import select
 import time
-import weakref
 from collections.abc import Callable, Mapping
 
 from virtualflow.errors import CommunicatorBroken
-from virtualflow.transport.channel import CLOSED, Channel
+from virtualflow.transport.channel import CLOSED, Channel, Exchange
 from virtualflow.transport.settings import CommunicatorSettings
 
 
@@ -36,13 +34,28 @@ class Lane:
         self._by_number = {channel.number: channel for channel in channels.values()}
         self._asked: dict[int, int] = {}
         """What is polled for, by descriptor."""
-        _open.add(self)
+        self._moved = set(channels.values())
+        """Those for which it may be something else now."""
+
+    def expect(self, peer: int, content: memoryview, exchange: Exchange) -> None:
+        """See :meth:`Channel.expect`."""
+        channel = self.channels[peer]
+        channel.expect(content, exchange)
+        self._moved.add(channel)
+
+    def send(self, peer: int, content: memoryview, check: int, exchange: Exchange) -> None:
+        """See :meth:`Channel.send`; it is under way behind this, as far as it goes without waiting."""
+        channel = self.channels[peer]
+        channel.send(content, check, exchange)
+        channel.advance()
+        self._moved.add(channel)
 
     def advance(self) -> None:
         """Send and receive what goes without waiting."""
         for channel in self.channels.values():
             if channel.waits:
                 channel.advance()
+                self._moved.add(channel)
 
     @property
     def leaves(self) -> bool:
@@ -73,15 +86,17 @@ class Lane:
             if now - checked >= slice_:
                 checked = now
                 self._check()
+                self.advance()  # also tells whether the connections were cut meanwhile
                 self._give_up(now - moved, timeout)
 
     def _poll_once(self, seconds: float) -> bool:
         """Wait until something can move, and move it; whether anything has."""
-        for number, channel in self._by_number.items():
+        for channel in self._moved:
             interest = channel.interest
-            if self._asked.get(number) != interest:
-                self._poll.register(number, interest)
-                self._asked[number] = interest
+            if self._asked.get(channel.number) != interest:
+                self._poll.register(channel.number, interest)
+                self._asked[channel.number] = interest
+        self._moved.clear()
         any_moved = False
         for number, events in self._poll.poll(1e3 * seconds):
             channel = self._by_number[number]
@@ -95,6 +110,7 @@ class Lane:
                 self._asked[number] = channel.interest
             elif channel.waits:
                 any_moved |= channel.advance()
+                self._moved.add(channel)
         return any_moved
 
     def _give_up(self, still: float, timeout: float) -> None:
@@ -113,17 +129,3 @@ class Lane:
         """Cut them, and free their descriptors."""
         for channel in self.channels.values():
             channel.close()
-        _open.discard(self)
-
-
-_open: weakref.WeakSet[Lane] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """A process was forked: the connections are its parent's, and are to end with that."""
-    for lane in list(_open):
-        for channel in lane.channels.values():
-            channel.forsake()
-
-
-os.register_at_fork(after_in_child=_let_go)

@@ -6,11 +6,14 @@ members have. Strangers that find the port meanwhile are turned away.
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import selectors
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,6 +29,8 @@ _GREETING = struct.Struct(f"<{_SECRET}sIB")
 """The secret, the rank of whoever connects, and which of its connections this is."""
 _STRANGERS = 64
 """Connections that have not said who they are; from there on the oldest is closed. Members say it as they connect."""
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""There are too many connections."""
 _SLICE = 0.1
 """Seconds between two questions whether it is still worth it."""
 
@@ -77,7 +82,7 @@ def build_mesh(
             host, port = listener.getsockname()[:2]
             rendezvous.publish(_key(rank), secret + f"{host} {port}".encode())
             lanes: list[dict[int, socket.socket]] = [{} for _ in range(LANES)]
-            undo.callback(_close, lanes)
+            undo.callback(close_all, lanes)
             told = rendezvous.wait([_key(lower) for lower in range(rank)], limit - time.monotonic())
             for lower, value in enumerate(told):
                 for number, lane in enumerate(lanes):
@@ -97,6 +102,7 @@ def _key(rank: int) -> str:
 def _listen(address: str, backlog: int) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
+    _ours.add(listener)
     try:
         listener.bind(where)
         listener.listen(backlog + _STRANGERS)
@@ -110,7 +116,12 @@ def _listen(address: str, backlog: int) -> socket.socket:
 def _connect(told: bytes, rank: int, lane: int, timeout: float) -> socket.socket:
     host, port = told[_SECRET:].decode().rsplit(" ", 1)
     connection = socket.create_connection((host, int(port)), timeout=timeout)
-    connection.sendall(_GREETING.pack(told[:_SECRET], rank, lane))
+    _ours.add(connection)
+    try:
+        connection.sendall(_GREETING.pack(told[:_SECRET], rank, lane))
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
@@ -143,16 +154,20 @@ def _accept(
             unknown.remove(connection)
 
         def let_in() -> None:
+            full = False
             try:
                 connection, _ = listener.accept()
-            except OSError:  # it is gone again, or there are too many: then the oldest makes room
-                connection = None
-            if connection is not None:
+            except OSError as error:
+                full = error.errno in _FULL
+                if full and not unknown:
+                    time.sleep(_SLICE)
+            else:
+                _ours.add(connection)
                 connection.setblocking(False)
                 if not greet(connection):
                     unknown.append(connection)
                     selector.register(connection, selectors.EVENT_READ)
-            if unknown and (connection is None or len(unknown) > _STRANGERS):
+            if unknown and (full or len(unknown) > _STRANGERS):
                 oldest = unknown[0]
                 forget(oldest)
                 oldest.close()
@@ -173,23 +188,36 @@ def _accept(
 
 
 def _greeting_of(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
-    """The rank and lane of whoever connects, ``(-1, -1)`` for a stranger; ``None``: it has not said all of it."""
+    """The rank and lane of whoever connects, ``(-1, -1)`` for a stranger; ``None``: it has said nothing yet.
+
+    So few bytes come at once, or are a stranger's.
+    """
     try:
-        greeting = connection.recv(_GREETING.size, socket.MSG_PEEK)
-        if 0 < len(greeting) < _GREETING.size and secret.startswith(greeting[:_SECRET]):
-            return None
-        if len(greeting) < _GREETING.size:
-            return -1, -1
-        connection.recv(_GREETING.size)
+        greeting = connection.recv(_GREETING.size)
     except BlockingIOError:
         return None
     except OSError:
+        return -1, -1
+    if len(greeting) < _GREETING.size:
         return -1, -1
     told, rank, lane = _GREETING.unpack(greeting)
     return (rank, lane) if secrets.compare_digest(told, secret) else (-1, -1)
 
 
-def _close(lanes: list[dict[int, socket.socket]]) -> None:
+def close_all(lanes: list[dict[int, socket.socket]]) -> None:
+    """Close these connections."""
     for lane in lanes:
         for connection in lane.values():
             connection.close()
+
+
+_ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """A process was forked: the connections are its parent's, and are to end with that."""
+    for connection in list(_ours):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_let_go)

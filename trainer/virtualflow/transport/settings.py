@@ -56,7 +56,7 @@ class CommunicatorSettings:
     coordinator, both much earlier."""
     wait_slice: float = 0.05
     """How long a collective is waited for before the coordinator's news are looked at."""
-    lost_wait: float = 1.0
+    lost_wait: float = 5.0
     """A peer that has sent all that is waited for may close its connections and be right. If nothing comes from the
     others for this long behind that, the generation is over, whatever the coordinator has to say."""
 

@@ -46,6 +46,7 @@ class Communicators:
         self._prepared: dict[m.Generation, Communicator] = {}
         self._retired: list[Communicator] = []
         self._closers: list[threading.Thread] = []
+        self._closed = False
         self._freed = FreedMemory(settings.memory.kept)
 
     def __contains__(self, generation: m.Generation) -> bool:
@@ -102,6 +103,7 @@ class Communicators:
     def close(self, running: Communicator | None) -> None:
         """Take all of them down, and the ``running`` one."""
         with self._link.changed:
+            self._closed = True
             communicators = [*self._retired, *self._prepared.values()]
             self._retired, self._prepared = [], {}
         for communicator in (*communicators, running):
@@ -138,7 +140,7 @@ class Communicators:
                 link.send_unbuilt(m.Broken(plan.generation, state.step, detail))
             return
         with link.changed:
-            wanted = not superseded()
+            wanted = not (superseded() or self._closed)
             if wanted:
                 self._prepared[plan.generation] = communicator
                 offered = self._offered()
