@@ -51,7 +51,7 @@ class Guards:
             vars(module)["checksum"] = checksum if on else _no_checksum
 
 
-def _no_checksum(content: memoryview | bytes, seed: int = 0) -> int:
+def _no_checksum(_: memoryview | bytes) -> int:
     """What both sides of a connection agree on without a look at the bytes."""
     return 0
 

@@ -11,6 +11,6 @@ from __future__ import annotations
 import xxhash
 
 
-def checksum(content: memoryview | bytes, seed: int = 0) -> int:
+def checksum(content: memoryview | bytes) -> int:
     """XXH3 of these bytes, 64 bits."""
-    return xxhash.xxh3_64_intdigest(content, seed)
+    return xxhash.xxh3_64_intdigest(content)

@@ -250,14 +250,9 @@ class Communicator:
         Raises:
             CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
         """
-        complete = False
-        try:
+        with self._or_cut():  # also where a window cannot be made
             for window in windows:
                 self._start(window).wait(timeout)
-            complete = True
-        finally:
-            if not complete:
-                self.cut()
 
     def close(self) -> None:
         """Take the connections down."""
