@@ -119,12 +119,12 @@ def test_an_age_is_short(seconds: int, text: str) -> None:
 
 
 def test_logs_are_one_by_time() -> None:
-    logs = {"a": "2026T1 one\n2026T3 three words\n", "b": "2026T2 two\n2026T4\n", "c": ""}
+    logs = {"a": "2026-11-26T1 one\n2026-11-26T3 three words\n", "b": "2026-11-26T2 two\n2026-11-26T4\n", "c": ""}
     assert list(merged(logs)) == [
-        Line("2026T1", "a", "one"),
-        Line("2026T2", "b", "two"),
-        Line("2026T3", "a", "three words"),
-        Line("2026T4", "b", ""),
+        Line("2026-11-26T1", "a", "one"),
+        Line("2026-11-26T2", "b", "two"),
+        Line("2026-11-26T3", "a", "three words"),
+        Line("2026-11-26T4", "b", ""),
     ]
 
 
@@ -136,11 +136,11 @@ def test_a_log_that_is_followed_has_each_line_of_everybody_once(monkeypatch: pyt
 
     def stream(worker: str, since: str | None) -> Iterator[str]:
         readings[worker] = readings.get(worker, 0) + 1
-        yield "T1 begins"
+        yield "2026-11-26T1 begins"
         if readings[worker] == 1:
             return  # broken off
-        assert since in ("T1", "T2")
-        yield "T2 goes on"
+        assert since in ("2026-11-26T1", "2026-11-26T2")
+        yield "2026-11-26T2 goes on"
         if worker == "late":
             over.set()
 
@@ -168,14 +168,40 @@ def test_the_log_of_a_worker_that_has_ended_is_read_again_where_it_broke_off(mon
         readings.append(since)
         if len(readings) == 1:
             raise BrokenOff
-        yield "T1 begins"
+        yield "2026-11-26T1 begins"
         if len(readings) == 2:
             raise BrokenOff
-        yield "T2 ends"
+        yield "2026-11-26T2 ends"
 
     found = [line.text for line in followed(lambda: {"first": False}, stream, lambda: True)]
     assert found == ["begins", "ends"]
-    assert readings == [None, None, "T1"]
+    assert readings == [None, None, "2026-11-26T1"]
+
+
+GONE = 'failed to try resolving symlinks in path "/var/log/pods/first": no such file or directory'
+
+
+def test_what_a_kubelet_says_of_a_log_that_is_gone_is_said_once_and_hides_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has no time, and its first word is later than every time by its letters."""
+    monkeypatch.setattr("virtualflow.cluster.logs.LOOK_SECONDS", 0.01)
+    assert list(merged({"first": f"2026-11-26T1 begins\n{GONE}", "second": GONE})) == [
+        Line("", "second", GONE),
+        Line("2026-11-26T1", "first", "begins"),
+        Line("2026-11-26T1", "first", GONE),
+    ]
+    over = threading.Event()
+    parts = iter(["2026-11-26T1 begins", GONE, GONE, "2026-11-26T2 goes on"])
+
+    def stream(_: str, since: str | None) -> Iterator[str]:
+        part = next(parts, "2026-11-26T2 goes on")
+        if part.endswith("on"):
+            over.set()
+        yield part
+
+    found = [line.text for line in followed(lambda: {"first": not over.is_set()}, stream, over.is_set)]
+    assert found == ["begins", GONE, "goes on"]
 
 
 def test_a_worker_that_writes_on_and_on_does_not_hide_one_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,27 +210,27 @@ def test_a_worker_that_writes_on_and_on_does_not_hide_one_that_comes(monkeypatch
 
     def stream(worker: str, _: str | None) -> Iterator[str]:
         if worker == "late":
-            yield "T1 begins"
+            yield "2026-11-26T1 begins"
             over.set()
             return
         for number in itertools.count():
             if over.wait(0.001):
                 return
-            yield f"T{number:09} goes on"
+            yield f"2026-11-26T{number:09} goes on"
             written.set()
 
     def workers() -> dict[str, bool]:
         return dict.fromkeys(["first", "late"] if written.is_set() else ["first"], not over.is_set())
 
-    assert Line("T1", "late", "begins") in followed(workers, stream, over.is_set)
+    assert Line("2026-11-26T1", "late", "begins") in followed(workers, stream, over.is_set)
 
 
 def test_who_may_not_read_logs_hears_of_it_while_following() -> None:
     def stream(worker: str, _: str | None) -> Iterator[str]:
-        yield "T1 begins"
+        yield "2026-11-26T1 begins"
         raise ConfigurationError(f"cannot read the log of {worker}: forbidden")
 
     lines = followed(lambda: {"first": True}, stream, lambda: False)
-    assert next(lines) == Line("T1", "first", "begins")
+    assert next(lines) == Line("2026-11-26T1", "first", "begins")
     with pytest.raises(ConfigurationError, match="cannot read the log of first: forbidden"):
         next(lines)

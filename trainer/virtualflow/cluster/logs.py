@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,9 @@ from virtualflow.errors import VirtualFlowError
 
 LOOK_SECONDS = 2.0
 """Between two looks for workers that are new, while a log is followed."""
+
+STAMP = re.compile(r"\d{4}-\d\d-\d\dT")
+"""How a time of RFC 3339 begins."""
 
 
 class BrokenOff(Exception):
@@ -28,16 +32,27 @@ class Line(NamedTuple):
     text: str
 
     @classmethod
-    def read(cls, worker: str, stamped: str) -> Line:
-        """Take the time off a line that the API server has put it before."""
+    def read(cls, worker: str, stamped: str, *, before: str = "") -> Line:
+        """Take the time off a line that the kubelet has put it before.
+
+        What the kubelet says instead of a log that is not on its node any more has no time; it gets that of the line
+        before it, and stays whole.
+        """
         time, _, text = stamped.partition(" ")
-        return cls(time, worker, text)
+        return cls(time, worker, text) if STAMP.match(time) else cls(before, worker, stamped)
 
 
 def merged(logs: Mapping[str, str]) -> Iterator[Line]:
     """All lines of the logs of workers, by time; lines of one worker stay in their order."""
-    parts = ([Line.read(worker, line) for line in log.splitlines()] for worker, log in logs.items())
-    yield from heapq.merge(*parts, key=lambda line: line.time)
+
+    def lines(worker: str, log: str) -> Iterator[Line]:
+        time = ""
+        for stamped in log.splitlines():
+            line = Line.read(worker, stamped, before=time)
+            time = line.time
+            yield line
+
+    yield from heapq.merge(*(lines(worker, log) for worker, log in logs.items()), key=lambda line: line.time)
 
 
 def followed(
@@ -59,6 +74,8 @@ def followed(
     found: queue.SimpleQueue[Line | VirtualFlowError] = queue.SimpleQueue()
     readers: dict[str, threading.Thread] = {}
     latest: dict[str, str] = {}
+    unstamped: dict[str, str] = {}
+    """What the kubelet has said of a log that it cannot read; it says so at each reading."""
     whole: set[str] = set()
     """Those that had ended when the latest reading of their log began."""
 
@@ -66,8 +83,12 @@ def followed(
         since = latest.get(worker)
         try:
             for stamped in stream(worker, since):
-                line = Line.read(worker, stamped)
-                if since is None or line.time > since:
+                line = Line.read(worker, stamped, before=latest.get(worker, ""))
+                if line.text == stamped:
+                    if unstamped.get(worker) != stamped:
+                        unstamped[worker] = stamped
+                        found.put(line)
+                elif since is None or line.time > since:
                     latest[worker] = line.time
                     found.put(line)
         except BrokenOff:
