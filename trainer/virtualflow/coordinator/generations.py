@@ -72,7 +72,8 @@ def learn(state: JobState, plan: m.Plan, now: float) -> None:
     proposed = state.proposed
     if state.running is None and proposed is not None and plan.generation < proposed.generation:
         # News of the first generation may come after some of its members were to go on without the others.
-        goes_on = not made_elsewhere and all(plan.includes(member.incarnation) for member in proposed.members)
+        members = {member.incarnation for member in plan.members}
+        goes_on = not made_elsewhere and all(member.incarnation in members for member in proposed.members)
         if not goes_on:
             withdraw(state)  # an initial start, but there is a training to go on with
     state.running, state.running_since = plan, now
@@ -165,9 +166,10 @@ def declare_those_left_behind_lost(state: JobState) -> None:
     they were to leave, and lack the step after which the others went on: nobody calls them any more.
     """
     running = state.running_generation
+    members = {x.incarnation for plan in state.newest for x in plan.members}
     for incarnation, worker in list(state.roster.workers.items()):
         behind = worker.entered is not None and worker.entered < running
         leaves = worker.draining and not worker.stranded
-        awaited = leaves or worker.through or any(plan.includes(incarnation) for plan in state.newest)
+        awaited = leaves or worker.through or incarnation in members
         if behind and not awaited:
             declare_lost(state, incarnation, f"the job went on in generation {running} without this process")

@@ -224,7 +224,8 @@ def _limits(now: float, cluster: Cluster, settings: MembershipSettings) -> list[
         {x.incarnation for x in proposed.members} if proposed is not None and proposed.mode == "recovery" else set()
     )
     # Where none of those who train is connected and heard of, closed connections are no news of them either.
-    isolated = cluster.isolated or now - cluster.heard_at >= settings.heartbeat_limit
+    heard_at = cluster.heard_at
+    isolated = cluster.isolated or now - heard_at >= settings.heartbeat_limit
     wanted = frozenset() if isolated else torn | awaited
     limits: list[tuple[str, float, str]] = []
     for i, worker in cluster.workers.items():
@@ -236,7 +237,7 @@ def _limits(now: float, cluster: Cluster, settings: MembershipSettings) -> list[
         if worker.failures >= settings.join_attempts:
             limits.append((i, float("-inf"), f"it could not be connected with the others {worker.failures} times"))
         since = worker.last_heard if worker.connected else worker.disconnected_at
-        silence_ends = _silence_ends(now, since, _heard_at(cluster, worker), settings)
+        silence_ends = _silence_ends(now, since, _heard_at(cluster, worker, heard_at), settings)
         silence = f"for {silence_ends - since:.4g} s"
         if worker.connected:
             limits.append((i, silence_ends, f"no sign of life {silence}"))
@@ -260,14 +261,19 @@ def _grace(worker: Worker, torn: bool, cluster: Cluster, settings: MembershipSet
     return 0.0 if torn and worker.known_in_person and not worker.done else settings.reconnect_grace
 
 
-def _heard_at(cluster: Cluster, worker: Worker) -> float:
+def _heard_at(cluster: Cluster, worker: Worker, heard_at: float) -> float:
     """When somebody was last heard of to whom the training that this worker may be in would be known.
 
     Where nobody trains, a worker is only waited for, and its silence tells all; unless it may train elsewhere, with a
     state that it got just before the others were lost.
+
+    Args:
+        cluster: the job.
+        worker: one of its workers.
+        heard_at: ``cluster.heard_at``, which looks at all of them.
     """
     if cluster.running is not None or cluster.proposed is not None:
-        return cluster.heard_at
+        return heard_at
     elsewhere = cluster.unheard is None or worker.name in cluster.unheard
     return float("-inf") if elsewhere and not worker.connected else float("inf")
 
