@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from pathlib import Path
 
 import habits
@@ -75,6 +76,60 @@ def test_an_average_beside_the_model_is_noticed(trace_of) -> None:  # type: igno
 
     gc.collect()
     assert beside("average") - beside("none") == {"beside the model: Plain"}  # other tests may have left some, too
+
+
+class Forgotten(torch.nn.Module):
+    """A model in a circle of references, which only a collection frees."""
+
+    itself: list[Forgotten]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+
+class Finalized:
+    """A circle of references whose collection waits, with the interpreter free for others."""
+
+    def __init__(self, begun: threading.Event, ends: threading.Event) -> None:
+        self.itself, self.begun, self.ends = self, begun, ends
+
+    def __del__(self) -> None:
+        self.begun.set()
+        self.ends.wait(60)
+
+
+def test_a_model_that_nobody_keeps_is_not_beside_while_another_thread_collects_garbage(
+    trace_of,  # type: ignore[no-untyped-def]
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, ends = threading.Event(), threading.Event()
+
+    def collect_elsewhere() -> None:
+        Finalized(begun, ends)
+        gc.collect()
+
+    def collect() -> int:
+        found = really_collect()
+        ends.set()  # the first call has done nothing
+        return found
+
+    gc.collect()
+    really_collect = gc.collect
+    other = threading.Thread(target=collect_elsewhere, daemon=True)
+    other.start()
+    assert begun.wait(60)
+    forgotten = Forgotten()
+    forgotten.itself = [forgotten]
+    del forgotten
+    monkeypatch.setattr("virtualflow.worker.trace.gc.collect", collect)
+    gc.disable()  # nobody else collects it
+    try:
+        before = next(iter(trace_of("none").before[2].values()))
+    finally:
+        gc.enable()
+    assert not [name for name in before if "Forgotten" in name]
+    other.join(60)
 
 
 def test_without_a_trace_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

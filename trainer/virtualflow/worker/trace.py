@@ -11,6 +11,8 @@ import gc
 import os
 import random
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +27,9 @@ from virtualflow.state import content_hash, optimizers_of
 from virtualflow.verify import BESIDE, Began, Committed, Computed, Opened, Record, encode
 from virtualflow.worker.step import Told
 from virtualflow.worker.train_state import Training
+
+_COLLECTED_WITHIN = 5.0
+"""Seconds that a collection of another thread may take: what it finalizes may be slow, or never come to an end."""
 
 
 class TraceWriter:
@@ -157,6 +162,25 @@ def _hash_generators() -> str:
     return content_hash(states)
 
 
+def _collect_garbage() -> None:
+    """Collect; ``gc.collect`` returns at once, with nothing done, while a collection of another thread is under way."""
+    collected = threading.Event()
+
+    def note(phase: str, _: object) -> None:
+        if phase == "stop" and threading.get_ident() == mine:
+            collected.set()
+
+    mine = threading.get_ident()
+    gc.callbacks.append(note)
+    try:
+        limit = time.monotonic() + _COLLECTED_WITHIN
+        while not collected.is_set() and time.monotonic() < limit:
+            gc.collect()
+            collected.wait(0.001)
+    finally:
+        gc.callbacks.remove(note)
+
+
 def _find_companions(training: Training) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Modules and optimizers with a state that the script keeps beside its model: averages, teachers, adversaries.
 
@@ -164,7 +188,7 @@ def _find_companions(training: Training) -> Iterator[tuple[str, Callable[[], Any
     run.
     """
     kinds = (nn.Module, torch.optim.Optimizer)
-    gc.collect()  # what is only waiting for it is not kept by anybody
+    _collect_garbage()  # what is only waiting for it is not kept by anybody
     found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     modules = [each for each in found if isinstance(each, nn.Module)]
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
