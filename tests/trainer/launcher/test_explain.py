@@ -42,7 +42,7 @@ def test_the_way_of_each_bucket_is_printed_with_its_reasons(tmp_path: Path) -> N
     assert "assumed, since so little is not measured" in lines[1]
     assert "bucket 1: 288 bytes of float32 (bias, weight)" in lines
     assert any(line.startswith("  gather, behind the step headers; predicted to be the fastest") for line in lines)
-    assert any("no further overlap: the bytes of all buckets together are predicted" in line for line in lines)
+    assert any("no further overlap: all buckets together are predicted to save" in line for line in lines)
     assert not list(tmp_path.glob("virtualflow-*/*")), "it has left something"
 
 

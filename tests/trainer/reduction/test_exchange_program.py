@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.reduction.cost import Network, Shape, combine, predict
+from virtualflow.reduction.cost import NETWORK_SIZE, Network, Shape, combine, predict
+from virtualflow.reduction.network import agree_on_network, has_spare_processor
 from virtualflow.reduction.program import (
     Facts,
     Illegal,
@@ -30,7 +35,7 @@ from virtualflow.reduction.program import (
     write,
 )
 from virtualflow.reduction.schedule import Terms, choose_programs, improve
-from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
+from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ProbeSettings, ReductionSettings
 from virtualflow.worker.options import check_exchange
 
 PLAIN, SHARDED = UpdateRule(), UpdateRule(sharded=True)
@@ -175,7 +180,7 @@ def test_every_legal_program_does_what_is_meant_once_and_in_order(facts: Facts) 
 
 SHAPES = st.builds(Shape, st.integers(0, 1 << 28), st.lists(st.integers(1, 5), min_size=2, max_size=8).map(tuple))
 COST = st.floats(0, 1e-3)
-NETWORKS = st.builds(Network, COST, COST, COST)
+NETWORKS = st.builds(Network, COST, COST, COST, st.floats(0, 1))
 
 
 @given(SHAPES, FACTS, NETWORKS)
@@ -261,6 +266,63 @@ def test_latency_alone_is_no_reason_to_begin_early() -> None:
             [Shape(size, (1, 1))], Facts(2, final=True), Terms(Exchange(), far), ReductionSettings()
         )
         assert choice.program.overlapped is overlapped
+
+
+def test_what_keeps_busy_the_processors_that_compute_is_no_reason_either() -> None:
+    """To begin early saves what the exchange waits for, where no processor is left to a thread beside the training."""
+    shape = Shape(1 << 24, (1, 1))
+    for hidden, overlapped in ((0.0, False), (0.01, False), (0.3, True), (1.0, True)):
+        network = replace(NETWORK, hidden=hidden)
+        (choice,) = choose_programs(
+            [shape], Facts(2, final=True), Terms(Exchange(), network, measured=True), ReductionSettings()
+        )
+        assert choice.program.overlapped is overlapped
+        assert ("predicted to save" in dict(choice.refused)["overlap"]) is not overlapped
+
+
+@given(st.lists(NETWORKS, min_size=1, max_size=4))
+def test_members_agree_on_what_holds_for_all_of_them(measured: list[Network]) -> None:
+    agreed = combine([Network.from_bytes(one.to_bytes()) for one in measured])
+    assert len(agreed.to_bytes()) == NETWORK_SIZE
+    for one in measured:
+        assert agreed.latency <= one.latency
+        assert agreed.byte <= one.byte
+        assert agreed.add_byte >= one.add_byte
+        assert agreed.hidden <= one.hidden
+
+
+def test_an_accelerator_leaves_processors_to_the_exchange_and_threads_that_take_all_do_not() -> None:
+    processors = len(os.sched_getaffinity(0))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(processors)
+        assert has_spare_processor(torch.device("cuda"), 8)
+        assert not has_spare_processor(torch.device("cpu"), 1)
+        torch.set_num_threads(1)
+        assert not has_spare_processor(torch.device("cpu"), processors)
+        assert has_spare_processor(torch.device("cpu"), processors - 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+class Instant:
+    """Two members between whom everything takes a given time, in which this one has nothing to do."""
+
+    rank, size = 0, 2
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def all_gather(self, block: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds if block.numel() > 1_000 else 0.0)
+        return torch.stack([block, block])
+
+
+def test_the_time_in_which_a_member_only_waits_can_be_hidden() -> None:
+    for spare, least in ((False, 0.5), (True, 1.0)):
+        network = agree_on_network(Instant(0.05), ProbeSettings(rounds=1), None, spare=spare)  # type: ignore[arg-type]
+        assert network.hidden >= least
+        assert network.byte >= 0.04 / ProbeSettings().large
 
 
 @pytest.mark.parametrize("way", list(Split))

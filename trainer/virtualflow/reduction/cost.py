@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, replace
 
 from virtualflow.reduction.program import Layout, Operation, Program, Stage
 
-_NUMBERS = struct.Struct("<3d")
+_NUMBERS = struct.Struct("<4d")
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,18 @@ class Network:
     """Each byte that a worker receives, its checksums included."""
     add_byte: float
     """Each byte that a worker adds."""
+    hidden: float = 1.0
+    """The share of the time of bytes in which an exchange beside a backward pass takes nothing from it."""
 
-    def without_latency(self) -> Network:
-        """One on which only bytes take time."""
-        return replace(self, latency=0.0)
+    def beside(self) -> Network:
+        """What an exchange beside a backward pass saves, compared with one behind it.
+
+        Latency is not among it: it is what the last bucket costs in any case, and the step headers with it.
+        """
+        return replace(self, latency=0.0, byte=self.hidden * self.byte, add_byte=self.hidden * self.add_byte)
 
     def to_bytes(self) -> bytes:
-        """24 bytes."""
+        """32 bytes."""
         return _NUMBERS.pack(*astuple(self))
 
     @classmethod
@@ -49,12 +54,13 @@ def combine(measured: Sequence[Network]) -> Network:
     """What counts where each worker has measured.
 
     Of an exchange the shortest time: the others have waited for somebody who came later. Of what a worker does alone
-    the longest: a step waits for the slowest.
+    the longest, and of what it can do beside its work the least: a step waits for the slowest.
     """
     return Network(
         latency=min(one.latency for one in measured),
         byte=min(one.byte for one in measured),
         add_byte=max(one.add_byte for one in measured),
+        hidden=min(one.hidden for one in measured),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,20 @@ _PASSES = 4
 """So often each byte passes through memory at least: to the kernel and from it, and under a checksum at either end."""
 
 
-def agree_on_network(collectives: Collectives, probe: ProbeSettings, known: Network | None) -> Network:
+def has_spare_processor(device: torch.device, workers: int) -> bool:
+    """Whether a thread that exchanges takes nothing from those that compute.
+
+    Args:
+        device: that computes; an accelerator leaves the processors to others.
+        workers: that may be on this machine, each with as many threads as this one.
+    """
+    if device.type != "cpu":
+        return True
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return there > workers * torch.get_num_threads()
+
+
+def agree_on_network(collectives: Collectives, probe: ProbeSettings, known: Network | None, *, spare: bool) -> Network:
     """What messages take, as all members have it from a generation before, or else measured now; the same for all.
 
     So a generation that nobody joins waits for nothing but this question.
@@ -26,6 +40,7 @@ def agree_on_network(collectives: Collectives, probe: ProbeSettings, known: Netw
         collectives: of at least two members, which all call this at the same place.
         probe: how much is sent, and how often.
         known: the numbers that this member has.
+        spare: see :func:`has_spare_processor`.
 
     Raises:
         CommunicatorBroken: a member is lost.
@@ -33,7 +48,7 @@ def agree_on_network(collectives: Collectives, probe: ProbeSettings, known: Netw
     told = _tell(collectives, bytes(NETWORK_SIZE) if known is None else known.to_bytes())
     if known is not None and len(set(told)) == 1:
         return known
-    mine = _measure(collectives, probe)
+    mine = _measure(collectives, probe, spare=spare)
     return combine([Network.from_bytes(raw) for raw in _tell(collectives, mine.to_bytes())])
 
 
@@ -43,15 +58,23 @@ def _tell(collectives: Collectives, raw: bytes) -> list[bytes]:
     return [row.numpy().tobytes() for row in collectives.all_gather(block)]
 
 
-def _measure(collectives: Collectives, probe: ProbeSettings) -> Network:
+def _measure(collectives: Collectives, probe: ProbeSettings, *, spare: bool) -> Network:
     took = dict.fromkeys((probe.small, probe.large), math.inf)
+    waited = math.inf
+    """Seconds of a large message in which this worker's processor had nothing to do with it."""
     # In turns, so that what else the machine does for a moment disturbs both alike.
     for size in [*took] * probe.rounds:
-        took[size] = min(took[size], _time(partial(_gather, collectives, size)))
+        busy = -time.thread_time()
+        seconds = _time(partial(_gather, collectives, size))
+        busy += time.thread_time()
+        took[size] = min(took[size], seconds)
+        if size == probe.large:
+            waited = min(waited, max(0.0, seconds - busy))
     left, right = (torch.ones(probe.added // 4) for _ in range(2))
     add_byte = min(_time(lambda: left.add_(right)) for _ in range(probe.rounds)) / probe.added
     byte = max(_PASSES * add_byte, (took[probe.large] - took[probe.small]) / (probe.large - probe.small))
-    return Network(took[probe.small], byte, add_byte)
+    hidden = 1.0 if spare else min(1.0, waited / took[probe.large])
+    return Network(took[probe.small], byte, add_byte, hidden)
 
 
 def _gather(collectives: Collectives, size: int) -> None:

@@ -25,7 +25,7 @@ from virtualflow.reduction.cost import Shape
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.exchanger import Exchanger
 from virtualflow.reduction.message_buffers import Buffers
-from virtualflow.reduction.network import agree_on_network
+from virtualflow.reduction.network import agree_on_network, has_spare_processor
 from virtualflow.reduction.offload import Landing
 from virtualflow.reduction.ownership import Owners
 from virtualflow.reduction.pipeline import Pipeline
@@ -125,7 +125,8 @@ class Reducer:
         rows = sum(len(nodes) for nodes in self._keys(holdings))
         size = rows * sum(template.numel() * template.itemsize for template in templates)
         if collectives.size > 1 and size >= self._settings.probe.worthwhile:
-            network = agree_on_network(collectives, self._settings.probe, known)
+            spare = has_spare_processor(templates[0].device, collectives.size)
+            network = agree_on_network(collectives, self._settings.probe, known, spare=spare)
             self._terms = Terms(wish, network, measured=True)
 
     def _needed_by(self, templates: Sequence[Tensor], size: int) -> list[Sequence[int]] | None:

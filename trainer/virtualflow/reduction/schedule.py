@@ -79,13 +79,12 @@ def choose_programs(shapes: Sequence[Shape], facts: Facts, terms: Terms, setting
         shapes: what each bucket has to carry.
         facts: of the job and the step.
         terms: what was agreed on.
-        settings: from which predicted time on it is worth to begin early.
+        settings: what must be saved for it to be worth to begin early.
     """
     choices = [_choose_way(shape, facts, terms, settings) for shape in shapes]
-    # Latency is no reason to begin early: it is what the last bucket costs in any case, and the step headers with it.
-    bytes_only = terms.network.without_latency()
-    total = math.fsum(predict(one.program, shape, bytes_only) for one, shape in zip(choices, shapes, strict=True))
-    why_not = _why_not_early(total, terms.exchange, settings)
+    beside = terms.network.beside()
+    saved = math.fsum(predict(one.program, shape, beside) for one, shape in zip(choices, shapes, strict=True))
+    why_not = _why_not_early(saved, terms.exchange, settings)
     return [_begin_early(choice, facts, why_not) for choice in choices]
 
 
@@ -109,12 +108,12 @@ def _choose_way(shape: Shape, facts: Facts, terms: Terms, settings: ReductionSet
     return Choice(found[best], seconds[best], reason, predicted)
 
 
-def _why_not_early(total: float, exchange: Exchange, settings: ReductionSettings) -> str | None:
-    """Why an exchange whose bytes take so long is not to begin early though it may; ``None``: it is."""
-    if exchange.overlap is None and total < settings.overlap_from:
+def _why_not_early(saved: float, exchange: Exchange, settings: ReductionSettings) -> str | None:
+    """Why an exchange is not to begin early though it may, if that saves so many seconds; ``None``: it is."""
+    if exchange.overlap is None and saved < settings.overlap_from:
         return (
-            f"the bytes of all buckets together are predicted to take {1e3 * total:.2f} ms, and to begin early costs "
-            f"about {1e3 * settings.overlap_from:.2f} ms"
+            f"all buckets together are predicted to save {1e3 * saved:.2f} ms beside the backward pass, and to begin "
+            f"early costs about {1e3 * settings.overlap_from:.2f} ms"
         )
     return "not wanted: vf.Exchange(overlap=False)" if exchange.overlap is False else None
 

@@ -83,9 +83,9 @@ class ReductionSettings:
     gradients. The others wait in host memory."""
     fetch_ahead: int = 64 << 20
     """Bytes of such sums that are brought back before they are needed."""
-    overlap_from: float = 4e-4
-    """An exchange whose bytes are predicted to take less begins behind the step headers: to begin it early costs as
-    much."""
+    overlap_from: float = 8e-4
+    """An exchange that is predicted to save less beside the backward pass begins behind the step headers: to begin it
+    early costs as much."""
     most_gathered: int = 8 << 20
     """No bucket is gathered whole by choice whose sums of all workers take more: slices need a worker's part of it."""
     network: Network = field(default_factory=lambda: Network(latency=1e-4, byte=5e-10, add_byte=2e-10))
