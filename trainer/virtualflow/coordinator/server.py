@@ -291,40 +291,42 @@ class Coordinator:
         if refusal is not None:
             await self._refuse(socket, refusal)
             return socket
+        worker, incarnation = hello.worker, hello.incarnation
+        del hello  # else each connection would keep a plan of its own, with all members
         line = Line(socket, request.transport, self._settings.backlog)
-        former = self._lines.get(hello.incarnation)
+        former = self._lines.get(incarnation)
         if former is not None:
             former.abort()  # half open: the worker would not have come again otherwise
-        self._lines[hello.incarnation] = line
+        self._lines[incarnation] = line
         writer = asyncio.create_task(line.write())
         self._writers.add(writer)
         writer.add_done_callback(self._writers.discard)
         try:
             self._turn_soon()
-            await self._listen(socket, hello, line)
+            await self._listen(socket, worker, incarnation, line)
         except ConnectionError:
             pass  # said below, as for a connection that was closed in order
         finally:
             if not self._closing:
                 writer.cancel()
-            if self._lines.get(hello.incarnation) is line:
+            if self._lines.get(incarnation) is line:
                 self._tick()
-                self._drop(hello.incarnation)
+                self._drop(incarnation)
                 self._turn_soon()
         return socket
 
-    async def _listen(self, socket: web.WebSocketResponse, hello: m.Hello, line: Line) -> None:
+    async def _listen(self, socket: web.WebSocketResponse, worker: str, incarnation: str, line: Line) -> None:
         async for frame in socket:
-            if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT) or self._lines.get(hello.incarnation) is not line:
+            if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT) or self._lines.get(incarnation) is not line:
                 return
             try:
                 message = framing.unpack_from_worker(frame.data)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                logger.warning("%s sent a message that is refused: %s", hello.worker, error)
+                logger.warning("%s sent a message that is refused: %s", worker, error)
                 await socket.close(code=WSCloseCode.INVALID_TEXT, message=b"malformed message")
                 return
             news = self.state.news
-            handle(self.state, hello.incarnation, message, self._tick())
+            handle(self.state, incarnation, message, self._tick())
             if isinstance(message, m.Pace):
                 self._turn_within(self._settings.weighing)
             elif self.state.news != news or isinstance(message, m.Publish):
