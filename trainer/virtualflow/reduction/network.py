@@ -59,22 +59,15 @@ def _tell(collectives: Collectives, raw: bytes) -> list[bytes]:
 
 
 def _measure(collectives: Collectives, probe: ProbeSettings, *, spare: bool) -> Network:
-    took = dict.fromkeys((probe.small, probe.large), math.inf)
-    waited = math.inf
-    """Seconds of a large message in which this worker's processor had nothing to do with it."""
+    took = dict.fromkeys((probe.small, probe.large), (math.inf, 0.0))
     # In turns, so that what else the machine does for a moment disturbs both alike.
     for size in [*took] * probe.rounds:
-        busy = -time.thread_time()
-        seconds = _time(partial(_gather, collectives, size))
-        busy += time.thread_time()
-        took[size] = min(took[size], seconds)
-        if size == probe.large:
-            waited = min(waited, max(0.0, seconds - busy))
+        took[size] = min(took[size], _time(partial(_gather, collectives, size)))
     left, right = (torch.ones(probe.added // 4) for _ in range(2))
-    add_byte = min(_time(lambda: left.add_(right)) for _ in range(probe.rounds)) / probe.added
-    byte = max(_PASSES * add_byte, (took[probe.large] - took[probe.small]) / (probe.large - probe.small))
-    hidden = 1.0 if spare else min(1.0, waited / took[probe.large])
-    return Network(took[probe.small], byte, add_byte, hidden)
+    add_byte = min(_time(lambda: left.add_(right))[0] for _ in range(probe.rounds)) / probe.added
+    (small, _), (large, busy) = took.values()
+    byte = max(_PASSES * add_byte, (large - small) / (probe.large - probe.small))
+    return Network(small, byte, add_byte, hidden=1.0 if spare else max(0.0, 1.0 - busy / large))
 
 
 def _gather(collectives: Collectives, size: int) -> None:
@@ -82,7 +75,9 @@ def _gather(collectives: Collectives, size: int) -> None:
     collectives.all_gather(torch.zeros(max(1, size // (collectives.size - 1)), dtype=torch.uint8))
 
 
-def _time(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _time(act: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that it takes, and those in which this thread's processor is busy with it."""
+    busy, began = time.thread_time(), time.perf_counter()
     act()
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    return seconds, time.thread_time() - busy
