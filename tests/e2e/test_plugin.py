@@ -95,7 +95,7 @@ def test_a_function_is_shipped_and_trained_and_leaves_nothing(installed: Install
         assert (status["step"], status["repeatedSteps"]) == (39, 0)
         said = {line.text for line in job.logs()}
         removed = {text for text in said if text.endswith("no such file or directory")}
-        if not (nodes_share_files(installed.cluster) and said == removed):  # by each other's kubelets
+        if not (nodes_share_files(installed.cluster) and said == removed != set()):  # by each other's kubelets
             assert any(text.startswith("the weight is ") for text in said), said
         job.delete()
 

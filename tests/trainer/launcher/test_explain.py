@@ -82,11 +82,12 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
         ["a", "b", "c", "d"], 3 << 20, "float32", "stages", "gather", True, "why", {"gather": 1e-3}, {}
     )
     numbers = ("latency", "byte", "add_byte")
-    report = ExchangeReport(2, [2, 1], True, dict.fromkeys(numbers, 1e-9) | {"add_byte": 0.0}, [bucket])
+    report = ExchangeReport(2, [2, 1], True, dict.fromkeys(numbers, 1e-9) | {"add_byte": 0.0, "hidden": 0.25}, [bucket])
     write_report(tmp_path / "report", report)
     assert read_report(tmp_path / "report") == report
     text = describe(report)
     assert "2 workers that contribute 2, 1 sums" in text
+    assert "beside a backward pass 25% of that is hidden" in text
     assert "bucket 1: 3.0 MiB of float32 (a, b, c and 1 more)" in text
     assert "  gather, beside the backward pass; why" in text
     assert "  predicted: gather 1 ms" in text

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.reduction.cost import NETWORK_SIZE, Network, Shape, combine, predict
-from virtualflow.reduction.network import agree_on_network, has_spare_processor
+from virtualflow.reduction.network import agree_on_network
 from virtualflow.reduction.program import (
     Facts,
     Illegal,
@@ -291,38 +289,57 @@ def test_members_agree_on_what_holds_for_all_of_them(measured: list[Network]) ->
         assert agreed.hidden <= one.hidden
 
 
-def test_an_accelerator_leaves_processors_to_the_exchange_and_threads_that_take_all_do_not() -> None:
-    processors = len(os.sched_getaffinity(0))
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(processors)
-        assert has_spare_processor(torch.device("cuda"), 8)
-        assert not has_spare_processor(torch.device("cpu"), 1)
-        torch.set_num_threads(1)
-        assert not has_spare_processor(torch.device("cpu"), processors)
-        assert has_spare_processor(torch.device("cpu"), processors - 1)
-    finally:
-        torch.set_num_threads(before)
+class Clocks:
+    """Those of a thread that waits, or is busy, as it is told."""
+
+    def __init__(self) -> None:
+        self.now = self.busy = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.busy
 
 
-class Instant:
-    """Two members between whom everything takes a given time, in which this one has nothing to do."""
+class Slow:
+    """Two members between whom a large message takes so long, of which this one is busy with it for a share."""
 
     rank, size = 0, 2
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, clocks: Clocks, seconds: float, busy: float) -> None:
+        self.clocks, self.seconds, self.busy = clocks, seconds, busy
 
     def all_gather(self, block: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds if block.numel() > 1_000 else 0.0)
+        if block.numel() > 1_000:
+            self.clocks.now += self.seconds
+            self.clocks.busy += self.busy * self.seconds
         return torch.stack([block, block])
 
 
-def test_the_time_in_which_a_member_only_waits_can_be_hidden() -> None:
-    for spare, least in ((False, 0.5), (True, 1.0)):
-        network = agree_on_network(Instant(0.05), ProbeSettings(rounds=1), None, spare=spare)  # type: ignore[arg-type]
-        assert network.hidden >= least
-        assert network.byte >= 0.04 / ProbeSettings().large
+@pytest.mark.parametrize(
+    ("busy", "spare", "hidden"),
+    [
+        pytest.param(0.0, False, 1.0, id="it only waits"),
+        pytest.param(0.7, False, 0.3, id="it is busy with a part"),
+        pytest.param(1.0, False, 0.0, id="it is busy with all"),
+        pytest.param(1.0, True, 1.0, id="it is busy, and another processor is left"),
+    ],
+)
+def test_the_time_in_which_nothing_is_taken_from_the_backward_pass_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, busy: float, spare: bool, hidden: float
+) -> None:
+    clocks, probe = Clocks(), ProbeSettings()
+    monkeypatch.setattr("virtualflow.reduction.network.time", clocks)
+    network = agree_on_network(Slow(clocks, 0.05, busy), probe, None, spare=spare)  # type: ignore[arg-type]
+    assert network.hidden == pytest.approx(hidden, abs=1e-3)
+    assert network.byte == pytest.approx(0.05 / probe.large, rel=1e-3)
+
+
+def test_additions_are_hidden_only_where_a_processor_is_left_to_them() -> None:
+    assert replace(NETWORK, hidden=0.5).beside() == Network(0.0, 0.5 * NETWORK.byte, 0.0, 0.5)
+    assert NETWORK.beside() == Network(0.0, NETWORK.byte, NETWORK.add_byte)
 
 
 @pytest.mark.parametrize("way", list(Split))

@@ -65,8 +65,13 @@ def generation_of(job: Driven) -> m.Generation:
 
 
 def report_broken(job: Driven) -> None:
-    """Of all the others, when one is lost: the first of their messages counts, and this is one of those behind it."""
+    """When one is lost, all the others do; the first of their messages counts."""
     job.hear("iw2", m.Broken(generation_of(job), STEP, "connection closed by peer"))
+
+
+def report_broken_again(job: Driven) -> None:
+    report_broken(job)
+    job.hear("iw3", m.Broken(generation_of(job), STEP, "connection closed by peer"))
 
 
 def make_next_generation(job: Driven) -> None:
@@ -94,6 +99,7 @@ def come_back(job: Driven) -> None:
     "event",
     [
         report_broken,
+        report_broken_again,
         make_next_generation,
         enter,
         come_back,
@@ -101,7 +107,7 @@ def come_back(job: Driven) -> None:
         lambda job: job.hear("iw2", m.Publish(generation_of(job), "member-2", b"address")),
         lambda job: job.decide(),
     ],
-    ids=["broken", "loss", "enter", "come back", "heartbeat", "publish", "decide"],
+    ids=["broken", "broken again", "loss", "enter", "come back", "heartbeat", "publish", "decide"],
 )
 def test_what_happens_costs_as_much_more_as_there_are_workers(event: Callable[[Driven], object]) -> None:
     few, many = (count_calls(partial(event, training_job(size))) for size in (FEW, MANY))

@@ -5,15 +5,18 @@ used.
 from virtualflow.device.determinism import Pinned, describe_device, device_name, device_of, fingerprint, pin
 from virtualflow.device.freed_memory import FreedMemory
 from virtualflow.device.memory_gauge import MemoryGauge, Usage
+from virtualflow.device.processors import count_processors, has_spare_processor
 
 __all__ = [
     "FreedMemory",
     "MemoryGauge",
     "Pinned",
     "Usage",
+    "count_processors",
     "describe_device",
     "device_name",
     "device_of",
     "fingerprint",
+    "has_spare_processor",
     "pin",
 ]

@@ -85,7 +85,7 @@ def _describe_network(report: ExchangeReport) -> str:
     source = "measured when the last worker joined" if report.measured else "assumed, since so little is not measured"
     return (
         f"network, {source}: messages take {_milliseconds(network['latency'])} and bring {_speed(network['byte'])}; "
-        f"additions {_speed(network['add_byte'])}"
+        f"additions {_speed(network['add_byte'])}; beside a backward pass {network['hidden']:.0%} of that is hidden"
     )
 
 

@@ -41,7 +41,7 @@ class ExchangeReport(msgspec.Struct, frozen=True, rename="camel"):
     measured: bool
     """Whether the numbers of the network are this job's own."""
     network: dict[str, float]
-    """Seconds, and seconds a byte."""
+    """Seconds, seconds a byte, and the share of these that is hidden beside a backward pass (``reduction.cost``)."""
     buckets: list[BucketReport]
 
 

@@ -32,9 +32,11 @@ class Network:
     def beside(self) -> Network:
         """What an exchange beside a backward pass saves, compared with one behind it.
 
-        Latency is not among it: it is what the last bucket costs in any case, and the step headers with it.
+        Latency is not among it: it is what the last bucket costs in any case, and the step headers with it. Nor are
+        additions, where they take their time from the backward pass.
         """
-        return replace(self, latency=0.0, byte=self.hidden * self.byte, add_byte=self.hidden * self.add_byte)
+        additions = self.add_byte if self.hidden == 1.0 else 0.0
+        return replace(self, latency=0.0, byte=self.hidden * self.byte, add_byte=additions)
 
     def to_bytes(self) -> bytes:
         """32 bytes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,19 +17,6 @@ _PASSES = 4
 """So often each byte passes through memory at least: to the kernel and from it, and under a checksum at either end."""
 
 
-def has_spare_processor(device: torch.device, workers: int) -> bool:
-    """Whether a thread that exchanges takes nothing from those that compute.
-
-    Args:
-        device: that computes; an accelerator leaves the processors to others.
-        workers: that may be on this machine, each with as many threads as this one.
-    """
-    if device.type != "cpu":
-        return True
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return there > workers * torch.get_num_threads()
-
-
 def agree_on_network(collectives: Collectives, probe: ProbeSettings, known: Network | None, *, spare: bool) -> Network:
     """What messages take, as all members have it from a generation before, or else measured now; the same for all.
 
@@ -40,7 +26,7 @@ def agree_on_network(collectives: Collectives, probe: ProbeSettings, known: Netw
         collectives: of at least two members, which all call this at the same place.
         probe: how much is sent, and how often.
         known: the numbers that this member has.
-        spare: see :func:`has_spare_processor`.
+        spare: whether a thread that exchanges takes nothing from those that compute here.
 
     Raises:
         CommunicatorBroken: a member is lost.

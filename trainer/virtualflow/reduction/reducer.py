@@ -25,7 +25,7 @@ from virtualflow.reduction.cost import Shape
 from virtualflow.reduction.early import Early
 from virtualflow.reduction.exchanger import Exchanger
 from virtualflow.reduction.message_buffers import Buffers
-from virtualflow.reduction.network import agree_on_network, has_spare_processor
+from virtualflow.reduction.network import agree_on_network
 from virtualflow.reduction.offload import Landing
 from virtualflow.reduction.ownership import Owners
 from virtualflow.reduction.pipeline import Pipeline
@@ -106,7 +106,13 @@ class Reducer:
         return self._terms
 
     def agree(
-        self, collectives: Collectives, wish: Exchange, holdings: Sequence[Sequence[int]], templates: Sequence[Tensor]
+        self,
+        collectives: Collectives,
+        wish: Exchange,
+        holdings: Sequence[Sequence[int]],
+        templates: Sequence[Tensor],
+        *,
+        spare: bool = False,
     ) -> None:
         """A generation begins: settle what all schedules of it follow from, with all its members alike.
 
@@ -115,6 +121,7 @@ class Reducer:
             wish: what the first member wants.
             holdings: the virtual nodes of each of its members.
             templates: one tensor per place that is always reduced.
+            spare: whether a thread that exchanges takes nothing from those that compute here.
 
         Raises:
             CommunicatorBroken: a member is lost.
@@ -125,7 +132,6 @@ class Reducer:
         rows = sum(len(nodes) for nodes in self._keys(holdings))
         size = rows * sum(template.numel() * template.itemsize for template in templates)
         if collectives.size > 1 and size >= self._settings.probe.worthwhile:
-            spare = has_spare_processor(templates[0].device, collectives.size)
             network = agree_on_network(collectives, self._settings.probe, known, spare=spare)
             self._terms = Terms(wish, network, measured=True)
 

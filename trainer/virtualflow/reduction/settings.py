@@ -32,8 +32,8 @@ class Exchange:
     bucket_bytes: int | None = None
     """Gradients travel in messages of at most so many bytes; ``None``: as ``ReductionSettings.bucket`` says."""
     overlap: bool | None = None
-    """Whether the exchange begins beside the backward pass wherever that is legal; ``None``: where it is large enough
-    to be worth it."""
+    """Whether the exchange begins beside the backward pass wherever that is legal; ``None``: where that saves more than
+    it costs."""
 
     def to_number(self) -> int:
         """As a whole number, for the others."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from virtualflow.device import device_of, has_spare_processor
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Choose, Exchange, Landing, Reducer, Summation, UpdateRule, choose_programs
 from virtualflow.reduction.settings import ReductionSettings
@@ -80,7 +81,7 @@ class Update:
         self.pending: Reduced | None = None
         """A complete synchronization whose step may count already, though it has not been applied here (sharded)."""
         self._pending_schema = Schema()
-        self._parameters = list(model.parameters())
+        self._model, self._parameters = model, list(model.parameters())
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
@@ -193,7 +194,8 @@ class Update:
         Raises:
             CommunicatorBroken: one of them is lost.
         """
-        self.reducer.agree(communicator, wish, holdings, self._parameters)
+        spare = has_spare_processor(device_of(self._model), communicator.size)
+        self.reducer.agree(communicator, wish, holdings, self._parameters, spare=spare)
 
     def enter(self) -> None:
         """A generation begins."""

@@ -163,20 +163,20 @@ def _hash_generators() -> str:
 
 
 def _collect_garbage() -> None:
-    """Collect; ``gc.collect`` returns at once, with nothing done, while a collection of another thread is under way."""
-    collected = threading.Event()
+    """Collect all; ``gc.collect`` returns at once, with nothing done, while another thread collects."""
+    collected, mine = False, threading.get_ident()
 
-    def note(phase: str, _: object) -> None:
-        if phase == "stop" and threading.get_ident() == mine:
-            collected.set()
+    def note(phase: str, told: dict[str, int]) -> None:
+        nonlocal collected
+        collected = collected or (phase == "stop" and told["generation"] == 2 and threading.get_ident() == mine)
 
-    mine = threading.get_ident()
     gc.callbacks.append(note)
     try:
         limit = time.monotonic() + _COLLECTED_WITHIN
-        while not collected.is_set() and time.monotonic() < limit:
+        gc.collect()
+        while not collected and time.monotonic() < limit:
+            time.sleep(0.001)
             gc.collect()
-            collected.wait(0.001)
     finally:
         gc.callbacks.remove(note)
 
