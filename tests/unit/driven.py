@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from coordinator_server import hello
+
 from virtualflow.coordinator.admission import admit
 from virtualflow.coordinator.calls import carry_out
 from virtualflow.coordinator.decisions import decide
@@ -11,7 +13,6 @@ from virtualflow.coordinator.status_view import describe
 from virtualflow.coordinator.worker_messages import disconnect, handle
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.versions import PROTOCOL
 
 
 class Driven:
@@ -45,11 +46,7 @@ class Driven:
 
 
 def _hello(worker: str) -> m.Hello:
-    return m.Hello(
-        protocol=PROTOCOL, worker=worker, incarnation=f"i{worker}", address="127.0.0.1", pid=1, virtual_nodes=8,
-        fingerprint="f", ready=True, draining=False, drain_deadline=None, plan=None, step=0, total_steps=100,
-        done=False, changes=(),
-    )  # fmt: skip
+    return hello(worker, f"i{worker}", fingerprint="f", ready=True, total_steps=100)
 
 
 def first_job() -> tuple[Driven, m.Plan]:
@@ -66,3 +63,15 @@ def first_job() -> tuple[Driven, m.Plan]:
     for worker in "abc":
         job.hear(f"i{worker}", m.Entered(first, 0, False))
     return job, first
+
+
+def large_job(size: int) -> tuple[Driven, list[str]]:
+    """So many workers train, each by one virtual node."""
+    job, workers = Driven(1, size, MembershipSettings()), [f"w{number}" for number in range(size)]
+    first, *others = (m.Member(name, f"i{name}", "127.0.0.1", n, n + 1) for n, name in enumerate(workers))
+    plan = m.Plan(m.Generation(1, 1), "recovery", (first, *others), tuple(workers), "start", "")
+    assert job.admit(hello("w0", "iw0", plan=plan, virtual_nodes=size, fingerprint="f")) is None
+    for incarnation in list(job.state.roster.workers):
+        job.state.roster.update(incarnation, connected=True, known_in_person=True, entered=plan.generation)
+    job.hear("iw0", m.Progress(plan.generation, 5, 0, 100, {}, 1.0, "training"))
+    return job, workers

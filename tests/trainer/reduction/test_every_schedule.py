@@ -179,7 +179,7 @@ def agree(
 
     def work(rank: int) -> Terms:
         try:
-            reducers[rank].agree(seats[rank], WISH, ranges, problem.templates)
+            reducers[rank].agree(seats[rank], WISH, ranges, problem.templates, spare=True)
         finally:
             reducers[rank].close()
         return reducers[rank].terms

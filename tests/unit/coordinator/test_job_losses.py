@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from coordinator_server import hello
-from driven import Driven, first_job
+from driven import first_job, large_job
 from simulated import SETTINGS, Worker, World, assert_together, running_world
 
 from virtualflow.coordinator.absence import excuse
@@ -138,18 +138,6 @@ def test_no_confirmed_end_is_forgotten_while_others_wait_for_it() -> None:
     job.decide()
     assert job.state.proposed is not None
     assert [member.worker for member in job.state.proposed.members] == ["w0"]
-
-
-def large_job(size: int) -> tuple[Driven, list[str]]:
-    """So many workers train, each by one virtual node."""
-    job, workers = Driven(1, size, SETTINGS), [f"w{number}" for number in range(size)]
-    first, *others = (m.Member(name, f"i{name}", "127.0.0.1", n, n + 1) for n, name in enumerate(workers))
-    plan = m.Plan(m.Generation(1, 1), "recovery", (first, *others), tuple(workers), "start", "")
-    assert job.admit(hello("w0", "iw0", plan=plan, virtual_nodes=size, fingerprint="f")) is None
-    for incarnation in list(job.state.roster.workers):
-        job.state.roster.update(incarnation, connected=True, known_in_person=True, entered=plan.generation)
-    job.hear("iw0", m.Progress(plan.generation, 5, 0, 100, {}, 1.0, "training"))
-    return job, workers
 
 
 def test_a_worker_that_a_new_coordinator_leaves_behind_is_among_them() -> None:

@@ -11,11 +11,10 @@ from functools import partial
 from types import FrameType
 
 import pytest
-from driven import Driven
+from coordinator_server import hello
+from driven import Driven, large_job
 
-from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.versions import PROTOCOL
 
 FEW, MANY = 50, 200
 STEP = 5
@@ -35,28 +34,6 @@ def count_calls(work: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return calls
-
-
-def training_job(size: int) -> Driven:
-    """So many workers train, each by one virtual node."""
-    job = Driven(1, size, MembershipSettings())
-    names = [f"w{number}" for number in range(size)]
-    members = tuple(m.Member(name, f"i{name}", "127.0.0.1", n, n + 1) for n, name in enumerate(names))
-    plan = m.Plan(m.Generation(1, 1), "recovery", members, tuple(names), "start", "")
-    for name in names:
-        assert job.admit(hello_of(name, plan)) is None
-    job.hear("iw0", m.Progress(plan.generation, STEP, 0, 100, {}, 1.0, "training"))
-    job.decide()
-    job.take_outbox()
-    return job
-
-
-def hello_of(name: str, plan: m.Plan) -> m.Hello:
-    return m.Hello(
-        protocol=PROTOCOL, worker=name, incarnation=f"i{name}", address="127.0.0.1", pid=1,
-        virtual_nodes=len(plan.members), fingerprint="f", ready=True, draining=False, drain_deadline=None, plan=plan,
-        step=STEP, total_steps=100, done=False, changes=(),
-    )  # fmt: skip
 
 
 def generation_of(job: Driven) -> m.Generation:
@@ -92,7 +69,8 @@ def come_back(job: Driven) -> None:
     """To a coordinator that knows the job, after a moment without a connection."""
     assert job.state.running is not None
     job.lose_connection("iw3")
-    assert job.admit(hello_of("w3", job.state.running)) is None
+    plan = job.state.running
+    assert job.admit(hello("w3", "iw3", plan=plan, virtual_nodes=len(plan.members), fingerprint="f")) is None
 
 
 @pytest.mark.parametrize(
@@ -110,5 +88,5 @@ def come_back(job: Driven) -> None:
     ids=["broken", "broken again", "loss", "enter", "come back", "heartbeat", "publish", "decide"],
 )
 def test_what_happens_costs_as_much_more_as_there_are_workers(event: Callable[[Driven], object]) -> None:
-    few, many = (count_calls(partial(event, training_job(size))) for size in (FEW, MANY))
+    few, many = (count_calls(partial(event, large_job(size)[0])) for size in (FEW, MANY))
     assert many <= 1.5 * MANY / FEW * few, f"{few} calls with {FEW} workers, {many} with {MANY}"

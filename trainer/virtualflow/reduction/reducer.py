@@ -112,7 +112,7 @@ class Reducer:
         holdings: Sequence[Sequence[int]],
         templates: Sequence[Tensor],
         *,
-        spare: bool = False,
+        spare: bool,
     ) -> None:
         """A generation begins: settle what all schedules of it follow from, with all its members alike.
 
