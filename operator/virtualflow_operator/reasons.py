@@ -3,6 +3,7 @@
 # Progressing
 STARTING = "Starting"
 TRAINING = "Training"
+FINISHING = "Finishing"
 SCALING = "Scaling"
 ROLLING = "RollingUpdate"
 EFFICIENT = "LimitedByEfficiency"

@@ -13,6 +13,20 @@ from elastic_jobs import ElasticJob
 
 from virtualflow.state import checkpoint_format
 from virtualflow.state.checkpoint_writer import CheckpointWriter
+from virtualflow.worker import run
+
+
+@pytest.fixture(autouse=True)
+def each_training_is_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second training of one script is another run of its job; what a test trains again stands for a new process."""
+    monkeypatch.setattr(run, "this_script", run.Script)
+
+
+@pytest.fixture
+def one_script(each_training_is_of_another_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the test trains in this process is the runs of one script."""
+    script = run.Script()
+    monkeypatch.setattr(run, "this_script", lambda: script)
 
 
 @pytest.fixture

@@ -133,6 +133,14 @@ class Failures(Base, frozen=True):
     """Worker groups in which no worker is made, as it would be refused again."""
 
 
+class EndedRun(Base, frozen=True):
+    """A run of the script that was followed by another one."""
+
+    run: int
+    steps: int
+    digest: str = ""
+
+
 class JobStatus(Base, frozen=True):
     """``status`` of a job."""
 
@@ -151,7 +159,14 @@ class JobStatus(Base, frozen=True):
     scaling: tuple[Measured, ...] = ()
     """The latest first."""
     assignment: tuple[Share, ...] = ()
+    run: int | None = None
+    """Of the script, which may train several times."""
+    ended_runs: tuple[EndedRun, ...] = ()
+    """Those before it, the latest."""
+    earlier_steps: int = 0
+    """Steps of all of them."""
     step: int | None = None
+    """Completed steps of this run."""
     total_steps: int | None = None
     epoch: int | None = None
     loss: str | None = None

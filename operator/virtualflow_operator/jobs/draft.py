@@ -59,8 +59,10 @@ class Draft:
 
     @property
     def step(self) -> int:
-        """The step that the job is known to have reached."""
-        return known_step(self.status, self._facts.remote) or 0
+        """How many steps the job is known to have made, in all runs of the script."""
+        remote = self._facts.remote
+        earlier = self.status.earlier_steps if remote is None else remote.earlier_steps
+        return earlier + (known_step(self.status, remote) or 0)
 
     def plan(self, status: JobStatus) -> Plan:
         """All that was decided, with the job's next status."""

@@ -25,11 +25,14 @@ from virtualflow_operator.jobs.training_health import training_health
 
 
 def completed(facts: Facts, draft: Draft) -> JobStatus | None:
-    """The training is complete, by the coordinator's word or else by its workers' termination messages."""
+    """The training is complete and its script has ended, by the coordinator's word or else by its workers'."""
     remote = facts.remote
-    if remote is not None and remote.phase == "done":
-        return phases.complete(build_status(facts, draft.status), facts.job, remote, facts.now)
     ended = [worker for worker in facts.pods.workers if worker.pod.finished and worker.saw_the_end]
+    if remote is not None and remote.phase == "done":
+        if facts.finishing or (ended and not any(worker.succeeded for worker in ended)):
+            return None
+        return phases.complete(build_status(facts, draft.status), facts.job, remote, facts.now)
+    ended = [worker for worker in ended if worker.succeeded]
     if not ended or any(worker.pod.live and worker.standing != "absent" for worker in facts.pods.workers):
         return None
     message = ended[0].pod.exit.last_word if ended[0].pod.exit is not None else None
@@ -74,11 +77,15 @@ def note_unfit_groups(facts: Facts, draft: Draft) -> None:
 
 
 def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
-    """The coordinator says that the job has failed: all start again, or that was the last attempt."""
+    """The coordinator says that the job has failed: all start again, or that was the last attempt.
+
+    So it is with a script that ends in an error after its training: nobody knows what it has still to do.
+    """
     remote = facts.remote
-    if remote is None or remote.phase != "failed":
+    after = _ended_after_training(facts)
+    if remote is None or not (remote.phase == "failed" or after):
         return None
-    message = _explain_failure(remote, [worker for worker in facts.pods.workers if worker.convicted])
+    message = after or _explain_failure(remote, [worker for worker in facts.pods.workers if worker.convicted])
     if remote.non_finite is not None and facts.spec.on_non_finite == "Stop":
         return _stopped(facts, draft, remote.non_finite)
     crashed = [worker.pod for worker in facts.pods.of("crashed")]
@@ -95,6 +102,17 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
     status = build_status(facts.without_link(), draft.status)
     status = amend(status, facts.job, facts.now, *health)
     return phases.back_off(status, facts.job, facts.now)
+
+
+def _ended_after_training(facts: Facts) -> str:
+    """How the scripts of all workers ended behind the training, if none did as it should; empty: that is not so."""
+    ended = [worker for worker in facts.pods.workers if worker.pod.finished and worker.saw_the_end]
+    done = facts.remote is not None and facts.remote.phase == "done" and not facts.finishing
+    if not (done and ended) or any(worker.succeeded for worker in ended):
+        return ""
+    last = ended[-1].pod
+    code = last.exit.code if last.exit is not None else 0
+    return f"{last.name} ended with exit code {code} after the training was complete, before the end of its script"
 
 
 def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:

@@ -14,7 +14,18 @@ from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.messages import Change, CheckpointState
 from virtualflow_operator import reasons
-from virtualflow_operator.api import JobStatus, LastChange, Link, Node, Phase, Pod, Share, format_time, parse_time
+from virtualflow_operator.api import (
+    EndedRun,
+    JobStatus,
+    LastChange,
+    Link,
+    Node,
+    Phase,
+    Pod,
+    Share,
+    format_time,
+    parse_time,
+)
 from virtualflow_operator.jobs.beginnings import unheard
 from virtualflow_operator.jobs.conditions import Aspect, with_conditions
 from virtualflow_operator.jobs.node_fit import never_fits
@@ -95,6 +106,9 @@ def _with_progress(status: JobStatus, remote: Status) -> JobStatus:
     return msgspec.structs.replace(
         status,
         generation=remote.generation or status.generation,
+        run=remote.run,
+        ended_runs=tuple(EndedRun(run.run, run.step, run.digest) for run in remote.runs),
+        earlier_steps=remote.earlier_steps,
         step=known_step(status, remote),
         total_steps=remote.total_steps if remote.total_steps is not None else status.total_steps,
         epoch=remote.epoch if remote.step else status.epoch,

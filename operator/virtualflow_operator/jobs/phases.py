@@ -124,6 +124,19 @@ def queued(status: JobStatus, job: Job, granted: Granted, now: float) -> JobStat
     )
 
 
+def finishing(status: JobStatus, job: Job, now: float) -> JobStatus:
+    """The training is complete and the script goes on."""
+    message = f"The training is complete after {status.step or 0} steps; the job is when its script has ended."
+    status = msgspec.structs.replace(status, phase="Running")
+    return amend(
+        status,
+        job,
+        now,
+        ("Ready", "True", reasons.FINISHING, message),
+        ("Progressing", "True", reasons.FINISHING, message),
+    )
+
+
 def complete(status: JobStatus, job: Job, ended: Status | TerminationMessage, now: float) -> JobStatus:
     """The training is over, and this came of it, in the coordinator's words or a worker's."""
     status = msgspec.structs.replace(

@@ -79,6 +79,11 @@ class ClassifiedPod:
         return self.fate == "declared-lost" and (self.hung or self.convicted)
 
     @property
+    def succeeded(self) -> bool:
+        """Whether its script has ended as it should."""
+        return self.pod.exit is not None and self.pod.exit.code == 0
+
+    @property
     def saw_the_end(self) -> bool:
         """Whether it saw the end of the training: then its pod and its log stay."""
         word = self.pod.exit.last_word if self.pod.exit is not None else None

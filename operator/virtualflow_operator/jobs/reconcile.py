@@ -113,5 +113,6 @@ def _run(facts: Facts, draft: Draft) -> JobStatus:
             draft.wake(worker.pod.unschedulable_since + facts.settings.unschedulable_patience)
 
     # What runs goes on as it is; with templates that are refused, what is lost meanwhile cannot be replaced.
-    plan = keep_workers(facts, draft, waiting=waiting) if accepted else None
-    return build_status(facts, draft.status, plan)
+    plan = keep_workers(facts, draft, waiting=waiting) if accepted and not facts.finishing else None
+    status = build_status(facts, draft.status, plan)
+    return phases.finishing(status, facts.job, facts.now) if facts.finishing else status

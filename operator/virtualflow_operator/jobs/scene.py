@@ -88,6 +88,15 @@ class Facts:
         return self.granted.job.spec
 
     @property
+    def finishing(self) -> bool:
+        """Whether the training is complete and scripts go on: perhaps to another run of it."""
+        done = self.remote is not None and self.remote.phase == "done" and not self.spec.suspend
+        return done and any(
+            not worker.pod.finished and worker.standing in ("training", "draining", "done")
+            for worker in self.pods.workers
+        )
+
+    @property
     def kinds(self) -> Mapping[str, int]:
         """Workers that it is to have of each kind of device, where its queue tells them apart."""
         return self.granted.kinds if self.scene.queue is not None and self.scene.queue.kinds else {}

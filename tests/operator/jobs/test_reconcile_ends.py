@@ -30,6 +30,7 @@ from scenes import (
     worker,
 )
 
+from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_api import StopCall
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
@@ -40,10 +41,27 @@ from virtualflow_operator.jobs.actions import DeleteJob, PointService
 # --- how it ends ------------------------------------------------------------------------------------------------------
 
 
-def test_the_coordinators_word_completes_the_job() -> None:
-    stage = training()
+DONE = TerminationMessage("done", step=100, digest="abc")
+
+
+def _has_trained(stage: Stage, **facts: Any) -> None:
     known = [seen(pod, "done") for pod in stage.pods[1:]]
-    stage.link = link(remote("done", *known, step=100, digest="abc", optimizer_digest="def", metrics={"loss": 0.25}))
+    stage.link = link(remote("done", *known, step=100, digest="abc", **facts))
+
+
+def test_the_coordinators_word_completes_the_job_when_its_script_has_ended() -> None:
+    stage = training()
+    _has_trained(stage, optimizer_digest="def", metrics={"loss": 0.25})
+    plan = stage.decide(NOW - 1)
+    assert (plan.status.phase, plan.status.digest, plan.actions) == ("Running", None, ())
+    assert reason_of(plan, "Progressing") == ("True", reasons.FINISHING)
+    assert message_of(plan, "Ready").startswith("The training is complete after 100 steps; the job is when")
+    stage.write(plan)
+    assert stage.write(stage.decide(NOW - 1)) == {}
+
+    swap(stage, ended(stage.pods[1], 0, word=DONE))
+    assert stage.decide(NOW - 1).status.phase == "Running", "another one may still save what has come of it"
+    swap(stage, ended(stage.pods[2], 0, word=DONE))
     plan = stage.decide()
     assert (plan.status.phase, plan.status.step, plan.status.digest) == ("Complete", 100, "abc")
     assert (plan.status.loss, plan.status.optimizer_digest) == ("0.25", "def")
@@ -51,18 +69,51 @@ def test_the_coordinators_word_completes_the_job() -> None:
     assert reason_of(plan, "Complete") == ("True", reasons.COMPLETE)
     assert noticed(plan)[-1] == reasons.COMPLETE
     stage.write(plan)
+    plan = stage.decide(NOW + 1)
+    assert deleted(plan) == ["digits-coordinator-0"], "finished workers keep their logs"
+    stage.pods = stage.pods[1:]
+    assert stage.decide(NOW + 2).actions == ()
 
+
+def test_a_suspended_job_whose_training_is_complete_does_not_wait_for_its_script() -> None:
+    stage = training()
+    _has_trained(stage)
+    edit(stage, suspend=True)
+    plan = stage.decide()
+    assert plan.status.phase == "Complete"
+    stage.write(plan)
     plan = stage.decide(NOW + 1)
     assert (plan.actions, plan.wake_at) == ((), NOW + SETTINGS.finish_grace), "the workers may end by themselves"
     plan = stage.decide(NOW + SETTINGS.finish_grace)
     assert sorted(deleted(plan)) == ["digits-coordinator-0", "digits-workers-0", "digits-workers-1"]
 
-    word = TerminationMessage("done", step=100, digest="abc")
-    stage.pods = [stage.pods[0], *(ended(pod, 0, word=word) for pod in stage.pods[1:])]
-    plan = stage.decide(NOW + 1)
-    assert deleted(plan) == ["digits-coordinator-0"], "finished workers keep their logs"
-    stage.pods = stage.pods[1:]
-    assert stage.decide(NOW + 2).actions == ()
+
+def test_a_script_goes_on_to_another_run_and_one_that_was_lost_in_between_is_replaced() -> None:
+    stage = training()
+    _has_trained(stage)
+    stage.write(stage.decide())
+    swap(stage, ended(stage.pods[2], 137, word=DONE))
+    plan = stage.decide()
+    assert (created(plan), plan.status.phase) == ([], "Running"), "nobody knows yet whether it trains once more"
+    stage.write(plan)
+    stage.pods = stage.pods[:2]
+    before = m.RunResult(1, 100, 100, "abc", {})
+    facts: dict[str, Any] = {"run": 2, "runs": (before,), "earlier_steps": 100, "step": 3, "total_steps": 10}
+    stage.link = link(remote("training", seen(stage.pods[1]), **facts))
+    plan = stage.decide(NOW + 30)
+    assert len(created(plan)) == 1
+    status = plan.status
+    assert (status.run, status.step, status.earlier_steps) == (2, 3, 100)
+    assert [(run.run, run.steps, run.digest) for run in status.ended_runs] == [(1, 100, "abc")]
+
+
+def test_scripts_that_all_end_in_an_error_after_the_training_begin_again() -> None:
+    stage = training()
+    _has_trained(stage)
+    stage.pods = [stage.pods[0], *(ended(pod, 137, word=DONE) for pod in stage.pods[1:])]
+    plan = stage.decide()
+    assert (plan.status.phase, plan.status.attempt) == ("BackOff", 1)
+    assert "ended with exit code 137 after the training was complete" in message_of(plan, "Progressing")
 
 
 def test_the_last_words_of_its_workers_complete_a_job_without_a_coordinator() -> None:

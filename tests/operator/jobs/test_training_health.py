@@ -93,8 +93,8 @@ def test_what_is_known_stays_while_nobody_can_tell(coordinator: str) -> None:
 def test_a_job_that_ends_with_nan_is_complete_and_says_so(teller: str) -> None:
     stage = training()
     if teller == "the coordinator":
-        known = [seen(pod, "done") for pod in stage.pods[1:]]
-        stage.link = link(remote("done", *known, step=100, digest="abc", metrics={"loss": "NaN"}, non_finite=FOUND))
+        stage.pods = stage.pods[:1]
+        stage.link = link(remote("done", step=100, digest="abc", metrics={"loss": "NaN"}, non_finite=FOUND))
     else:
         word = TerminationMessage("done", step=100, digest="abc", metrics={"loss": "NaN"}, non_finite=FOUND)
         stage.pods, stage.link = [ended(pod, 0, word=word) for pod in stage.pods[1:]], None

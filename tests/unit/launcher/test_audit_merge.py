@@ -43,8 +43,8 @@ def test_each_step_has_one_row_for_each_virtual_node_in_order() -> None:
     second = [_carried((1, 1), 1, 0, "worker-1", [0, 1]), _committed((1, 1), 1)]
     rows = list(merge_audit([first, second]))
     assert rows == [
-        {"epoch": 0, "step": 1, "virtual_node": 0, "worker": "worker-1", "samples": [0, 1]},
-        {"epoch": 0, "step": 1, "virtual_node": 1, "worker": "worker-0", "samples": [2, 3]},
+        {"run": 1, "epoch": 0, "step": 1, "virtual_node": 0, "worker": "worker-1", "samples": [0, 1]},
+        {"run": 1, "epoch": 0, "step": 1, "virtual_node": 1, "worker": "worker-0", "samples": [2, 3]},
     ]
 
 

@@ -10,6 +10,7 @@ from virtualflow.protocol.termination_message import EXIT_EVICTED
 USUAL = {
     "over": False,
     "done": False,
+    "alone": True,
     "joined": True,
     "left": False,
     "killed": False,
@@ -46,6 +47,7 @@ USUAL = {
         pytest.param(-9, {"done": True, "killed": True}, "fine", id="a booting joiner is killed at the end"),
         pytest.param(1, {"done": True}, "failed", id="an error after the training is an error"),
         pytest.param(-9, {"done": True, "over": True}, "failed", id="so is a death while the script goes on"),
+        pytest.param(-9, {"done": True, "alone": False}, "open", id="until others have ended or train once more"),
         pytest.param(1, {"over": True}, "fine", id="of a failing job nobody asks how it ends"),
         pytest.param(1, {"joined": False}, "open", id="one that ends at once may have joined since the last news"),
         pytest.param(

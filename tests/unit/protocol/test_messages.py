@@ -153,7 +153,7 @@ def test_a_rank_is_that_of_the_process_and_not_of_the_name() -> None:
 def test_a_change_is_from_and_to_on_the_wire() -> None:
     change = msgspec.convert(CHANGE, m.Change)
     assert (change.from_, change.to) == (1, 2)
-    assert json.loads(m.encode(change)) == CHANGE
+    assert json.loads(m.encode(change)) == CHANGE | {"run": 1}
 
 
 @pytest.mark.parametrize("kind", m.Base.__subclasses__(), ids=lambda kind: kind.__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from virtualflow.coordinator.absence import note_return
 from virtualflow.coordinator.generations import confirm_end, count_above, declare_lost, learn, number_above
 from virtualflow.coordinator.roster import Contact
+from virtualflow.coordinator.runs import ahead, follow
 from virtualflow.coordinator.settings import HEARTBEATS
 from virtualflow.coordinator.snapshot import Worker
 from virtualflow.coordinator.state import JobState
@@ -29,6 +30,8 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     """Admit a connection; a sentence instead when that process must not take part."""
     us = this_party("the coordinator")
     protocol = negotiate(_party(hello), us)
+    if protocol is not None:
+        follow(state, hello, now)
     refusal = _refuse(state, hello) if protocol is not None else explain_mismatch(_party(hello), us)
     if refusal is not None:
         if hello.plan is not None and hello.incarnation not in state.roster.workers:
@@ -98,7 +101,7 @@ def _greet(
     running = state.running is not None and bool(state.running.members)
     limit = state.settings.heartbeat_limit
     heartbeat = min(limit, state.settings.hang_limit or state.settings.hang_floor) / HEARTBEATS
-    step, hold = state.history.step, state.hold
+    step, hold = state.history.step, state.hold_in_run
     welcome = m.Welcome(running, step, hold, heartbeat, protocol, limit, state.copy_limit, state.record_interval)
     state.send(hello.incarnation, welcome)
     if known is not None and known.draining and not hello.draining:
@@ -145,6 +148,9 @@ def _refuse(job: JobState, hello: m.Hello) -> str | None:
     over = job.roster.refusal(hello.incarnation)
     if over is not None and not (_went_on_elsewhere(job, hello) and job.roster.is_suspected(hello.incarnation)):
         return over
+    early = ahead(job, hello)
+    if early is not None:
+        return early
     known = job.roster.workers.get(hello.incarnation)
     if known is not None and known.name != hello.worker:
         return f"this process was called {known.name} before"

@@ -81,7 +81,7 @@ def _scale(state: JobState, call: http_api.ScaleCall) -> str:
 def _hold(state: JobState, step: int | None) -> str:
     state.hold = step
     for incarnation in state.roster.workers:
-        state.send(incarnation, m.Hold(step))
+        state.send(incarnation, m.Hold(state.hold_in_run))
     state.note_news()
     return "nothing is held" if step is None else f"no step after {step} starts"
 

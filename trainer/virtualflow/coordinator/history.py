@@ -53,6 +53,13 @@ class History:
         """Whether ``error`` is that nothing fits into a worker's budget of memory."""
         self._number = 0
 
+    def begin_run(self) -> None:
+        """The script goes on to another run: what was about the one before is forgotten, what happened is not."""
+        self.settle()
+        self.series = Series()
+        self.progress = self.total_steps = self.result = self.non_finite = self.checkpoint = None
+        self.step = self.highest_step = 0
+
     def tell(self, kind: http_api.EventKind, text: str, refusal: http_api.Refusal | None = None) -> None:
         """Tell people something, in the log and in the status."""
         self._number += 1

@@ -29,7 +29,13 @@ def write(job: JobState, writer: str) -> JobRecord:
     job.records += 1
     history = job.history
     return JobRecord(
-        writer, job.records, history.goodput.record(), history.series.record(), latest_events(job), *history.forgotten
+        writer,
+        job.records,
+        history.goodput.record(),
+        history.series.record(),
+        latest_events(job),
+        *history.forgotten,
+        job.run,
     )
 
 
@@ -50,7 +56,8 @@ def take_up(job: JobState, record: JobRecord, age: float, now: float) -> bool:
     job.inherited, job.records = record.number, max(job.records, record.number)
     history = job.history
     history.goodput.resume(record.goodput, age, now)
-    history.series.resume(record.series)
+    if record.run == job.run:
+        history.series.resume(record.series)
     history.earlier = record.events
     history.resume_forgotten(record.forgotten, record.forgotten_changes, record.forgotten_steps)
     job.note_news()

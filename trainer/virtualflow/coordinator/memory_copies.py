@@ -32,6 +32,8 @@ class Copy:
     """A whole copy."""
 
     header: CopyHeader
+    run: int
+    """The run of the script that it is of."""
     body: mmap.mmap
     """Memory of its own, of which the kernel makes a page when it is written: nothing waits for all of them."""
 
@@ -114,7 +116,7 @@ class MemoryCopies:
     async def give(self, request: web.Request) -> web.StreamResponse:
         """``GET``: the newest copy; ``HEAD``: what it is."""
         copy = self._newest
-        if copy is None:
+        if copy is None or copy.run != self._state.run:
             return answer(404, "there is no copy of the training's state")
         response = web.StreamResponse(headers={HEADER: msgspec.json.encode(copy.header).decode()})
         response.content_length = len(copy.body)
@@ -138,7 +140,10 @@ class MemoryCopies:
         return response
 
     def _check(self, header: CopyHeader, size: int) -> None:
-        check(self._state, None if self._newest is None else self._newest.header, header, size)
+        newest = self._newest
+        check(
+            self._state, newest.header if newest is not None and newest.run == self._state.run else None, header, size
+        )
 
     async def _take(self, request: web.Request, header: CopyHeader, size: int) -> None:
         """Read the body into memory; once it is right, it is the newest copy.
@@ -163,7 +168,7 @@ class MemoryCopies:
         if end != size or checksum.hexdigest() != header.sha256:
             raise Refusal(400, "the copy is not what was sent: its SHA-256 differs")
         self._check(header, size)
-        self._newest = Copy(header, body)
+        self._newest = Copy(header, self._state.run, body)
         self._state.memory_copy = MemoryCopyState(header.step, time.time(), size)
         self._state.version += 1
         self._on_change()

@@ -26,7 +26,7 @@ def count_goodput(job: JobState, now: float) -> None:
         now,
         sum(1 for worker in job.roster.workers.values() if worker.present),
         len(job.running.members) if job.running is not None else 0,
-        history.highest_step if progress is not None else None,
+        job.earlier_steps + history.highest_step if progress is not None else None,
         progress.step_ms / 1_000 if progress is not None and progress.step_ms is not None else None,
     )
 

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from virtualflow.coordinator import runs
 from virtualflow.coordinator.absence import excuse
 from virtualflow.coordinator.admission import admit, refuse_unread
 from virtualflow.coordinator.calls import carry_out
@@ -38,6 +39,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import framing, http_api, job_record, live_view, memory_copy
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE
+from virtualflow.protocol.versions import RUNS_PROTOCOL
 
 logger = logging.getLogger("virtualflow.coordinator")
 
@@ -183,7 +185,7 @@ class Coordinator:
                 logger.warning("%s does not read its messages; closing its connection", incarnation)
                 self._drop(incarnation)
                 undisturbed = False
-            elif isinstance(message, m.Refuse):
+            elif isinstance(message, m.Refuse | m.RunOver):
                 line.finish()
         return undisturbed
 
@@ -287,6 +289,10 @@ class Coordinator:
             return socket
         now = self._tick()
         self._deliver()  # what a former connection was still to be told is not for this one
+        over = runs.over(self.state, hello)
+        if over is not None:
+            await self._answer(socket, over if hello.protocol >= RUNS_PROTOCOL else m.Refuse(runs.describe(over)))
+            return socket
         refusal = admit(self.state, hello, now)
         if refusal is not None:
             await self._refuse(socket, refusal)
@@ -336,8 +342,12 @@ class Coordinator:
 
     async def _refuse(self, socket: web.WebSocketResponse, refusal: str) -> None:
         self._turn()
+        await self._answer(socket, m.Refuse(refusal))
+
+    async def _answer(self, socket: web.WebSocketResponse, message: m.ToWorker) -> None:
+        """Tell a process that is not admitted why."""
         with contextlib.suppress(ConnectionError):
-            await socket.send_bytes(framing.pack(m.Refuse(refusal)))
+            await socket.send_bytes(framing.pack(message))
 
     async def _first_message(self, socket: web.WebSocketResponse) -> m.Hello | None:
         message: m.FromWorker | None = None

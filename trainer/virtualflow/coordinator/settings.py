@@ -34,7 +34,9 @@ MAX_EVENTS = 200
 BRIEF_CHANGES = 20
 
 BRIEF_EVENTS = 50
-"""Latest membership changes and events in a brief status."""
+
+BRIEF_RUNS = 10
+"""Latest membership changes, events and ended runs in a brief status."""
 
 SERIES_POINTS = 400
 

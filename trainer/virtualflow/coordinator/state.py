@@ -36,6 +36,12 @@ class JobState:
     """With fewer ready workers nothing begins."""
     wanted_reason: str = ""
     """Why so many, in words of whoever decides that."""
+    run: int = 1
+    """The run of the script that all below is about, but for the workers."""
+    runs: tuple[m.RunResult, ...] = ()
+    """What those before it have ended with, the latest."""
+    earlier_steps: int = 0
+    """Steps of all runs before it."""
     virtual_nodes: int | None = None
     reproducibility: Reproducibility | None = None
     classes: tuple[PassClass, ...] = ()
@@ -80,7 +86,7 @@ class JobState:
     """Those that may be in a generation elsewhere, by the latest such word; ``None``: there was none."""
 
     hold: int | None = None
-    """No step after this one may start."""
+    """No step after this one may start, counted over all runs of the script."""
     stop: str | None = None
     """Why the job is to stop."""
     failed: bool = False
@@ -135,6 +141,11 @@ class JobState:
     def newest(self) -> list[m.Plan]:
         """The running and the proposed generation, as far as there are any."""
         return [plan for plan in (self.running, self.proposed) if plan is not None]
+
+    @property
+    def hold_in_run(self) -> int | None:
+        """No step of this run after this one may start."""
+        return None if self.hold is None else max(0, self.hold - self.earlier_steps)
 
     @property
     def is_prepared(self) -> bool:

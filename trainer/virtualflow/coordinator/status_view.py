@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Literal
 
 from virtualflow.coordinator.balance import known_pace, predicted_computing, predicted_step
-from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_EVENTS
+from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_EVENTS, BRIEF_RUNS
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
 from virtualflow.protocol.settings import MAX_METRICS
@@ -75,6 +75,9 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         does_not_fit=history.does_not_fit,
         wanted_reason=job.wanted_reason,
         worker_seconds=history.goodput.own,
+        run=job.run,
+        runs=job.runs[-BRIEF_RUNS:] if brief else job.runs,
+        earlier_steps=job.earlier_steps,
     )
 
 

@@ -22,6 +22,7 @@ from virtualflow.launcher.status_text import (
     describe_pace,
     describe_progress,
     describe_range,
+    describe_run,
     describe_step_times,
 )
 from virtualflow.launcher.supervisor import Stream
@@ -69,11 +70,11 @@ class PlainConsole:
         if (
             status is None
             or status.phase == "waiting"
-            or status.step == self._step
+            or status.job_step == self._step
             or now - self._progress_at < self._settings.progress_interval
         ):
             return
-        self._progress_at, self._step = now, status.step
+        self._progress_at, self._step = now, status.job_step
         self.event(describe_progress(status))
 
     def close(self) -> None:
@@ -183,7 +184,7 @@ class LiveConsole:
         from rich.text import Text
 
         total = "" if status.total_steps is None else f"/{status.total_steps}"
-        facts = [f"step {status.step}{total}", f"epoch {status.epoch}"]
+        facts = [*describe_run(status), f"step {status.step}{total}", f"epoch {status.epoch}"]
         facts += [f"{name} {show_metric(value, 4)}" for name, value in sorted(status.metrics.items())[:4]]
         facts += [f"{status.steps_per_second:.1f} steps/s", *describe_step_times(status)]
         grid = Table.grid(expand=True, padding=(0, 2))

@@ -25,6 +25,7 @@ def judge(
     *,
     over: bool,
     done: bool,
+    alone: bool,
     joined: bool,
     left: bool,
     killed: bool,
@@ -39,7 +40,8 @@ def judge(
         worker: its name.
         code: return code as ``subprocess`` gives it.
         over: the job is ending already, whatever the reason.
-        done: the training is complete.
+        done: the training is complete; the script may go on to another one.
+        alone: no other worker's process lives.
         joined: the coordinator knew the worker.
         left: it was asked to leave, or had seen the end of the training.
         killed: the runner killed it on purpose.
@@ -53,6 +55,8 @@ def judge(
     if done:
         if code == 0 or killed or refused is not None:
             return Verdict("fine")
+        if code < 0 and not alone:
+            return Verdict("open")  # in another run of the script, others may do without it or have it replaced
         return Verdict("failed", f"{worker} ended after the training: {how}")
     if over:
         return Verdict("fine")

@@ -61,15 +61,15 @@ class FaultInjector:
         status = self._control.state.status
         steps = [group.step for group in self._groups]
         total = self._last_step(status)
-        riding = status.step if status is not None and _change_rides(status) else None
+        riding = status.job_step if status is not None and _change_rides(status) else None
         hold = hold_step(steps, self._fired, self._in_effect, total, riding)
-        if self._stop_after is None or (status is not None and status.total_steps == total):
+        if self._stop_after is None or (status is not None and status.job_total == total):
             return hold
         before = self._stop_after - 1  # the agreement to stop rides on the last step
         return before if hold is None else min(hold, before)
 
     def _last_step(self, status: Status | None) -> int | None:
-        ends = (self._stop_after, status.total_steps if status is not None else None)
+        ends = (self._stop_after, status.job_total if status is not None else None)
         return min((end for end in ends if end is not None), default=None)
 
     @property
@@ -78,14 +78,14 @@ class FaultInjector:
         status = self._control.state.status
         if self._stop_after is None or status is None or status.phase != "training" or status.proposed is not None:
             return False
-        return status.step >= self._stop_after - 1 and self._in_effect and not self.unreached
+        return status.job_step >= self._stop_after - 1 and self._in_effect and not self.unreached
 
     def advance(self) -> None:
         """Notice that the last group is in effect, and fire the next one when its step is complete."""
         status = self._control.state.status
         if not self._in_effect:
             self._in_effect = in_effect(status, self._control.table.expected(), self._control.state.wanted)
-        if not self._in_effect or not self.unreached or status is None or status.step < self.unreached[0].step:
+        if not self._in_effect or not self.unreached or status is None or status.job_step < self.unreached[0].step:
             return
         if _change_rides(status):
             return  # what comes next might undo it before it was made

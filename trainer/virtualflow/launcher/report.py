@@ -12,7 +12,7 @@ from pathlib import Path
 
 from virtualflow.atomic_file import write_whole
 from virtualflow.protocol.http_api import Event, Status
-from virtualflow.protocol.messages import Change, Generation
+from virtualflow.protocol.messages import Change, Generation, RunResult
 
 
 @dataclass
@@ -29,8 +29,8 @@ class JobHistory:
     paces: dict[str, float] = field(default_factory=dict)
     """Milliseconds per virtual node of each worker that some were assigned to last."""
     _seen: set[tuple[float, str, str]] = field(default_factory=set)
-    _reached: tuple[int, int] = (0, 0)
-    """The latest generation and step of a training."""
+    _reached: tuple[int, int, int] = (1, 0, 0)
+    """The latest run of the script, and the generation and step of its training."""
 
     def began_again(self, status: Status) -> str | None:
         """A sentence if a training has begun anew that no worker and no coordinator remembers.
@@ -40,9 +40,9 @@ class JobHistory:
         """
         if not status.generation or status.phase in ("waiting", "stopped", "failed"):
             return None
-        generation, step = self._reached
-        self._reached = status.generation, status.step
-        if status.step >= step - 1 or status.generation > generation:
+        run, generation, step = self._reached
+        self._reached = status.run, status.generation, status.step
+        if status.run != run or status.step >= step - 1 or status.generation > generation:
             return None
         saved = status.checkpoint.step if status.checkpoint is not None else None
         again = "began anew from the first step"
@@ -97,6 +97,8 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
         "digest": status.digest if status else None,
         "optimizer_digest": status.optimizer_digest if status else None,
         "steps": status.step if status else 0,
+        "run": status.run if status else 1,
+        "runs": [run_entry(run) for run in status.runs] if status else [],
         "total_steps": status.total_steps if status else None,
         "virtual_nodes": status.virtual_nodes if status else None,
         "reproducibility": status.reproducibility if status else None,
@@ -113,10 +115,22 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
     }
 
 
+def run_entry(run: RunResult) -> dict[str, object]:
+    """A run of the script that was followed by another one, as the report shows it."""
+    return {
+        "run": run.run,
+        "steps": run.step,
+        "total_steps": run.total_steps,
+        "digest": run.digest,
+        "metrics": dict(run.metrics),
+    }
+
+
 def change_entry(change: Change) -> dict[str, object]:
     """A change as the report shows it."""
     return {
         "generation": change.generation.counter,
+        "run": change.run,
         "step": change.step,
         "from": change.from_,
         "to": change.to,
@@ -132,7 +146,7 @@ def change_entry(change: Change) -> dict[str, object]:
 
 
 def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object]]:
-    """Who processed what in the attempts that counted, ordered by step and virtual node.
+    """Who processed what in the attempts that counted, ordered by run of the script, step and virtual node.
 
     Every worker wrote what it processed before it contributed it, what of that it kept for the next attempt when one
     was aborted, and which attempts it saw committed. A step that was attempted in several generations counts in the
@@ -142,8 +156,8 @@ def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object
     Args:
         fragments: the lines of each worker process.
     """
-    computed: dict[tuple[int, tuple[int, int]], dict[int, dict[str, object]]] = {}
-    counts: dict[int, tuple[int, int]] = {}
+    computed: dict[tuple[tuple[int, int], tuple[int, int]], dict[int, dict[str, object]]] = {}
+    counts: dict[tuple[int, int], tuple[int, int]] = {}
     for lines in fragments:
         for line in lines:
             try:
@@ -154,12 +168,13 @@ def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object
                 continue
             if "computed" in entry or "kept" in entry:
                 fact = entry["computed"] if "computed" in entry else entry["kept"]
-                attempt = (fact["step"], _generation(fact["generation"]))
-                row = {key: fact[key] for key in ("epoch", "step", "virtual_node", "worker", "samples")}
+                run = fact.get("run", 1)
+                attempt = ((run, fact["step"]), _generation(fact["generation"]))
+                row = {"run": run, **{key: fact[key] for key in ("epoch", "step", "virtual_node", "worker", "samples")}}
                 computed.setdefault(attempt, {})[fact["virtual_node"]] = row
             elif "committed" in entry:
                 fact = entry["committed"]
-                step, generation = fact["step"], _generation(fact["generation"])
+                step, generation = (fact.get("run", 1), fact["step"]), _generation(fact["generation"])
                 counts[step] = max(generation, counts.get(step, generation))
     for step in sorted(counts):
         rows = computed.get((step, counts[step]), {})
@@ -201,11 +216,12 @@ def write_results(report: Mapping[str, object], target: Path | None, audit: Path
     return None
 
 
-def newest_checkpoint(directory: Path) -> int | None:
-    """The step of the checkpoint that counts by its name; whoever reads it checks what is in it.
+def newest_checkpoint(directory: Path, run: int) -> int | None:
+    """The step of the checkpoint of a run of the script that counts by its name; whoever reads it checks what is in it.
 
     Of the newest generation first, as ``state.checkpoint_order`` has it, which needs torch.
     """
-    found = (re.fullmatch(r"step-(\d+)(?:\.(\d+)\.(\d+))?", path.name) for path in directory.glob("step-*"))
+    place = directory if run == 1 else directory / f"run-{run}"
+    found = (re.fullmatch(r"step-(\d+)(?:\.(\d+)\.(\d+))?", path.name) for path in place.glob("step-*"))
     marks = [(int(name[2] or 0), int(name[3] or 0), int(name[1])) for name in found if name is not None]
     return max(marks)[-1] if marks else None

@@ -32,7 +32,8 @@ class RunState:
         """The coordinator is dead or dying: what it last said no longer holds."""
         if self.status is not None:
             self.dead_coordinators.add(self.status.incarnation)
-        self.status = None
+        if self.status is None or self.status.phase != "done":  # what is done stays done, whoever has told it
+            self.status = None
 
     def follow_wanted(self, now: float) -> bool:
         """Take over the number of workers from the status; whether it is another one."""

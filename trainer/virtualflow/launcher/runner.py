@@ -219,6 +219,10 @@ class Runner:
 
     def _take(self, status: Status) -> None:
         """A status has arrived."""
+        shutdown, known = self._state.shutdown, self._state.status
+        done = shutdown is not None and shutdown.kind == "done" and known is not None and known.phase == "done"
+        if done and known is not None and status.run <= known.run and status.phase not in ENDED:
+            return  # of a coordinator that has not heard of the end
         self._state.status = status
         again = self._history.began_again(status)
         if again is not None:
@@ -243,7 +247,7 @@ class Runner:
             await process.ended.wait()
             self._state.elders = len(self._table.workers)
             status = self._state.status
-            if status is not None and status.phase in ENDED:
+            if status is not None and status.phase in ENDED and not self._table.living():
                 return
             self._state.forget_coordinator()
             self._console.event(f"the coordinator ended ({describe_exit(process.code or 0)}); starting it again")
@@ -399,7 +403,9 @@ class Runner:
                 changes=self._history.ordered_changes(),
                 last_checkpoint=self._history.last_checkpoint,
                 checkpoint_dir=directory,
-                newest_checkpoint=newest_checkpoint(directory) if directory is not None else None,
+                newest_checkpoint=newest_checkpoint(directory, status.run if status is not None else 1)
+                if directory is not None
+                else None,
                 unreached=[group.step for group in self._faults.unreached],
                 unwritten=unwritten,
                 logs=self.kept_logs,

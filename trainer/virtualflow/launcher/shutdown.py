@@ -36,6 +36,8 @@ class Shutdown:
     """All workers have ended."""
     impatient_since: float = float("inf")
     """When a signal asked for the end of scripts that go on after the training."""
+    run: int = 1
+    """The run of the script that is done."""
 
     @property
     def note(self) -> str:
@@ -44,12 +46,14 @@ class Shutdown:
 
 
 def next_shutdown(current: Shutdown | None, status: Status, now: float) -> Shutdown | None:
-    """How the job ends in view of the coordinator's ``status``; ``None`` while it goes on."""
+    """How the job ends in view of the coordinator's ``status``; ``None`` while it goes on, as in a further run."""
     kind = current.kind if current is not None else None
     if status.phase == "failed" and kind in (None, "done"):
         return Shutdown("failed", now, status.error or status.reason, traceback=status.traceback or "")
     if status.phase == "done" and kind in (None, "stopped"):
-        return Shutdown("done", now)
+        return Shutdown("done", now, run=status.run)
+    if current is not None and kind == "done" and status.run > current.run and status.phase != "done":
+        return None
     if status.phase == "stopped" and kind is None:
         return Shutdown("stopped", now, "asked to stop")
     return current
@@ -137,11 +141,12 @@ def _conclude_done(facts: Facts) -> Conclusion:
     status = facts.status
     assert status is not None
     sentences = [
-        f"the schedule's step {step} was never reached: the job has {status.step} steps" for step in facts.unreached
+        f"the schedule's step {step} was never reached: the job has {counted(status.job_step, 'step')}"
+        for step in facts.unreached
     ]
     repeated = sum(change.repeated_steps for change in facts.changes)
     sentences.append(
-        f"done: {status.step} steps in {facts.seconds:.1f} s, digest {status.digest}, "
+        f"done: {_describe_steps(status)} in {facts.seconds:.1f} s, digest {status.digest}, "
         f"{counted(len(facts.changes), 'membership change')}, {counted(repeated, 'repeated step')}"
     )
     unsaved = _failed_checkpoint(facts)
@@ -151,9 +156,15 @@ def _conclude_done(facts: Facts) -> Conclusion:
     return Conclusion(EXIT_FAILED, [*sentences, trouble])
 
 
+def _describe_steps(status: Status) -> str:
+    steps = counted(status.job_step, "step")
+    return steps if status.run == 1 else f"{steps} in {status.run} runs of the script"
+
+
 def _describe_stop(facts: Facts) -> str:
     step = facts.status.step if facts.status is not None else 0
-    said, directory = f"stopped after step {step} ({facts.shutdown.reason})", facts.checkpoint_dir
+    of_run = f" of run {facts.status.run}" if facts.status is not None and facts.status.run > 1 else ""
+    said, directory = f"stopped after step {step}{of_run} ({facts.shutdown.reason})", facts.checkpoint_dir
     unsaved = _failed_checkpoint(facts)
     if unsaved is not None:
         return f"{said}; {unsaved.text}"

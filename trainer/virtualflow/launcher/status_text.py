@@ -9,6 +9,9 @@ from virtualflow.protocol.messages import Change
 from virtualflow.protocol.metrics import show_metric
 from virtualflow.protocol.wording import counted
 
+RUNS_SHOWN = 10
+"""Of the runs before the present one, the latest."""
+
 
 def describe_change(change: Change) -> str:
     """A membership change in one line."""
@@ -19,7 +22,8 @@ def describe_change(change: Change) -> str:
     size = f"{counted(change.from_, 'worker')} → {counted(change.to, 'worker')}"
     if change.cause == "rebalance":
         size = "virtual nodes moved"
-    return f"{size} at step {change.step} ({change.reason}): {pause}, {repeated}{describe_transfer(change)}"
+    of_run = f" of run {change.run}" if change.run > 1 else ""
+    return f"{size} at step {change.step}{of_run} ({change.reason}): {pause}, {repeated}{describe_transfer(change)}"
 
 
 def describe_transfer(change: Change) -> str:
@@ -38,10 +42,15 @@ def describe_progress(status: Status) -> str:
     """Where the training is, in one line."""
     total = f"/{status.total_steps}" if status.total_steps is not None else ""
     members = sum(worker.first < worker.last for worker in status.workers)
-    parts = [f"step {status.step}{total}", f"epoch {status.epoch}"]
+    parts = [*describe_run(status), f"step {status.step}{total}", f"epoch {status.epoch}"]
     parts += [f"{name} {show_metric(value, 4)}" for name, value in sorted(status.metrics.items())]
     parts += [f"{status.steps_per_second:.1f} steps/s", *describe_step_times(status), counted(members, "worker")]
     return ", ".join(parts)
+
+
+def describe_run(status: Status) -> list[str]:
+    """Which run of the script it is, where there was one before."""
+    return [f"run {status.run}"] if status.run > 1 else []
 
 
 def describe_status(job: str, status: Status) -> str:
@@ -54,6 +63,7 @@ def describe_status(job: str, status: Status) -> str:
         lines.append(f"  {status.reason}")
     if status.error:
         lines.append(f"  error: {status.error}")
+    lines += [f"  run {run.run}: {counted(run.step, 'step')}, digest {run.digest}" for run in status.runs[-RUNS_SHOWN:]]
     if status.workers:
         width = max(len("worker"), *(len(worker.worker) for worker in status.workers))
         lines.append(f"  {'worker':<{width}}  {'virtual nodes':<13}  {'ms each':>7}  {'state':<8}  pid")

@@ -88,6 +88,8 @@ class WorkerTable:
     workers: list[Worker] = field(default_factory=list)
     barred: set[int] = field(default_factory=set)
     """Ordinals under which no process is started: the last one was refused, and the next would be, too."""
+    _run: int = 1
+    """Of the script."""
     _coordinator: int | None = None
     _coordinator_since: float = 0.0
 
@@ -132,6 +134,11 @@ class WorkerTable:
         """Update every worker by what the coordinator says of it."""
         if status.incarnation != self._coordinator:
             self._coordinator, self._coordinator_since = status.incarnation, now
+        if status.run > self._run:
+            self._run = status.run
+            for worker in self.workers:
+                if not worker.alive and worker.state == "done":
+                    worker.state = ""  # it has seen the end of a former run, and its place is free
         entries = {entry.incarnation: entry for entry in status.workers}
         unfit = {lost.incarnation: lost.reason for lost in status.lost if lost.does_not_fit}
         unknown = [

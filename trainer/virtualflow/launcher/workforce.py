@@ -50,7 +50,7 @@ class Workforce:
         if status is not None:
             self._control.table.take(status, now)
             members = [worker.ordinal for worker in self._control.table.living() if worker.assigned]
-            self._backoff.advance(status.step, members)
+            self._backoff.advance(status.job_step, members)
         self._judge_exits(now)
 
     def mend(self, now: float) -> None:
@@ -83,6 +83,7 @@ class Workforce:
                 worker.process.code or 0,
                 over=self._control.state.shutdown is not None,
                 done=status is not None and status.phase == "done",
+                alone=not self._control.table.living(),
                 joined=worker.incarnation is not None,
                 left=worker.draining or worker.state == "done",
                 killed=worker.killed,

@@ -19,6 +19,8 @@ from virtualflow.protocol.messages import (
     Name,
     NonFinite,
     NoteKind,
+    RunNumber,
+    RunResult,
     Seconds,
     Sentence,
     Traceback,
@@ -31,6 +33,7 @@ from virtualflow.protocol.settings import (
     MAX_LISTED,
     MAX_METRICS,
     MAX_NAME,
+    MAX_RUNS,
     MAX_WORKERS,
     Reproducibility,
 )
@@ -70,7 +73,7 @@ class ScaleCall(Base, frozen=True, tag=False):
 
 
 class HoldCall(Base, frozen=True, tag=False):
-    """``POST /v1/hold``: no step after ``step`` may start; ``null`` lets go."""
+    """``POST /v1/hold``: no step after ``step`` may start, counted over all runs of the script; ``null`` lets go."""
 
     step: Count | None
 
@@ -173,7 +176,7 @@ class Refusal(Base, frozen=True, tag=False):
 EventKind = (
     NoteKind
     | Literal["worker", "refused", "generation", "restored", "change", "drain", "left", "lost", "scale"]
-    | Literal["stop", "done", "failed"]
+    | Literal["stop", "done", "run", "failed"]
 )
 
 
@@ -249,6 +252,7 @@ class Status(Base, frozen=True, tag=False):
     step_ms: float | None
     """How long a step takes: the median of the latest ones, and of all once the training is complete."""
     hold: Count | None
+    """No step after this one starts, counted over all runs of the script."""
     last_change: Change | None
     changes: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_CHANGES)]
     """The latest."""
@@ -290,3 +294,19 @@ class Status(Base, frozen=True, tag=False):
     """``ScaleCall.reason`` of the latest call; ``None``: the coordinator does not know of reasons."""
     worker_seconds: WorkerSeconds | None = None
     """``None``: the coordinator does not count them."""
+    run: RunNumber = 1
+    """The run of the script that all of this is about."""
+    runs: Annotated[tuple[RunResult, ...], msgspec.Meta(max_length=MAX_RUNS)] = ()
+    """Those before it, the latest."""
+    earlier_steps: Count = 0
+    """Steps of all runs before it."""
+
+    @property
+    def job_step(self) -> int:
+        """Completed steps of all runs of the script."""
+        return self.earlier_steps + self.step
+
+    @property
+    def job_total(self) -> int | None:
+        """Steps of all runs up to the end of this one; ``None``: not known."""
+        return None if self.total_steps is None else self.earlier_steps + self.total_steps

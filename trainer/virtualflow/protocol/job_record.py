@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from virtualflow.protocol.http_api import Event
-from virtualflow.protocol.messages import Base, Count, Generation
+from virtualflow.protocol.messages import Base, Count, Generation, RunNumber
 from virtualflow.protocol.settings import MAX_LISTED, MAX_WORD
 
 PATH = "/v1/record"
@@ -65,3 +65,5 @@ class JobRecord(Base, frozen=True, tag=False):
     forgotten_changes: Count
     forgotten_steps: Count
     """Steps that those have repeated."""
+    run: RunNumber = 1
+    """The run of the script that ``series`` is of."""

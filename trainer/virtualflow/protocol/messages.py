@@ -21,6 +21,7 @@ from virtualflow.protocol.settings import (
     MAX_KEY,
     MAX_NAME,
     MAX_REASON,
+    MAX_RUNS,
     MAX_SENTENCE,
     MAX_TRACEBACK,
     MAX_VIRTUAL_NODES,
@@ -40,6 +41,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0 * 366)]
 PaceSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=86_400.0)]
 """A worker's computing time per virtual node."""
 Version = Annotated[str, msgspec.Meta(max_length=MAX_WORD)]
+RunNumber = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+"""Which ``with vf.elastic(...)`` block of the script, from 1."""
 NoteKind = Literal["info", "warning", "checkpoint", "checkpoint-failed"]
 Cause = Literal["start", "join", "drain", "resize", "lost", "broken", "restart", "rebalance", "stop"]
 
@@ -134,6 +137,8 @@ class Change(Base, frozen=True, tag=False):
     """How many workers gave it."""
     repeated_virtual_nodes: Count = 0
     """Virtual nodes that were computed again for it, at most: the others of a repeated step were kept."""
+    run: RunNumber = 1
+    """The run of the script that ``step`` is of."""
 
 
 class CheckpointState(Base, frozen=True, tag=False):
@@ -174,6 +179,17 @@ class MemoryPlan(Base, frozen=True, tag=False):
     def offloads(self) -> bool:
         """Whether some are not kept."""
         return self.swapped + self.recomputed > 0
+
+
+class RunResult(Base, frozen=True, tag=False):
+    """What a run of the script has ended with, while the script goes on."""
+
+    run: RunNumber
+    step: Count
+    """Completed steps."""
+    total_steps: Count | None
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
+    metrics: dict[str, Metric]
 
 
 # --- worker to coordinator --------------------------------------------------------------------------------------------
@@ -226,6 +242,10 @@ class Hello(Base, frozen=True, tag="hello"):
     """Of equally large parts of all virtual nodes, how far their backward passes go; none: all are whole."""
     capacity: Count | None = None
     """Bytes of its device's memory for the training; ``None``: nobody says."""
+    run: RunNumber = 1
+    """The run of the script that it is in."""
+    runs: Annotated[tuple[RunResult, ...], msgspec.Meta(max_length=MAX_RUNS)] = ()
+    """Those before it."""
 
 
 class Doing(Base, frozen=True, tag=False):
@@ -481,6 +501,15 @@ class Refuse(Base, frozen=True, tag="refuse"):
     reason: Sentence
 
 
+class RunOver(Base, frozen=True, tag="run-over"):
+    """Instead of Welcome: the run of the script that this worker is in is over, and the job is in a later one."""
+
+    current: RunNumber
+    """The run that the job is in."""
+    result: RunResult | None
+    """What the worker's run has ended with; ``None``: nobody remembers."""
+
+
 class End(Base, frozen=True, tag="end"):
     """The job is over for everyone: with success while joiners were waiting, or failed."""
 
@@ -488,7 +517,7 @@ class End(Base, frozen=True, tag="end"):
     reason: Sentence
 
 
-ToWorker = Welcome | Lease | Plan | Keys | Drain | Hold | ShowStacks | Release | Refuse | End
+ToWorker = Welcome | Lease | Plan | Keys | Drain | Hold | ShowStacks | Release | Refuse | RunOver | End
 
 
 def encode(message: msgspec.Struct) -> bytes:

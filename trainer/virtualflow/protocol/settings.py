@@ -103,6 +103,9 @@ RECORD_KEEPERS = 3
 MAX_METRICS = 4_096
 """Metrics in a job's status."""
 
+MAX_RUNS = 100
+"""Ended runs of a script that a job remembers; the oldest go first."""
+
 MAX_LISTED = 1_024
 """Events and lost workers in a status, at most; a coordinator keeps fewer."""
 

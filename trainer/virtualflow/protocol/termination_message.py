@@ -83,6 +83,10 @@ class TerminationMessageWriter:
         """Whether this process is to leave one."""
         return self._path is not None and self._process == os.getpid()
 
+    def clear(self) -> None:
+        """What was written is not true any more: the script goes on."""
+        self._write_bytes(b"")
+
     def done(self, result: m.Done, total_steps: int | None) -> None:
         """The training is complete."""
         self._write(
@@ -146,6 +150,10 @@ class TerminationMessageWriter:
         self._write(message)
 
     def _write(self, message: TerminationMessage) -> None:
+        if self.wanted:
+            self._write_bytes(encode_termination_message(message))
+
+    def _write_bytes(self, content: bytes) -> None:
         if not self.wanted or self._path is None:
             return
         try:
@@ -153,7 +161,7 @@ class TerminationMessageWriter:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
             file = os.open(self._path, flags, 0o644)
             try:
-                os.write(file, encode_termination_message(message))
+                os.write(file, content)
             finally:
                 os.close(file)
         except (OSError, ValueError) as error:

@@ -14,12 +14,16 @@ from virtualflow._version import __version__
 from virtualflow.protocol.framing import inflated
 from virtualflow.protocol.messages import Base, Count, Name, Version
 
-PROTOCOL = 6
+PROTOCOL = 7
 """The newest protocol that this version speaks: raised when a party that does not know a change would misread it, or
 when what workers exchange among themselves changes. 3 is the first in which unknown fields are ignored. 4 is the
 first in which a sharded optimizer's keepers tell norms of blocks, and cut parameters, and in which workers agree on how
 each bucket of gradients travels. 5 is the first in which a step header tells what each virtual node weighs, 6 the first
-in which workers reach each other over connections of the library's own."""
+in which workers reach each other over connections of the library's own, 7 the first in which a script's runs follow one
+another in one job."""
+
+RUNS_PROTOCOL = 7
+"""Who speaks an older one knows of one run only."""
 
 OLDEST_PROTOCOL = 3
 """The oldest that it still speaks: raised when code for an older one is taken out."""

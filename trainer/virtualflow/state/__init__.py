@@ -5,7 +5,7 @@ checkpoints on disk. Also the pure decision who gives it to whom.
 from virtualflow.state.capture import placed
 from virtualflow.state.checkpoint_format import Found, JobIdentity, find_by_path, load, skipped
 from virtualflow.state.checkpoint_writer import CheckpointPolicy
-from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy
+from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy, policy_of_run
 from virtualflow.state.companions import Companions
 from virtualflow.state.content_hash import content_hash
 from virtualflow.state.digests import signature, transient_buffers
@@ -54,6 +54,7 @@ __all__ = [
     "pack_state",
     "placed",
     "plan_transfer",
+    "policy_of_run",
     "schedulers_of",
     "share_out",
     "signature",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -50,6 +50,14 @@ def choose_policy(
     return CheckpointPolicy(directory, every_steps, every_seconds, keep)
 
 
+def policy_of_run(policy: CheckpointPolicy, run: int, former: Sequence[Path | None]) -> CheckpointPolicy:
+    """The policy of a run of the script: a directory that a ``former`` run has used already gets one inside for it."""
+    if not any(known is not None and known.absolute() == policy.directory.absolute() for known in former):
+        return policy
+    directory = policy.directory / f"run-{run}"
+    return CheckpointPolicy(directory, policy.every_steps, policy.every_seconds, policy.keep)
+
+
 Kind = Literal["checkpoint", "checkpoint-failed", "warning"]
 """What there is to tell of checkpoints: one was written, one could not be, or something else about them."""
 
@@ -81,6 +89,7 @@ class Checkpointer:
         joins: whether others may have the state already. Then a directory that cannot be read or written to just now
             is told, and an error only for who has to begin from it.
         volume: how long that one, and who sets checkpoints aside, waits for a volume that fails just now.
+        only_reads: whether nothing there is to be changed: the run that wrote it is over.
     """
 
     def __init__(
@@ -94,6 +103,7 @@ class Checkpointer:
         *,
         joins: bool = False,
         volume: VolumeSettings | None = None,
+        only_reads: bool = False,
     ) -> None:
         self._policy = policy
         self._identity = identity
@@ -118,7 +128,7 @@ class Checkpointer:
         self._untried = False
         """Whether the directory could not be written to at first: who is to begin from it tries again."""
         self._writer: CheckpointWriter | None = None
-        if policy is not None:
+        if policy is not None and not only_reads:
             self._writer = CheckpointWriter(policy, identity, self._say, time.monotonic, self._attempted, doubt)
             try:
                 self._writer.check_writable()
@@ -135,6 +145,11 @@ class Checkpointer:
     def keeps(self) -> bool:
         """Whether there is a place for them."""
         return self._policy is not None
+
+    @property
+    def directory(self) -> Path | None:
+        """Where they are; ``None``: there are none."""
+        return None if self._policy is None else self._policy.directory
 
     @property
     def newest(self) -> int | None:
@@ -183,7 +198,8 @@ class Checkpointer:
             self._persist(self._writer.check_writable)
             self._untried = False
         if self._policy is not None and self._found is None:
-            self._leave_if_fenced(self._persist(lambda: self._highest_fence))
+            if self._writer is not None:
+                self._leave_if_fenced(self._persist(lambda: self._highest_fence))
             self._found = self._find_newest(self._policy.directory)
         saved = NO_CHECKPOINT if self._found is None else self._found.mark
         copied = NO_CHECKPOINT if self._copies is None else self._copies.find()
@@ -232,8 +248,10 @@ class Checkpointer:
         assert self._found is not None
         path = self._found.path
         try:
-            # First: nobody of an older generation removes it meanwhile.
-            self._found = found = self._persist(partial(self._adopt, self._found))
+            if self._writer is not None:
+                # First: nobody of an older generation removes it meanwhile.
+                self._found = self._persist(partial(self._adopt, self._found))
+            found = self._found
         except FileNotFoundError:
             self._say(f"the checkpoint {path} is not there any more")
             return False

@@ -66,6 +66,8 @@ class Link:
         self.ended: m.End | None = None
         self.refused: str | None = None
         self.released = False
+        self.run_over: m.RunOver | None = None
+        """This worker's run of the script was over before it was admitted, so it never is."""
         self.rejected: str | None = None
         """Why the coordinator cannot be used at all (a wrong token)."""
         self.failure: Exception | None = None
@@ -106,12 +108,15 @@ class Link:
         """
         self._thread.start()
         limit = self._settings.orphan_limit if limit is None else limit
-        if not self.wait(lambda: self.welcome or self.rejected or self.refused or self.failure, limit):
+        if not self.wait(self._answered, limit):
             raise CoordinatorAbsent(
                 f"no coordinator answers at {self._url} for {limit:g} s; check VIRTUALFLOW_COORDINATOR"
             )
         if self.rejected is not None:
             raise ConfigurationError(self.rejected)
+
+    def _answered(self) -> bool:
+        return bool(self.welcome or self.rejected or self.refused or self.run_over or self.failure)
 
     @property
     def started(self) -> bool:
@@ -179,7 +184,11 @@ class Link:
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was queued has been written to a connection, or there will be none any more."""
-        return bool(self.wait(lambda: (not self._queue and self.connected) or self.rejected or self.refused, timeout))
+        return bool(
+            self.wait(
+                lambda: (not self._queue and self.connected) or self.rejected or self.refused or self.run_over, timeout
+            )
+        )
 
     @property
     def silent_for(self) -> float:
@@ -226,7 +235,7 @@ class Link:
         async with aiohttp.ClientSession(
             timeout=timeout, headers={"Authorization": f"Bearer {self._token}"}
         ) as session:
-            while not self._closing.is_set() and self.rejected is None and self.refused is None:
+            while not (self._closing.is_set() or self.rejected or self.refused or self.run_over):
                 try:
                     # A coordinator that accepts connections and then does nothing must not hold this up for ever.
                     async with asyncio.timeout(self._settings.connect_timeout):
@@ -344,6 +353,13 @@ class Link:
                     self.released = True
                 case m.Refuse(reason):
                     self.refused = reason
+                case m.RunOver(current):
+                    if self.welcome is None:
+                        self.run_over = message
+                    elif m.Done in self._kept:
+                        self.released = True
+                    else:
+                        self.refused = f"the job went on to run {current} of its script without this process"
                 case m.End():
                     self.ended = message
                 case m.Keys(generation, values):
@@ -353,7 +369,7 @@ class Link:
             self._on_plan(message)
         elif isinstance(message, m.ShowStacks):
             self.send(self.activity.stacks())
-        elif isinstance(message, m.Refuse | m.End) and self._on_over is not None:
+        elif isinstance(message, m.Refuse | m.RunOver | m.End) and self._on_over is not None:
             self._on_over()
 
     def _short(self, message: m.FromWorker) -> m.FromWorker:

@@ -20,11 +20,13 @@ from virtualflow.protocol import messages as m
 class Audit:
     """The audit file of one worker process."""
 
-    def __init__(self, directory: Path, worker: str, incarnation: str) -> None:
+    def __init__(self, directory: Path, worker: str, incarnation: str, run: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{worker}-{incarnation}.jsonl"
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._worker = worker
+        self._run = run
+        """Of the script: each has a first step."""
         self._latest: dict[int, dict[str, Any]] = {}
         """What this worker has run last of each virtual node."""
 
@@ -49,7 +51,9 @@ class Audit:
 
     def _write(self, kind: str, generation: m.Generation, **values: Any) -> None:
         number = [generation.incarnation, generation.counter]
-        os.write(self._descriptor, (json.dumps({kind: {"generation": number, **values}}) + "\n").encode())
+        os.write(
+            self._descriptor, (json.dumps({kind: {"run": self._run, "generation": number, **values}}) + "\n").encode()
+        )
 
     def close(self) -> None:
         """Close the file."""

@@ -19,6 +19,10 @@ class MemberState:
 
     virtual_nodes: int
     fingerprint: str
+    run: int = 1
+    """Which run of the script this is."""
+    runs: tuple[m.RunResult, ...] = ()
+    """What those before it have ended with."""
     reproducibility: Reproducibility = "bitwise"
     device: str = ""
     self_test: str = ""

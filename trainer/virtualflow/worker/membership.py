@@ -5,6 +5,7 @@ Between ``session`` (which plans there are) and ``loop`` (what the user's script
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -236,7 +237,7 @@ class Membership:
         transfer = plan_transfer(standings, []) if known else self._find_origin(communicator, standings)
         self._bring_state(communicator, transfer)
         # A beginning, or a checkpoint of an earlier version: whoever has a state by now gives it the same name.
-        training.id = training.id or plan.members[0].incarnation[:ID_LENGTH]
+        training.id = training.id or _name_training(plan.members[0].incarnation, self._state.run)
         if self._resharding is not None:
             self._resharding.share_out(communicator, standings, transfer)
         # The last thing before this generation is entered for good: what was kept lasts until then.
@@ -335,3 +336,10 @@ class Membership:
                 raise ConfigurationError(
                     f"the workers do not run the same: {found}; start all of them with the same script and arguments"
                 )
+
+
+def _name_training(incarnation: str, run: int) -> str:
+    """The id of a training that begins in that process, which may begin several."""
+    if run == 1:
+        return incarnation[:ID_LENGTH]
+    return hashlib.sha256(f"{incarnation} {run}".encode()).hexdigest()[:ID_LENGTH]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from virtualflow.data import micro_batch
 from virtualflow.device import device_of
 from virtualflow.memory.activations import Memory, limit
+from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.step import HOST, PartialBackward, agreed
@@ -33,6 +35,15 @@ from virtualflow.worker.settings import WorkerSettings
 
 
 @dataclass(frozen=True)
+class FormerRun:
+    """A run of the script that has ended in this process."""
+
+    result: m.RunResult
+    checkpoints: Path | None
+    """Its directory of them, if it had one."""
+
+
+@dataclass(frozen=True)
 class Request:
     """What the user asks for, and what the environment says to it."""
 
@@ -42,6 +53,15 @@ class Request:
     options: Options
     environment: WorkerEnvironment
     settings: WorkerSettings
+    former: tuple[FormerRun, ...] = ()
+    """The runs of the script before this one, in this process."""
+    over: m.RunOver | None = None
+    """The job is in a later run: this worker takes up what the present one has ended with."""
+
+    @property
+    def run(self) -> int:
+        """Which run of the script this is, from 1."""
+        return len(self.former) + 1
 
     @property
     def virtual_nodes(self) -> int:

@@ -7,8 +7,10 @@ import logging
 import os
 import signal
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -27,14 +29,17 @@ from virtualflow.errors import (
     show_errors_plainly,
 )
 from virtualflow.memory import DoesNotFit
+from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.termination_message import TerminationMessageWriter
 from virtualflow.state import join_optimizers
 from virtualflow.worker.finish import agree_on_end, complete_leader
 from virtualflow.worker.loop import Loop
 from virtualflow.worker.options import Options
 from virtualflow.worker.reporter import report_failure
-from virtualflow.worker.request import Request
+from virtualflow.worker.request import FormerRun, Request
+from virtualflow.worker.session import RunIsOver
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.setup import Context, connect, open_session, set_up
 from virtualflow.worker.standalone import AnySession
@@ -44,6 +49,31 @@ logger = logging.getLogger("virtualflow.worker")
 
 _active: list[Run] = []
 """The run whose ``with`` block this process is in: one at most."""
+
+
+class Script:
+    """What this process remembers from one run of its script to the next; a process that it forks begins anew."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Remember nothing: the process is a new one."""
+        self.process = os.getpid()
+        self.incarnation = uuid.uuid4().hex
+        """Names this process, in all runs."""
+        self.former: tuple[FormerRun, ...] = ()
+        """The runs that have ended."""
+
+
+_script = Script()
+
+
+def this_script() -> Script:
+    """What there is to remember of the script that this process executes."""
+    if _script.process != os.getpid():
+        _script.begin()
+    return _script
 
 
 class Run:
@@ -78,14 +108,35 @@ class Run:
     def __enter__(self) -> Run:
         if _active:
             raise VirtualFlowError("a run is active already; leave its with block before the next vf.elastic")
+        self._request = replace(self._request, former=this_script().former)
+        if self._request.former:
+            self._termination_message.clear()  # what it says is about the run before
+        try:
+            self._open()
+        except RunIsOver as found:
+            self._resources.close()
+            self._resources = ExitStack()
+            self._request = replace(self._request, over=found.over)
+            self._open()
+        _active.append(self)
+        return self
+
+    def _open(self) -> None:
+        """Set everything up, and enter the job.
+
+        Raises:
+            RunIsOver: the job is in a later run of the script.
+        """
         session: AnySession | None = None
         try:
-            session = open_session(self._request, self._resources)
+            session = open_session(self._request, self._resources, this_script().incarnation)
             context = set_up(self._request, session, self._resources)
             self._obey_sigterm(session)  # which what is forked before must not inherit
             connect(context)
             self._loop = Loop(context)
             session.give_up = partial(self._give_up, context)
+        except RunIsOver:
+            raise
         except BaseException as error:
             self._termination_message.ended(error)
             if isinstance(error, Exception) and session is not None and session.coordinated:
@@ -94,8 +145,6 @@ class Run:
                 report_failure(session, error)
             self._resources.close()
             raise
-        _active.append(self)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -179,12 +228,21 @@ class Run:
         complete_leader(membership, training)
         agree_on_end(session, membership, training, trained, context.tracking)
         context.tracking.end()
-        if session.coordinated or self._termination_message.wanted:
+        digest, over = "", self._request.over
+        if session.coordinated or self._termination_message.wanted or over is not None:
             result = context.reporter.result()
+            digest = result.digest
+        if over is not None:
+            _compare(over, digest, bitwise=self._request.bitwise)
+        elif digest:
             self._termination_message.done(result, context.total_steps)
             broken = CommunicatorBroken("a peer needs help to finish")
             session.report_done(result, lambda: membership.recover(broken))
         session.state.lease.keep()
+        ended = m.RunResult(
+            self._request.run, training.completed_steps, context.total_steps, digest, as_metrics(training.numbers)
+        )
+        this_script().former += (FormerRun(ended, context.checkpointer.directory),)
 
     # --- what a user's script sees ------------------------------------------------------------------------------------
 
@@ -270,6 +328,21 @@ class Run:
         if self not in _active or self._loop is None:
             raise VirtualFlowError("iterate over the run inside its with block: with vf.elastic(...) as run: ...")
         yield from self._loop.steps()
+
+
+def _compare(over: m.RunOver, digest: str, *, bitwise: bool) -> None:
+    """See that this worker has what a run of the script that is over has ended with.
+
+    Raises:
+        VirtualFlowError: it has something else.
+    """
+    told = over.result
+    if bitwise and told is not None and told.digest and told.digest != digest:
+        raise VirtualFlowError(
+            f"run {told.run} of the script ended with weights {told.digest[:12]}, and this worker, which came later, "
+            f"arrives at {digest[:12]}: what the script does behind that run would differ here; keep checkpoints "
+            "(--checkpoint-dir), and see with virtualflow check that a run depends on the script and its data alone"
+        )
 
 
 def active_loop() -> Loop | None:

@@ -14,10 +14,12 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from msgspec import structs
+
 from virtualflow.errors import ConfigurationError, Drained, Evicted, JobEnded, JobFailed, Leave
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
-from virtualflow.protocol.settings import MAX_CHANGES, MAX_TEXT, MAX_TRACEBACK, RECORD_KEEPERS
+from virtualflow.protocol.settings import MAX_CHANGES, MAX_RUNS, MAX_TEXT, MAX_TRACEBACK, RECORD_KEEPERS
 from virtualflow.protocol.versions import this_party
 from virtualflow.state import Kind
 from virtualflow.transport import Communicator, Link
@@ -26,6 +28,14 @@ from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.settings import WorkerSettings
 
 logger = logging.getLogger("virtualflow.worker")
+
+
+class RunIsOver(Exception):
+    """The job is in a later run of the script than this process."""
+
+    def __init__(self, over: m.RunOver) -> None:
+        super().__init__(f"run {over.current} of the script is under way")
+        self.over = over
 
 
 class Session:
@@ -39,11 +49,17 @@ class Session:
     stopping = False
     """Leaving takes the agreement of all."""
 
-    def __init__(self, environment: WorkerEnvironment, state: MemberState, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        environment: WorkerEnvironment,
+        state: MemberState,
+        settings: WorkerSettings,
+        incarnation: str | None = None,
+    ) -> None:
         assert environment.coordinator is not None
         self.state = state
         self.worker = environment.worker
-        self.incarnation = uuid.uuid4().hex
+        self.incarnation = incarnation or uuid.uuid4().hex
         self.communicator: Communicator | None = None
         self._address = environment.address
         self._settings = settings.link
@@ -71,9 +87,12 @@ class Session:
         Raises:
             ConfigurationError: the coordinator cannot be reached or refuses the token.
             Leave: this process is not admitted, or the job is over.
+            RunIsOver: the job is in a later run of the script.
         """
         self.link.start()
         self.raise_if_over()
+        if self.link.run_over is not None:
+            raise RunIsOver(self.link.run_over)
         assert self.link.welcome is not None
         self.state.running = self.link.welcome.running
 
@@ -362,6 +381,7 @@ class Session:
 
     def remember(self, change: m.Change) -> None:
         """Keep a membership change for coordinators to come, and report it."""
+        change = structs.replace(change, run=self.state.run)
         self.state.changes[change.generation] = change
         while len(self.state.changes) > MAX_CHANGES:
             del self.state.changes[min(self.state.changes)]
@@ -418,6 +438,8 @@ class Session:
             memory=state.memory,
             classes=state.classes,
             capacity=state.capacity,
+            run=state.run,
+            runs=state.runs[-MAX_RUNS:],
         )
 
     def _on_over(self) -> None:

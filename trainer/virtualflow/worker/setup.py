@@ -25,6 +25,7 @@ from virtualflow.state import (
     JobIdentity,
     MemoryCopies,
     choose_policy,
+    policy_of_run,
     schedulers_of,
     transient_buffers,
 )
@@ -42,7 +43,7 @@ from virtualflow.worker.profiling import Profiling, describe_situation, foretell
 from virtualflow.worker.reporter import Reporter
 from virtualflow.worker.request import Request, check_request
 from virtualflow.worker.session import Session
-from virtualflow.worker.standalone import AnySession, StandaloneSession
+from virtualflow.worker.standalone import AnySession, PastRunSession, StandaloneSession
 from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.trace import TraceWriter
 from virtualflow.worker.tracking import Tracking
@@ -91,24 +92,31 @@ class Context:
     @property
     def is_over(self) -> bool:
         """Whether the training is through."""
-        return self.request.options.is_over(self.training.completed_steps, self.training.position[0])
+        completed, over = self.training.completed_steps, self.request.over
+        if over is not None and over.result is not None and completed >= over.result.step:
+            return True
+        return self.request.options.is_over(completed, self.training.position[0])
 
 
-def open_session(request: Request, resources: ExitStack) -> AnySession:
+def open_session(request: Request, resources: ExitStack, incarnation: str) -> AnySession:
     """The membership of this process, in a job or alone, before anything else; nothing is connected yet."""
     environment, settings = request.environment, request.settings
     state = MemberState(
         max(1, request.virtual_nodes),
         fingerprint(environment.threads, request.reproducibility),
+        request.run,
+        tuple(former.result for former in request.former),
         reproducibility=request.reproducibility,
         device=describe_device(request.device),
         memory=m.MemoryPlan() if request.memory is not None and request.memory.plans_activations else None,
     )
     session: AnySession
-    if environment.coordinator is None or environment.profile_out is not None:
+    if request.over is not None:
+        session = PastRunSession(state, settings)
+    elif environment.coordinator is None or environment.profile_out is not None:
         session = StandaloneSession(state, settings)
     else:
-        session = Session(environment, state, settings)
+        session = Session(environment, state, settings, incarnation)
     resources.callback(session.close)
     return session
 
@@ -346,6 +354,8 @@ def _open_checkpointer(
     request: Request, identity: JobIdentity, session: AnySession, trains: bool, resources: ExitStack
 ) -> Checkpointer:
     policy = choose_policy(request.options.checkpoint, request.environment) if trains else None
+    if policy is not None:
+        policy = policy_of_run(policy, request.run, [former.checkpoints for former in request.former])
 
     def report(state: m.CheckpointState) -> None:
         session.send(m.Checkpointed(state), keep=True)
@@ -362,6 +372,7 @@ def _open_checkpointer(
         copies,
         joins=session.coordinated,
         volume=request.settings.volume,
+        only_reads=request.over is not None,
     )
     resources.callback(checkpointer.flush, request.settings.stop_grace)
     return checkpointer
@@ -406,14 +417,14 @@ def _open_audit(request: Request, session: AnySession, resources: ExitStack) -> 
     directory = request.environment.audit_dir
     if not session.coordinated or directory is None:
         return None
-    audit = Audit(directory, session.worker, session.incarnation)
+    audit = Audit(directory, session.worker, session.incarnation, request.run)
     resources.callback(audit.close)
     return audit
 
 
 def _open_tracking(request: Request, session: AnySession, training: Training, resources: ExitStack) -> Tracking:
     told = request.environment
-    trains = told.trace_dir is None and told.profile_out is None and told.explain_out is None
+    trains = told.trace_dir is None and told.profile_out is None and told.explain_out is None and request.over is None
     tracking = Tracking(request.options.trackers if trains else (), session, training, request.settings.tracking)
     resources.callback(tracking.close)
     return tracking
@@ -421,7 +432,7 @@ def _open_tracking(request: Request, session: AnySession, training: Training, re
 
 def _open_trace(request: Request, session: AnySession, training: Training, resources: ExitStack) -> TraceWriter | None:
     environment = request.environment
-    if environment.trace_dir is None or environment.profile_out is not None:
+    if environment.trace_dir is None or environment.profile_out is not None or request.over is not None:
         return None
     opened = Opened(
         session.worker,

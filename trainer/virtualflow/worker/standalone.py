@@ -154,5 +154,29 @@ class StandaloneSession:
         """There is nothing to close."""
 
 
+class PastRunSession(StandaloneSession):
+    """The membership of a worker that comes to a run of the script when the job is in a later one.
+
+    It takes up by itself what that run has ended with: from its checkpoints or, where these do not reach, by computing
+    it again. Nobody waits for it, and it leads nothing.
+    """
+
+    def holds_lease(self) -> bool:
+        """The run's leader has done what a leader does."""
+        return False
+
+    def note(self, kind: Kind, text: str) -> None:
+        """What there was to tell of that run was told."""
+        logger.info("%s", text)
+
+    def say_entered(self, restored: bool) -> None:
+        """Tell how it gets there."""
+        run, step = self.state.run, self.state.step
+        how = (
+            f"reads its checkpoint of step {step}" if restored else "computes it again, as there is no checkpoint of it"
+        )
+        logger.warning("run %d of the script is over; this worker, which came later, %s", run, how)
+
+
 AnySession = Session | StandaloneSession
 """The membership of a process, in a job or alone."""
