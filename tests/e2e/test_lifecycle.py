@@ -32,6 +32,22 @@ with vf.elastic(model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_
     for step in run:
         the_users_own_function()
 """
+TWICE = """
+import time
+import torch, torch.nn.functional as F
+import virtualflow as vf
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+data = torch.utils.data.TensorDataset(torch.randn(128, 8), torch.randn(128, 8))
+for lr, steps in ((0.1, 40), (0.01, 1_200)):
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    with vf.elastic(model, optimizer, data, batch_size=16, steps=steps) as run:
+        for step in run:
+            for x, y in step:
+                F.mse_loss(model(x), y).backward()
+            time.sleep(0.05)
+"""
 GLUTTON = """
 hoard = []
 while True:
@@ -60,6 +76,22 @@ def test_a_deleted_job_leaves_nothing_and_is_gone_soon(installed: Installed, sta
     until("no pod of the job has more than 2 s to end", lambda: not patient(), 15)
     until("nothing is left of the job", lambda: not left(), 90)
     print(f"deletion took {time.monotonic() - begun:.1f} s")  # most of it is the kubelet's housekeeping
+
+
+def test_a_script_that_trains_twice_is_one_job_also_when_a_worker_is_lost_in_its_second_run(
+    start: Start, reference: Callable[[Object], str]
+) -> None:
+    manifest = script("twice", TWICE, replicas=2)
+    job = start(manifest)
+    until("the second run is under way", lambda: job.status().get("run") == 2, STARTS)
+    job.wait_training(2, STARTS)
+    job.kubectl("delete", "pod", job.workers()[0]["metadata"]["name"], "--force", "--grace-period=0")
+    until("its place is taken", lambda: job.status().get("changes", 0) >= 2, STARTS)
+    status = job.wait_phase("Complete", STARTS)
+    assert (status["run"], status["step"], status["earlierSteps"]) == (2, 1_200, 40)
+    assert [(run["run"], run["steps"]) for run in status["endedRuns"]] == [(1, 40)]
+    assert status["repeatedSteps"] <= 1
+    assert status["digest"] == reference(manifest)
 
 
 def test_a_changed_template_rolls_through_the_workers_without_a_repeated_step(start: Start) -> None:

@@ -444,6 +444,7 @@ def _open_trace(request: Request, session: AnySession, training: Training, resou
         str(torch.__version__),
         os.environ.get("PYTHONHASHSEED", ""),
     )
-    trace = TraceWriter(environment.trace_dir, opened, training, environment.trace_repeat)
+    earlier = sum(former.result.step for former in request.former)
+    trace = TraceWriter(environment.trace_dir, opened, training, environment.trace_repeat, earlier)
     resources.callback(trace.close)
     return trace

@@ -40,14 +40,18 @@ class TraceWriter:
         opened: who writes, and what.
         training: whose steps these are.
         repeated_step: attempt this one twice; ``None``: none of them.
+        earlier_steps: those of the runs of the script before this one: steps are counted over all of them.
     """
 
-    def __init__(self, directory: Path, opened: Opened, training: Training, repeated_step: int | None) -> None:
+    def __init__(
+        self, directory: Path, opened: Opened, training: Training, repeated_step: int | None, earlier_steps: int = 0
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{opened.worker}-{opened.incarnation}.jsonl"
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._training = training
         self._repeated_step = repeated_step
+        self._earlier = earlier_steps
         self._companions: list[tuple[str, Callable[[], Any]]] | None = None
         self._inputs = "", ""
         self._begun = 0
@@ -60,7 +64,7 @@ class TraceWriter:
         self._begun = step
         if self._companions is None:
             self._companions = list(_find_companions(self._training))
-        self._write(Began(step, {**self._state(), **self._beside()}))
+        self._write(Began(self._earlier + step, {**self._state(), **self._beside()}))
 
     def loaded(self, batch: MicroBatch) -> None:
         """The samples of a virtual node are here, and the user's code has not seen them yet."""
@@ -76,7 +80,7 @@ class TraceWriter:
         self._write(
             Computed(
                 (generation.incarnation, generation.counter),
-                step,
+                self._earlier + step,
                 virtual_node,
                 samples,
                 data,
@@ -89,7 +93,7 @@ class TraceWriter:
 
     def repeats(self, step: int) -> bool:
         """Whether the attempt at ``step`` that has just been made is to be made once more."""
-        if step != self._repeated_step:
+        if self._earlier + step != self._repeated_step:
             return False
         self._repeated_step = None
         return True
@@ -97,7 +101,8 @@ class TraceWriter:
     def committed(self, generation: m.Generation, step: int) -> None:
         """The update of ``step`` is applied."""
         metrics = {name: _number(value) for name, value in self._training.metrics.items()}
-        self._write(Committed((generation.incarnation, generation.counter), step, self._state(), metrics))
+        number = generation.incarnation, generation.counter
+        self._write(Committed(number, self._earlier + step, self._state(), metrics))
 
     def close(self) -> None:
         """Close the file."""
