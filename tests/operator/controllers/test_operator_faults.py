@@ -107,7 +107,8 @@ def test_a_storm_that_does_not_end_is_met_with_patience(tmp_path: Path) -> None:
         await stage.until(lambda: fault.hits >= 4)
         tries = [r.time for r in stage.server.requests if r.resource == "services" and r.verb == "create"]
         waits = [later - earlier for earlier, later in itertools.pairwise(tries)]
-        assert all(later > 1.5 * earlier for earlier, later in itertools.pairwise(waits)), waits
+        # A busy machine makes any of them longer, and none shorter.
+        assert all(wait > 0.19 * 2**n for n, wait in enumerate(waits)), waits
         stage.server.heal()
         await stage.until(lambda: stage.trains("digits"))
 
