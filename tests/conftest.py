@@ -11,6 +11,8 @@ from multiprocessing.util import Finalize
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tiers import not_run
+
 os.environ.setdefault("PYTHONHASHSEED", "0")  # that of workers, or none of those that tests start could be a fork
 # Several processes test side by side: more threads than cores would wait for each other, and spin while they do.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -48,6 +50,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.get_closest_marker("nightly") is None]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line what was not run for want of a program or a package; ``-rs`` lists each test."""
+    skipped = [report.longrepr for report in terminalreporter.getreports("skipped")]
+    line = not_run(reason[2].removeprefix("Skipped: ") for reason in skipped if isinstance(reason, tuple))
+    if line:
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session", autouse=True)

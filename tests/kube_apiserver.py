@@ -20,7 +20,7 @@ from virtualflow.launcher.supervisor import die_with
 
 READY_SECONDS = 90.0
 STOP_SECONDS = 10.0
-HOW = "put kube-apiserver and etcd on PATH"
+HOW = "needs kube-apiserver and etcd: put both on PATH"
 
 
 COLLECTING = [

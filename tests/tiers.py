@@ -30,6 +30,8 @@ collectives of a real connection, eight workers, real interpreters, a second ran
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -49,4 +51,28 @@ def nightly(*values: Any, id: str | None = None) -> Any:  # noqa: A002 - pytest'
 def needs(package: str, why_not: str = "make test-all installs it") -> pytest.MarkDecorator:
     """Mark what is skipped where a package of others is not there."""
     absent = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(absent, reason=f"no {package} here; {why_not}")
+    return pytest.mark.skipif(absent, reason=f"needs {package}: {why_not}")
+
+
+def not_run(reasons: Iterable[str]) -> str:
+    """Sum up in one line why tests were skipped; empty if none was.
+
+    A reason that reads ``needs helm: put it on PATH`` counts for helm. All others are counted together.
+    """
+    needed: Counter[str] = Counter()
+    others = 0
+    for reason in reasons:
+        if reason.startswith("needs "):
+            needed[reason.removeprefix("needs ").partition(":")[0]] += 1
+        else:
+            others += 1
+    total = needed.total() + others
+    if not total:
+        return ""
+    parts = [f"{count} {what}" for what, count in needed.most_common()]
+    if parts:
+        most, _, what = parts[0].partition(" ")
+        parts[0] = f"{most} {'needs' if most == '1' else 'need'} {what}"
+    if others:
+        parts.append(f"{others} for other reasons")
+    return f"{total} test{'' if total == 1 else 's'} not run here: {', '.join(parts)} (-rs lists them)"

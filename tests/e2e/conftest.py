@@ -68,7 +68,7 @@ def cluster() -> Iterator[Cluster]:
     if kubeconfig:
         for tool in ("kubectl", "helm"):
             if shutil.which(tool) is None:
-                pytest.skip(f"the end-to-end tests need {tool}; install it and put it on PATH")
+                pytest.skip(f"needs {tool}: install it and put it on PATH")
         executable = os.environ.get("VIRTUALFLOW_E2E_FAULTS")
         origin = f"the cluster of KUBECONFIG={kubeconfig}"
         try:
@@ -80,7 +80,7 @@ def cluster() -> Iterator[Cluster]:
         return
     if not kind_available():
         pytest.skip(
-            "no cluster: set KUBECONFIG to one that has the images virtualflow-operator:dev and "
+            "needs a cluster: set KUBECONFIG to one that has the images virtualflow-operator:dev and "
             "virtualflow-trainer:dev, or install Docker, kind, kubectl and helm and a kind cluster is made"
         )
     SHARED.mkdir(mode=0o777, exist_ok=True)

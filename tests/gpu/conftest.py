@@ -11,7 +11,7 @@ from virtualflow.device import pin
 
 CUDA = pytest.param(
     "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")],
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
 
 

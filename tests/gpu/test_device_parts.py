@@ -283,7 +283,7 @@ def test_what_is_sent_ahead_of_its_use_arrives_whole_beside_a_busy_device(device
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("pinned", [False, True], ids=["ordinary memory", "pinned memory"])
 def test_memory_may_be_written_to_as_soon_as_it_has_been_sent(pinned: bool) -> None:
     staging = Staging(torch.device("cuda"))

@@ -66,7 +66,7 @@ def test_a_training_gives_the_same_bits_again(training: Callable[[torch.device],
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_compiled_model_gives_the_same_bits_again() -> None:
     device = torch.device("cuda")
 
@@ -135,7 +135,7 @@ def test_the_probe_of_bits_repeats(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-    reason="there is no CUDA device with TF32 here",
+    reason="needs a CUDA device with TF32",
 )
 @pytest.mark.usefixtures("pinned")
 def test_the_probe_of_bits_sees_tf32() -> None:

@@ -177,14 +177,14 @@ def _own_server() -> str:
 def unreachable() -> str:
     """Return why there is no real API server; empty when there is one."""
     if not os.environ.get("KUBECONFIG") and not kube_apiserver.at_hand():
-        return f"no API server: {HOW}"
+        return HOW
 
     async def ask() -> str:
         async with await connected(request_timeout=3) as api:
             try:
                 await api.list(NAMESPACES)
             except ApiError as error:
-                return f"the API server does not answer ({error}): {HOW}"
+                return f"needs an API server that answers: this one says {error}"
         return ""
 
     return asyncio.run(ask())

@@ -24,7 +24,7 @@ TIME_LIMIT = 60
 """Seconds for one call of helm."""
 
 with_helm = pytest.mark.skipif(
-    HELM is None, reason="no helm here: put Helm 3.8 or newer on the PATH, or name it with HELM=/path/to/helm"
+    HELM is None, reason="needs helm: put Helm 3.8 or newer on the PATH, or name it with HELM=/path/to/helm"
 )
 
 Object = dict[str, Any]

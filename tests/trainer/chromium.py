@@ -17,7 +17,7 @@ import aiohttp
 import psutil
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-HOW = "put chromium on PATH"
+HOW = "needs chromium: put it on PATH"
 OPTIONS = (
     "--headless",
     "--no-sandbox",

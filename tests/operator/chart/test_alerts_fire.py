@@ -19,7 +19,7 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 
 pytestmark = [
     with_helm,
-    pytest.mark.skipif(PROMTOOL is None, reason="no promtool here: put Prometheus on the PATH, or name it by PROMTOOL"),
+    pytest.mark.skipif(PROMTOOL is None, reason="needs promtool: put Prometheus on the PATH, or name it by PROMTOOL"),
 ]
 
 Series = dict[str, str]

@@ -29,7 +29,7 @@ PATIENCE = 60.0
 
 pytestmark = [
     with_helm,
-    pytest.mark.skipif(PROGRAM is None, reason="no prometheus here: put it on the PATH, or name it by PROMETHEUS"),
+    pytest.mark.skipif(PROGRAM is None, reason="needs prometheus: put it on the PATH, or name it by PROMETHEUS"),
 ]
 
 BEGAN = time.monotonic()

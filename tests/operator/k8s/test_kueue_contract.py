@@ -78,7 +78,7 @@ class Kueue:
 @on_the_real
 async def test_a_job_is_admitted_shrinks_is_evicted_and_is_suspended(cluster: Cluster, tmp_path: Path) -> None:
     if not cluster.own:
-        pytest.skip("it installs Kueue's definitions, and may do so only on a server of its own")
+        pytest.skip("needs an API server of its own: it installs Kueue's definitions")
     await install(cluster)
     kueue, namespace = Kueue(cluster), cluster.namespace
     (tmp_path / "key").write_text("k" * 64)

@@ -91,7 +91,7 @@ async def bind(cluster: Cluster, pods: list[Object]) -> None:
 @on_the_real
 async def test_a_job_lodges_with_another_and_gets_its_devices_when_that_ends(cluster: Cluster, tmp_path: Path) -> None:
     if not cluster.own:
-        pytest.skip("it makes nodes, and may do so only on a server of its own")
+        pytest.skip("needs an API server of its own: it makes nodes")
     await install(cluster)
     namespace = cluster.namespace
     (tmp_path / "key").write_text("k" * 64)

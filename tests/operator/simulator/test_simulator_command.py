@@ -209,7 +209,7 @@ def test_a_job_that_never_ends_is_named_and_the_exit_code_says_so(
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: install the extra plots")
     trace = given(tmp_path, GOOD)
     assert main([str(trace), "--plots", str(tmp_path / "new" / "plots")]) == 0
     for name in ("allocation.png", "completion.png"):

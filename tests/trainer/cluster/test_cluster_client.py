@@ -22,7 +22,7 @@ import yaml
 
 import kube_apiserver
 
-pytest.importorskip("kubernetes")
+pytest.importorskip("kubernetes", reason="needs kubernetes: install the extra cluster")
 from kubernetes import client as kubernetes
 from kubernetes import config as kubeconfigs
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import virtualflow as vf
 
-pytest.importorskip("lightning", reason="no lightning here; make test-all installs it")
+pytest.importorskip("lightning", reason="needs lightning: make test-all installs it")
 
 from lightning.pytorch import Callback, LightningModule
 from lightning_scripts import Classifier, fit, train

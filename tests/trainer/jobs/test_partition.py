@@ -183,7 +183,7 @@ class Islands:
 @pytest.fixture
 def islands(tmp_path: Path) -> Iterator[Islands]:
     if not can_part_networks():
-        pytest.skip("it parts network namespaces, which takes root and iproute2")
+        pytest.skip("needs root and iproute2: it parts network namespaces")
     made = Islands(tmp_path)
     try:
         made.make()

@@ -51,7 +51,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)], capture_output=True, check=False
     )
     if mounted.returncode != 0:
-        pytest.skip("only root may mount a small file system")
+        pytest.skip("needs root: it mounts a small file system")
     try:
         yield directory
     finally:

@@ -167,7 +167,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     directory.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("only root may mount a small file system")
+        pytest.skip("needs root: it mounts a small file system")
     try:
         yield directory
     finally:

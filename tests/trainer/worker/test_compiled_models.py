@@ -21,7 +21,7 @@ PATIENCE = 300.0
 COMPILER = os.environ.get("CXX", "g++")
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"torch.compile needs a C++ compiler ({COMPILER})"),
+    pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"needs a C++ compiler: torch.compile calls {COMPILER}"),
 ]
 
 

@@ -18,6 +18,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tiers import not_run
+
 ROOT = Path(__file__).parents[3]
 TRAINER = ROOT / "trainer"
 
@@ -137,6 +139,27 @@ def test_the_manifest_of_the_example_is_a_job_of_this_machine_too() -> None:
     (container,) = spec["workerGroups"][0]["template"]["spec"]["containers"]
     assert (ROOT / container["command"][1]).exists()
     assert all(isinstance(word, str) for word in container["command"] + container["args"])
+
+
+@pytest.mark.parametrize(
+    ("reasons", "line"),
+    [
+        ([], ""),
+        (["needs helm: put it on the PATH"], "1 test not run here: 1 needs helm (-rs lists them)"),
+        (
+            ["needs helm: put it on the PATH", "needs etcd and kube-apiserver", *["needs helm: name it by HELM"] * 2],
+            "4 tests not run here: 3 need helm, 1 etcd and kube-apiserver (-rs lists them)",
+        ),
+        (
+            ["another one's file", "needs root: it mounts", "the kernel gives huge pages always"],
+            "3 tests not run here: 1 needs root, 2 for other reasons (-rs lists them)",
+        ),
+        (["one will do"], "1 test not run here: 1 for other reasons (-rs lists them)"),
+    ],
+    ids=["none", "one", "by what they need", "other reasons", "other reasons alone"],
+)
+def test_what_is_not_run_is_summed_up_in_one_line(reasons: list[str], line: str) -> None:
+    assert not_run(reasons) == line
 
 
 def test_nothing_names_the_machine_that_it_was_written_on() -> None:
