@@ -4,6 +4,8 @@ PYTHON ?= python3
 RUNS ?= 20
 # Of the tests, which wait as much as they compute; each of them starts some of its own. 0: none but this one, for --pdb.
 PROCESSES ?= 4
+# For test-versions: of torch, oldest, newest or a version, each also on another Python (newest@3.13); or integrations.
+VERSIONS ?= oldest newest newest@3.13 integrations
 # For the images: a mirror's --build-arg, or --network=host under a proxy.
 BUILD_ARGS ?=
 # The tests start hundreds of interpreters: each would compile every module anew where this is set.
@@ -13,10 +15,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint docs e2e chaos campaign bench gpu dist image clean
+.PHONY: help venv demo test test-all test-versions lint docs e2e chaos campaign bench gpu dist image clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## set up .venv with the library and its development tools
 
@@ -29,6 +31,9 @@ test: $(STAMP) ## run the tests, but those of every night; ARGS="-k digits" sele
 test-all: $(STAMP) ## run all tests, with more examples: every night, and before a release
 	@$(BIN)/python -c 'import datasets, lightning, mlflow, peft, tensorboard, transformers, wandb, webdataset' 2>/dev/null || $(BIN)/python -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check -e '.[trainer,integrations]' -c constraints.txt
 	@$(BIN)/python -m pytest --nightly -n $(PROCESSES) --dist worksteal $(ARGS)
+
+test-versions: $(STAMP) ## run what computes on the oldest and newest torch, Python 3.13 and the newest integrations; VERSIONS="2.6.0"
+	@$(BIN)/python tests/versions.py $(VERSIONS)
 
 lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/ruff check .

@@ -54,6 +54,11 @@ def needs(package: str, why_not: str = "make test-all installs it") -> pytest.Ma
     return pytest.mark.skipif(absent, reason=f"needs {package}: {why_not}")
 
 
+def needs_newer(owner: object, name: str) -> pytest.MarkDecorator:
+    """Mark what is skipped on a torch that is older than a name of its."""
+    return pytest.mark.skipif(not hasattr(owner, name), reason=f"needs a newer torch: this one has no {name}")
+
+
 def not_run(reasons: Iterable[str]) -> str:
     """Sum up in one line why tests were skipped; empty if none was.
 

@@ -14,6 +14,7 @@ from torch._C import _autograd
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 
+from tiers import needs_newer
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations import module_state
 from virtualflow.memory.activations.blocks import find_blocks
@@ -414,6 +415,7 @@ def saving() -> bool:
     return _autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+@needs_newer(_autograd, "_top_saved_tensors_default_hooks")
 @pytest.mark.parametrize("actions", ["sss", "rrr"])
 @pytest.mark.parametrize("what", ["begin", "close"])
 def test_an_interrupt_in_a_block_leaves_no_hooks_behind(actions: str, what: str) -> None:

@@ -254,7 +254,7 @@ SCRIPTS: dict[Callable[[Body], None], tuple[bool, bool]] = {
     checkpointed: (False, False),
     norms_every_time: (True, False),
     norms_now_and_then: (True, True),
-    norm_by_torch_late: (True, True),
+    **({norm_by_torch_late: (True, True)} if hasattr(nn.utils, "get_total_norm") else {}),  # since torch 2.6
     clipped: (False, False),
     clipped_late: (True, True),
     clipped_in_one_node_late: (True, True),

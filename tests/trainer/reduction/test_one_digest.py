@@ -71,8 +71,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"mixed": Mixed, "tied": Tied}
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01),
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, 0.01),
 }
+if hasattr(torch.optim, "Adafactor"):
+    OPTIMIZERS["adafactor"] = lambda parameters: torch.optim.Adafactor(parameters, 0.01)
 ELEMENTWISE = ("adamw", "sgd")
 
 

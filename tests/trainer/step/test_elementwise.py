@@ -12,6 +12,7 @@ from own_optimizers import BlockwiseMomentum, Lion
 from torch import nn
 from torch.optim import optimizer as base
 
+from tiers import needs_newer
 from virtualflow.state import digests
 from virtualflow.step.elementwise import try_slices
 
@@ -110,8 +111,11 @@ ELEMENTWISE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 0.1, centered=True, momentum=0.5),
     "Rprop": lambda p: torch.optim.Rprop(p, 0.1),
     "a script's own Lion": lion(),
-    "named groups": lambda p: torch.optim.AdamW([{"params": [(str(n), each)]} for n, each in enumerate(p)], 0.1),
 }
+if torch.__version__ >= (2, 6):
+    ELEMENTWISE["named groups"] = lambda p: torch.optim.AdamW(
+        [{"params": [(str(n), each)]} for n, each in enumerate(p)], 0.1
+    )
 
 
 @pytest.mark.parametrize("block", [FINE, REAL])
@@ -138,7 +142,6 @@ def test_one_whose_blocks_fit_between_the_cuts_is_as_good() -> None:
 
 OTHERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "LBFGS": (torch.optim.LBFGS, "could not step slices"),
-    "Adafactor": (torch.optim.Adafactor, "does not treat each element for itself"),
     "SparseAdam": (torch.optim.SparseAdam, "could not step slices"),
     "Lion with a trust ratio": (lion(norm="layer"), "does not treat each element for itself"),
     "one that counts in its group": (made_by(CountsInItsGroup), "one half of the parameters after the other"),
@@ -148,6 +151,8 @@ OTHERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "one that centres kernels": (made_by(CentresKernels), "does not treat each element for itself"),
     "one that has parameters elsewhere": (made_by(HasParametersElsewhere), "changed nothing"),
 }
+if hasattr(torch.optim, "Adafactor"):
+    OTHERS["Adafactor"] = (torch.optim.Adafactor, "does not treat each element for itself")
 if hasattr(torch.optim, "Muon"):
     OTHERS["Muon"] = (lambda p: torch.optim.Muon([each for each in p if each.dim() == 2]), "could not step slices")
 
@@ -161,6 +166,7 @@ def test_any_other_is_refused_with_a_reason(make: Callable[[Any], torch.optim.Op
     assert random.getstate() == drawn
 
 
+@needs_newer(torch.optim, "Adafactor")
 def test_a_group_with_other_options_is_tried_too() -> None:
     first, second = model_of().parameters(), model_of().parameters()
     mixed = torch.optim.Adafactor([{"params": [next(first)]}, {"params": list(second)}])

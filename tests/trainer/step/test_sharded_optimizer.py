@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
-from tiers import nightly
+from tiers import needs_newer, nightly
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_CHECKPOINT_DIR, ENV_CHECKPOINT_STEPS, ENV_WORKER
@@ -362,6 +362,7 @@ def test_when_both_owners_are_lost_the_checkpoint_counts_which_needs_no_sharding
             False,
             "Adafactor cannot be sharded, because it does not treat each",
             id="one that looks further",
+            marks=needs_newer(torch.optim, "Adafactor"),
         ),
         pytest.param("AdamW", True, "a GradScaler looks at the whole gradient", id="a scaler"),
     ],
