@@ -25,6 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FAILED, NOT_RUN = 1, 3
+OWN = ("trainer", "bench", "test")
+"""The extras that the library and its tests need anyway."""
 COMPUTES = [
     *(f"tests/trainer/{suite}" for suite in ("step", "reduction", "state", "memory", "jobs")),
     "tests/unit/memory",
@@ -76,14 +78,14 @@ def leg(word: str, extras: dict[str, list[str]]) -> Leg:
         shown = named.partition("[")[2].rstrip("]").split(",")
         shown = [name_of(each) for extra in shown for each in extras[extra] if not each.startswith("virtualflow")]
         tests = ("tests/trainer/integrations", "--nightly")
-        return Leg(word, python, ("trainer", "integrations", "test"), (), ("torch", *dict.fromkeys(shown)), tests)
+        return Leg(word, python, (*OWN, "integrations"), (), ("torch", *dict.fromkeys(shown)), tests)
     (promised,) = (each for each in extras["trainer"] if name_of(each) == "torch")
     if version == "oldest":
         bound = re.search(r">=([\d.]+)", promised)
         assert bound is not None, promised
         version = bound[1]
     torch = promised if version == "newest" else f"torch=={version}"
-    return Leg(word, python, ("trainer", "test"), (torch,), ("torch",), tuple(COMPUTES))
+    return Leg(word, python, OWN, (torch,), ("torch",), tuple(COMPUTES))
 
 
 def constraints(leg: Leg, project: dict[str, list[str]], base: Iterable[str], pins: Iterable[str]) -> list[str]:
@@ -91,7 +93,8 @@ def constraints(leg: Leg, project: dict[str, list[str]], base: Iterable[str], pi
 
     What is tried brings along what it needs, and those versions are the index's choice.
     """
-    mine = {name_of(each) for each in [*base, *project["trainer"], *project["test"]]} - {name_of(e) for e in leg.wanted}
+    mine = {name_of(each) for each in [*base, *(each for extra in OWN for each in project[extra])]}
+    mine -= {name_of(each) for each in leg.wanted}
     return [pin for pin in pins if "==" in pin and name_of(pin) in mine]
 
 
@@ -120,7 +123,7 @@ def install(leg: Leg, folder: Path, minutes: float) -> str:
     what = [*leg.wanted, "-e", f"{ROOT}[{','.join(leg.extras)}]"]
     pip = [python, "-m", "pip", "install", "-q", "--no-input", "--disable-pip-version-check", *what]
     try:
-        subprocess.run([interpreter(leg.python), "-m", "venv", folder], check=True, timeout=120)
+        subprocess.run([interpreter(leg.python), "-m", "venv", folder], check=True, timeout=60 * minutes)
         done = subprocess.run(
             [*pip, "-c", str(folder / "constraints.txt")],
             env={**os.environ, "TMPDIR": str(folder)},  # gigabytes pass through it
@@ -129,6 +132,8 @@ def install(leg: Leg, folder: Path, minutes: float) -> str:
             check=False,
             timeout=60 * minutes,
         )
+    except subprocess.CalledProcessError as error:
+        raise NotRun(f"{error.cmd[0]} cannot make virtual environments: install its venv module") from None
     except subprocess.TimeoutExpired:
         raise NotRun(f"pip has not installed it within {minutes:g} minutes") from None
     if done.returncode:

@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import versions
 from tiers import not_run
 
 ROOT = Path(__file__).parents[3]
@@ -91,6 +92,34 @@ def test_pins_are_public_versions_that_any_index_may_have() -> None:
         (specifier,) = pin.specifier
         assert Version(specifier.version).local is None, name
         assert pin.url is None, name
+
+
+def test_the_oldest_torch_that_is_tested_is_the_oldest_that_is_promised() -> None:
+    (torch,) = (text for text in project()["optional-dependencies"]["trainer"] if text.startswith("torch"))
+    assert versions.leg("newest@3.13", project()["optional-dependencies"]).wanted == (torch,)
+    (oldest,) = versions.leg("oldest", project()["optional-dependencies"]).wanted
+    name, _, version = oldest.partition("==")
+    assert (name, torch.startswith(f"torch>={version},")) == ("torch", True)
+
+
+@pytest.mark.parametrize(
+    ("word", "free"), [("2.6.0", {"torch", "transformers"}), ("integrations", {"transformers", "lightning"})]
+)
+def test_what_is_tried_in_other_versions_is_not_pinned_and_all_else_is(word: str, free: set[str]) -> None:
+    extras = project()["optional-dependencies"]
+    leg = versions.leg(word, extras)
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    held = {versions.name_of(pin) for pin in versions.constraints(leg, extras, project()["dependencies"], lines)}
+    assert held.isdisjoint(free)
+    assert held >= {"numpy", "pytest", "aiohttp", "safetensors"}
+    assert ("torch" in held) == (word == "integrations")
+
+
+def test_a_version_that_cannot_be_had_is_told_in_a_line_and_fails() -> None:
+    command = [sys.executable, str(ROOT / "tests" / "versions.py"), "newest@3.1"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "newest@3.1: not run: there is no Python 3.1 here: put python3.1 on the PATH"
+    assert done.returncode == versions.NOT_RUN
 
 
 def test_the_package_and_the_distribution_have_one_version() -> None:
