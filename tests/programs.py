@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import io
+import itertools
 import logging
 import multiprocessing
 import os
@@ -38,6 +39,9 @@ _Main: Any = type(processes.current_process())
 
 _LOADED = ("ATEN_CPU_CAPABILITY", "LD_PRELOAD", "PYTHONHASHSEED")
 """Variables that act when a program is loaded."""
+
+_FLAGS = ("-u", "-P")
+"""Of the interpreter: output unbuffered, and no look at the present directory for modules."""
 
 
 class Program(subprocess.Popen[str]):
@@ -104,7 +108,7 @@ def _is_ours(command: Any, environment: Mapping[str, str]) -> bool:
         return False
     if any(environment.get(name) != os.environ.get(name) for name in _LOADED):
         return False
-    words = [word for word in command[1:] if word != "-u"]
+    words = [word for word in command[1:] if word not in _FLAGS]
     return bool(words) and (words[0] in ("-m", "-c") or not words[0].startswith("-"))
 
 
@@ -231,22 +235,22 @@ def _interpret(command: list[str], environment: dict[str, str]) -> NoReturn:
         if "torch" in sys.modules and environment.get("OMP_NUM_THREADS"):
             sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
         subprocess.Popen._execute_child = _fork  # type: ignore[attr-defined]
-        words = command[1:]
-        unbuffered = words[0] == "-u"
-        _open_streams(unbuffered)
-        code = _main(words[1:] if unbuffered else words, environment)
+        flags = list(itertools.takewhile(_FLAGS.__contains__, command[1:]))
+        _open_streams("-u" in flags)
+        safe = "-P" in flags or bool(environment.get("PYTHONSAFEPATH"))
+        code = _main(command[1 + len(flags) :], environment, safe)
     except BaseException:  # noqa: BLE001 - the process ends here, whatever happens
         traceback.print_exc()
     finally:
         _end(code)
 
 
-def _main(words: list[str], environment: Mapping[str, str]) -> int:
+def _main(words: list[str], environment: Mapping[str, str], safe: bool) -> int:
     what, arguments = words[0], words[1:]
     main = sys.modules["__main__"] = ModuleType("__main__")
     given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     own = {"-m": os.getcwd(), "-c": ""}.get(what, os.path.dirname(os.path.realpath(what)))
-    sys.path[:] = [own, *given, *(path for path in sys.path if path not in PATHS)]
+    sys.path[:] = [*([] if safe else [own]), *given, *(path for path in sys.path if path not in PATHS)]
     sys.argv[:] = [what, *(arguments[1:] if what == "-c" else arguments)]
     try:
         if what == "-m":

@@ -2,11 +2,14 @@
 
 import sys
 
+from virtualflow._imports import prefer_own
+
 _REQUIREMENTS = ("kopf", "kubernetes", "prometheus_client")
 
 
 def main() -> int:
     """Run the operator; the exit code."""
+    prefer_own()
     try:
         from virtualflow_operator.controllers.main import main as run
     except ModuleNotFoundError as error:

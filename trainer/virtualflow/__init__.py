@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from virtualflow._imports import load
 from virtualflow._version import __version__
 from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError
 
@@ -53,9 +54,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'virtualflow' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_LAZY[name]), name)
+    return load(_LAZY[name], name)
 
 
 if os.getpid() == 1:

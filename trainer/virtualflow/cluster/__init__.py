@@ -6,6 +6,8 @@ nothing may import this package. What it shows is the job's own status: nothing 
 
 from typing import TYPE_CHECKING, Any
 
+from virtualflow._imports import load
+
 if TYPE_CHECKING:
     from virtualflow.cluster.asynchronous import AsyncClient, AsyncJob
     from virtualflow.cluster.client import Client
@@ -13,17 +15,17 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "Job"]
 
+_LAZY = {"AsyncClient": "asynchronous", "AsyncJob": "asynchronous", "Client": "client", "Job": "job"}
 NEEDS = "kubernetes is not installed: pip install 'virtualflow[cluster]'"
 
 
 def __getattr__(name: str) -> Any:
     """What ``__all__`` says, once it is asked for: the plugin says in a sentence what is missing."""
-    if name not in __all__:
+    if name not in _LAZY:
         raise AttributeError(f"module 'virtualflow.cluster' has no attribute {name!r}")
     try:
-        from virtualflow.cluster import asynchronous, client
+        return load(f"virtualflow.cluster.{_LAZY[name]}", name)
     except ModuleNotFoundError as error:
         if error.name != "kubernetes":
             raise
         raise ImportError(NEEDS) from None
-    return getattr(asynchronous if name.startswith("Async") else client, name)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from virtualflow._imports import prefer_own
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Parser, complain
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the plugin; the exit code."""
+    if arguments is None:
+        prefer_own()
     given = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
         from virtualflow.cluster import Client

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from virtualflow._imports import load
+
 if TYPE_CHECKING:
     from virtualflow.coordinator.process import serve
 
@@ -17,6 +19,4 @@ def __getattr__(name: str) -> Any:
     # The command line reads this package's settings at each start, and must not wait for the server's imports.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from virtualflow.coordinator import process
-
-    return getattr(process, name)
+    return load("virtualflow.coordinator.process", name)

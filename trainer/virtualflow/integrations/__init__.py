@@ -4,3 +4,8 @@ theirs (``export``).
 
 They call what a script may call, and what a worker offers to them alone. Nothing else may import them.
 """
+
+from virtualflow._imports import own_imports
+
+with own_imports():
+    import virtualflow.worker.entry  # noqa: F401 - all of it, before a module here asks for parts

@@ -21,7 +21,7 @@ from typing import Any
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_script, check_trainer
 from virtualflow.launcher.settings import LauncherSettings
-from virtualflow.launcher.supervisor import describe_exit, die_with
+from virtualflow.launcher.supervisor import describe_exit, die_with, ourselves
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, complain
 from virtualflow.progress import FRAME, Progress
 from virtualflow.protocol.settings import ENV_TRACE_REPEAT
@@ -297,7 +297,7 @@ class Check:
 
     def _command(self, trial: Trial, steps: int, directory: Path, report: Path) -> list[str]:
         given = self._arguments
-        command = [sys.executable, "-m", "virtualflow", "run", "--plain", "--workers", str(trial.workers)]
+        command = ourselves("run", "--plain", "--workers", str(trial.workers))
         command += ["--stop-after", str(steps), "--trace", str(directory / "trace"), "--report", str(report)]
         command += ["--log-dir", str(directory / "logs"), "--rebalance-gain", "1"]
         # The script's own directory of checkpoints is neither read nor written.

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from virtualflow.errors import VirtualFlowError
 from virtualflow.launcher.settings import LauncherSettings
-from virtualflow.launcher.supervisor import Process, Stream, Supervisor, describe_exit
+from virtualflow.launcher.supervisor import Process, Stream, Supervisor, describe_exit, ourselves
 from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_TOKEN
 
 HOST = "127.0.0.1"
@@ -104,7 +103,7 @@ class CoordinatorProcess:
 
     async def _try_start(self, wanted: int) -> str | None:
         self._ready_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "virtualflow", "coordinator", "--host", HOST, "--port", str(self._port)]
+        command = ourselves("coordinator", "--host", HOST, "--port", str(self._port))
         command += ["--wanted", str(wanted), *self._limits, "--ready-file", str(self._ready_file)]
         environment = {
             **os.environ,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from virtualflow.errors import VirtualFlowError
 from virtualflow.launcher.options import check_script, check_trainer
-from virtualflow.launcher.supervisor import describe_exit, run_to_end
+from virtualflow.launcher.supervisor import describe_exit, ourselves, run_to_end
 from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, read_report
 from virtualflow.protocol.settings import ENV_EXPLAIN_OUT
 from virtualflow.protocol.wording import counted
@@ -56,7 +56,7 @@ def explain(arguments: Namespace) -> int:
 
 
 def _command(given: Namespace, directory: Path) -> list[str]:
-    command = [sys.executable, "-m", "virtualflow", "run", "--plain", "--workers", str(given.workers)]
+    command = ourselves("run", "--plain", "--workers", str(given.workers))
     command += ["--stop-after", str(STEPS), "--rebalance-gain", "1"]
     command += ["--checkpoint-dir", str(directory / "checkpoints"), "--checkpoint-seconds", _NEVER]
     if given.virtual_nodes is not None:

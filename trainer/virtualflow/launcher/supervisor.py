@@ -28,6 +28,14 @@ _LONGEST_LINE = 1 << 16
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
+def ourselves(*words: str) -> list[str]:
+    """``virtualflow`` with these words as a process of its own.
+
+    ``-P``: it does not look for modules in the present directory, which is the user's.
+    """
+    return [sys.executable, "-P", "-m", "virtualflow", *words]
+
+
 def describe_exit(code: int) -> str:
     """How a process ended, in words: a return code as ``subprocess`` gives it."""
     if code >= 0:

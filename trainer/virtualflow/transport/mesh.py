@@ -6,6 +6,7 @@ members have. Strangers that find the port meanwhile are turned away.
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - getaddrinfo asks for it, from wherever the script looks for modules then
 import errno
 import os
 import secrets
