@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
-from virtualflow.launcher.options import check_script, check_trainer
+from virtualflow.launcher.options import check_trainer
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.supervisor import describe_exit, die_with, ourselves
+from virtualflow.launcher.training_program import Program
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, complain
 from virtualflow.progress import FRAME, Progress
 from virtualflow.protocol.settings import ENV_TRACE_REPEAT
@@ -97,10 +98,11 @@ def check(arguments: Namespace, settings: LauncherSettings) -> int:
     Raises:
         ConfigurationError: it makes no sense; nothing has been started.
     """
-    check_script(Path(arguments.script))
+    program = Program(arguments.script, arguments.module)
+    program.check()
     check_trainer()
     with tempfile.TemporaryDirectory(prefix="virtualflow-", ignore_cleanup_errors=True) as directory:
-        checking = Check(arguments, settings, Path(directory))
+        checking = Check(arguments, program, settings, Path(directory))
         try:
             return asyncio.run(checking.run())
         except asyncio.CancelledError:
@@ -108,7 +110,7 @@ def check(arguments: Namespace, settings: LauncherSettings) -> int:
         except TrialFailed as failed:
             if failed.traceback:
                 print(failed.traceback, file=sys.stderr)
-            complain(f"{arguments.script} could not be checked; {failed}")
+            complain(f"{program} could not be checked; {failed}")
             return EXIT_USAGE
 
 
@@ -155,12 +157,13 @@ class Check:
 
     Args:
         arguments: what was asked for.
+        program: the script.
         settings: the defaults.
         directory: for traces, and for whatever the trials leave.
     """
 
-    def __init__(self, arguments: Namespace, settings: LauncherSettings, directory: Path) -> None:
-        self._arguments, self._settings, self._directory = arguments, settings, directory
+    def __init__(self, arguments: Namespace, program: Program, settings: LauncherSettings, directory: Path) -> None:
+        self._arguments, self._program, self._settings, self._directory = arguments, program, settings, directory
         self._cores = arguments.processes or os.cpu_count() or 1
         self._free = self._cores
         self._freed = asyncio.Condition()
@@ -178,7 +181,7 @@ class Check:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        with Progress(f"running {Path(self._arguments.script).name}") as progress:
+        with Progress(f"running {self._program}") as progress:
             watching = asyncio.create_task(self._watch(progress))
             try:
                 findings, steps = await self._make_all(progress)
@@ -306,7 +309,7 @@ class Check:
             command += ["--schedule", trial.schedule]
         if given.virtual_nodes is not None:
             command += ["--virtual-nodes", str(given.virtual_nodes)]
-        return [*command, given.script, *given.args]
+        return [*command, *self._program.words, *given.args]
 
 
 def _reason(report: Path, said: str, code: int) -> str:

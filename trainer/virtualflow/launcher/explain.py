@@ -10,8 +10,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from virtualflow.errors import VirtualFlowError
-from virtualflow.launcher.options import check_script, check_trainer
+from virtualflow.launcher.options import check_trainer
 from virtualflow.launcher.supervisor import describe_exit, ourselves, run_to_end
+from virtualflow.launcher.training_program import Program
 from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, read_report
 from virtualflow.protocol.settings import ENV_EXPLAIN_OUT
 from virtualflow.protocol.wording import counted
@@ -31,7 +32,8 @@ def explain(arguments: Namespace) -> int:
         ConfigurationError: the script cannot be run; nothing has been started.
         VirtualFlowError: it failed, or trained nothing.
     """
-    check_script(Path(arguments.script))
+    program = Program(arguments.script, arguments.module)
+    program.check()
     check_trainer()
     with tempfile.TemporaryDirectory(prefix="virtualflow-", ignore_cleanup_errors=True) as directory:
         written, said = Path(directory) / "exchange.json", Path(directory) / "said"
@@ -39,14 +41,14 @@ def explain(arguments: Namespace) -> int:
         with said.open("wb") as output:
             # A runner ends its workers when it is asked to.
             code = run_to_end(
-                _command(arguments, Path(directory)), environment, output=output, interrupt=signal.SIGTERM
+                _command(arguments, program, Path(directory)), environment, output=output, interrupt=signal.SIGTERM
             )
         if code != 0:
             print(said.read_text("utf-8", "replace").rstrip(), file=sys.stderr)
-            raise VirtualFlowError(f"{arguments.script} ended with {describe_exit(code)}; its output is above")
+            raise VirtualFlowError(f"{program} ended with {describe_exit(code)}; its output is above")
         if not written.exists():
             raise VirtualFlowError(
-                f"{arguments.script} made no step, so there is nothing to explain; it must iterate over vf.elastic(...)"
+                f"{program} made no step, so there is nothing to explain; it must iterate over vf.elastic(...)"
             )
         if arguments.json:
             print(written.read_text())
@@ -55,13 +57,13 @@ def explain(arguments: Namespace) -> int:
     return 0
 
 
-def _command(given: Namespace, directory: Path) -> list[str]:
+def _command(given: Namespace, program: Program, directory: Path) -> list[str]:
     command = ourselves("run", "--plain", "--workers", str(given.workers))
     command += ["--stop-after", str(STEPS), "--rebalance-gain", "1"]
     command += ["--checkpoint-dir", str(directory / "checkpoints"), "--checkpoint-seconds", _NEVER]
     if given.virtual_nodes is not None:
         command += ["--virtual-nodes", str(given.virtual_nodes)]
-    return [*command, given.script, *given.args]
+    return [*command, *program.words, *given.args]
 
 
 def describe(report: ExchangeReport) -> str:

@@ -17,6 +17,7 @@ import msgspec
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher.fault_schedule import Group, most_workers, parse_schedule
 from virtualflow.launcher.manifest import JobManifest, load_manifest, local_command
+from virtualflow.launcher.training_program import Program, program_of
 from virtualflow.launcher.usage import complain
 from virtualflow.memory import parse_bytes
 from virtualflow.protocol.device_profile import read_profile
@@ -81,7 +82,7 @@ def resolve(arguments: Namespace) -> RunOptions:
     Raises:
         ConfigurationError: something cannot be done; nothing has been started.
     """
-    job, source = _asked_for(arguments)
+    job, source, title = _asked_for(arguments)
     environment = dict(job.environment)
     if job.reproducibility is not None:
         environment[ENV_REPRODUCIBILITY] = job.reproducibility
@@ -124,7 +125,7 @@ def resolve(arguments: Namespace) -> RunOptions:
         )
     return RunOptions(
         name=arguments.name,
-        suggestion=job.name or source.stem,
+        suggestion=job.name or title,
         command=job.command,
         environment=environment,
         workers=workers,
@@ -144,23 +145,25 @@ def resolve(arguments: Namespace) -> RunOptions:
     )
 
 
-def _asked_for(arguments: Namespace) -> tuple[JobManifest, Path]:
-    """The job, and the file that names it: a script is a manifest that says no more than its command."""
+def _asked_for(arguments: Namespace) -> tuple[JobManifest, Path, str]:
+    """The job, the manifest's file, and a name; a script is a manifest that says no more than its command."""
     if arguments.manifest is not None:
-        if arguments.script is not None:
+        if arguments.script is not None or arguments.module:
             raise ConfigurationError("give either a script or -f with a manifest; a manifest says itself what to run")
         source = Path(arguments.manifest)
         manifest = load_manifest(source)
-        job = replace(manifest, command=_executable(local_command(manifest.command)))
-    elif arguments.script is not None:
-        source = Path(arguments.script)
-        check_script(source)
-        job = JobManifest(None, None, None, (sys.executable, "-u", arguments.script, *arguments.args), {})
+        job = replace(manifest, command=_executable(local_command(manifest.command), manifest.environment))
+        title = source.stem
     else:
-        raise ConfigurationError("say what to run: a script, or -f with a manifest")
+        if arguments.script is None:
+            raise ConfigurationError("say what to run: a script, -m with a module, or -f with a manifest")
+        program = Program(arguments.script, arguments.module)
+        program.check()
+        source, title = Path(), program.title
+        job = JobManifest(None, None, None, (sys.executable, "-u", *program.words, *arguments.args), {})
     if job.command[0] == sys.executable and "PYTHONPATH" not in job.environment:
         check_trainer()
-    return job, source
+    return job, source, title
 
 
 def _memory(arguments: Namespace, job: JobManifest) -> dict[str, str]:
@@ -188,33 +191,12 @@ def check_trainer() -> None:
         )
 
 
-def check_script(script: Path) -> None:
-    """Check that a script can be read.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
-    if script.is_dir():
-        raise ConfigurationError(f"{script} is a directory; name the script itself")
-    try:
-        with script.open("rb"):
-            pass
-    except FileNotFoundError:
-        raise ConfigurationError(f"there is no script {script}") from None
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the script {script}: {error.strerror}") from error
-
-
-def _executable(command: tuple[str, ...]) -> tuple[str, ...]:
+def _executable(command: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
     if shutil.which(command[0]) is None:
         raise ConfigurationError(f"the manifest's command {command[0]!r} is not a program of this machine")
-    if command[0] == sys.executable:
-        for word in command[1:]:
-            if word in ("-m", "-c"):
-                break
-            if not word.startswith("-"):
-                check_script(Path(word))
-                break
+    program = program_of(command[1:]) if command[0] == sys.executable else None
+    if program is not None:
+        program.check({**os.environ, **environment})
     return command
 
 

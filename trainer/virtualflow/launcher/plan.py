@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from virtualflow.launcher.plan_text import describe_advice, describe_command, de
 from virtualflow.launcher.plan_trace import trace_of
 from virtualflow.launcher.profile import measure, target_of
 from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.training_program import Program
 from virtualflow.launcher.usage import complain
 from virtualflow.memory import Advice, Budget, DeviceType, DoesNotFit, Fit, advise, fit, parse_bytes, what_fits
 from virtualflow.progress import Progress
@@ -58,13 +60,13 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
     Raises:
         ConfigurationError: a profile or a size makes no sense, or nothing fits; the sentence says what would.
     """
-    names, command = split(arguments.profiles)
+    names, program, given = split(arguments.profiles, arguments.module)
     profiles = [read_profile(Path(name)) for name in names]
     _check_words(arguments)
-    if command:
-        target = target_of(Path(command[0]))
+    if program is not None:
+        target = target_of(program)
         # What the script prints is none of the answer.
-        measured = measure(command, target, virtual_nodes=arguments.virtual_nodes, output=sys.stderr.buffer)
+        measured = measure(program, given, target, virtual_nodes=arguments.virtual_nodes, output=sys.stderr.buffer)
         complain(f"the profile is written to {target}")
         profiles = [measured, *profiles]
     answer = answer_for(profiles, arguments, settings)
@@ -76,10 +78,10 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
     parts = [describe_fits(each.device, each.batch, each.budget, each.fits, settings) for each in answer.memory]
     if answer.advice is not None:
         parts.append("\n".join([describe_advice(answer.advice), *answer.left_out]))
-    elif command:
+    elif program is not None:
         first = answer.memory[0]  # that of the script
         device = arguments.device or str(first.budget.device)
-        parts.append(describe_command(first.fits, command, device, arguments.host))
+        parts.append(describe_command(first.fits, [*program.words, *given], device, arguments.host))
     print("\n\n".join(parts))
     return 0
 
@@ -103,10 +105,23 @@ def _write_trace(path: Path, answer: Answer, profiles: Sequence[DeviceProfile]) 
         raise VirtualFlowError(f"the trace cannot be written to {path}: {error.strerror}") from error
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The profiles, and the script with its arguments: what ends in ``.py`` is one, and all behind it is its own."""
+def split(words: Sequence[str], module: Sequence[str] | None = None) -> tuple[list[str], Program | None, list[str]]:
+    """The profiles, what is to be measured, and its arguments.
+
+    What ends in ``.py`` is a script, and all behind it is its own. Beside ``-m`` words that end in ``.json`` are
+    profiles, up to the first that does not; all others are the module's.
+
+    Raises:
+        ConfigurationError: there is neither.
+    """
+    if module is not None:
+        names = list(takewhile(lambda word: word.endswith(".json"), words))
+        return names, Program(module[0], is_module=True), [*module[1:], *words[len(names) :]]
     script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
-    return list(words[:script]), list(words[script:])
+    if not words:
+        raise ConfigurationError("say what to plan for: profiles, a script that ends in .py, or -m with a module")
+    program = Program(words[script]) if script < len(words) else None
+    return list(words[:script]), program, list(words[script + 1 :])
 
 
 def _check_words(arguments: Namespace) -> None:

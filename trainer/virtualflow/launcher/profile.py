@@ -12,9 +12,10 @@ from typing import IO
 
 from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError, VirtualFlowError
-from virtualflow.launcher.options import check_script, check_target, check_trainer
+from virtualflow.launcher.options import check_target, check_trainer
 from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 from virtualflow.launcher.supervisor import describe_exit, run_to_end
+from virtualflow.launcher.training_program import Program
 from virtualflow.protocol.device_profile import DeviceProfile, describe, encode, read_profile
 from virtualflow.protocol.settings import (
     ENV_AUDIT_DIR,
@@ -42,21 +43,22 @@ def profile(arguments: Namespace) -> int:
         ConfigurationError: something cannot be done; nothing has been started.
         VirtualFlowError: the script failed, or trained nothing.
     """
-    target = target_of(Path(arguments.script)) if arguments.out is None else Path(arguments.out)
-    command = [arguments.script, *arguments.args]
-    measured = measure(command, target, virtual_nodes=arguments.virtual_nodes, sizes=arguments.sizes)
+    program = Program(arguments.script, arguments.module)
+    target = target_of(program) if arguments.out is None else Path(arguments.out)
+    measured = measure(program, arguments.args, target, virtual_nodes=arguments.virtual_nodes, sizes=arguments.sizes)
     print(describe(measured))
     print(f"written to {target}: name it with virtualflow run --profile, or as the profile of a worker group")
     return 0
 
 
-def target_of(script: Path) -> Path:
+def target_of(program: Program) -> Path:
     """Where the profile of a script goes unless a user says otherwise."""
-    return Path(f"{script.stem}.profile.json")
+    return Path(f"{program.title}.profile.json")
 
 
 def measure(
-    command: Sequence[str],
+    program: Program,
+    arguments: Sequence[str],
     target: Path,
     *,
     virtual_nodes: int | None = None,
@@ -66,7 +68,8 @@ def measure(
     """Measure a script and write its profile.
 
     Args:
-        command: the script and its arguments.
+        program: the script.
+        arguments: its own.
         target: the file.
         virtual_nodes: instead of those that the script says.
         sizes: in virtual nodes, with commas between them, instead of those that suggest themselves.
@@ -76,8 +79,7 @@ def measure(
         ConfigurationError: something cannot be done; nothing has been started.
         VirtualFlowError: the script failed, or trained nothing.
     """
-    script = Path(command[0])
-    check_script(script)
+    program.check()
     check_trainer()
     check_target(target, "--out")
     environment = _QUIET | {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
@@ -90,14 +92,14 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="virtualflow-") as directory:
         written = Path(directory) / "profile.json"
         environment[ENV_PROFILE_OUT] = str(written)
-        code = run_to_end([sys.executable, "-u", *command], environment, output=output)
+        code = run_to_end([sys.executable, "-u", *program.words, *arguments], environment, output=output)
         if code != 0:
             raise VirtualFlowError(
-                f"{script} ended with {describe_exit(code)} before it was measured; no profile was written"
+                f"{program} ended with {describe_exit(code)} before it was measured; no profile was written"
             )
         if not written.exists():
             raise VirtualFlowError(
-                f"{script} ended without training anything, so there is nothing to measure; it must iterate over the "
+                f"{program} ended without training anything, so there is nothing to measure; it must iterate over the "
                 "run of vf.elastic and over the micro-batches of its steps"
             )
         measured = read_profile(written)

@@ -111,7 +111,7 @@ def _range(kind: type, least: float, most: float, must: str = _BETWEEN) -> dict[
 
 
 def _add_run(parser: Parser, settings: LauncherSettings) -> None:
-    parser.usage = "virtualflow run [OPTIONS] (SCRIPT [ARGS ...] | -f JOB.yaml)"
+    parser.usage = "virtualflow run [OPTIONS] (SCRIPT [ARGS ...] | -m MODULE [ARGS ...] | -f JOB.yaml)"
     job = parser.add_argument_group("the job")
     job.add_argument(
         "--workers",
@@ -238,6 +238,12 @@ def _add_membership(parser: argparse._ActionsContainer, settings: LauncherSettin
 
 
 def _add_script(parser: Parser, *, required: bool) -> None:
+    parser.add_argument(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="SCRIPT is a module, like package.train, as for python -m",
+    )
     parser.add_argument("script", nargs=None if required else "?", metavar="SCRIPT", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments, passed on untouched")
 
@@ -252,7 +258,7 @@ def _add_virtual_nodes(
 
 
 def _add_check(parser: Parser, settings: LauncherSettings) -> None:
-    parser.usage = "virtualflow check [OPTIONS] SCRIPT [ARGS ...]"
+    parser.usage = "virtualflow check [OPTIONS] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.description = (
         "Does a script come to the same bits however it is run? It makes a few steps on one worker, with another "
         "PYTHONHASHSEED, with a step made twice, on two workers, on one for each virtual node, with a worker that "
@@ -307,7 +313,7 @@ def _add_report(parser: Parser) -> None:
 
 
 def _add_profile(parser: Parser) -> None:
-    parser.usage = "virtualflow profile [OPTIONS] SCRIPT [ARGS ...]"
+    parser.usage = "virtualflow profile [OPTIONS] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.description = (
         "Measure how long micro-batches of a training script take on this device, and how much memory: with the "
         "samples of one virtual node, of two, of four, ... as far as memory allows. The script runs unchanged, as one "
@@ -325,7 +331,7 @@ def _add_profile(parser: Parser) -> None:
 
 
 def _add_explain(parser: Parser) -> None:
-    parser.usage = "virtualflow explain [OPTIONS] SCRIPT [ARGS ...]"
+    parser.usage = "virtualflow explain [OPTIONS] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.description = (
         "Run two steps of a training script and print, for each bucket of gradients, the way that it takes between "
         "workers, the predicted times of the alternatives, and why further rewrites of its exchange are refused."
@@ -347,7 +353,7 @@ def _add_explain(parser: Parser) -> None:
 
 
 def _add_plan(parser: Parser) -> None:
-    parser.usage = "virtualflow plan [OPTIONS] (PROFILE ... | [PROFILE ...] SCRIPT.py [ARGS ...])"
+    parser.usage = "virtualflow plan [OPTIONS] (PROFILE ... | [PROFILE ...] (SCRIPT.py | -m MODULE) [ARGS ...])"
     parser.description = (
         "From a measured profile, or a script that is measured first: for each number of virtual nodes that fits "
         "into a device's memory, which blocks of the model are kept, swapped to the host and recomputed, how long a "
@@ -356,9 +362,16 @@ def _add_plan(parser: Parser) -> None:
     )
     parser.add_argument(
         "profiles",
-        nargs="+",
+        nargs="*",
         metavar="PROFILE",
         help="one for each type of device; or a script that ends in .py, to be measured on this one, and its arguments",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs="+",
+        metavar=("MODULE", "ARGS"),
+        help="measure that module on this device, as python -m runs it; profiles stand before it, and end in .json",
     )
     parser.add_argument("--device", metavar="SIZE", help="the device's memory, like 24GiB (default: as in the profile)")
     parser.add_argument(

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, as in ``1 worker`` and ``2 workers``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return the question whether the word that is most like one was meant, to be put behind it; empty: none is."""
+    from difflib import get_close_matches  # nobody needs it before there is a mistake
+
+    alike = {each.lower(): each for each in known}
+    found = get_close_matches(word.lower(), alike, n=1)
+    return f" (did you mean {alike[found[0]]}?)" if found else ""

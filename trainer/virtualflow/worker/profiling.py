@@ -37,6 +37,12 @@ from virtualflow.worker.train_state import signature_hash
 logger = logging.getLogger("virtualflow.worker")
 
 
+def _script() -> str:
+    """What this process runs, as ``virtualflow profile`` takes it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return os.path.basename(sys.argv[0]) if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
+
+
 def describe_situation(
     model: nn.Module, options: Options, environment: WorkerEnvironment, virtual_nodes: int, signature: dict[str, Any]
 ) -> Situation:
@@ -152,7 +158,7 @@ class Profiling:
             threads=situation.threads,
             reproducibility=environment.reproducibility or options.reproducibility,
             signature=situation.signature,
-            script=os.path.basename(sys.argv[0]),
+            script=_script(),
             batch_size=options.batch_size,
             virtual_nodes=virtual_nodes,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
