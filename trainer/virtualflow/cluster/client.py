@@ -11,12 +11,14 @@ import yaml
 from kubernetes import client as kubernetes
 from kubernetes import config as kubeconfigs
 
+from virtualflow._arguments import checked, checked_class
 from virtualflow.cluster.api import GROUP, KIND, PLURAL, REQUEST_SECONDS, VERSION, Object, said
 from virtualflow.cluster.job import Job
 from virtualflow.cluster.scripts import submission
 from virtualflow.errors import ConfigurationError
 
 
+@checked_class("Client")
 class Client:
     """The jobs of one namespace.
 
@@ -53,6 +55,7 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @checked("submit")
     def submit(
         self,
         train: Mapping[str, Any] | Callable[[], object] | str | Path,

@@ -18,6 +18,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from virtualflow._arguments import checked_class
 from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError
 from virtualflow.integrations.inverted_loop import InvertedLoop
@@ -29,6 +30,7 @@ PLACE = "virtualflow.json"
 """The last file that ``save_state`` writes: how far the training was."""
 
 
+@checked_class("ElasticAccelerator")
 class ElasticAccelerator(Accelerator):  # type: ignore[misc]  # seen as Any: it is an extra
     """An ``Accelerator`` whose workers may change at any step; the loop over the epochs is ``epochs(count)``.
 

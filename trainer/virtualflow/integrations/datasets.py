@@ -20,6 +20,7 @@ import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import get_worker_info
 
+from virtualflow._arguments import checked
 from virtualflow.data import derive_seed
 from virtualflow.errors import ConfigurationError
 
@@ -29,6 +30,7 @@ READ = 64
 """Samples of a batch that is read: what a batch costs beside its samples is then little."""
 
 
+@checked("shards")
 def shards(
     dataset: datasets.IterableDataset,
     *,

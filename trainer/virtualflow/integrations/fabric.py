@@ -15,6 +15,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.integrations.inverted_loop import InvertedLoop
 from virtualflow.integrations.loaders import lend, options_of, order_of, refuse_streams, virtual_nodes_of
@@ -25,6 +26,7 @@ PLACE = "virtualflow"
 """What a checkpoint of ``fabric.save`` has beside the script's own: how far the training was."""
 
 
+@checked_class("ElasticStrategy")
 class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as Any: it is an extra
     """A strategy whose workers may change at any step; the loop over the epochs is ``epochs(count)``.
 

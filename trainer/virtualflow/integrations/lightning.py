@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as rank_zero_only_of_trainer
 
+from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.integrations.lightning_parts import Notes, Story, greet, place, refuse
 from virtualflow.integrations.loaders import options_of, order_of, virtual_nodes_of
@@ -34,6 +35,7 @@ LOSS = "loss"
 """What a run calls the loss that ``training_step`` returns."""
 
 
+@checked_class("ElasticStrategy")
 class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # seen as Any: it is an extra
     """A strategy whose workers may change at any step.
 

@@ -19,6 +19,7 @@ from streaming import Stream
 from streaming.base.format import get_index_basename
 from streaming.base.world import World
 
+from virtualflow._arguments import checked
 from virtualflow.data import derive_seed
 from virtualflow.errors import ConfigurationError
 from virtualflow.integrations.dealing import deal
@@ -32,6 +33,7 @@ _DEFAULTS = {"split": None, "download_retry": 2, "download_timeout": 60.0, "vali
 _WEIGHTS = ("proportion", "repeat", "choose")
 
 
+@checked("shards")
 def shards(
     *streams: Stream,
     shuffle: bool = False,

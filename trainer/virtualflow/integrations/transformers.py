@@ -21,6 +21,7 @@ from transformers.integrations.neftune import deactivate_neftune
 from transformers.optimization import GreedyLR
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
+from virtualflow._arguments import checked_class
 from virtualflow.data import MicroBatch
 from virtualflow.errors import ConfigurationError
 from virtualflow.integrations.loaders import order_of, virtual_nodes_of
@@ -40,6 +41,7 @@ from virtualflow.worker.run import Run
 from virtualflow.worker.step import Step
 
 
+@checked_class("ElasticTrainer")
 class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an extra
     """A ``Trainer`` whose workers may change at any step.
 

@@ -24,6 +24,7 @@ from webdataset import filters, handlers, shardlists, tariterators
 from webdataset.cache import FileCache, StreamingOpen
 from webdataset.compat import check_empty
 
+from virtualflow._arguments import checked
 from virtualflow.data import derive_seed
 from virtualflow.errors import ConfigurationError
 from virtualflow.integrations.dealing import Part, deal
@@ -47,6 +48,7 @@ _META = re.compile(r"__[^/]*__($|/)")
 """Names of members that are no part of a sample, as WebDataset has it."""
 
 
+@checked("shards")
 def shards(dataset: wds.DataPipeline, *, seed: int = 0) -> _Shards:
     """Give a ``WebDataset`` (or ``DataPipeline``) to ``vf.elastic``.
 

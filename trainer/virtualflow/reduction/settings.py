@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from virtualflow._arguments import checked_class
 from virtualflow.reduction.cost import Network
 
 Algorithm = Literal["auto", "gather", "reduce-scatter"]
@@ -18,6 +19,7 @@ MAX_BUCKET = 1 << 40
 """The largest bucket that can be asked for."""
 
 
+@checked_class("vf.Exchange")
 @dataclass(frozen=True)
 class Exchange:
     """How gradients travel between workers, for those who know better than what is measured.

@@ -21,6 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.protocol.settings import CHECKPOINT_KEEP
@@ -39,6 +40,7 @@ _ADVICE = {
 }
 
 
+@checked_class("vf.CheckpointPolicy")
 @dataclass(frozen=True, init=False)
 class CheckpointPolicy:
     """Where checkpoints go, when they are written (whichever interval comes first), and how many remain.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.backward import BackwardSpec, PassClass, class_of
 from virtualflow.protocol.settings import MAX_CLASSES
@@ -26,6 +27,7 @@ WARM_UP = 0
 """In place of a step: what a joiner warms up with."""
 
 
+@checked_class("vf.PartialBackward")
 @dataclass(frozen=True)
 class PartialBackward:
     """Backward passes that end before they have reached the model's first blocks.

@@ -9,6 +9,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import nn
 
+from virtualflow._arguments import checked
 from virtualflow.data import LoaderOptions, Sampler
 from virtualflow.memory.activations import Memory
 from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
@@ -22,6 +23,7 @@ from virtualflow.worker.step import Weight
 from virtualflow.worker.tracker import Tracker
 
 
+@checked("vf.elastic", LoaderOptions.__annotations__)
 def elastic(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from virtualflow._arguments import checked
 from virtualflow.data import LoaderOptions, MicroBatch, Source, open_source, seed_virtual_node
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError, show_errors_plainly
@@ -25,6 +26,7 @@ Compute = Callable[[MicroBatch], Any]
 """Gets a micro-batch, and returns what all workers are to have of it: of a run, tensors of the CPU in nests."""
 
 
+@checked("vf.evaluate", LoaderOptions.__annotations__)
 def evaluate(
     model: nn.Module,
     dataset: Any,

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.worker.tracker import OURS, Entry, NotWritten
 
@@ -24,6 +25,7 @@ _BATCH = 1_000
 """The most numbers that MLflow takes at once."""
 
 
+@checked_class("MLflow")
 class MLflow:
     """Writes into the one run of an experiment whose tag ``virtualflow.run`` is ``run.id``.
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.worker.tracker import OURS, Entry
 
@@ -24,6 +25,7 @@ _FORMAT = "brain.Event:2"
 """The first version in which a reader obeys marks of a restart."""
 
 
+@checked_class("TensorBoard")
 class TensorBoard:
     """Writes a run into the folder ``directory/ID``, ID being ``run.id``.
 

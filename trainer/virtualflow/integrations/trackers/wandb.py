@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from virtualflow._arguments import checked_class
 from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError
 from virtualflow.worker.tracker import OURS, Entry, NotWritten
@@ -30,6 +31,7 @@ _FENCE = "virtualflow-generation"
 """The file beside the run's own that names the newest generation that has written."""
 
 
+@checked_class("WeightsAndBiases")
 class WeightsAndBiases:
     """Writes the offline run ``directory/wandb/offline-run-TIME-ID``, ID being ``run.id``; ``wandb sync`` uploads it.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget, Placement, parse_bytes
 from virtualflow.protocol.settings import ActivationsChoice
@@ -15,6 +16,7 @@ from virtualflow.protocol.settings import ActivationsChoice
 Order = Literal["node-major", "layer-major"]
 
 
+@checked_class("vf.Memory")
 @dataclass(frozen=True)
 class Memory:
     """How much memory a worker may use, what becomes of activations, and where the optimizer is.
