@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.wording import suggest
 from virtualflow_operator.settings import (
     BACKOFF_MOST,
     ENV_PREFIX,
@@ -94,6 +95,9 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong by an error of ours, instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.fullmatch(r"unrecognized arguments: (--?[^\s=]+).*", message)
+        if unknown:
+            message = f"there is no flag {unknown[1]}{suggest(unknown[1], self._option_string_actions)}"
         raise ConfigurationError(f"{message}; virtualflow-operator --help lists the flags")
 
 

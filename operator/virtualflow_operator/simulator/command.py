@@ -83,6 +83,10 @@ def parser(defaults: SimulationSettings) -> Parser:
         prog="virtualflow simulate",
         description="Play a trace of jobs against scheduling policies, the ones that the operator runs.",
         epilog="docs/explanation/simulator.md says what a trace looks like and what the columns of the table mean.",
+        examples=(
+            "virtualflow simulate trace.csv",
+            "virtualflow simulate trace.csv --policy PowerOfTwoShare --capacity 16",
+        ),
         allow_abbrev=False,
     )
     parser.add_argument("trace", type=Path, metavar="TRACE", help="a CSV or JSON file")
@@ -95,7 +99,7 @@ def parser(defaults: SimulationSettings) -> Parser:
     parser.add_argument(
         "--capacity",
         metavar="N",
-        help="units, in place of the nodes of the trace",
+        help="units, in place of the nodes of the trace (default: those)",
         type=int,
         action=Number,
         least=1,

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import terminals
-from virtualflow.launcher import cli
+from virtualflow.launcher import cli, plan
 from virtualflow.launcher.plan import split
 from virtualflow.launcher.training_program import Program
 from virtualflow.memory import parse_bytes
@@ -288,7 +288,7 @@ PLAN = """
 import sys
 from virtualflow import progress
 progress.SHOWN_AFTER = progress.FRAME = 0.0
-from virtualflow.launcher import cli
+from virtualflow.launcher import cli, plan
 sys.exit(cli.main(["plan", "v100.json"]))
 """
 
@@ -309,3 +309,14 @@ def test_on_a_terminal_a_bar_shows_how_far_the_planning_is_and_leaves_the_answer
     both = terminals.run(["-c", PLAN], piped=False, cwd=Path.cwd())
     assert "planning for" in both.words
     assert both.left == [line.rstrip() for line in wanted.splitlines() if line.strip()]
+
+
+def test_a_script_is_not_measured_for_a_plan_of_memory_whose_size_nobody_knows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("open('started', 'w')\n")
+    monkeypatch.setattr(plan, "ACCELERATORS", ())
+    assert cli.main(["plan", "train.py"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("nothing says how much memory the device has; give --device, like 24GiB")
+    assert not Path("started").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,8 +14,11 @@ import pytest
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import Number, cli
+from virtualflow.launcher.examples import EXAMPLES
 from virtualflow.launcher.options import check_trainer
 from virtualflow.launcher.settings import LauncherSettings
+from virtualflow.launcher.subcommands import EXTERNAL
+from virtualflow_operator.settings import SimulationSettings
 from virtualflow_operator.simulator import command as simulator
 
 ROOT = Path(__file__).parents[3]
@@ -114,3 +118,76 @@ def test_a_run_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else object())
     with pytest.raises(ConfigurationError, match=r"needs torch, not installed here; run: pip install 'virtualflow\[tr"):
         check_trainer()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("rnu train.py", "there is no command rnu (did you mean run?); see virtualflow --help"),
+        ("dance", "there is no command dance; see virtualflow --help"),
+        ("--versoin", "there is no option --versoin (did you mean --version?); see virtualflow --help"),
+        ("run --worker 3 a.py", "there is no option --worker (did you mean --workers?); see virtualflow run --help"),
+        (
+            "coordinator --hots h",
+            "there is no option --hots (did you mean --host?); see virtualflow coordinator --help",
+        ),
+        ("run --on-non-finite stop a.py", "'stop' is none of Continue, Stop (did you mean Stop?); see virtualflow run"),
+        ("scale 3 4", "4: more than is needed; see virtualflow scale --help"),
+        ("bisect one", "the following arguments are required: DIR; see virtualflow bisect --help"),
+        ("simulate --polcy x t.csv", "no option --polcy (did you mean --policy?); see virtualflow simulate --help"),
+        ("export --formt hf", "no option --formt (did you mean --format?); see virtualflow export --help"),
+    ],
+)
+def test_what_is_not_known_is_named_with_what_was_meant(
+    words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+@pytest.mark.parametrize("words", [[], ["help"], ["--help"]], ids=" ".join)
+def test_the_command_line_alone_shows_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(words)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 0
+    said = capsys.readouterr()
+    assert all(name in said.out for name in subcommands())
+    assert not said.err
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_help_of_a_command_has_examples_which_are_understood(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*name.split(), "--help"])
+    said = capsys.readouterr().out
+    for example in EXAMPLES[name]:
+        assert f"\n  {example}\n" in said
+        *_, words = example.partition("virtualflow ")
+        parsed = cli.parser(LauncherSettings()).parse_args(shlex.split(words))
+        assert callable(parsed.action)
+
+
+def test_every_command_has_an_example() -> None:
+    assert set(EXAMPLES) == {"", *subcommands()} - EXTERNAL.keys()
+
+
+def helps() -> Iterator[tuple[str, argparse.Action, str]]:
+    """Each option that takes a value, and what the help says of it."""
+    parsers = {**subcommands(), "simulate": simulator.parser(SimulationSettings())}
+    for name, parser in parsers.items():
+        formatter = parser._get_formatter()
+        for action in parser._actions:
+            if action.option_strings and action.nargs != 0:
+                yield name, action, formatter._expand_help(action)
+
+
+def test_the_help_says_of_every_option_whether_it_is_needed_or_what_holds_without_it() -> None:
+    found = list(helps())
+    assert len(found) > 50
+    for name, action, said in found:
+        assert ("(required)" in said) if action.required else ("default" in said), (name, action.option_strings, said)

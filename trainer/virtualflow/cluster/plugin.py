@@ -24,7 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the plugin; the exit code."""
     if arguments is None:
         prefer_own()
-    given = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words:
+        parser().print_help()
+        return 0
+    given = parser().parse_args(words)
     try:
         from virtualflow.cluster import Client
     except ImportError as error:
@@ -49,18 +53,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """What may be said."""
-    made = Parser(prog="kubectl vf", description="VirtualFlow jobs of a cluster.", allow_abbrev=False)
+    made = Parser(
+        prog="kubectl vf",
+        description="VirtualFlow jobs of a cluster.",
+        epilog="kubectl vf COMMAND --help says what each takes.",
+        examples=("kubectl vf top", "kubectl vf why digits"),
+        allow_abbrev=False,
+    )
     common = Parser(add_help=False)
-    common.add_argument("--kubeconfig", metavar="FILE", help="as of kubectl")
-    common.add_argument("--context", metavar="NAME", help="as of kubectl")
-    common.add_argument("-n", "--namespace", metavar="NAME", help="as of kubectl")
+    common.add_argument("--kubeconfig", metavar="FILE", help="as of kubectl, with its default")
+    common.add_argument("--context", metavar="NAME", help="as of kubectl, with its default")
+    common.add_argument("-n", "--namespace", metavar="NAME", help="as of kubectl, with its default")
     commands = made.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
 
-    def add(name: str, action: Callable[..., int], text: str, *, job: bool = True) -> Parser:
-        command = commands.add_parser(name, help=text, description=text, parents=[common], allow_abbrev=False)
+    def add(name: str, action: Callable[..., int], text: str, *, job: bool = True, example: str = "") -> Parser:
+        examples = [f"kubectl vf {name}{' digits' if job else ''}{example}"]
+        command = commands.add_parser(
+            name, help=text, description=text, parents=[common], examples=examples, allow_abbrev=False
+        )
         command.set_defaults(action=action)
         if job:
-            command.add_argument("job", metavar="JOB")
+            command.add_argument("job", metavar="JOB", help="its name")
         return command
 
     top = add("top", _top, "show all jobs: those that train first, the fastest first", job=False)
@@ -68,18 +81,26 @@ def parser() -> Parser:
     add("why", _why, "say why a job is as it is, and what would help")
     logs = add("logs", _logs, "print the logs of all workers as one, by time")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the job is over")
-    logs.add_argument("--tail", type=int, metavar="N", help="only the latest N lines of each worker")
-    add("scale", _scale, "change the number of workers").add_argument("workers", type=int, metavar="N")
-    drain = add("drain", _drain, "let a worker leave; another one takes its place")
-    drain.add_argument("worker", metavar="POD")
+    logs.add_argument("--tail", type=int, metavar="N", help="only the latest N lines of each worker (default: all)")
+    add("scale", _scale, "change the number of workers", example=" 4").add_argument(
+        "workers", type=int, metavar="N", help="how many are wanted from now on"
+    )
+    drain = add("drain", _drain, "let a worker leave; another one takes its place", example=" digits-workers-1")
+    drain.add_argument("worker", metavar="POD", help="its name, as kubectl get pods shows it")
     add("suspend", _suspend, "stop a job behind a step, with a checkpoint, and give its pods back")
     add("resume", _resume, "let a suspended job go on")
     ui = add("ui", _ui, "open a way to the job's live page, for a browser of this machine, until Ctrl-C")
     ui.add_argument("--port", type=int, default=0, metavar="P", help="of this machine (default: any that is free)")
     wait = add("wait", _wait, "wait until a job is over; exit code 1 if it has failed")
-    wait.add_argument("--timeout", type=float, metavar="S", help="for S seconds at most")
-    check = add("check", _check, "look whether the cluster is ready for a job; exit code 1 if not", job=False)
-    check.add_argument("manifest", metavar="FILE", nargs="?", help="the job's manifest (YAML)")
+    wait.add_argument("--timeout", type=float, metavar="S", help="for S seconds at most (default: as long as it takes)")
+    check = add(
+        "check",
+        _check,
+        "look whether the cluster is ready for a job; exit code 1 if not",
+        job=False,
+        example=" job.yaml",
+    )
+    check.add_argument("manifest", metavar="FILE", nargs="?", help="the job's manifest (YAML; optional)")
     return made
 
 

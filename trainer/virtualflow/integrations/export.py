@@ -64,6 +64,10 @@ def parser() -> Parser:
     made = Parser(
         prog="virtualflow export",
         description="Write a checkpoint's weights as files that others read without this library.",
+        examples=(
+            "virtualflow export checkpoints --output model.safetensors",
+            "virtualflow export checkpoints --format hf --config config --output model",
+        ),
         allow_abbrev=False,
     )
     made.add_argument(
@@ -77,7 +81,7 @@ def parser() -> Parser:
         "checkpoints, with the optimizer's state (default: safetensors)",
     )
     made.add_argument("--output", type=Path, required=True, metavar="PATH", help="of the new file or folder")
-    made.add_argument("--step", type=int, metavar="N", help="of a checkpoint that is not the newest")
+    made.add_argument("--step", type=int, metavar="N", help="of that checkpoint (default: the newest)")
     made.add_argument(
         "--config", type=Path, metavar="DIR", help="for hf: its files that are no weights are copied, as config.json"
     )

@@ -45,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     settings = LauncherSettings()
     try:
-        if given and given[0] in EXTERNAL:
+        if given and given[0] == "help":
+            given = [*given[1:2], "--help"]
+        if not given:
+            parser(settings).print_help()
+            code = 0
+        elif given[0] in EXTERNAL:
             code = _external(given[0])(given[1:])
         else:
             parsed = parser(settings).parse_args(given)

@@ -5,6 +5,7 @@ A script is profiled first, as ``virtualflow profile`` does it.
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,9 @@ from virtualflow.protocol.chain_profile import ChainProfile
 from virtualflow.protocol.device_profile import DeviceProfile, read_profile, seconds_for
 from virtualflow.protocol.settings import MAX_WORKERS
 from virtualflow.protocol.wording import counted
+
+ACCELERATORS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
+"""One of them is there wherever torch finds a GPU: with NVIDIA's driver, on Jetson, under WSL, with ROCm."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
     profiles = [read_profile(Path(name)) for name in names]
     _check_words(arguments)
     if program is not None:
+        program.check()
+        _check_device(arguments)
         target = target_of(program)
         # What the script prints is none of the answer.
         measured = measure(program, given, target, virtual_nodes=arguments.virtual_nodes, output=sys.stderr.buffer)
@@ -122,6 +128,18 @@ def split(words: Sequence[str], module: Sequence[str] | None = None) -> tuple[li
         raise ConfigurationError("say what to plan for: profiles, a script that ends in .py, or -m with a module")
     program = Program(words[script]) if script < len(words) else None
     return list(words[:script]), program, list(words[script + 1 :])
+
+
+def _check_device(arguments: Namespace) -> None:
+    """Refuse to measure for a plan of memory whose size nobody knows: a CPU does not say which part of its is meant.
+
+    Raises:
+        ConfigurationError: there is no other device here, and no size is given.
+    """
+    if arguments.device is None and arguments.devices is None and not any(map(os.path.exists, ACCELERATORS)):
+        raise ConfigurationError(
+            "on a machine without a GPU nothing says how much memory the device has; give --device, like 24GiB"
+        )
 
 
 def _check_words(arguments: Namespace) -> None:

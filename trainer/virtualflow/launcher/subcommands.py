@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, LEAST_HEARTBEAT_LIMIT
+from virtualflow.launcher.examples import EXAMPLES
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.usage import Number, Parser
 from virtualflow.protocol.environment import ABOVE_ZERO
@@ -51,13 +52,17 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
     parser = Parser(
         prog="virtualflow",
         description="Elastic training over a fixed number of virtual nodes.",
+        epilog="virtualflow COMMAND --help says what each takes.",
+        examples=EXAMPLES[""],
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
 
     def add(name: str, help: str) -> Parser:  # noqa: A002 - as argparse calls it
-        command = commands.add_parser(name, help=help, allow_abbrev=False)
+        command = commands.add_parser(
+            name, help=help, description=f"{help[0].upper()}{help[1:]}.", examples=EXAMPLES[name], allow_abbrev=False
+        )
         command.set_defaults(action=subcommands[name])
         return command
 
@@ -69,22 +74,28 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
     _add_explain(add("explain", "run two steps of a script, and say how its gradients travel and why"))
     _add_report(add("report", "make a page of the report of a job that is over"))
     status = add("status", "show what a running job is doing")
-    status.add_argument("job", nargs="?", metavar="NAME", help="of the job; not needed when only one is running")
+    status.add_argument("job", nargs="?", metavar="NAME", help="of the job (optional; default: the one that runs)")
     status.add_argument("--json", action="store_true", help="all of it, as JSON")
     scale = add("scale", "change the number of workers of a running job")
-    scale.add_argument("workers", metavar="N", **_range(int, 1, MAX_WORKERS, "a job has between {} and {} workers"))
+    scale.add_argument(
+        "workers",
+        metavar="N",
+        help="how many are wanted from now on",
+        **_range(int, 1, MAX_WORKERS, "a job has between {} and {} workers"),
+    )
     drain = add("drain", "let a worker leave a running job; another takes its place")
-    drain.add_argument("worker", metavar="WORKER")
+    drain.add_argument("worker", metavar="WORKER", help="its name, as virtualflow status shows it")
     drain.add_argument(
         "--deadline", metavar="S", help="it must have left in S seconds", **_range(float, 0, _LONGEST, _SECONDS)
     )
     for command in (scale, drain):
-        command.add_argument("--job", metavar="NAME", help="of the job; not needed when only one is running")
+        command.add_argument("--job", metavar="NAME", help="of the job (default: the one that runs)")
     for command in (status, scale, drain):
         command.add_argument(
             "--coordinator",
             metavar="URL",
-            help=f"of a job elsewhere; its token is taken from {ENV_TOKEN} in the environment",
+            help=f"of a job elsewhere, whose token is taken from {ENV_TOKEN} in the environment (default: one of this "
+            "machine)",
         )
     for name, text in EXTERNAL.items():
         commands.add_parser(name, help=text, add_help=False)
@@ -130,7 +141,7 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
         metavar="STEP:ACTION,...",
         help="inject faults: =N, kill, kill:K, term, hang, slow:K, fast, coordinator, all",
     )
-    job.add_argument("--stop-after", metavar="STEP", help="make no step after this one", **_AT_LEAST_1)
+    job.add_argument("--stop-after", metavar="STEP", help="make no step after it (default: make all)", **_AT_LEAST_1)
     job.add_argument(
         "-f", dest="manifest", metavar="JOB.yaml", help="run a VirtualFlowJob manifest instead of a script"
     )
@@ -161,7 +172,9 @@ def _add_run(parser: Parser, settings: LauncherSettings) -> None:
     )
     for option, whose in (("--device-memory", "the device's memory"), ("--host-memory", "the host's for it")):
         running.add_argument(
-            option, metavar="SIZE", help=f"{whose} that each worker may use, like 24GiB: overrides the script's memory="
+            option,
+            metavar="SIZE",
+            help=f"{whose} that each worker may use, like 24GiB (default: what the script's memory= says)",
         )
     running.add_argument(
         "--profile",
@@ -196,7 +209,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         help="while there is only one worker, keep a copy of its state in the memory of the coordinator: if it dies, "
         "a few steps are repeated",
     )
-    group.add_argument("--checkpoint-steps", metavar="N", help="every N steps", **_AT_LEAST_1)
+    group.add_argument("--checkpoint-steps", metavar="N", help="every N steps (default: by time alone)", **_AT_LEAST_1)
     group.add_argument(
         "--checkpoint-seconds",
         metavar="T",
@@ -244,8 +257,11 @@ def _add_script(parser: Parser, *, required: bool) -> None:
         action="store_true",
         help="SCRIPT is a module, like package.train, as for python -m",
     )
-    parser.add_argument("script", nargs=None if required else "?", metavar="SCRIPT", help="the training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments, passed on untouched")
+    text = "the training script" if required else "the training script; without it, say -f"
+    parser.add_argument("script", nargs=None if required else "?", metavar="SCRIPT", help=text)
+    parser.add_argument(
+        "args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments, passed on untouched (optional)"
+    )
 
 
 _OVERRIDES = f"overrides the script's (default {VIRTUAL_NODES})"
@@ -322,7 +338,11 @@ def _add_profile(parser: Parser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="the profile (default: SCRIPT.profile.json in this directory)")
     _add_virtual_nodes(parser)
-    parser.add_argument("--sizes", metavar="1,2,...", help="measure only these numbers of virtual nodes at a time")
+    parser.add_argument(
+        "--sizes",
+        metavar="1,2,...",
+        help="measure only these numbers of virtual nodes at a time (default: 1, 2, 4, ...)",
+    )
     _add_script(parser, required=True)
     parser.epilog = (
         "Peak memory is what tensors take beyond model and optimizer: the micro-batch, activations and gradients. Keep "

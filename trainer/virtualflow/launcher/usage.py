@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.wording import suggest
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -18,13 +22,67 @@ def complain(sentence: str) -> None:
     print(f"virtualflow: {' '.join(sentence.split())}", file=sys.stderr)
 
 
+class _Help(argparse.HelpFormatter):
+    """Says of each option with a value whether it must be given, or what holds without it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = action.help
+        if said is None or not action.option_strings or action.nargs == 0:
+            return said
+        if action.required:
+            return f"{said} (required)"
+        return said if "default" in said else f"{said} (default: none)"
+
+
 class Parser(argparse.ArgumentParser):
-    """Complains in one line instead of printing the usage."""
+    """Complains in one line instead of printing the usage, and asks whether something like it was meant.
+
+    Args:
+        examples: command lines, for its help.
+        options: as of :class:`argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, examples: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **options})
+        self.examples = tuple(examples)
+        self._given: list[str] = []
+
+    def format_help(self) -> str:
+        """The help, with the examples behind it."""
+        lines = [f"  {example}\n" for example in self.examples]
+        return super().format_help() + "".join(["\nexamples:\n", *lines] if lines else [])
+
+    def parse_known_args(  # type: ignore[override]  # its overloads are of use to nobody here
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and refuse what is not known: also in a subcommand, which knows best what is like it."""
+        self._given = list(sys.argv[1:] if args is None else args)
+        parsed, left = super().parse_known_args(self._given, namespace)
+        if left:
+            self.error(self._unknown(left) or f"{' '.join(left)}: more than is needed")
+        return parsed, left
 
     def error(self, message: str) -> NoReturn:
         """End the process, as argparse has it."""
-        complain(f"{message} (see {self.prog} --help)")
+        if message.startswith("the following arguments are required"):
+            message = self._unknown(self._given) or message  # a misspelt one is why another is missing
+        complain(f"{message}; see {self.prog} --help")
         sys.exit(EXIT_USAGE)
+
+    def _unknown(self, words: Iterable[str]) -> str:
+        """What to say of the first word that is an option and not one of these; empty: there is none."""
+        options = [word.partition("=")[0] for word in takewhile(lambda word: word != "--", words)]
+        known = self._option_string_actions
+        wrong = next((each for each in options if re.match(r"--?[A-Za-z]", each) and each not in known), None)
+        return "" if wrong is None else f"there is no option {wrong}{suggest(wrong, known)}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        if isinstance(action, argparse._SubParsersAction):
+            raise argparse.ArgumentError(None, f"there is no command {value}{suggest(str(value), choices)}")
+        raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}{suggest(str(value), choices)}")
 
 
 class Number(argparse.Action):

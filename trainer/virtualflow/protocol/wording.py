@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_ALIKE = 0.65
+"""Of 1: two words of three letters that differ in one are alike."""
+
 
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, as in ``1 worker`` and ``2 workers``."""
@@ -14,6 +17,6 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """Return the question whether the word that is most like one was meant, to be put behind it; empty: none is."""
     from difflib import get_close_matches  # nobody needs it before there is a mistake
 
-    alike = {each.lower(): each for each in known}
-    found = get_close_matches(word.lower(), alike, n=1)
+    alike = {each.lower().lstrip("-"): each for each in known}
+    found = get_close_matches(word.lower().lstrip("-"), alike, n=1, cutoff=_ALIKE)
     return f" (did you mean {alike[found[0]]}?)" if found else ""
