@@ -13,6 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What packs the project, a few MB; .venv has torch and all that the tests need.
+PACKING := build/packaging
+PIP_INSTALL := -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-versions lint docs e2e chaos campaign bench gpu dist image clean
@@ -29,7 +32,7 @@ test: $(STAMP) ## run the tests, but those of every night; ARGS="-k digits" sele
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(ARGS)
 
 test-all: $(STAMP) ## run all tests, with more examples: every night, and before a release
-	@$(BIN)/python -c 'import datasets, lightning, mlflow, peft, tensorboard, transformers, wandb, webdataset' 2>/dev/null || $(BIN)/python -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check -e '.[trainer,integrations]' -c constraints.txt
+	@$(BIN)/python -c 'import datasets, lightning, mlflow, peft, tensorboard, transformers, wandb, webdataset' 2>/dev/null || $(BIN)/python $(PIP_INSTALL) -e '.[trainer,integrations]' -c constraints.txt
 	@$(BIN)/python -m pytest --nightly -n $(PROCESSES) --dist worksteal $(ARGS)
 
 test-versions: $(STAMP) ## run what computes on the oldest and newest torch, Python 3.13 and the newest integrations; VERSIONS="2.6.0"
@@ -56,17 +59,18 @@ campaign: $(STAMP) ## part, slow, stop and kill real jobs in network namespaces,
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks.campaign $(ARGS)
 
 bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write docs/explanation/benchmarks.md; ARGS="steps --quick"
-	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check -e '.[trainer,bench]' -c constraints.txt
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python $(PIP_INSTALL) -e '.[trainer,bench]' -c constraints.txt
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks $(ARGS)
 
 gpu: $(STAMP) ## run all that needs a GPU, in under nine minutes, and write docs/explanation/gpu.md; ARGS="steps memory"
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks.gpu $(ARGS)
 
-dist: $(STAMP) ## write the wheel, the sdist and the packaged chart to dist/; helm comes from the PATH
-	@command -v helm >/dev/null || { echo "make dist packs the chart with helm, which is not on the PATH: install Helm 3.8 or newer (https://helm.sh)" >&2; exit 1; }
+dist: ## write the wheel and the sdist to dist/, and the packaged chart where helm is on the PATH; needs no .venv
+	@command -v helm >/dev/null || echo "the chart is left out: helm, which packs it, is not on the PATH (Helm 3.8 or newer, https://helm.sh)" >&2
+	@$(MAKE) --no-print-directory $(PACKING)/.installed
 	@rm -rf dist
-	@$(BIN)/python -m hatchling build -d dist
-	@helm package charts/virtualflow --destination dist
+	@$(PACKING)/bin/python -m hatchling build -d dist
+	@if command -v helm >/dev/null; then helm package charts/virtualflow --destination dist; fi
 	@ls dist
 
 image: ## build virtualflow-operator:dev and virtualflow-trainer:dev
@@ -77,14 +81,25 @@ clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is touched last, so an interrupted set-up starts over.
-$(STAMP): pyproject.toml constraints.txt
+define check_python
 	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here: install Python 3.11 or newer, or say make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but 3.11 or newer is needed: say make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "$(PYTHON) cannot make virtual environments: install its venv module (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+endef
+
+# A stamp is touched last, so an interrupted set-up starts over.
+$(STAMP): pyproject.toml constraints.txt
+	$(check_python)
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check -e '.[trainer,operator,dev,docs]' -c constraints.txt
+	@$(BIN)/python $(PIP_INSTALL) -e '.[trainer,operator,dev,docs]' -c constraints.txt
+	@touch $@
+	@echo "set up; to have virtualflow on the PATH: source $(VENV)/bin/activate"
+
+$(PACKING)/.installed: constraints.txt
+	$(check_python)
+	@$(PYTHON) -m venv --clear $(PACKING)
+	@$(PACKING)/bin/python $(PIP_INSTALL) hatchling -c constraints.txt
 	@touch $@
