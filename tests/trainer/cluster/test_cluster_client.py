@@ -298,17 +298,6 @@ def test_where_there_is_no_page_one_sentence_says_why(
     assert (code, "there is no kubectl on the PATH" in said) == (2, True)
 
 
-def test_without_its_extra_the_plugin_says_what_it_needs() -> None:
-    program = (
-        "import sys; sys.modules['kubernetes'] = None\n"
-        "from virtualflow.cluster.plugin import main\n"
-        "sys.exit(main(['top']))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "pip install 'virtualflow[cluster]'" in done.stderr
-
-
 def train() -> None:
     print("here")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -234,3 +236,15 @@ def test_who_may_not_read_logs_hears_of_it_while_following() -> None:
     assert next(lines) == Line("2026-11-26T1", "first", "begins")
     with pytest.raises(ConfigurationError, match="cannot read the log of first: forbidden"):
         next(lines)
+
+
+@pytest.mark.parametrize("absent", ["kubernetes", "urllib3"])
+def test_without_its_extra_the_plugin_says_what_it_needs(absent: str) -> None:
+    program = (
+        f"import sys; sys.modules[{absent!r}] = None\n"
+        "from virtualflow.cluster.plugin import main\n"
+        "sys.exit(main(['top']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "pip install 'virtualflow[cluster]'" in done.stderr

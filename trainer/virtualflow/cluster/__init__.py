@@ -26,6 +26,6 @@ def __getattr__(name: str) -> Any:
     try:
         return load(f"virtualflow.cluster.{_LAZY[name]}", name)
     except ModuleNotFoundError as error:
-        if error.name != "kubernetes":
+        if error.name not in ("kubernetes", "urllib3"):  # which kubernetes brings
             raise
         raise ImportError(NEEDS) from None

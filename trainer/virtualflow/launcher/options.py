@@ -187,7 +187,7 @@ def check_trainer() -> None:
     missing = [name for name in ("torch", "numpy", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
-            f"training needs {' and '.join(missing)}, not installed here; run: pip install 'virtualflow[trainer]'"
+            f"training needs {', '.join(missing)}, not installed here; run: pip install 'virtualflow[trainer]'"
         )
 
 

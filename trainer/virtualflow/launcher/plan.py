@@ -17,7 +17,7 @@ import msgspec
 
 from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError, VirtualFlowError
-from virtualflow.launcher.options import check_target
+from virtualflow.launcher.options import check_target, check_trainer
 from virtualflow.launcher.plan_text import describe_advice, describe_command, describe_fits, fastest_of
 from virtualflow.launcher.plan_trace import trace_of
 from virtualflow.launcher.profile import measure, target_of
@@ -69,6 +69,7 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
     _check_words(arguments)
     if program is not None:
         program.check()
+        check_trainer()
         _check_device(arguments)
         target = target_of(program)
         # What the script prints is none of the answer.
