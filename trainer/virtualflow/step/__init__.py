@@ -4,6 +4,7 @@ run as one micro-batch.
 """
 
 from virtualflow.step.backward_cut import BackwardCut
+from virtualflow.step.caches import forget_cached_weights
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.guard import Guard
 from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
@@ -44,6 +45,7 @@ __all__ = [
     "choose_judges",
     "copy_data",
     "describe_open_doubt",
+    "forget_cached_weights",
     "is_separable",
     "judge",
     "read_headers",

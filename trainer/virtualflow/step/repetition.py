@@ -2,7 +2,8 @@
 
 The library seeds the global generators and puts buffers back. What else a script keeps from one micro-batch to the next
 it cannot see: a counter in ``forward``, a hidden state, a generator of the script's own, a criterion with running
-statistics. But it shows: the second time they are not what they were the first time.
+statistics. But it shows: the second time they are not what they were the first time, or the backward pass goes through
+a graph of the first time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.step.caches import KeptGraphs
 from virtualflow.step.guard import add_bits
 
 
@@ -27,6 +29,7 @@ class Repetition:
     def __init__(self, model: nn.Module) -> None:
         self._named = list(model.named_parameters())
         self._first: list[Tensor | None] | None = None
+        self._graphs = KeptGraphs(model)
 
     @property
     def under_way(self) -> bool:
@@ -36,6 +39,12 @@ class Repetition:
     def note(self) -> None:
         """The first one is there."""
         self._first = self._gradients()
+        self._graphs.watch()
+
+    def forget(self) -> None:
+        """The second one is not to come: the attempt is another one."""
+        self._first = None
+        self._graphs.forget()
 
     def compare(self) -> None:
         """The second one is there.
@@ -54,7 +63,7 @@ class Repetition:
                     "its own, a criterion with running statistics); make it a buffer of the model, or compute it from "
                     "the micro-batch and step.number"
                 )
-        self._first = None
+        self.forget()
 
     def _gradients(self) -> list[Tensor | None]:
         found = (parameter.grad for _, parameter in self._named)

@@ -15,6 +15,7 @@ from torch import Tensor
 from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
 from virtualflow.memory.activations import Chain, Flight, LayerMajor, Summed
+from virtualflow.step import forget_cached_weights
 from virtualflow.worker.setup import Context
 from virtualflow.worker.spans import span
 from virtualflow.worker.step import Loss, Told
@@ -78,7 +79,10 @@ class LayeredAttempts:
         Raises:
             CommunicatorBroken: the attempt is aborted.
         """
-        seed = self._context.request.options.seed
+
+        def begin(flight: Flight) -> None:
+            forget_cached_weights()
+            seed_virtual_node(self._context.request.options.seed, number, flight.number)
 
         def compute(script_loss: Loss) -> None:
             def loss(flight: Flight, output: Any, rest: Sequence[Any]) -> Tensor:
@@ -94,7 +98,7 @@ class LayeredAttempts:
                 work.summed = self._layers.run(
                     work.flights,
                     loss,
-                    seed=lambda flight: seed_virtual_node(seed, number, flight.number),
+                    seed=begin,
                     check=check,
                 )
             except CommunicatorBroken as error:

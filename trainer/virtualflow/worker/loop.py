@@ -21,7 +21,7 @@ from virtualflow.device import device_of
 from virtualflow.errors import CommunicatorBroken, NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import AttemptSpoiled
-from virtualflow.step import Diverged, Doubted, Reduced, Repetition, StepHeader, copy_data
+from virtualflow.step import Diverged, Doubted, Reduced, Repetition, StepHeader, copy_data, forget_cached_weights
 from virtualflow.worker.divergence import end_by_divergence
 from virtualflow.worker.explaining import write_explanation
 from virtualflow.worker.finish import complete_leader
@@ -257,6 +257,7 @@ class Loop:
         context.stopwatch.attempt(number)
         repairs, most = state.repair is not None, max(len(nodes) for nodes in state.holdings)
         context.guard.begin()
+        self._repetition.forget()
         if update.cut is not None:
             update.cut.begin(number)
         compared = context.request.bitwise and len(state.ranges) > 1
@@ -339,6 +340,7 @@ class Loop:
                 activations.begin()
             self._stream = number, batch.virtual_node
             self.seed_script()
+            forget_cached_weights()
             ends = nullcontext(True) if cut is None else cut.within(batch.virtual_node, number)
             with span("virtual node", batch.virtual_node), self.context.guard.within("inner loop"), ends as whole:
                 self._listen(batch.data)
@@ -367,6 +369,7 @@ class Loop:
         seed_virtual_node(self._seed, number, self._virtual_nodes)
         with span("update"):
             training.commit(reduced, len(self._state.ranges))
+            forget_cached_weights()  # the script's code after the step sees the new ones
         self._state.repair = None
         context.loading.adjust(self._state.assigned)
         now = time.monotonic()
