@@ -125,6 +125,28 @@ class Source(Protocol):
                 text. RuntimeError: a loader process died or timed out, or the source is closed.
         """
 
+    def read_again(self, batch: MicroBatch, epoch: int, epoch_step: int) -> tuple[MicroBatch, MicroBatch] | None:
+        """The same micro-batch twice: once as it was read in turn, and once as by somebody who reads nothing else.
+
+        The two differ where the dataset or ``collate_fn`` remembers what it has given.
+
+        Args:
+            batch: has just been fetched at this position.
+            epoch: of the position.
+            epoch_step: likewise.
+
+        Returns:
+            ``None`` if they cannot differ, or reading again takes too long.
+        """
+
+    def look(self, index: int, see: Callable[[Any], Any]) -> Any:
+        """What ``see`` (which can be pickled) says of a sample, wherever samples are read, before ``collate_fn``.
+
+        Returns:
+            ``None`` if there are no such samples, this one cannot be read, or ``see`` says something else of it when it
+            is read again.
+        """
+
     def close(self) -> None:
         """End the loader processes and threads; harmless when called again."""
 

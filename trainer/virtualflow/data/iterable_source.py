@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -144,6 +144,20 @@ class StreamSource:
         if virtual_node not in self._assigned:  # read once, in the place of a worker that was lost
             self._drop(virtual_node)
         return MicroBatch(virtual_node, data, tuple(positions))  # pinning memory makes a list of it
+
+    def read_again(self, batch: MicroBatch, epoch: int, epoch_step: int) -> tuple[MicroBatch, MicroBatch] | None:
+        """See `Source.read_again`: the following micro-batch, read on, and from a stream that is opened there.
+
+        Whoever is far within an epoch would read all of it up to there.
+        """
+        if epoch_step:
+            return None
+        node = batch.virtual_node
+        return self.fetch(epoch, epoch_step + 1, node), self.fetch(epoch, epoch_step + 1, node)
+
+    def look(self, index: int, see: Callable[[Any], Any]) -> Any:
+        """See `Source.look`: a stream's samples have no numbers."""
+        return None
 
     def close(self) -> None:
         """See `Source.close`."""

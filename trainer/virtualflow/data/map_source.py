@@ -12,7 +12,7 @@ of what was really loaded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,13 +30,16 @@ from virtualflow.data.dataloader import (
     open_loader,
 )
 from virtualflow.data.iterable_source import Shardable, StreamSource
-from virtualflow.data.microbatches import Key, MicroBatches, Task
+from virtualflow.data.microbatches import Key, Look, MicroBatches, Task
 from virtualflow.data.orders import Orders
 from virtualflow.data.sampling import Plan, chunks, micro_batch
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import ConfigurationError
 
 __all__ = ["LoaderOptions", "MapSource", "MicroBatch", "Shardable", "Source", "StreamSource", "open_source"]
+
+_LOOKED_AT = -1
+"""In place of an epoch, for a sample that is looked at and not trained on."""
 
 
 def open_source(
@@ -133,7 +136,7 @@ class MapSource:
         self._wanted: Iterator[Task] = iter(())
         self._passed = Key(0, 0, -1, 0)
         """The latest key handed out: nothing up to it is loaded ahead."""
-        self._due: Task | None = None
+        self._due: Task | Look | None = None
         self._in_flight: deque[Key | None] = deque()
         self._arrived: dict[Key, tuple[Task, Any]] = {}
         self._closed = False
@@ -200,12 +203,31 @@ class MapSource:
             self._passed = max(self._passed, key)
         if not any(sizes):
             return MicroBatch(virtual_node, None, (), sizes)
-        task, outcome = self._arrived.pop(key) if key in self._arrived else self._await(key)
+        if key in self._arrived:
+            task, outcome = self._arrived.pop(key)
+        else:
+            if key not in self._in_flight:
+                self._due = self._task(key)
+            task, outcome = self._await(key)
         self._drop_unwanted()
         self._look_ahead()
         if isinstance(outcome, ExceptionWrapper):
             outcome.reraise()  # type: ignore[no-untyped-call]
+        assert isinstance(task, Task)
         return MicroBatch(virtual_node, outcome, task.indices, sizes)
+
+    def read_again(self, batch: MicroBatch, epoch: int, epoch_step: int) -> tuple[MicroBatch, MicroBatch] | None:
+        """See `Source.read_again`."""
+        if self._loading.gathers:
+            return None
+        return batch, self.fetch(epoch, epoch_step, batch.virtual_node, len(batch.counts))
+
+    def look(self, index: int, see: Callable[[Any], Any]) -> Any:
+        """See `Source.look`."""
+        if not self._ahead_of_need:
+            return self._loading.look(index, see)
+        self._due = Look(Key(_LOOKED_AT, 0, index, 1), index, see)
+        return self._await(self._due.key)[1]
 
     def _begin_epoch(self, epoch: int) -> None:
         """See that the dataset is as long as before: else some samples would be left out, or there would be none."""
@@ -248,19 +270,17 @@ class MapSource:
                 return self._gathered.pop(key)
         return MicroBatch(first, self._loading.gather_one(indices), indices, sizes)
 
-    def _await(self, key: Key) -> tuple[Task, Any]:
-        if key not in self._in_flight:
-            self._due = self._task(key)
+    def _await(self, key: Key) -> tuple[Task | Look, Any]:
         while True:
             task, outcome = self._receive()
             if task is None:
                 continue
             if task.key == key:
                 return task, outcome
-            if self._is_wanted(task.key):
+            if isinstance(task, Task) and self._is_wanted(task.key):
                 self._arrived[task.key] = (task, outcome)
 
-    def _receive(self) -> tuple[Task | None, Any]:
+    def _receive(self) -> tuple[Task | Look | None, Any]:
         """Take the next batch from the ``DataLoader``, which asks `_next_task` for another one meanwhile."""
         if self._failed:
             raise RuntimeError("a loader process failed before; open a new source")
@@ -282,7 +302,7 @@ class MapSource:
             if self._in_flight[-1] is None:
                 return  # the end of the last epoch
 
-    def _next_task(self) -> Task | None:
+    def _next_task(self) -> Task | Look | None:
         """Name what to load next; ``None`` is an idle task, which keeps the ``DataLoader`` going."""
         task, self._due = self._due, None
         # One in flight is being received while this is asked, hence no "or equal".
@@ -327,7 +347,7 @@ class _Tasks:
     def __init__(self, source: MapSource) -> None:
         self._source = source
 
-    def __iter__(self) -> Iterator[Task | None]:
+    def __iter__(self) -> Iterator[Task | Look | None]:
         while True:
             yield self._source._next_task()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
 from virtualflow.data.dataloader import Collate
-from virtualflow.data.rng import seed_samples
+from virtualflow.data.rng import derive_seed, seed_samples, seeded
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import ConfigurationError
 
@@ -40,7 +40,16 @@ class Task:
     """How many of them each virtual node has."""
 
 
-class MicroBatches(Dataset[tuple[Task | None, Any]]):
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a loader process is asked of one sample, instead of a micro-batch."""
+
+    key: Key
+    index: int
+    see: Callable[[Any], Any]
+
+
+class MicroBatches(Dataset[tuple[Task | Look | None, Any]]):
     """The dataset as the ``DataLoader`` sees it: an item is a whole micro-batch together with its task."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, settings: LoadingSettings) -> None:
@@ -56,9 +65,11 @@ class MicroBatches(Dataset[tuple[Task | None, Any]]):
         """Another value tells that rows of tensors were written to since, or that they are others."""
         return [(id(tensor), tensor._version) for tensor in self._dataset.tensors] if self.gathers else None
 
-    def __getitem__(self, task: Task | None) -> tuple[Task | None, Any]:
+    def __getitem__(self, task: Task | Look | None) -> tuple[Task | Look | None, Any]:
         if task is None:
             return None, None
+        if isinstance(task, Look):
+            return task, self.look(task.index, task.see)
         if get_worker_info() is None:
             return task, self._load(task)
         try:
@@ -67,6 +78,17 @@ class MicroBatches(Dataset[tuple[Task | None, Any]]):
             # Whatever the user's code raises travels as data, so that it surfaces with the batch it belongs
             # to, if that is still wanted, and is told from the failure of a loader process.
             return task, ExceptionWrapper(where="in a loader process")  # type: ignore[no-untyped-call]
+
+    def look(self, index: int, see: Callable[[Any], Any]) -> Any:
+        """What ``see`` says of a sample, the same when it is read again; ``None``: the sample is not, or cannot be."""
+        seen = []
+        for _ in range(2):
+            with seeded(derive_seed("look", self._seed, index)):
+                try:
+                    seen.append(see(self._dataset[index]))
+                except Exception:  # noqa: BLE001 - it may be anybody's code; where it is needed, it says what it lacks
+                    return None
+        return seen[0] if seen[0] == seen[1] else None
 
     def _load(self, task: Task) -> Any:
         if self.gathers:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from virtualflow.data import LoaderOptions
+import torch
+
+from virtualflow.data import LoaderOptions, derive_seed
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import VIRTUAL_NODES
 
@@ -32,12 +35,47 @@ def options_of(loader: Any) -> LoaderOptions:
     """How a ``DataLoader`` loads."""
     return {
         "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
+        "collate_fn": seed_collate(loader.collate_fn),
         "pin_memory": loader.pin_memory,
         "prefetch_factor": loader.prefetch_factor,
         "worker_init_fn": loader.worker_init_fn,
         "timeout": loader.timeout,
     }
+
+
+def seed_collate(collate: Any) -> Any:
+    """A ``collate_fn`` that draws the same for a virtual node wherever it is loaded.
+
+    transformers' collators with a ``seed`` (for masks of language models) keep a generator from batch to batch.
+    """
+    found = list(_seeded_within(collate))
+    return SeededCollate(collate, found) if found else collate
+
+
+@dataclass(frozen=True)
+class SeededCollate:
+    """Gives each collator within another one a new generator for each micro-batch."""
+
+    collate: Any
+    seeded: Sequence[Any]
+    """Those with a seed of their own."""
+
+    def __call__(self, samples: Any) -> Any:
+        """What the outer one makes of samples."""
+        here = torch.initial_seed()  # the global generators are seeded for each virtual node
+        for each in self.seeded:
+            each.generator = each.get_generator(derive_seed("collate", each.seed, here))
+        return self.collate(samples)
+
+
+def _seeded_within(collate: Any) -> Iterator[Any]:
+    if isinstance(collate, SeededCollate):
+        return
+    if hasattr(collate, "create_rng") and getattr(collate, "seed", None) is not None:
+        yield collate
+    inner = getattr(collate, "data_collator", None)  # of what removes columns before
+    if inner is not None:
+        yield from _seeded_within(inner)
 
 
 def lend(loader: Any, samples: int) -> Any:

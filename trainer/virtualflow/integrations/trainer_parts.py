@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.integrations.loaders import seed_collate
 
 STATE = "trainer_state.json"
 """The last file of a checkpoint that the ``Trainer`` writes."""
@@ -81,7 +82,8 @@ class Batches(torch.utils.data.Dataset[Any]):
     """
 
     def __init__(self, loader: Any) -> None:
-        self._dataset, self._collate, self._indices = loader.dataset, loader.collate_fn, list(loader.batch_sampler)
+        self._dataset, self._indices = loader.dataset, list(loader.batch_sampler)
+        self._collate = seed_collate(loader.collate_fn)
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -24,7 +24,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from virtualflow._arguments import checked_class
 from virtualflow.data import MicroBatch
 from virtualflow.errors import ConfigurationError
-from virtualflow.integrations.loaders import order_of, virtual_nodes_of
+from virtualflow.integrations.loaders import order_of, seed_collate, virtual_nodes_of
 from virtualflow.integrations.trainer_parts import (
     Batches,
     Story,
@@ -108,7 +108,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # seen as Any: it is an ex
             clip_grad_norm=args.max_grad_norm or None,
             state={"trainer": Story(self)},
             device=None if args.device.type == "cpu" else args.device,
-            collate_fn=loader.collate_fn,
+            collate_fn=seed_collate(loader.collate_fn),
             num_workers=args.dataloader_num_workers,
         )
         with run:

@@ -7,10 +7,11 @@ and a change of the workers or of the position empties it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from virtualflow.data import MicroBatch, Source, Staged, Staging, chunks, fuse
 from virtualflow.step import MicrobatchFusion
+from virtualflow.worker.contents import check_reading
 from virtualflow.worker.options import Options
 from virtualflow.worker.train_state import Training
 
@@ -146,6 +147,14 @@ class Loading:
         batches = [self._source.fetch(epoch, epoch_step + 1, node) for node in assigned]
         self._peeked = {(epoch, epoch_step + 1, batch.virtual_node): batch for batch in batches}
         return any(batch.size for batch in batches)
+
+    def check_reading(self, dataset: Any, batch: MicroBatch) -> None:
+        """See that a micro-batch that has just been fetched is the same when it is read again.
+
+        Raises:
+            ConfigurationError: it is not.
+        """
+        check_reading(dataset, self._options.loader.get("collate_fn"), self._source, batch, *self._training.position)
 
     def first(self) -> MicroBatch:
         """The very first micro-batch, which a joiner warms up with."""

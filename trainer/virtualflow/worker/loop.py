@@ -322,9 +322,13 @@ class Loop:
             update.sync.take(batch.size, self._told.metrics, len(nodes), self._told.weight)
 
     def _compute_once_more(self, batch: MicroBatch, number: int) -> Iterator[Any]:
-        """Compute the first virtual node of all an additional time before; a joiner runs what others have run so."""
+        """Load and compute the first virtual node of all an additional time before.
+
+        A joiner runs what others have run so.
+        """
         self._unproven = False
         self.context.pace.disregard()
+        self.context.loading.check_reading(self.context.request.dataset, batch)
         yield from self._present(replace(batch, data=copy_data(batch.data)), number)
         self.context.guard.check(look=True)
         self._repetition.note()

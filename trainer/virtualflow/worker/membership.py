@@ -32,6 +32,7 @@ from virtualflow.state import (
     someone_has_state,
 )
 from virtualflow.transport import Communicator, gather_bytes
+from virtualflow.worker.contents import other_contents
 from virtualflow.worker.repair import Remains, Repair, count_repeated, plan_repair
 from virtualflow.worker.resharding import Resharding
 from virtualflow.worker.standalone import AnySession
@@ -331,6 +332,9 @@ class Membership:
         blocks = gather_bytes(communicator, raw)
         signatures = [msgspec.json.decode(block.numpy().tobytes()) for block in blocks]
         for other in signatures:
+            data = other_contents(signatures[0].get("contents", {}), other.get("contents", {}))
+            if data is not None:
+                raise ConfigurationError(data)
             found = digests.difference(signatures[0], other)
             if found is not None:
                 raise ConfigurationError(

@@ -75,6 +75,18 @@ class TrackingSettings:
 
 
 @dataclass(frozen=True)
+class ContentSettings:
+    """How workers find at the start that they do not have the same data."""
+
+    samples: int = 8
+    """Of a map-style dataset that are hashed, from its first to its last."""
+    seconds: float = 1.0
+    """After so long no further one is read."""
+    indices: int = 10_000_000
+    """Of a ``Subset`` that are hashed; a longer one is compared by its samples only."""
+
+
+@dataclass(frozen=True)
 class WorkerSettings:
     """All that a worker is set to."""
 
@@ -95,6 +107,7 @@ class WorkerSettings:
     profiling: ProfilingSettings = field(default_factory=ProfilingSettings)
     activations: ActivationSettings = field(default_factory=ActivationSettings)
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
+    contents: ContentSettings = field(default_factory=ContentSettings)
     report_limit: float = 10.0
     """How long a worker that cannot begin tries to reach the coordinator to tell it why; the user has read it by
     then."""

@@ -34,6 +34,7 @@ from virtualflow.step import HOST, BackwardCut, Guard, MicrobatchFusion, Optimiz
 from virtualflow.transport import CopyClient
 from virtualflow.verify import Opened
 from virtualflow.worker.audit import Audit
+from virtualflow.worker.contents import describe_contents
 from virtualflow.worker.loading import Loading
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.membership import Membership
@@ -177,6 +178,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     if update.spot_checker is not None:  # all choose the same virtual nodes
         signature = {**signature, "verify": str(update.spot_checker.sample)}
     signature = {**signature, "samples": describe_samples(options, samples)}
+    if session.coordinated and request.bitwise and samples is not None:
+        signature["contents"] = describe_contents(request.dataset, source, samples=samples, settings=settings.contents)
     membership = Membership(session, training, checkpointer, signature, stopwatch, on_entry)
     state = session.state
     state.total_steps, state.changes = total_steps, training.changes
