@@ -58,7 +58,6 @@ def test_a_sound_script_is_equal_however_it_is_run(  # type: ignore[no-untyped-d
     ("habit", "where", "remedy"),
     [
         nightly("set", "step 1, virtual node 0: the data of its samples", "sort it", id="set"),
-        nightly("counting dataset", "step 1, virtual node 1: the data of its samples", "its index", id="dataset"),
         nightly("running metric", "step 1, virtual node 1: metric loss", "present micro-batch", id="metric"),
         nightly("unseeded", "before the first step: parameter first.weight", "torch.manual_seed", id="unseeded"),
         nightly("time", "step 1, virtual node 0: gradient of first.weight", "seed with", id="time"),
@@ -86,6 +85,7 @@ def test_a_habit_that_breaks_bits_is_found_and_its_cause_named(command, habit: s
         nightly("recurrent", "when a virtual node was computed again: the script keeps something", id="hidden state"),
         nightly("criterion", "when a virtual node was computed again: the script keeps something", id="criterion"),
         nightly("scheduler", "pass it to vf.elastic as scheduler=", id="scheduler"),
+        nightly("counting dataset", "other data in [0] when it was loaded again: the dataset (Counted)", id="dataset"),
     ],
 )
 def test_a_habit_that_a_run_refuses_is_shown_in_its_words(command, habit: str, sentence: str) -> None:  # type: ignore[no-untyped-def]

@@ -203,12 +203,9 @@ class MapSource:
             self._passed = max(self._passed, key)
         if not any(sizes):
             return MicroBatch(virtual_node, None, (), sizes)
-        if key in self._arrived:
-            task, outcome = self._arrived.pop(key)
-        else:
-            if key not in self._in_flight:
-                self._due = self._task(key)
-            task, outcome = self._await(key)
+        if key not in self._arrived and key not in self._in_flight:
+            self._due = self._task(key)
+        task, outcome = self._arrived.pop(key, None) or self._await(key)
         self._drop_unwanted()
         self._look_ahead()
         if isinstance(outcome, ExceptionWrapper):

@@ -2,10 +2,11 @@
 checkpoints on disk. Also the pure decision who gives it to whom.
 """
 
-from virtualflow.state.capture import placed
+from virtualflow.state.capture import copy_optimizer_state, placed
 from virtualflow.state.checkpoint_format import Found, JobIdentity, find_by_path, load, skipped
 from virtualflow.state.checkpoint_writer import CheckpointPolicy
 from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy, policy_of_run
+from virtualflow.state.codec import snapshot
 from virtualflow.state.companions import Companions
 from virtualflow.state.content_hash import content_hash
 from virtualflow.state.digests import signature, transient_buffers
@@ -43,6 +44,7 @@ __all__ = [
     "Transfer",
     "choose_policy",
     "content_hash",
+    "copy_optimizer_state",
     "elder",
     "find_by_path",
     "join_optimizers",
@@ -60,6 +62,7 @@ __all__ = [
     "signature",
     "size_of",
     "skipped",
+    "snapshot",
     "someone_has_state",
     "split",
     "tell_room",

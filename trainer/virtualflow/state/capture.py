@@ -48,25 +48,27 @@ def capture(
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     state = optimizer.state_dict()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # A few optimizers keep scalars on the CPU beside parameters of an accelerator; the receiver must do the
-    # same.
-    hosted = [
-        [n, key]
-        for n, parameter in enumerate(parameters)
-        for key, value in _entries(state["state"].get(n))
-        if isinstance(value, Tensor) and value.device.type == "cpu" != parameter.device.type
-    ]
     return {
         "parameters": {name: parameter.detach() for name, parameter in model.named_parameters()},
         "buffers": dict(model.named_buffers()),
         "other": {name: value for name, value in model.state_dict().items() if name not in known},
         "optimizer": state,
-        "hosted": hosted,
+        "hosted": _hosted(optimizer, state),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "extra": extra,
     }
+
+
+def _hosted(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> list[list[Any]]:
+    """A few optimizers keep scalars on the CPU beside parameters of an accelerator; the receiver must do the same."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        [n, key]
+        for n, parameter in enumerate(parameters)
+        for key, value in _entries(state["state"].get(n))
+        if isinstance(value, Tensor) and value.device.type == "cpu" != parameter.device.type
+    ]
 
 
 def _entries(state: Any) -> list[tuple[Any, Any]]:
@@ -106,6 +108,12 @@ def restore(
             part.load_state_dict(keep(saved))
     extra: dict[str, Any] = tree["extra"]
     return extra
+
+
+def copy_optimizer_state(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Give one optimizer the state of another one, as a joiner gets it."""
+    state = source.state_dict()
+    _restore_optimizer(target, snapshot(state), {(n, key) for n, key in _hosted(source, state)})
 
 
 def _as_it_is(tree: Tree) -> Tree:

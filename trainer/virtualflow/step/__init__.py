@@ -8,6 +8,7 @@ from virtualflow.step.caches import forget_cached_weights
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.guard import Guard
 from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
+from virtualflow.step.lost_state import find_lost_state
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
 from virtualflow.step.partial_backward import PartialBackward, agreed
@@ -45,6 +46,7 @@ __all__ = [
     "choose_judges",
     "copy_data",
     "describe_open_doubt",
+    "find_lost_state",
     "forget_cached_weights",
     "is_separable",
     "judge",

@@ -15,6 +15,7 @@ import torch
 
 from virtualflow.data import Orders, Source, Staging, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
+from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations import Activations, Carrier, Chain, LayerMajor, bytes_of_state, find_blocks
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
@@ -30,7 +31,16 @@ from virtualflow.state import (
     transient_buffers,
 )
 from virtualflow.state import signature as signature_of
-from virtualflow.step import HOST, BackwardCut, Guard, MicrobatchFusion, OptimizerOptions, SpotChecker, Update
+from virtualflow.step import (
+    HOST,
+    BackwardCut,
+    Guard,
+    MicrobatchFusion,
+    OptimizerOptions,
+    SpotChecker,
+    Update,
+    find_lost_state,
+)
 from virtualflow.transport import CopyClient
 from virtualflow.verify import Opened
 from virtualflow.worker.audit import Audit
@@ -137,6 +147,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     update = _open_update(request, resources)
     fusion = _open_fusion(request, source, resources)
     companions = Companions(options.state)
+    _check_states(request, session)
     training = Training(
         request.model, request.optimizer, options.scheduler, options.scaler, update, settings.transfer, companions
     )
@@ -208,6 +219,21 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         turns,
         _open_tracking(request, session, training, resources),
     )
+
+
+def _check_states(request: Request, session: AnySession) -> None:
+    """See that a joiner, and whoever begins from a checkpoint, gets all that optimizers and schedulers keep.
+
+    Raises:
+        ConfigurationError: it would not; where there can be neither, a warning will do.
+    """
+    options = request.options
+    lost = find_lost_state(request.optimizer, options.scheduler, options.state)
+    if lost is None:
+        return
+    if session.coordinated or choose_policy(options.checkpoint, request.environment) is not None:
+        raise ConfigurationError(lost)
+    session.note("warning", lost)
 
 
 def connect(context: Context) -> None:
