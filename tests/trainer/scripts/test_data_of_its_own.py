@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 import virtualflow as vf
+from tiers import needs
 from virtualflow.data import LoaderOptions, MicroBatch, Source, open_source
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import ConfigurationError
+from virtualflow.integrations.loaders import seed_collate
 from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.worker.contents import check_reading, describe_contents, other_contents
 from virtualflow.worker.settings import ContentSettings
@@ -154,6 +156,70 @@ def test_data_that_draws_from_the_global_generators_is_read_on(
     checked, reference = read(dataset, num_workers=workers, **options), alone()
     assert str(checked.data) == str(reference.data)
     assert checked.samples == reference.samples
+
+
+class Drawing:
+    """As transformers' collators: with a seed it keeps a generator from batch to batch."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed, self.generator = seed, None
+
+    def get_generator(self, seed: int) -> Any:
+        return np.random.default_rng(seed)
+
+    def create_rng(self) -> None:
+        self.generator = self.get_generator(self.seed or 0)
+
+    def __call__(self, rows: list[Any]) -> Any:
+        if self.seed is not None and self.generator is None:
+            self.create_rng()
+        return {"mask": np.random.rand(8) if self.generator is None else self.generator.random(8)}
+
+
+class Removing:
+    """Removes columns before another one collates."""
+
+    def __init__(self, data_collator: Any) -> None:
+        self.data_collator = data_collator
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return self.data_collator(rows)
+
+
+@pytest.mark.parametrize("workers", [0, 1], ids=["in the process", "in a loader process"])
+def test_a_collator_whose_seed_is_known_draws_by_the_virtual_node(workers: int) -> None:
+    masks = {}
+    for seed in (3, 4):
+        collate = seed_collate(Removing(Drawing(seed)))
+        first, again = (read(Rows(int), collate_fn=collate, num_workers=workers) for _ in range(2))
+        assert np.array_equal(first.data["mask"], again.data["mask"])
+        masks[seed] = first.data["mask"]
+    assert not np.array_equal(masks[3], masks[4]), "the seed counts"
+    assert seed_collate(collate) is collate
+    plain = Removing(Drawing(None))
+    assert seed_collate(plain) is plain
+
+
+@needs("transformers")
+def test_transformers_masks_follow_from_the_seed_and_the_virtual_node() -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["[PAD]", "[MASK]", "[UNK]", *map(str, range(40))])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="[UNK]")), pad_token="[PAD]", mask_token="[MASK]"
+    )
+    collate = seed_collate(DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5, seed=42))
+    rows = [{"input_ids": list(range(3, 35))}]
+
+    def masked(node: int) -> Tensor:
+        torch.manual_seed(node)
+        found: Tensor = collate(rows)["labels"]
+        return found
+
+    masks = [masked(node) for node in (0, 1, 0)]
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])
 
 
 # --- another one in each worker ---------------------------------------------------------------------------------------

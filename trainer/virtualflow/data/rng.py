@@ -3,7 +3,7 @@
 A process's global generators (torch, numpy, random) are seeded anew for each virtual node of a step, before its
 samples are loaded and before it is computed, so augmentation and dropout draw the same numbers wherever they run and
 however often they are repeated. Generators that a user's object holds for itself (``numpy.random.default_rng()`` kept
-in a dataset) are out of reach.
+in a dataset) are out of reach; ``worker.contents`` finds them.
 """
 
 from __future__ import annotations
