@@ -138,7 +138,7 @@ class MapSource:
         """The latest key handed out: nothing up to it is loaded ahead."""
         self._due: Task | Look | None = None
         self._in_flight: deque[Key | None] = deque()
-        self._arrived: dict[Key, tuple[Task, Any]] = {}
+        self._arrived: dict[Key, tuple[Task | Look, Any]] = {}
         self._closed = False
         self._failed = False
         self._loading = MicroBatches(dataset, collate_of(options), plan.seed, settings)
@@ -205,7 +205,7 @@ class MapSource:
             return MicroBatch(virtual_node, None, (), sizes)
         if key not in self._arrived and key not in self._in_flight:
             self._due = self._task(key)
-        task, outcome = self._arrived.pop(key, None) or self._await(key)
+        task, outcome = self._arrived.pop(key) if key in self._arrived else self._await(key)
         self._drop_unwanted()
         self._look_ahead()
         if isinstance(outcome, ExceptionWrapper):
