@@ -235,6 +235,7 @@ class ElasticJob:
         self._environment = {"TMPDIR": self._temporary, **(environment or {})}
         self._coordinator = coordinator or _CoordinatorThread(workers, membership or MEMBERSHIP)
         self.wanted = workers
+        self._held: int | None = None
         if hold is not None:
             self.hold(hold)
         for _ in range(workers):
@@ -298,12 +299,18 @@ class ElasticJob:
         return name
 
     def hold(self, step: int | None) -> None:
+        self._held = step
         self.call("hold", step=step)
 
     def reach(self, step: int) -> http_api.Status:
         """Let the job go on to ``step``, and wait until it is held there."""
         self.hold(step)
         return self.wait_for(lambda status: status.step == step and status.phase == "training", f"step {step}")
+
+    def _await_hold(self) -> None:
+        """Wait until a job that is to be held is: a change before that may have been made, or ended the job, unseen."""
+        if self._held is not None:
+            self.reach(self._held)
 
     def kill(self, name: str) -> None:
         """SIGKILL a worker of a job that is held, and wait until the others have gone on without it.
@@ -341,6 +348,7 @@ class ElasticJob:
 
     def join(self, count: int = 1) -> list[str]:
         """Start workers and wait until they are ready to enter after the next step."""
+        self._await_hold()
         self.wanted += count
         self.call("scale", workers=self.wanted)
         names = [self.start_worker() for _ in range(count)]
@@ -349,6 +357,7 @@ class ElasticJob:
 
     def drain(self, *names: str) -> None:
         """Announce that workers leave, and wait until the others are ready to go on without them."""
+        self._await_hold()
         self.wanted -= len(names)
         self.call("scale", workers=max(1, self.wanted))
         self.call("drain", workers=list(names), deadline=PATIENCE)
