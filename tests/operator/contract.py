@@ -22,9 +22,9 @@ from unittest import mock
 
 import aiohttp
 import pytest
-import yaml
 from api_clients import client_of
 from fake_api import FakeApi
+from resource_rules import CRD_FILE, read_yaml
 
 import kube_apiserver
 from virtualflow_operator.k8s.client import KubeApi, Object
@@ -32,7 +32,7 @@ from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, NotFound
 from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS, Resource
 from virtualflow_operator.settings import ApiSettings
 
-DEFINITION = yaml.safe_load((Path(__file__).parents[2] / "crds" / "virtualflowjobs.yaml").read_text())
+DEFINITION = read_yaml(CRD_FILE)
 DEFINITIONS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
 HOW = (

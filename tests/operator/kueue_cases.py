@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import yaml
+from resource_rules import read_yaml
 from scenes import NOW, SETTINGS, Spec, Stage, body
 
 from virtualflow_operator.api import Placement, format_time, read_job, read_workload
@@ -18,7 +18,7 @@ from virtualflow_operator.k8s.resources import FLAVORS
 from virtualflow_operator.queues import Kueue
 
 DEFINITIONS: list[Spec] = [
-    yaml.safe_load((Path(__file__).parent / "kueue_crds" / f"{plural}.yaml").read_text())
+    read_yaml(Path(__file__).parent / "kueue_crds" / f"{plural}.yaml")
     for plural in ("workloads", "resourceflavors", "workloadpriorityclasses")
 ]
 """Kueue's kinds, as far as the operator knows them."""

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from fake_api import FakeApi
 from fake_api.store import Change
 from kubelet import Kubelet
+from resource_rules import CRD_FILE, QUEUE_CRD_FILE, read_yaml
 from rights import WITH_KUEUE, documented
 from running import OperatorProcess, write_kubeconfig
 
@@ -23,9 +23,8 @@ from virtualflow_operator.k8s.client import Object
 from virtualflow_operator.k8s.resources import EVENTS, JOBS, LEASES, PDBS, PODS, SECRETS, SERVICES
 
 T = TypeVar("T")
-CRDS = Path(__file__).parents[2] / "crds"
-DEFINITION = yaml.safe_load((CRDS / "virtualflowjobs.yaml").read_text())
-QUEUE_DEFINITION = yaml.safe_load((CRDS / "virtualflowqueues.yaml").read_text())
+DEFINITION = read_yaml(CRD_FILE)
+QUEUE_DEFINITION = read_yaml(QUEUE_CRD_FILE)
 KEY = "k" * 64
 TOKEN = "of-the-operator"
 NAMESPACE = "default"
