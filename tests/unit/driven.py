@@ -45,26 +45,6 @@ class Driven:
         return outbox
 
 
-def _hello(worker: str) -> m.Hello:
-    return hello(worker, f"i{worker}", fingerprint="f", ready=True, total_steps=100)
-
-
-def first_job() -> tuple[Driven, m.Plan]:
-    """A job in whose first generation a, b and c train."""
-    job = Driven(incarnation=1, wanted=3, settings=MembershipSettings())
-    for worker in "abc":
-        assert job.admit(_hello(worker)) is None
-    job.now = 3.0
-    for worker in "abc":
-        job.hear(f"i{worker}", m.Heartbeat())
-    job.decide()
-    first = job.state.proposed
-    assert first is not None
-    for worker in "abc":
-        job.hear(f"i{worker}", m.Entered(first, 0, False))
-    return job, first
-
-
 def large_job(size: int) -> tuple[Driven, list[str]]:
     """So many workers train, each by one virtual node."""
     job, workers = Driven(1, size, MembershipSettings()), [f"w{number}" for number in range(size)]

@@ -8,14 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from memberships import FIRST, NOW, SECOND, SETTINGS, cluster, member, pending, plan, training, worker
-from simulated import Worker as Simulated
-from simulated import World, running_world
 
 from virtualflow.coordinator.hangs import find_delays, find_hung
 from virtualflow.coordinator.membership import decide, find_lost
 from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Worker
-from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.turns import STAGE as AWAITING_TURN
 
@@ -187,78 +184,3 @@ def test_never_one_that_waits_nor_one_that_comes_on_nor_for_nobodys_sake(
         others = [one.doing for one in workers if one.entered and one.incarnation != incarnation]
         somebody_waits = any(other is not None and other.waits for other in others)
         assert entered is None or somebody_waits or all(o and o.stage != "evaluating" for o in [doing, *others])
-
-
-# --- the whole coordinator --------------------------------------------------------------------------------------------
-
-
-def tell(world: World, worker: Simulated, doing: m.Doing) -> None:
-    world.hear(worker.incarnation, m.Heartbeat(doing))
-    world.turn()
-
-
-def held_up() -> tuple[World, Simulated]:
-    """A job in which one of three workers has done nothing for half of the limit, and the others wait."""
-    world = running_world(3)
-    hung, *others = world.workers.values()
-    for other in others:
-        tell(world, other, WAITS)
-    tell(world, hung, m.Doing("loading samples", 7, FLOOR / 2))
-    return world, hung
-
-
-def asked(world: World, worker: Simulated) -> int:
-    return sum(isinstance(message, m.ShowStacks) for message in worker.inbox)
-
-
-def test_a_worker_is_asked_once_where_it_is_and_people_are_told() -> None:
-    world, hung = held_up()
-    tell(world, hung, m.Doing("loading samples", 7, FLOOR / 2 + 1.0))
-    assert asked(world, hung) == 1
-    world.hear(hung.incarnation, m.Stacks("data.py:3 in read", "the training thread is at data.py:3 in read"))
-    event = world.status().events[-1]
-    assert event.kind == "warning"
-    assert event.text == (
-        "worker-0 makes no progress, loading samples in step 7 for 151 s: the training thread is at data.py:3 in read"
-    )
-
-
-def test_one_that_comes_on_after_all_is_asked_again_the_next_time() -> None:
-    world, hung = held_up()
-    world.hear(hung.incarnation, m.Stacks("data.py:3 in read", ""))
-    tell(world, hung, m.Doing("computing", 8, 0.1))
-    assert world.state.roster.workers[hung.incarnation].place == ""
-    tell(world, hung, m.Doing("computing", 8, FLOOR / 2))
-    assert asked(world, hung) == 2
-
-
-def test_the_others_go_on_without_it() -> None:
-    world, hung = held_up()
-    tell(world, hung, m.Doing("loading samples", 7, FLOOR))
-    (lost,) = world.status().lost
-    assert lost.reason.startswith("its training thread hangs: loading samples in step 7 for 300 s")
-    assert lost.hung
-    world.settle(2.0)
-    assert hung.over is not None
-    assert "declared lost: its training thread hangs" in hung.over
-    assert world.state.running is not None
-    assert {member.worker for member in world.state.running.members} == {"worker-1", "worker-2"}
-
-
-def test_of_two_the_other_waits_for_the_word_that_it_has_ended() -> None:
-    world = running_world(2)
-    world.authority = False
-    hung, other = world.workers.values()
-    tell(world, other, WAITS)
-    tell(world, hung, m.Doing("computing", 7, FLOOR))
-    assert "waiting for the word of whoever runs worker-0" in world.state.reason
-    world.call(http_api.GoneCall(hung.name, hung.incarnation))
-    world.settle(2.0)
-    assert other.synced
-
-
-def test_what_it_did_before_it_said_something_else_counts_no_more() -> None:
-    world, hung = held_up()
-    tell(world, hung, m.Doing("loading samples", 7, FLOOR - 0.1))
-    world.hear(hung.incarnation, m.Note("info", "done"))
-    assert world.state.roster.workers[hung.incarnation].doing is None
