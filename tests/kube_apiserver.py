@@ -10,12 +10,12 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ports import free_port
 from virtualflow.launcher.supervisor import die_with
 
 READY_SECONDS = 90.0
@@ -34,11 +34,6 @@ COLLECTING = [
 def at_hand() -> bool:
     """Whether there are programs to start."""
     return bool(shutil.which("etcd") and shutil.which("kube-apiserver"))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager

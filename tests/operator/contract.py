@@ -180,7 +180,7 @@ def unreachable() -> str:
         return HOW
 
     async def ask() -> str:
-        async with await connected(request_timeout=3) as api:
+        async with await connected(request_timeout=30) as api:
             try:
                 await api.list(NAMESPACES)
             except ApiError as error:

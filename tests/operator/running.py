@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import os
 import re
-import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -169,13 +168,6 @@ class Wire:
                 writer.write(data)
                 await writer.drain()
             writer.close()
-
-
-def free_port() -> int:
-    """A port that nobody uses just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 COMMAND = [sys.executable, "-c", "import sys; from virtualflow_operator.controllers.main import main; sys.exit(main())"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from elastic_jobs import PATIENCE, TOKEN
 
 from forking import PATHS
 from other_version import Version
+from ports import free_port
 from programs import Program
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.http_client import CoordinatorClient
@@ -30,9 +30,7 @@ class CoordinatorProcess:
 
     def __init__(self, directory: Path, version: Version) -> None:
         self._directory = directory
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = int(probe.getsockname()[1])
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._process = self._start(version)
 

@@ -307,6 +307,12 @@ class ElasticJob:
         self.hold(step)
         return self.wait_for(lambda status: status.step == step and status.phase == "training", f"step {step}")
 
+    def await_checkpoint(self, step: int) -> None:
+        """Wait until the checkpoint of a step is written: a job that is held behind it may write it still."""
+        self.wait_for(
+            lambda status: status.checkpoint is not None and status.checkpoint.step == step, f"checkpoint {step}"
+        )
+
     def _await_hold(self) -> None:
         """Wait until a job that is to be held is: a change before that may have been made, or ended the job, unseen."""
         if self._held is not None:

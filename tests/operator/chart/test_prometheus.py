@@ -22,7 +22,7 @@ import yaml
 from rendering import EVERYTHING, NAMESPACE, only, render, with_helm
 from test_chart_metrics import dashboard_expressions, exposition
 
-from kube_apiserver import free_port
+from ports import free_port
 
 PROGRAM = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
 PATIENCE = 60.0

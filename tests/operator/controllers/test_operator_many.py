@@ -42,7 +42,7 @@ def test_no_job_waits_for_a_slow_or_broken_one(tmp_path: Path) -> None:
         inject(
             Fault(code=403, message="forbidden: quota", verb="create", resource="secrets", name="poor-.*", **forever)
         )
-        inject(Fault(delay=5.0, verb="create", resource="services", name="slow-.*", **forever))
+        inject(Fault(delay=30.0, verb="create", resource="services", name="slow-.*", **forever))
         inject(Fault(code=500, verb="patch", resource="virtualflowjobs/status", name="unwritten", **forever))
         stage.kubelet.mute.add("mute")
         broken = ("refused", "poor", "slow", "unwritten", "mute")
@@ -52,7 +52,7 @@ def test_no_job_waits_for_a_slow_or_broken_one(tmp_path: Path) -> None:
         begin = time.monotonic()
         stage.apply("sound")
         await stage.until(lambda: len(stage.workers("sound")) == 2)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 20
         await stage.until(lambda: stage.trains("sound"))
         await stage.until(lambda: stage.condition("refused", "Progressing").get("reason") == "TemplateRejected")
         await stage.until(lambda: "quota" in stage.condition("poor", "Progressing").get("message", ""))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from fake_api import Fault
-from running import free_port
 from stage import NAMESPACE, SECONDS, Stage, job, play, running
 
 from operator_metrics import scrape
+from ports import free_port
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_DEVICE_MEMORY

@@ -112,7 +112,7 @@ def test_closing_leaves_no_process_and_no_thread(dataset: Where) -> None:
         source.fetch(0, 0, 0)
         started = time.monotonic()
         source.close()
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 4.5, "torch waits for 5 s for a process"
         assert not any(process.is_running() for process in processes)
         wait_until(lambda: threading.active_count() <= threads)
         source.close()

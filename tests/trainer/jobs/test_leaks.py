@@ -68,10 +68,10 @@ def surroundings() -> dict[str, Any]:
 
 
 def living_threads() -> list[str]:
-    """Names of threads, once those of closed queues have ended, which they do by themselves."""
+    """Names of threads, once those have ended that were told to: of closed queues, and of a run that is over."""
     for thread in threading.enumerate():
-        if thread.name == "QueueFeederThread":
-            thread.join(timeout=10)
+        if thread.name in ("QueueFeederThread", "virtualflow-end"):
+            thread.join(timeout=60)
     return sorted(thread.name for thread in threading.enumerate())
 
 

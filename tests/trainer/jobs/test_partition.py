@@ -165,9 +165,15 @@ class Islands:
         """What the coordinator that this island reaches answers; empty while none does."""
         return self.insiders[island].submit(call, path, body).result()
 
+    def status(self, island: int) -> dict[str, Any]:
+        """What the coordinator that this island reaches tells, which runs."""
+        found: list[dict[str, Any]] = []
+        until("a coordinator answers", lambda: found.append(self.ask(island, "status")) or found[-1])
+        return found[-1]
+
     def say_who_may_train(self, island: int, *others: str) -> None:
         """The word of whoever runs the workers, to the coordinator of an island."""
-        ticket = self.ask(island, "status")["startTicket"]
+        ticket = self.status(island)["startTicket"]
         self.ask(island, "begin", json.dumps({"ticket": ticket, "others": [{"worker": name} for name in others]}))
 
     def close(self) -> None:
@@ -218,22 +224,22 @@ def test_two_halves_with_a_coordinator_each_never_both_go_on(islands: Islands, t
             f"half {island} waits",
             lambda island=island: "no majority" in islands.ask(island, "status").get("reason", ""),
         )
-    steps = [islands.ask(island, "status")["step"] for island in range(2)]
+    steps = [islands.status(island)["step"] for island in range(2)]
     until("no checkpoint is being written", lambda: not list(islands.checkpoints.glob(".step-*")))
     before = complete(islands.checkpoints)
 
     # Whoever runs the workers decides which half goes on. The other one is alive all the while, and makes no step.
     kept = chance.randrange(2)
     gone = 1 - kept
-    lost = next(one for one in islands.ask(kept, "status")["lost"] if one["worker"] == f"worker-{gone}")
+    lost = next(one for one in islands.status(kept)["lost"] if one["worker"] == f"worker-{gone}")
     word = json.dumps({"worker": lost["worker"], "incarnation": lost["incarnation"], "reason": "cut off"})
     islands.ask(kept, "gone", word)
     until("the training is complete", lambda: islands.ask(kept, "status").get("phase") == "done", 120)
-    left_out = islands.ask(gone, "status")
+    left_out = islands.status(gone)
     assert (left_out["step"], left_out["phase"]) == (steps[gone], "training")
     assert "no majority" in left_out["reason"]
     assert workers[gone].poll() is None
-    status = islands.ask(kept, "status")
+    status = islands.status(kept)
     assert (status["step"], status["repeatedSteps"] <= 1) == (STEPS, True)
     assert status["digest"] == undisturbed(script, tmp_path)
     assert former.poll() is None
@@ -261,9 +267,9 @@ def test_fresh_workers_with_a_new_coordinator_begin_nothing_beside_those_who_are
     until("it would begin", lambda: "waiting for the word" in islands.ask(1, "status").get("reason", ""))
     islands.say_who_may_train(1, "old-0", "old-1", "fresh-0", "fresh-1")
     until("it says for whom it waits", lambda: "old-0, old-1 may train" in islands.ask(1, "status").get("reason", ""))
-    step = islands.ask(0, "status")["step"]
-    until("the old ones train on", lambda: islands.ask(0, "status")["step"] > step + 5)
-    waiting = islands.ask(1, "status")
+    step = islands.status(0)["step"]
+    until("the old ones train on", lambda: islands.status(0)["step"] > step + 5)
+    waiting = islands.status(1)
     assert (waiting["phase"], waiting["step"], waiting["generation"]) == ("waiting", 0, 0)
 
     # They end, and whoever runs them says so: the others go on from their checkpoint.
@@ -272,7 +278,7 @@ def test_fresh_workers_with_a_new_coordinator_begin_nothing_beside_those_who_are
         process.wait()
     islands.say_who_may_train(1, "fresh-0", "fresh-1")
     until("the training is complete", lambda: islands.ask(1, "status").get("phase") == "done", 120)
-    status = islands.ask(1, "status")
+    status = islands.status(1)
     assert status["digest"] == undisturbed(scripts["0.02"], tmp_path)
     assert any(event["kind"] == "restored" for event in status["events"])
     assert [process.wait(30) for process in fresh] == [0, 0]

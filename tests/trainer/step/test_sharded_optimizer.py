@@ -142,7 +142,7 @@ COLLECTIVES = pytest.mark.parametrize(
     [
         pytest.param("late", range(12, 13), id="late"),
         pytest.param("early", range(10, 54, 42), id="early"),
-        pytest.param("behind", range(26, 27), id="behind"),
+        nightly("behind", range(26, 27), id="behind"),
         nightly("late", range(2, 36, 5), id="late, more"),
         nightly("early", range(3, 54, 7), id="early, more"),
         nightly("behind", range(4, 50, 11), id="behind, more"),
@@ -176,7 +176,7 @@ Change = Callable[[ElasticJob], object]
 CHANGES: list[Any] = [
     nightly(1, [lambda job: job.join(1), lambda job: job.join(2)], id="grows from one to two to four"),
     pytest.param(4, [lambda job: job.drain("worker-1"), lambda job: job.join(1)], id="one leaves and another comes"),
-    pytest.param(4, [lambda job: job.drain("worker-1", "worker-2")], id="both owners of a parameter leave at once"),
+    nightly(4, [lambda job: job.drain("worker-1", "worker-2")], id="both owners of a parameter leave at once"),
     nightly(4, [lambda job: job.drain("worker-0", "worker-1", "worker-3")], id="all but one leave"),
     nightly(3, [lambda job: job.kill("worker-2"), lambda job: job.kill("worker-0")], id="one is lost after another"),
     pytest.param(2, [lambda job: job.kill("worker-0"), lambda job: job.join(2)], id="a lone worker gets company again"),
@@ -216,7 +216,7 @@ DOMINANT = 500
             [lambda job: job.join(2), lambda job: job.drain("worker-1", "worker-2")],
             id="changes",
         ),
-        pytest.param(4, 0.5, "early", "AdamW", [lambda job: job.kill("worker-1")], id="one is killed"),
+        nightly(4, 0.5, "early", "AdamW", [lambda job: job.kill("worker-1")], id="one is killed"),
     ],
 )
 def test_a_dominant_parameter_is_cut_and_makes_the_bits_of_a_whole(
@@ -240,7 +240,7 @@ def test_a_dominant_parameter_is_cut_and_makes_the_bits_of_a_whole(
 
 def test_a_collective_breaks_while_a_dominant_parameter_is_stepped(start_job: Callable[..., ElasticJob]) -> None:
     reference = alone(train, "", 0, "", 0.5, False, 4, DOMINANT)
-    for number in (16, 22, 32):
+    for number in (16, 32):
         arguments = ("worker-1", number, "killed", 0.5, True, 4, DOMINANT)
         check(start_job(train, *arguments, workers=3, environment={EXCHANGE: "late"}).results(), reference)
 
@@ -252,6 +252,7 @@ def test_a_checkpoint_of_slices_is_read_by_another_number_of_workers(
     arguments = ("", 0, "", 0.5, True, 8, DOMINANT)
     job = start_job(train, *arguments, workers=4, hold=5, environment=environment)
     job.reach(5)
+    job.await_checkpoint(4)
     for worker in job.workers.values():
         os.kill(worker.process.pid, signal.SIGKILL)
     assert {outcome.kind for outcome in job.finish().values()} == {"killed"}
@@ -342,6 +343,7 @@ def test_when_both_owners_are_lost_the_checkpoint_counts_which_needs_no_sharding
     environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "2"}
     job = start_job(train, "", 0, "", None, True, 8, workers=4, hold=5, environment=environment)
     job.reach(5)
+    job.await_checkpoint(4)
     for name in ("worker-1", "worker-2"):
         os.kill(job.workers[name].process.pid, signal.SIGKILL)
     outcomes = job.finish()

@@ -203,6 +203,7 @@ def test_a_checkpoint_is_resumed_after_the_loss_of_all(tmp_path: Path, start_job
     environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "2"}
     job = start_job(statistical, "batch norm", "", workers=2, hold=6, environment=environment)
     job.reach(6)
+    job.await_checkpoint(4)
     job.kill_all()
     for _ in range(2):
         job.start_worker()

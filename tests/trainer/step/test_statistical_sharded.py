@@ -121,6 +121,7 @@ def test_after_the_loss_of_all_other_workers_resume_from_the_checkpoint(tmp_path
     environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "2"}
     job = start_job(sharded, None, workers=4, hold=7, environment=environment)
     job.reach(7)
+    job.await_checkpoint(6)
     job.kill_all()
     for _ in range(4):
         job.start_worker()

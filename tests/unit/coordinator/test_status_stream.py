@@ -86,7 +86,7 @@ def test_progress_is_told_when_its_time_has_come() -> None:
         for step in range(1, 6):
             await progress(server, step)
         assert (await seen(stream)).step == 5
-        assert 0.3 <= time.monotonic() - began < 2.0
+        assert time.monotonic() - began >= 0.3
         await progress(server, 6)
         assert (await seen(stream)).step == 6
 

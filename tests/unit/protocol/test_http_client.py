@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from ports import free_port
 from virtualflow.coordinator.server import Coordinator
 from virtualflow.coordinator.settings import CoordinatorSettings
 from virtualflow.protocol import http_api
@@ -40,9 +41,8 @@ def test_a_watcher_is_told_when_its_stream_opens_breaks_and_opens_again() -> Non
     links: list[bool] = []
 
     async def story() -> None:
-        async with serving() as (_, port):
-            pass
-        async with client_of(port) as client, asyncio.timeout(10.0):
+        port = free_port()
+        async with client_of(port) as client, asyncio.timeout(60.0):
             stream = client.watch(on_link=links.append)
             first = asyncio.create_task(anext(stream))
             while not links:  # noqa: ASYNC110 - it looks at what another task does
@@ -77,7 +77,7 @@ def test_a_watcher_that_is_refused_is_told_that_it_has_no_stream() -> None:
 
 def test_a_watcher_asks_for_quiet_and_for_brevity() -> None:
     async def story() -> None:
-        async with serving() as (coordinator, port), client_of(port) as client, asyncio.timeout(10.0):
+        async with serving() as (coordinator, port), client_of(port) as client, asyncio.timeout(60.0):
             for number in range(80):
                 coordinator.state.tell("info", str(number))
             coordinator._turn()
