@@ -17,6 +17,7 @@ from subprocess import PIPE
 import pytest
 from api_clients import client_of
 
+from tiers import nightly
 from virtualflow_operator.k8s.client import KubeApi
 from virtualflow_operator.k8s.lease_thread import LeaseThread
 from virtualflow_operator.k8s.nesting import cut
@@ -78,7 +79,7 @@ def deep(_: int = 0) -> None:
     cut(b'{"a":' * 60_000 + b"1" + b"}" * 60_000)
 
 
-@pytest.mark.parametrize("read", [large, deep])
+@pytest.mark.parametrize("read", [large, nightly(deep, id="deep")])
 def test_reading_what_users_have_stored_does_not_keep_the_lease_from_being_renewed(read: Callable[[], None]) -> None:
     lost: list[str] = []
 

@@ -15,6 +15,8 @@ from virtualflow_operator.scheduling import POLICIES, Capacity, Demand, next_cha
 from virtualflow_operator.settings import SchedulingSettings
 
 EVERY = pytest.mark.parametrize("name", list(POLICIES))
+FEWER = hypothesis_settings(max_examples=examples(50))
+"""Of each policy: they are held to the same rules."""
 GANGS = ("FIFO", "Priority")
 ELASTIC = pytest.mark.parametrize("name", [name for name in POLICIES if name not in GANGS])
 
@@ -22,6 +24,7 @@ Queue = tuple[list[Demand], Capacity]
 
 
 @EVERY
+@FEWER
 @given(queue=queues(), told=settings)
 def test_capacity_limits_minimums_and_maximums_hold(name: str, queue: Queue, told: SchedulingSettings) -> None:
     jobs, capacity = queue
@@ -29,6 +32,7 @@ def test_capacity_limits_minimums_and_maximums_hold(name: str, queue: Queue, tol
 
 
 @EVERY
+@FEWER
 @given(queue=queues(), told=settings, random=st.randoms())
 def test_the_order_of_the_jobs_does_not_matter(name: str, queue: Queue, told: SchedulingSettings, random) -> None:
     jobs, capacity = queue
@@ -38,6 +42,7 @@ def test_the_order_of_the_jobs_does_not_matter(name: str, queue: Queue, told: Sc
 
 
 @EVERY
+@FEWER
 @given(queue=queues(), told=settings)
 def test_nothing_changes_when_nothing_changed(name: str, queue: Queue, told: SchedulingSettings) -> None:
     jobs, capacity = queue
@@ -47,6 +52,7 @@ def test_nothing_changes_when_nothing_changed(name: str, queue: Queue, told: Sch
 
 
 @ELASTIC
+@FEWER
 @given(queue=queues(), told=settings, times=st.lists(st.floats(0.1, 1_000.0), min_size=1, max_size=5))
 def test_nothing_changes_between_the_moments_that_are_announced(
     name: str, queue: Queue, told: SchedulingSettings, times: list[float]
@@ -65,6 +71,7 @@ def test_nothing_changes_between_the_moments_that_are_announced(
 
 
 @ELASTIC
+@FEWER
 @given(queue=queues(), told=settings)
 def test_a_job_that_runs_is_stopped_only_if_its_minimum_has_no_room_beside_the_others(
     name: str, queue: Queue, told: SchedulingSettings
@@ -78,6 +85,7 @@ def test_a_job_that_runs_is_stopped_only_if_its_minimum_has_no_room_beside_the_o
 
 
 @ELASTIC
+@FEWER
 @given(queue=queues(), told=settings)
 def test_nobody_waits_beside_room_for_its_minimum(name: str, queue: Queue, told: SchedulingSettings) -> None:
     jobs, capacity = queue
@@ -140,6 +148,7 @@ def test_fixed_sizes_let_everybody_run_who_can_as_jobs_end(name: str, queue: Que
 
 
 @EVERY
+@FEWER
 @given(queue=queues(), told=settings, lost=st.integers(1, 20))
 def test_lost_capacity_is_given_up_at_once(name: str, queue: Queue, told: SchedulingSettings, lost: int) -> None:
     jobs, capacity = queue

@@ -97,7 +97,7 @@ def test_a_resize_and_a_kill_lose_and_repeat_nothing(
                 assert read == list(range(length(node, epoch)))
 
 
-@pytest.mark.parametrize("loaders", [0, 1], ids=["in the worker", "in a loader process"])
+@pytest.mark.parametrize("loaders", [nightly(0, id="in the worker"), pytest.param(1, id="in a loader process")])
 def test_a_stream_is_resumed_in_the_middle(loaders: int, tmp_path: Path, start_job: Callable[..., ElasticJob]) -> None:
     reference = alone(train, "stream", 0)
     environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "kept")}

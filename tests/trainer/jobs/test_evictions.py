@@ -77,7 +77,7 @@ def undisturbed() -> Trained:
     return value
 
 
-@pytest.mark.parametrize("exchange", ["early", nightly("behind"), ""])
+@pytest.mark.parametrize("exchange", ["early", nightly("behind"), nightly("")])
 def test_a_clean_job_is_not_disturbed_by_checks(
     exchange: str, start_job: Callable[..., ElasticJob], undisturbed: Trained
 ) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
+from tiers import nightly
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import ENV_AUDIT_DIR, ENV_CHECKPOINT_DIR
 
@@ -163,7 +164,7 @@ def hoard() -> list[tuple[int, ...]]:
     return [tuple(each.shape) for each in left if each.untyped_storage().nbytes() >= model.weight.nbytes // 4]
 
 
-@pytest.mark.parametrize("exchange", ["early", ""])
+@pytest.mark.parametrize("exchange", ["early", nightly("")])
 def test_what_an_aborted_attempt_held_is_free_at_once(start_job: Callable[..., ElasticJob], exchange: str) -> None:
     """An error keeps what it came through: gradients, messages and sums of the attempt."""
     job = start_job(hoard, workers=4, environment={EXCHANGE: exchange})

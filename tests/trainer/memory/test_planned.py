@@ -14,6 +14,7 @@ from activation_models import FAMILIES
 from torch import Tensor, nn
 
 import virtualflow as vf
+from tiers import nightly
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, DoesNotFit, Planner, Profile
 from virtualflow.memory.activations import Activations, ActivationSettings, limit, measuring
@@ -62,8 +63,10 @@ def profile_of(name: str) -> Profile:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("copies", ["fast", "slow"])
+@pytest.mark.parametrize(
+    ("share", "copies"),
+    [(0.0, "fast"), (0.6, "slow"), nightly(0.0, "slow"), nightly(0.6, "fast"), nightly(1.0, "fast"), (1.0, "slow")],
+)
 def test_what_is_counted_never_exceeds_what_was_predicted(
     name: str, share: float, copies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

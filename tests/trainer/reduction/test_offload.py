@@ -21,6 +21,7 @@ from test_gradient_memory import living
 from thread_collectives import Seat, Table
 from torch import Tensor, nn
 
+from tiers import nightly
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Accumulator, Offload, Tensors, choose_offloaded, choose_summation, plan_offload
 from virtualflow.reduction.settings import Exchange, ReductionSettings
@@ -227,9 +228,19 @@ def equal(left: list[Any], right: list[Any]) -> bool:
     return all(torch.equal(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.parametrize("hot", [True, False], ids=["hot", "cold"])
-@pytest.mark.parametrize("workers", [1, 2], ids=["alone", "two workers"])
-@pytest.mark.parametrize("room", [1, 2])
+@pytest.mark.parametrize(
+    ("room", "workers", "hot"),
+    [
+        pytest.param(1, 1, True, id="room for one, alone, hot"),
+        pytest.param(2, 2, False, id="room for two, two workers, cold"),
+        nightly(1, 1, False, id="room for one, alone, cold"),
+        nightly(1, 2, True, id="room for one, two workers, hot"),
+        nightly(1, 2, False, id="room for one, two workers, cold"),
+        nightly(2, 1, True, id="room for two, alone, hot"),
+        nightly(2, 1, False, id="room for two, alone, cold"),
+        nightly(2, 2, True, id="room for two, two workers, hot"),
+    ],
+)
 def test_gradients_take_as_much_of_the_device_for_64_virtual_nodes_as_for_8(
     room: int, workers: int, hot: bool, nothing_else: None
 ) -> None:
@@ -247,7 +258,7 @@ def test_gradients_take_as_much_of_the_device_for_64_virtual_nodes_as_for_8(
 
 @pytest.mark.parametrize(
     ("virtual_nodes", "workers", "cold", "hot", "offloaded"),
-    [(8, 1, 4, 3, 3), (64, 1, 7, 6, 3), (8, 2, 3, 2, 2), (64, 2, 6, 5, 3)],
+    [nightly(8, 1, 4, 3, 3), (64, 1, 7, 6, 3), (8, 2, 3, 2, 2), nightly(64, 2, 6, 5, 3)],
 )
 def test_the_counts_of_the_documentation(
     virtual_nodes: int, workers: int, cold: int, hot: int, offloaded: int, nothing_else: None

@@ -119,7 +119,7 @@ def check(results: list[Trained], reference: Trained) -> None:
     [
         (2, None, "late"),
         (3, 0.5, "early"),
-        (4, None, "early"),
+        nightly(4, None, "early"),
         (4, 0.5, "late"),
         *(nightly(2, *rest) for rest in [(None, "early"), (0.5, "late"), (0.5, "early")]),
         *(nightly(3, *rest) for rest in [(None, "late"), (None, "early"), (0.5, "late")]),

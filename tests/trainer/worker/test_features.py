@@ -442,8 +442,7 @@ def test_a_training_of_any_make_gives_the_same_bits(
         (1, 1),
         (6, 4),
         (7, 3),
-        (8, 5),
-        *(nightly(*numbers) for numbers in [(2, 2), (6, 5), (7, 2), (7, 5), (8, 3)]),
+        *(nightly(*numbers) for numbers in [(8, 5), (2, 2), (6, 5), (7, 2), (7, 5), (8, 3)]),
     ],
     ids=str,
 )

@@ -56,7 +56,7 @@ def ratio(profile: Profile, share: int, host_share: int, *, fast: bool = False) 
     return planner.plan(budget).seconds / best
 
 
-@settings(max_examples=examples(250), phases=UNSHRUNK)
+@settings(max_examples=examples(120), phases=UNSHRUNK)
 @given(profiles(LONGEST, least=3), SHARES, st.sampled_from([0, 30, 100]))
 def test_a_plan_takes_at_most_2_percent_more_than_the_best_of_all(profile: Profile, share: int, host: int) -> None:
     assert 1 - 1e-9 <= ratio(profile, share, host) <= 1.02
@@ -88,7 +88,7 @@ def test_a_plan_is_never_slower_than_treating_all_blocks_alike(profile: Profile,
 
 def test_plans_of_a_hundred_blocks_without_the_host_are_near_what_no_plan_can_beat() -> None:
     planner = Planner(same_blocks(100, saved=1_000, boundary=10))
-    for share in (10, 25, 50, 75, 90):
+    for share in (10, 50, 90):
         budget = budget_between(planner, share, 0)
         # What is kept is in memory at once when the backward pass begins, and the rest is computed a second time.
         bound = 300 + 100 - budget.device // 1_000
@@ -96,7 +96,7 @@ def test_plans_of_a_hundred_blocks_without_the_host_are_near_what_no_plan_can_be
 
 
 def test_the_search_of_a_hundred_blocks_tries_no_more_than_it_may() -> None:
-    chosen = PlannerSettings(moves=20_000)
+    chosen = PlannerSettings(moves=5_000)
     pool = Pool(Chain(same_blocks(100)), chosen)
     beginning = Pool(Chain(same_blocks(100)), PlannerSettings(moves=0))
     # One plan at each size of memory is tried in any case.
