@@ -308,7 +308,10 @@ class ElasticJob:
         return self.wait_for(lambda status: status.step == step and status.phase == "training", f"step {step}")
 
     def await_checkpoint(self, step: int) -> None:
-        """Wait until the checkpoint of a step is written: a job that is held behind it may write it still."""
+        """Wait until the checkpoint of a step is written: a job that is held behind it may write it still.
+
+        It must be the first one that is due: one that is due while another is being written is skipped.
+        """
         self.wait_for(
             lambda status: status.checkpoint is not None and status.checkpoint.step == step, f"checkpoint {step}"
         )

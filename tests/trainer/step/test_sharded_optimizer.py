@@ -248,7 +248,7 @@ def test_a_collective_breaks_while_a_dominant_parameter_is_stepped(start_job: Ca
 def test_a_checkpoint_of_slices_is_read_by_another_number_of_workers(
     tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:
-    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "2"}
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "4"}
     arguments = ("", 0, "", 0.5, True, 8, DOMINANT)
     job = start_job(train, *arguments, workers=4, hold=5, environment=environment)
     job.reach(5)
@@ -340,7 +340,7 @@ def test_one_more_may_be_lost_where_others_leave(victim: str, when: str, start_j
 def test_when_both_owners_are_lost_the_checkpoint_counts_which_needs_no_sharding(
     tmp_path: Path, start_job: Callable[..., ElasticJob]
 ) -> None:
-    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "2"}
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "4"}
     job = start_job(train, "", 0, "", None, True, 8, workers=4, hold=5, environment=environment)
     job.reach(5)
     job.await_checkpoint(4)

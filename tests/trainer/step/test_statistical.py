@@ -200,7 +200,7 @@ def test_the_status_says_which_of_the_two_a_job_is(
 
 def test_a_checkpoint_is_resumed_after_the_loss_of_all(tmp_path: Path, start_job: StartJob) -> None:
     expected = alone(train, "batch norm")
-    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "2"}
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "4"}
     job = start_job(statistical, "batch norm", "", workers=2, hold=6, environment=environment)
     job.reach(6)
     job.await_checkpoint(4)

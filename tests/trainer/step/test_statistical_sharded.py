@@ -118,10 +118,10 @@ def test_a_collective_breaks_anywhere(how: str, numbers: tuple[int, ...], start_
 
 
 def test_after_the_loss_of_all_other_workers_resume_from_the_checkpoint(tmp_path: Path, start_job: StartJob) -> None:
-    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "2"}
+    environment = {ENV_CHECKPOINT_DIR: str(tmp_path / "checkpoints"), ENV_CHECKPOINT_STEPS: "4"}
     job = start_job(sharded, None, workers=4, hold=7, environment=environment)
     job.reach(7)
-    job.await_checkpoint(6)
+    job.await_checkpoint(4)
     job.kill_all()
     for _ in range(4):
         job.start_worker()
