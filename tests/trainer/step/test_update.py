@@ -121,6 +121,6 @@ def test_hooks_of_several_devices_would_run_at_the_same_time_and_are_not_registe
     parameters = [nn.Parameter(torch.zeros(4, device=device)) for device in ("cpu", second)]
     summation = choose_summation(NODES, "bitwise")
     watching = Overlap(parameters, Reducer(summation, ONE_BY_ONE), ONE_BY_ONE)
-    watching.begin([True, True], resumes=False)
+    watching.begin(resumes=False)
     assert all(bool(parameter._post_accumulate_grad_hooks) == hooked for parameter in parameters)
     watching.close()

@@ -49,8 +49,9 @@ class InvertedLoop:
         """The epoch that the script is in, and the last one whose micro-batches it has asked for."""
         self._next: Any = _NONE
         """The micro-batch that the coming body gets."""
-        self._on_loan: list[tuple[Tensor, Tensor | None]] | None = None
-        """What a micro-batch on loan must leave as it was: buffers, and parameters with their gradients."""
+        self._on_loan: list[tuple[Tensor, Tensor | None, bool]] | None = None
+        """What a micro-batch on loan must leave as it was: buffers, and parameters with their gradients, each with
+        whether it is trained."""
         self._asked = True
         """Whether the present body has called ``optimizer.step()``."""
         self.stepped = True
@@ -172,8 +173,8 @@ class InvertedLoop:
             yield batch
             if not self._asked:
                 raise ConfigurationError(
-                    "optimizer.step() was not called for a micro-batch; call it for each: the update is made when "
-                    "those of all workers are there, and accumulates nothing beyond that"
+                    "optimizer.step() was not called for a micro-batch; call it for each, before the next one is asked "
+                    "for: the update is made when those of all workers are there, and accumulates nothing beyond that"
                 )
 
     def step(self, *, closure: bool = False) -> None:
@@ -244,17 +245,18 @@ class InvertedLoop:
     def _borrow(self) -> None:
         """The step was made without this worker: let it go through the body all the same."""
         model = self.run.context.request.model
-        kept: list[tuple[Tensor, Tensor | None]] = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        kept: list[tuple[Tensor, Tensor | None, bool]] = [(buffer, buffer.clone(), False) for buffer in model.buffers()]
         for parameter in model.parameters():
-            kept.append((parameter, parameter.grad))
+            kept.append((parameter, parameter.grad, parameter.requires_grad))
             parameter.grad = None
         self._on_loan, self._next = kept, self._lend()
 
-    def _return_loan(self, kept: list[tuple[Tensor, Tensor | None]]) -> None:
+    def _return_loan(self, kept: list[tuple[Tensor, Tensor | None, bool]]) -> None:
         with torch.no_grad():
-            for tensor, value in kept:
+            for tensor, value, trained in kept:
                 if isinstance(tensor, torch.nn.Parameter):
                     tensor.grad = value
+                    tensor.requires_grad_(trained)
                 elif value is not None:
                     tensor.copy_(value)
         self._on_loan = None

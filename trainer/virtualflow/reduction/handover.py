@@ -107,7 +107,6 @@ class Handover:
         """Whether the script has ever looked at a gradient behind the backward pass: it needs them as they are."""
         self._parameters = parameters
         self._hooks: dict[int, RemovableHandle] = {}
-        self._trained: Sequence[bool] = ()
         self._receiver: Receiver | None = None
         self._plain = False
         self._watching = False
@@ -116,11 +115,10 @@ class Handover:
         self._steady = True
         self._seen: dict[int, _Seen] = {}
 
-    def hook(self, trained: Sequence[bool]) -> None:
-        """An attempt begins in which these of the parameters are trained."""
-        self._trained = trained
-        for place, (parameter, wanted) in enumerate(zip(self._parameters, trained, strict=True)):
-            if wanted and place not in self._hooks:
+    def hook(self) -> None:
+        """An attempt begins. What is frozen by now cannot be hooked: its gradients are found behind the pass."""
+        for place, parameter in enumerate(self._parameters):
+            if place not in self._hooks and parameter.requires_grad:
                 register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
                 self._hooks[place] = register(partial(self._on_gradient, place))
 
@@ -155,7 +153,7 @@ class Handover:
 
     def _on_gradient(self, place: int, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if not self._watching or gradient is None or not self._trained[place]:
+        if not self._watching or gradient is None:
             return
         # A second backward pass shows in the identity or the version of what the first one has left.
         if place in self._seen or gradient.is_sparse:

@@ -94,16 +94,15 @@ class Overlap:
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
-    def begin(self, trained: Sequence[bool], *, resumes: bool) -> None:
+    def begin(self, *, resumes: bool) -> None:
         """An attempt begins.
 
         Args:
-            trained: which parameters are.
             resumes: whether with sums of another one, which could not be made once more.
         """
         self.abandon()
         if self._one_by_one:
-            self._handover.hook(trained)
+            self._handover.hook()
         self._hot = self._learned and not resumes
         self._watched, self._steady, self._all_steady = False, True, True
 
@@ -236,6 +235,11 @@ class Overlap:
         # What has not set out yet is the user's no more, and is used up.
         early.give_rest({place: None if left is None else left.detach() for place, left in rest.items()})
         return Settled(early.places, {}, found.gone)
+
+    @property
+    def begun(self) -> bool:
+        """Whether autograd has handed over any gradient of the virtual node that runs."""
+        return self._handover.begun
 
     @property
     def running(self) -> bool:

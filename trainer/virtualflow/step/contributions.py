@@ -196,14 +196,13 @@ class Contributions:
         return parts
 
 
-def take_gradients(
-    named: Sequence[tuple[str, nn.Parameter]], trained: Sequence[bool], settled: Settled
-) -> tuple[Tensors, list[bool]]:
+def take_gradients(named: Sequence[tuple[str, nn.Parameter]], settled: Settled) -> tuple[Tensors, list[bool]]:
     """Take a virtual node's gradients out of the model, so that autograd makes new tensors for the next one.
+
+    Every gradient that is there counts, also that of a parameter that the script has frozen since its backward pass.
 
     Args:
         named: all parameters.
-        trained: which of them are.
         settled: what has come of some gradients already.
 
     Returns:
@@ -214,10 +213,10 @@ def take_gradients(
     """
     gradients: Tensors = [None] * len(named)
     given = [False] * len(named)
-    for place, ((name, parameter), wanted) in enumerate(zip(named, trained, strict=True)):
+    for place, (name, parameter) in enumerate(named):
         gradient, parameter.grad = parameter.grad, None
-        given[place] = place in settled.gone or (wanted and gradient is not None)
-        if gradient is None or not wanted or place in settled.sent or place in settled.added:
+        given[place] = place in settled.gone or gradient is not None
+        if gradient is None or place in settled.sent or place in settled.added:
             continue
         if gradient.is_sparse:
             raise ConfigurationError(

@@ -54,6 +54,11 @@ class Reduced:
     present: tuple[bool, ...]
     """Which parameters have a gradient, here or elsewhere."""
     buffers: dict[str, Tensor]
+    switched: frozenset[int]
+    """The parameters, by place, that the first virtual node has frozen or unfrozen: what holds after the step."""
+
+
+_NOTHING: frozenset[int] = frozenset()
 
 
 class GradientSync:
@@ -99,7 +104,9 @@ class GradientSync:
         self._weighed = False
         """Whether the script told weights in the last synchronization, so that the scale of the next one is open."""
         self._trained: tuple[bool, ...] = ()
-        """Which of all parameters are trained in the present attempt."""
+        """Which of all parameters are trained when a virtual node of the present attempt begins."""
+        self._switched: set[int] = set()
+        """Parameters, by place, that an inner loop has ever left frozen or unfrozen: part of the state."""
         self._layout: tuple[object, int] = (None, 0)
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
@@ -112,8 +119,8 @@ class GradientSync:
             most: the most that any worker holds.
             resumes: together with those that it has :attr:`kept`.
         """
-        self._trained = tuple(parameter.requires_grad for parameter in self._parameters)
-        self._overlap.begin(self._trained, resumes=resumes)
+        self._trained = self._read_trained()
+        self._overlap.begin(resumes=resumes)
         if not resumes:
             self.forget_contributions()
         self._order, self._taken = computes, 0
@@ -121,6 +128,33 @@ class GradientSync:
         self._unit = self._summation.unit(self._micro_batch, most)
         self._buffers.begin()
         self._clear_gradients()
+
+    def _read_trained(self) -> tuple[bool, ...]:
+        return tuple([parameter.requires_grad for parameter in self._parameters])
+
+    def _put_trained(self) -> frozenset[int]:
+        """Let the next virtual node begin as each did; the places that the script has frozen or unfrozen meanwhile."""
+        now = self._read_trained()
+        if now == self._trained:
+            return _NOTHING
+        places = frozenset(place for place, trained in enumerate(self._trained) if now[place] is not trained)
+        for place in places:
+            self._parameters[place].requires_grad_(self._trained[place])
+        return places
+
+    def refuse_switches(self) -> None:
+        """Blocks have been loaded as they were frozen when the attempt began, for all virtual nodes.
+
+        Raises:
+            ConfigurationError: the script has frozen or unfrozen a parameter since.
+        """
+        for (name, parameter), before in zip(self._named, self._trained, strict=True):
+            if parameter.requires_grad is not before:
+                raise ConfigurationError(
+                    f"the loss of step.layer_major has {'frozen' if before else 'unfrozen'} parameter {name}, and in "
+                    "layer-major order all virtual nodes run through a block together; freeze and unfreeze by "
+                    "step.number, before step.layer_major"
+                )
 
     def _clear_gradients(self) -> None:
         """Forget gradients, so that autograd makes new tensors for the next virtual node."""
@@ -190,6 +224,11 @@ class GradientSync:
         """In place of :meth:`expect_last`: gradients are needed until all are there, so nobody begins."""
         self._late = True
 
+    @property
+    def begun(self) -> bool:
+        """Whether any gradient has come of the virtual node that runs."""
+        return self._overlap.begun or any(parameter.grad is not None for parameter in self._parameters)
+
     def computed(self) -> None:
         """The script has run the next virtual node. From here on ``.grad`` holds what has not been added up already.
 
@@ -217,7 +256,8 @@ class GradientSync:
         self.computed()
         settled, self._outcome = self._outcome, Settled()
         record = self.collect(samples, metrics, virtual_nodes, weight)
-        gradients, given = take_gradients(self._named, self._trained, settled)
+        record.switched = self._put_trained()
+        gradients, given = take_gradients(self._named, settled)
         if self.cut is not None:
             self.cut.check(given)
         node, factor = self._order[self._taken], record.weight / self._unit
@@ -260,6 +300,7 @@ class GradientSync:
     def discard(self) -> None:
         """Forget what the present virtual node has left in the model: it is computed again."""
         self._clear_gradients()
+        self._put_trained()
         self._buffers.restore()
 
     def abandon(self, *, keep: bool = False) -> None:
@@ -309,7 +350,8 @@ class GradientSync:
             self._overlap.learn(number, (place for place in range(count) if present[place]), steady)
         if not any(present[:count]):
             raise ConfigurationError(
-                "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step"
+                "no parameter got a gradient in this step; call loss.backward() for each micro-batch of the step, "
+                "before the next one is asked for (list(step) and prefetchers ask for all of them first)"
             )
         begun = self._overlap.places
         factors = {} if self.cut is None else self.cut.factors(_by_node(weights, holdings))
@@ -330,7 +372,8 @@ class GradientSync:
         if form.copied_bytes:
             buffers |= self._buffers.read_copied(self.schema, first_header(headers, holdings).copied)
         metrics = combine_metrics(self.schema, self._summation, headers, holdings if self._summation.movable else None)
-        return Reduced(headers, metrics, reduced[:count], tuple(present[:count]), buffers)
+        switched = first_header(headers, holdings).switched
+        return Reduced(headers, metrics, reduced[:count], tuple(present[:count]), buffers, switched)
 
     def _await_early(
         self,
@@ -428,12 +471,27 @@ class GradientSync:
         self.schema = self.settled = schema
         self._begin_anew()
 
-    def commit(self, buffers: Mapping[str, Tensor]) -> None:
-        """The step was applied: take over the combined buffers and the names."""
+    def commit(self, buffers: Mapping[str, Tensor], switched: frozenset[int]) -> None:
+        """The step was applied: take over the combined buffers, what is trained from now on, and the names."""
         self._reducer.release_unused()
         self._buffers.commit(buffers)
+        for place in switched:
+            self._parameters[place].requires_grad_(not self._trained[place])
+        self._switched |= switched
         self.settled = self.schema
         self._begin_anew()
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """Of the parameters that an inner loop has ever left frozen or unfrozen: which are trained."""
+        return {name: parameter.requires_grad for name, parameter in (self._named[n] for n in sorted(self._switched))}
+
+    def restore_switches(self, switches: Mapping[str, bool]) -> None:
+        """Take them over from a state that was restored."""
+        for place, (name, parameter) in enumerate(self._named):
+            if name in switches:
+                self._switched.add(place)
+                parameter.requires_grad_(switches[name])
 
     def _begin_anew(self) -> None:
         """Another step comes than the one that was attempted."""

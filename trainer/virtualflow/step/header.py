@@ -83,6 +83,8 @@ class NodeRecord:
     """How many it is of."""
     told: float | None = None
     """What the script has said that it counts by."""
+    switched: frozenset[int] = frozenset()
+    """The parameters, by place, that it has left frozen where they were trained before, or the other way about."""
 
     @property
     def weight(self) -> float:
@@ -117,6 +119,8 @@ class StepHeader:
     metrics: tuple[tuple[tuple[float, bool], ...], ...]
     """For each record and metric of the schema: the value, and whether there is one."""
     copied: bytes
+    switched: frozenset[int] = frozenset()
+    """The parameters, by place, that its first record with samples has frozen or unfrozen."""
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -140,8 +144,12 @@ class HeaderFormat:
     def size(self) -> int:
         """Bytes of a header."""
         per_node = _NODE.size + _PAIR.size * len(self.schema.metrics)
-        size = _FIXED.size + (self.places + 7) // 8 + self.most_nodes * per_node + self.copied_bytes
+        size = _FIXED.size + 2 * self._places_bytes + self.most_nodes * per_node + self.copied_bytes
         return -(-size // self.alignment) * self.alignment
+
+    @property
+    def _places_bytes(self) -> int:
+        return (self.places + 7) // 8
 
     def tell(
         self,
@@ -161,10 +169,9 @@ class HeaderFormat:
     ) -> StepHeader:
         """What this worker has to say."""
         copied = b""
-        if self.copied_bytes:
-            first = next((record for record in records if record.samples), None)
-            if first is not None:
-                copied = _raw([first.copied[name] for name in self.schema.copied])
+        first = next((record for record in records if record.samples), None)
+        if self.copied_bytes and first is not None:
+            copied = _raw([first.copied[name] for name in self.schema.copied])
         names = self.schema.metrics
         values = iter(read_numbers([record.metrics.get(name) for record in records for name in names]))
         metrics = []
@@ -188,6 +195,7 @@ class HeaderFormat:
             present=tuple(present),
             metrics=tuple(metrics),
             copied=copied,
+            switched=frozenset() if first is None else first.switched,
         )
 
     def write(self, header: StepHeader) -> Tensor:
@@ -197,9 +205,11 @@ class HeaderFormat:
         numbers = (header.kind, header.exchange, header.layout, offer.incarnation, offer.counter, header.wishes, nodes)
         _FIXED.pack_into(block, 0, *numbers, header.more, header.steady, header.saves, header.state, header.check)
         at = _FIXED.size
-        bits = sum(1 << place for place, there in enumerate(header.present) if there)
-        block[at : at + (self.places + 7) // 8] = bits.to_bytes((self.places + 7) // 8, "little")
-        at += (self.places + 7) // 8
+        present = [place for place, there in enumerate(header.present) if there]
+        for places in (present, header.switched):
+            bits = sum(1 << place for place in places)
+            block[at : at + self._places_bytes] = bits.to_bytes(self._places_bytes, "little")
+            at += self._places_bytes
         for samples, told, metrics in zip(header.samples, header.told, header.metrics, strict=True):
             _NODE.pack_into(block, at, samples, _UNTOLD if told is None else told)
             at += _NODE.size
@@ -216,8 +226,10 @@ class HeaderFormat:
         kind, exchange, layout, incarnation, counter, wishes, nodes, *rest = _FIXED.unpack_from(raw, 0)
         more, steady, saves, state, check = rest
         at = _FIXED.size
-        bits = int.from_bytes(raw[at : at + (self.places + 7) // 8], "little")
-        at += (self.places + 7) // 8
+        bits, switched = (
+            int.from_bytes(raw[begin : begin + self._places_bytes], "little") for begin in (at, at + self._places_bytes)
+        )
+        at += 2 * self._places_bytes
         samples, told, metrics = list[int](), list[float | None](), []
         for _ in range(nodes):
             count, weight = _NODE.unpack_from(raw, at)
@@ -246,6 +258,9 @@ class HeaderFormat:
             present=tuple(bool(bits >> place & 1) for place in range(self.places)),
             metrics=tuple(metrics),
             copied=raw[len(raw) - self.copied_bytes :] if self.copied_bytes else b"",
+            switched=frozenset(place for place in range(self.places) if switched >> place & 1)
+            if switched
+            else frozenset(),
         )
 
 

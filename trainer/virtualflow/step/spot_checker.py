@@ -60,7 +60,7 @@ class SpotChecker:
     def note(self, weight: float | None = None) -> None:
         """The gradients of the virtual node are there, as autograd has left them, and what was told of its weight."""
         self._weight = weight
-        gradients = [parameter.grad if parameter.requires_grad else None for parameter in self._parameters]
+        gradients = [parameter.grad for parameter in self._parameters]
         self._condensed = [None if g is None or not is_plain(g) else condense(bytes_of(g)) for g in gradients]
 
     @property

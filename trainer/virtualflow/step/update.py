@@ -159,7 +159,7 @@ class Update:
         else:
             self.optimizer_step.step(reduced.gradients)
         self.optimizer_step.commit(reduced.gradients)
-        self.sync.commit(reduced.buffers)
+        self.sync.commit(reduced.buffers, reduced.switched)
         self.watch.commit()
         self.optimizer_step.schedule(epoch_ends)
 
