@@ -18,6 +18,13 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.step.caches import KeptGraphs
 from virtualflow.step.guard import add_bits
 
+LOOKS_AHEAD = (
+    "the script asks for the next micro-batch of a step before it has run backward for the one before (a prefetcher, "
+    "zip, pairwise, peekable, or one backward pass for several micro-batches), so gradients would count for the wrong "
+    "virtual node and the last ones for none; run backward for each micro-batch before the next one is asked for: "
+    "for batch in step: ...; vf.elastic loads ahead by num_workers= and copies ahead by device="
+)
+
 
 class Repetition:
     """Compares two computations of one virtual node.
@@ -53,15 +60,18 @@ class Repetition:
             ConfigurationError: it is another one.
         """
         assert self._first is not None
-        for (name, _), before, now in zip(self._named, self._first, self._gradients(), strict=True):
+        found = self._gradients()
+        if all(before is None for before in self._first) and any(now is not None for now in found):
+            raise ConfigurationError(LOOKS_AHEAD)
+        for (name, _), before, now in zip(self._named, self._first, found, strict=True):
             if (before is None) != (now is None) or (
                 before is not None and now is not None and not torch.equal(before, now)
             ):
                 raise ConfigurationError(
                     f"the gradient of {name} was another one when a virtual node was computed again: the script keeps "
                     "something from one micro-batch to the next (a counter in forward, a hidden state, a generator of "
-                    "its own, a criterion with running statistics); make it a buffer of the model, or compute it from "
-                    "the micro-batch and step.number"
+                    "its own, a criterion with running statistics, a loop that asks for the next micro-batch ahead); "
+                    "make it a buffer of the model, or compute it from the micro-batch and step.number"
                 )
         self.forget()
 

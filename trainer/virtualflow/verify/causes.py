@@ -31,8 +31,8 @@ _HASHES = Cause(
 )
 _KEPT = Cause(
     "something outlives a virtual node and is no part of the model: a counter or a cache in forward, a hidden state "
-    "that is carried on, a criterion with running state, a torch.Generator of your own; or the inner loop changes the "
-    "model",
+    "that is carried on, a criterion with running state, a torch.Generator of your own, a micro-batch that is asked "
+    "for before backward has run for the one before; or the inner loop changes the model",
     "let it follow from step.number and the data; draw from torch's global generator, which is seeded for each virtual "
     "node; clamp weights and the like after the inner loop",
 )

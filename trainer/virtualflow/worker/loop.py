@@ -18,10 +18,19 @@ from torch import Tensor
 
 from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.device import device_of
-from virtualflow.errors import CommunicatorBroken, NonFiniteMetric, VirtualFlowError
+from virtualflow.errors import CommunicatorBroken, ConfigurationError, NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import AttemptSpoiled
-from virtualflow.step import Diverged, Doubted, Reduced, Repetition, StepHeader, copy_data, forget_cached_weights
+from virtualflow.step import (
+    LOOKS_AHEAD,
+    Diverged,
+    Doubted,
+    Reduced,
+    Repetition,
+    StepHeader,
+    copy_data,
+    forget_cached_weights,
+)
 from virtualflow.worker.divergence import end_by_divergence
 from virtualflow.worker.explaining import write_explanation
 from virtualflow.worker.finish import complete_leader
@@ -31,6 +40,9 @@ from virtualflow.worker.setup import Context
 from virtualflow.worker.spans import span
 from virtualflow.worker.spot_checking import SpotChecking
 from virtualflow.worker.step import Step, Told, read_weight
+
+_LOOKS, _MORE_LOOKS = 8, 16
+"""How often the first micro-batch without a gradient is given again, and how many of the others are, once each."""
 
 BETWEEN = "running the script's code after the inner loop"
 SAVING = "saving a checkpoint"
@@ -56,6 +68,7 @@ class Loop:
         self._layers = None if context.layers is None else LayeredAttempts(context, *context.layers, self._listen)
         self._unproven = context.request.bitwise and context.session.coordinated
         """Whether no virtual node was computed twice yet."""
+        self._looks, self._more_looks = _LOOKS, _MORE_LOOKS
         self._step_is_new = False
         """Whether a step was made since a checkpoint was thought of."""
         self._committed_in = m.NO_GENERATION
@@ -306,6 +319,8 @@ class Loop:
             else:
                 update.sync.expect(batch.size, len(nodes))
             yield from self._present(batch, number)
+            if self._looks and batch.size and not update.sync.begun:
+                yield from self._look_again(nodes, number)
             context.loading.send_ahead(nodes)
             self._spot_checking.note(batch.virtual_node)  # before gradients are used up
             update.sync.computed()
@@ -333,6 +348,21 @@ class Loop:
         self.context.guard.check(look=True)
         self._repetition.note()
         self.context.update.sync.discard()
+
+    def _look_again(self, nodes: range, number: int) -> Iterator[Any]:
+        """No gradient has come of a micro-batch: give it again. A script that skips it will skip it again.
+
+        Raises:
+            ConfigurationError: one came, since the script has computed another micro-batch than the one in hand.
+        """
+        sync = self.context.update.sync
+        for _ in range(self._looks):
+            self.context.pace.disregard()
+            sync.discard()
+            yield from self._present(self.context.loading.fetch(nodes), number)
+            if sync.begun:
+                raise ConfigurationError(LOOKS_AHEAD)
+        self._looks, self._more_looks = min(1, self._more_looks), self._more_looks - 1
 
     def _present(self, batch: MicroBatch, number: int) -> Iterator[Any]:
         """Give a micro-batch to the user's code, with the random streams of its (first) virtual node."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -64,6 +65,8 @@ class Step:
         self._attempts = attempts
         self._number: int | None = None
         self._epoch = 0
+        self._thread = threading.get_ident()
+        """The one that has taken it from the run."""
         self._iterating = False
         self._warming_up = False
         self.metrics: dict[str, float] = {}
@@ -159,15 +162,30 @@ class Step:
     def _iterate(self) -> Iterator[Any]:
         if self.complete:
             raise VirtualFlowError(f"step {self._number} was iterated over twice; take the next one from the run")
+        if self._iterating:
+            raise VirtualFlowError(
+                "two loops iterate over one step at a time, as zip(step, step) does; let one loop take its "
+                "micro-batches one after the other, and run backward for each before the next one is asked for"
+            )
+        if threading.get_ident() != self._thread:
+            raise VirtualFlowError(
+                "another thread than the one that iterates over the run has asked for the micro-batches of a step, as "
+                "prefetchers do; iterate over the step in the thread that computes, and run backward for each "
+                "micro-batch before the next one is asked for: vf.elastic loads ahead by num_workers= and copies ahead "
+                "by device="
+            )
         self._iterating = True
-        if self._number is None:
-            self._warming_up = True
-            try:
-                yield from self._attempts.warm_up()
-            finally:
-                self._warming_up = False
-        self.bind()
-        yield from self._attempts.make(self.number)
+        try:
+            if self._number is None:
+                self._warming_up = True
+                try:
+                    yield from self._attempts.warm_up()
+                finally:
+                    self._warming_up = False
+            self.bind()
+            yield from self._attempts.make(self.number)
+        finally:
+            self._iterating = False
         self.metrics = dict(self._attempts.metrics)
         self.complete = True
 
