@@ -186,7 +186,7 @@ def test_what_a_script_has_told_counts_in_place_of_samples() -> None:
 @pytest.mark.parametrize(
     ("samples", "weights", "sentence"),
     [
-        ([0, 0], [None, None], "the dataset gave no samples at all"),
+        ([0, 0], [None, None], "a step has no samples at all"),
         ([4, 4, 0], [7.0, None, None], "step.weight was called for 1 of the 2 micro-batches of a step"),
         ([4, 4], [0.0, 0.0], "all micro-batches of a step weigh nothing"),
     ],

@@ -2,6 +2,7 @@
 epoch, the step and the virtual node.
 """
 
+from virtualflow.data.counting import CountWatch
 from virtualflow.data.iterable_source import fuse
 from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, open_source
 from virtualflow.data.orders import Orders, Sampler, open_orders
@@ -10,6 +11,7 @@ from virtualflow.data.sampling import chunks, micro_batch
 from virtualflow.data.staging import Staged, Staging
 
 __all__ = [
+    "CountWatch",
     "LoaderOptions",
     "MicroBatch",
     "Orders",

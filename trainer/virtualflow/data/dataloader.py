@@ -24,6 +24,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from torch.utils.data._utils import signal_handling
 
+from virtualflow.data.counting import ALL, Count
 from virtualflow.errors import ConfigurationError
 
 Collate = Callable[[list[Any]], Any]
@@ -63,6 +64,8 @@ class MicroBatch:
     """What was really loaded, as `samples` says it, or as a tensor."""
     sizes: tuple[int, ...] = ()
     """Samples of each of its virtual nodes, of which ``virtual_node`` is the first; empty where it is of that one."""
+    count: Count = ALL
+    """What its ``collate_fn`` has kept of them."""
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -71,8 +74,13 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
-        """How many samples it holds; the short last batch of an epoch weighs by this."""
+        """How many samples were loaded for it."""
         return sum(self.sizes) if self.sizes else len(self.loaded)
+
+    @property
+    def kept(self) -> int:
+        """How many of them it holds: it weighs by this, also the short last batch of an epoch."""
+        return self.size if self.count.kept is None else self.count.kept
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from virtualflow.data.counting import ALL, Count, count_samples
 from virtualflow.data.dataloader import (
     Collate,
     Early,
@@ -139,11 +140,12 @@ class StreamSource:
                 if following > virtual_node:
                     self._place(following, epoch, epoch_step)
         stream.position = None  # until all went well: after an error the stream is opened again
-        positions, data = next(stream.batches, _END)
+        positions, data, count = next(stream.batches, _END)
         stream.position = epoch_step + 1
         if virtual_node not in self._assigned:  # read once, in the place of a worker that was lost
             self._drop(virtual_node)
-        return MicroBatch(virtual_node, data, tuple(positions))  # pinning memory makes a list of it
+        # Pinning memory makes lists of them.
+        return MicroBatch(virtual_node, data, tuple(positions), count=Count(*count))
 
     def read_again(self, batch: MicroBatch, epoch: int, epoch_step: int) -> tuple[MicroBatch, MicroBatch] | None:
         """See `Source.read_again`: the following micro-batch, read on, and from a stream that is opened there.
@@ -191,14 +193,14 @@ class StreamSource:
             close_loader(stream.batches, self._settings.grace)
 
 
-_END: tuple[tuple[int, ...], Any] = ((), None)
+_END: tuple[tuple[int, ...], Any, Count] = ((), None, ALL)
 
 
 @dataclass
 class _Stream:
     """An open stream and the step that it is ready for."""
 
-    batches: Iterator[tuple[tuple[int, ...], Any]]
+    batches: Iterator[tuple[tuple[int, ...], Any, Count]]
     epoch: int
     position: int | None
 
@@ -237,8 +239,11 @@ class _WithPositions:
 
     collate: Collate
 
-    def __call__(self, numbered: list[tuple[int, Any]]) -> tuple[tuple[int, ...], Any]:
-        return tuple(position for position, _ in numbered), self.collate([sample for _, sample in numbered])
+    def __call__(self, numbered: list[tuple[int, Any]]) -> tuple[tuple[int, ...], Any, Count]:
+        positions, samples = tuple(position for position, _ in numbered), [sample for _, sample in numbered]
+        data = self.collate(list(samples))
+        count = ALL if self.collate is default_collate else count_samples(samples, data, len(samples))
+        return positions, data, count
 
 
 def fuse(batches: Sequence[MicroBatch]) -> MicroBatch:

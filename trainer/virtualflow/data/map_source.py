@@ -19,6 +19,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset
 
+from virtualflow.data.counting import Count
 from virtualflow.data.dataloader import (
     Early,
     LoaderOptions,
@@ -211,7 +212,8 @@ class MapSource:
         if isinstance(outcome, ExceptionWrapper):
             outcome.reraise()  # type: ignore[no-untyped-call]
         assert isinstance(task, Task)
-        return MicroBatch(virtual_node, outcome, task.indices, sizes)
+        data, count = outcome
+        return MicroBatch(virtual_node, data, task.indices, sizes, Count(*count))  # pinning memory makes a list of it
 
     def read_again(self, batch: MicroBatch, epoch: int, epoch_step: int) -> tuple[MicroBatch, MicroBatch] | None:
         """See `Source.read_again`."""
@@ -249,9 +251,8 @@ class MapSource:
         epoch, epoch_step, first, count = key
         indices = self._plan.indices(epoch, epoch_step, first, self._virtual_nodes, count)
         if not self._loading.gathers:
-            return MicroBatch(
-                first, self._loading.load(epoch, epoch_step, first, sizes, indices.tolist()), indices, sizes
-            )
+            data, counted = self._loading.load(epoch, epoch_step, first, sizes, indices.tolist())
+            return MicroBatch(first, data, indices, sizes, counted)
         rest = [chunk for chunk in self._chunks if chunk.start >= first]
         if len(rest) > 1 and rest[0] == range(first, first + count):
             together = rest[-1].stop - first

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
+from virtualflow.data.counting import ALL, Count, count_samples
 from virtualflow.data.dataloader import Collate
 from virtualflow.data.rng import derive_seed, seed_samples, seeded
 from virtualflow.data.settings import LoadingSettings
@@ -90,18 +91,24 @@ class MicroBatches(Dataset[tuple[Task | Look | None, Any]]):
                     return None
         return seen[0] if seen[0] == seen[1] else None
 
-    def _load(self, task: Task) -> Any:
+    def _load(self, task: Task) -> tuple[Any, Count]:
         if self.gathers:
-            return self.gather_one(torch.tensor(task.indices))
+            return self.gather_one(torch.tensor(task.indices)), ALL
         epoch, epoch_step, first, _ = task.key
         return self.load(epoch, epoch_step, first, task.sizes, list(task.indices))
 
-    def load(self, epoch: int, epoch_step: int, first: int, sizes: Sequence[int], indices: list[int]) -> Any:
+    def load(
+        self, epoch: int, epoch_step: int, first: int, sizes: Sequence[int], indices: list[int]
+    ) -> tuple[Any, Count]:
         """What ``collate_fn`` makes of the samples at ``indices``: ``sizes`` of the virtual nodes from ``first`` on."""
         try:
             samples = self._samples(epoch, epoch_step, first, sizes, indices)
-            stacked = _stack(samples) if self._collate is default_collate else None
-            return self._collate(samples) if stacked is None else stacked
+            if self._collate is default_collate:
+                stacked = _stack(samples)
+                return default_collate(samples) if stacked is None else stacked, ALL
+            loaded = list(samples) if isinstance(samples, list) else samples  # which collate_fn may change
+            data = self._collate(samples)
+            return data, count_samples(loaded, data, len(indices))
         except StopIteration as stop:
             # Let through, it would silently end some loop between here and the user.
             raise RuntimeError(f"the dataset raised StopIteration while loading {tuple(indices)}") from stop

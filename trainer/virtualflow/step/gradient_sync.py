@@ -60,6 +60,9 @@ class Reduced:
 
 _NOTHING: frozenset[int] = frozenset()
 
+_WARY = 64
+"""Synchronizations after one with dropped samples in which no gradient sets out with a scale that goes by a plan."""
+
 
 class GradientSync:
     """What a worker contributes to a step, and its part in the reduction.
@@ -101,8 +104,13 @@ class GradientSync:
         self._reducer, self._overlap = reducer, Overlap(self._parameters, reducer, settings)
         self._late, self._outcome = False, Settled()
         self.forget_contributions()
-        self._weighed = False
-        """Whether the script told weights in the last synchronization, so that the scale of the next one is open."""
+        self._planned: int | None = None
+        """Samples of the present step, if none of them is dropped."""
+        self._promised: float | None = None
+        """The scale with which gradients set out in the present attempt before the headers have told it."""
+        self._open, self._open_until = False, 0
+        """Whether the scale of the next synchronization is open, since weights were told in the last one, and the
+        number of that until which it is, since samples were dropped: all workers have read the same headers."""
         self._trained: tuple[bool, ...] = ()
         """Which of all parameters are trained when a virtual node of the present attempt begins."""
         self._switched: set[int] = set()
@@ -111,14 +119,16 @@ class GradientSync:
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
-    def begin(self, computes: Sequence[int], most: int, *, resumes: bool = False) -> None:
+    def begin(self, computes: Sequence[int], most: int, *, resumes: bool = False, planned: int | None = None) -> None:
         """Start an attempt.
 
         Args:
             computes: the virtual nodes that this worker is about to compute, ascending.
             most: the most that any worker holds.
             resumes: together with those that it has :attr:`kept`.
+            planned: samples of the whole step, if none of them is dropped; ``None`` where nobody knows.
         """
+        self._planned, self._promised = planned, None
         self._trained = self._read_trained()
         self._overlap.begin(resumes=resumes)
         if not resumes:
@@ -191,6 +201,7 @@ class GradientSync:
             virtual_nodes: how many it stands for.
         """
         node = self._order[self._taken]
+        self._promised = None if of_step is None or self._open else self._unit / of_step
         self._overlap.watch_last(
             collectives,
             holdings,
@@ -198,7 +209,7 @@ class GradientSync:
             last=node,
             count=virtual_nodes,
             weight=samples / self._unit,
-            scale=None if of_step is None or self._weighed else self._unit / of_step,
+            scale=self._promised,
             plain=self._is_checked(node),
         )
 
@@ -274,7 +285,11 @@ class GradientSync:
         weight: float | None = None,
     ) -> NodeRecord:
         """What a virtual node has left behind beside gradients; the buffers are put back."""
-        averaged, copied = self._buffers.collect(self.schema) if samples else ({}, {})
+        if samples:
+            averaged, copied = self._buffers.collect(self.schema)
+        else:
+            averaged, copied = {}, {}
+            self._buffers.restore()
         return NodeRecord(samples, metrics, averaged, copied, virtual_nodes, weight)
 
     def take_summed(self, records: Mapping[int, NodeRecord], parts: Parts, given: Sequence[bool]) -> None:
@@ -341,7 +356,10 @@ class GradientSync:
         self._buffers.refuse_strangers()
         headers, form = self._agree_on_headers(communicator, holdings, number, offer, more=more, saves=saves)
         weights = read_weights(headers)
-        self._weighed = any(weight is not None for header in headers for weight in header.told)
+        self._open = any(weight is not None for header in headers for weight in header.told)
+        if self._planned is not None and sum(count for header in headers for count in header.samples) != self._planned:
+            self._open_until = number + _WARY
+        self._open = self._open or number < self._open_until
         present = [any(there) for there in zip(*(header.present for header in headers), strict=True)]
         count = len(self._parameters)
         scale = self._unit / math.fsum(weights)
@@ -355,7 +373,8 @@ class GradientSync:
             )
         begun = self._overlap.places
         factors = {} if self.cut is None else self.cut.factors(_by_node(weights, holdings))
-        early = self._await_early(scale, steady, present, portion, factors)
+        as_promised = self._promised is None or self._promised == scale
+        early = self._await_early(scale, steady and as_promised, present, portion, factors)
         sums = [tensor.to(summed_as(tensor.dtype)) for tensor in self._buffers.templates(self.schema.averaged)]
         reduced = self._reducer.reduce(
             communicator,
@@ -505,6 +524,7 @@ class GradientSync:
             owners: of the parameters, who alone need their gradients; ``None``: all need all.
         """
         self._order, self._taken = (), 0
+        self._open, self._open_until = False, 0  # not all of its members know what the last one has shown
         self._overlap.enter()
         self._reducer.forget()
         self._reducer.share(owners)

@@ -311,7 +311,7 @@ def read_weights(headers: Sequence[StepHeader]) -> list[float]:
     filled = sum(count > 0 for header in headers for count in header.samples)
     told = sum(weight is not None for header in headers for weight in header.told)
     if filled == 0:
-        raise ConfigurationError("the dataset gave no samples at all; check its shards")
+        raise ConfigurationError("a step has no samples at all; check the dataset's shards, and what collate_fn drops")
     if told not in (0, filled):
         raise ConfigurationError(
             f"step.weight was called for {told} of the {filled} micro-batches of a step; call it for each of them, or "

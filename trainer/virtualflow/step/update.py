@@ -86,14 +86,20 @@ class Update:
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
     def begin(
-        self, computes: Sequence[int], most: int = 1, *, resumes: bool = False, watched: int | None = None
+        self,
+        computes: Sequence[int],
+        most: int = 1,
+        *,
+        resumes: bool = False,
+        watched: int | None = None,
+        planned: int | None = None,
     ) -> None:
         """Start an attempt; see :meth:`GradientSync.begin`.
 
         ``watched`` is the number of the step if all workers are to have the same state to the bit.
         """
         self.watch.begin(watched)
-        self.sync.begin(computes, most, resumes=resumes)
+        self.sync.begin(computes, most, resumes=resumes, planned=planned)
         self.optimizer_step.begin()
 
     def synchronize(

@@ -71,7 +71,7 @@ class LayeredAttempts:
         return self._flight(batch)
 
     def _flight(self, batch: MicroBatch) -> Flight:
-        return Flight(batch.virtual_node, batch.size, batch.size / self._context.update.sync.unit, batch.data)
+        return Flight(batch.virtual_node, batch.kept, batch.kept / self._context.update.sync.unit, batch.data)
 
     def _run(self, work: _Work, number: int, check: Callable[[], object]) -> Iterator[Any]:
         """Let the script's loss compute all of it.

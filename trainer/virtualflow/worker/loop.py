@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from virtualflow.data import MicroBatch, seed_virtual_node
+from virtualflow.data import CountWatch, MicroBatch, seed_virtual_node
 from virtualflow.device import device_of
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
@@ -68,6 +68,8 @@ class Loop:
         self._layers = None if context.layers is None else LayeredAttempts(context, *context.layers, self._listen)
         self._unproven = context.request.bitwise and context.session.coordinated
         """Whether no virtual node was computed twice yet."""
+        self._counts: CountWatch | None = CountWatch()
+        """``None``: there was a doubt, and it was told."""
         self._looks, self._more_looks = _LOOKS, _MORE_LOOKS
         self._step_is_new = False
         """Whether a step was made since a checkpoint was thought of."""
@@ -136,11 +138,11 @@ class Loop:
         """Whether all virtual nodes are computed together, block by block."""
         return self._layers is not None
 
-    def _listen(self, data: Any) -> Told:
+    def _listen(self, data: Any, *, weighs: bool = True) -> Told:
         """The script is about to compute a micro-batch: where to note what it tells of it."""
         self._told = Told()
         weight = self.context.request.options.weight
-        if weight is not None:
+        if weight is not None and weighs:
             self.weigh(read_weight(weight(data)))
         return self._told
 
@@ -274,7 +276,8 @@ class Loop:
         if update.cut is not None:
             update.cut.begin(number)
         compared = context.request.bitwise and len(state.ranges) > 1
-        update.begin(computes, most, resumes=repairs, watched=number if compared else None)
+        planned, watched = context.loading.samples(), number if compared else None
+        update.begin(computes, most, resumes=repairs, watched=watched, planned=planned)
         work = len(computes) if update.cut is None else update.cut.work(computes, number)
         pace.begin(time.monotonic(), work)
         if fusion.exploring or repairs:
@@ -308,18 +311,18 @@ class Loop:
                     )
             if context.trace is not None:
                 context.trace.loaded(batch)
-            if self._unproven and batch.size:
+            if self._unproven and batch.kept:
                 yield from self._compute_once_more(batch, number)
             last = nodes.stop == computes[-1] + 1
             if context.trace is not None:
                 update.sync.begin_late()  # when its gradients have been read
             elif last:
                 of_step, communicator = context.loading.samples(), context.membership.communicator
-                update.sync.expect_last(communicator, state.holdings, batch.size, of_step, len(nodes))
+                update.sync.expect_last(communicator, state.holdings, batch.kept, of_step, len(nodes))
             else:
-                update.sync.expect(batch.size, len(nodes))
+                update.sync.expect(batch.kept, len(nodes))
             yield from self._present(batch, number)
-            if self._looks and batch.size and not update.sync.begun:
+            if self._looks and batch.kept and not update.sync.begun:
                 yield from self._look_again(nodes, number)
             context.loading.send_ahead(nodes)
             self._spot_checking.note(batch.virtual_node)  # before gradients are used up
@@ -334,7 +337,22 @@ class Loop:
                 pace.end(time.monotonic())
             if context.trace is not None:
                 context.trace.computed(context.session.generation, number, batch.virtual_node, self._told)
-            update.sync.take(batch.size, self._told.metrics, len(nodes), self._told.weight)
+            self._doubt_count(batch)
+            samples = batch.kept if self._told.weight is None else batch.size
+            update.sync.take(samples, self._told.metrics, len(nodes), self._told.weight)
+
+    def _doubt_count(self, batch: MicroBatch) -> None:
+        """Tell once of a micro-batch that may hold fewer samples than it counts by."""
+        if self._counts is None or self._told.weight is not None:
+            return
+        doubt = self._counts.doubts(batch.size, batch.count)
+        if doubt is not None:
+            self._counts = None
+            self.context.session.note(
+                "warning",
+                f"{doubt}, and a micro-batch counts by the samples that were loaded for it; if collate_fn drops some, "
+                "say how many are left, by weight=lambda batch: len(batch[0]) in vf.elastic or by step.weight",
+            )
 
     def _compute_once_more(self, batch: MicroBatch, number: int) -> Iterator[Any]:
         """Load and compute the first virtual node of all an additional time before.
@@ -377,7 +395,7 @@ class Loop:
             forget_cached_weights()
             ends = nullcontext(True) if cut is None else cut.within(batch.virtual_node, number)
             with span("virtual node", batch.virtual_node), self.context.guard.within("inner loop"), ends as whole:
-                self._listen(batch.data)
+                self._listen(batch.data, weighs=batch.kept > 0)
                 yield batch.data
             if activations is not None and whole:  # a plan is for the longest
                 activations.end(batch.size)
