@@ -140,12 +140,12 @@ class StreamSource:
                 if following > virtual_node:
                     self._place(following, epoch, epoch_step)
         stream.position = None  # until all went well: after an error the stream is opened again
-        positions, data, count = next(stream.batches, _END)
+        positions, data, counted = next(stream.batches, _END)
         stream.position = epoch_step + 1
         if virtual_node not in self._assigned:  # read once, in the place of a worker that was lost
             self._drop(virtual_node)
         # Pinning memory makes lists of them.
-        return MicroBatch(virtual_node, data, tuple(positions), count=Count(*count))
+        return MicroBatch(virtual_node, data, tuple(positions), count=Count(*counted))
 
     def read_again(self, batch: MicroBatch, epoch: int, epoch_step: int) -> tuple[MicroBatch, MicroBatch] | None:
         """See `Source.read_again`: the following micro-batch, read on, and from a stream that is opened there.

@@ -212,8 +212,8 @@ class MapSource:
         if isinstance(outcome, ExceptionWrapper):
             outcome.reraise()  # type: ignore[no-untyped-call]
         assert isinstance(task, Task)
-        data, count = outcome
-        return MicroBatch(virtual_node, data, task.indices, sizes, Count(*count))  # pinning memory makes a list of it
+        data, counted = outcome
+        return MicroBatch(virtual_node, data, task.indices, sizes, Count(*counted))  # pinning memory makes a list of it
 
     def read_again(self, batch: MicroBatch, epoch: int, epoch_step: int) -> tuple[MicroBatch, MicroBatch] | None:
         """See `Source.read_again`."""

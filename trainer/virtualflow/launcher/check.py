@@ -48,6 +48,7 @@ EXIT_DIFFERS = EXIT_FAILED
 """Two runs are not equal."""
 
 _TRACEBACK = "Traceback (most recent call last):"
+_REPORT = "report.json"
 _NEVER = "31536000"
 """Seconds between two checkpoints of a trial: only the last one is written, where the job stops."""
 
@@ -171,6 +172,8 @@ class Check:
         """Of the first column."""
         self._made = 0
         """Runs that are over."""
+        self._warnings: list[str] = []
+        """What the workers of the first one have warned of."""
 
     async def run(self) -> int:
         """All trials; the exit code.
@@ -187,6 +190,8 @@ class Check:
                 findings, steps = await self._make_all(progress)
             finally:
                 watching.cancel()
+        for warning in self._warnings:
+            print(f"\nwarning: {warning}")
         return conclude(findings, steps)
 
     async def _watch(self, progress: Progress) -> None:
@@ -245,6 +250,8 @@ class Check:
         try:
             with tempfile.TemporaryDirectory(dir=self._directory, ignore_cleanup_errors=True) as directory:
                 await self._run(trial, steps, Path(directory))
+                if trial is REFERENCE:
+                    self._warnings = json.loads((Path(directory) / _REPORT).read_text())["warnings"]
                 self._made += 1
                 return read_trace(Path(directory) / "trace")
         except ConfigurationError as error:
@@ -255,7 +262,7 @@ class Check:
                 self._freed.notify_all()
 
     async def _run(self, trial: Trial, steps: int, directory: Path) -> None:
-        report, errors = directory / "report.json", directory / "errors"
+        report, errors = directory / _REPORT, directory / "errors"
         environment = os.environ | {"PYTHONHASHSEED": trial.hash_seed}
         environment.pop(ENV_TRACE_REPEAT, None)
         if trial.repeated_step is not None:

@@ -28,6 +28,8 @@ class JobHistory:
     """How long a step should take, as last predicted."""
     paces: dict[str, float] = field(default_factory=dict)
     """Milliseconds per virtual node of each worker that some were assigned to last."""
+    warnings: list[str] = field(default_factory=list)
+    """What workers have warned of, each sentence once."""
     _seen: set[tuple[float, str, str]] = field(default_factory=set)
     _reached: tuple[int, int, int] = (1, 0, 0)
     """The latest run of the script, and the generation and step of its training."""
@@ -68,6 +70,8 @@ class JobHistory:
                 continue
             self._seen.add(key)
             fresh_events.append(event)
+            if event.kind == "warning" and event.text not in self.warnings:
+                self.warnings.append(event.text)
             if event.kind.startswith("checkpoint"):
                 self.last_checkpoint = event
         return fresh_changes, fresh_events
@@ -110,6 +114,7 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
         "pace_ms": history.paces,
         "metrics": dict(status.metrics) if status else {},
         "pids": history.pids,
+        "warnings": history.warnings,
         "seconds": round(seconds, 3),
         "error": status.error if status else None,
     }

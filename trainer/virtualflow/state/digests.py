@@ -133,6 +133,12 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
     ours, theirs = here.get("state", []), there.get("state", [])
     if ours != theirs:
         return f"state holds {', '.join(ours) or 'nothing'} here and {', '.join(theirs) or 'nothing'} there"
+    ours, theirs = here.get("sums", []), there.get("sums", [])
+    if ours != theirs:
+        one, other = (", ".join(names) or "no buffer" for names in (ours, theirs))
+        return (
+            f"changes of {one} are added up here and of {other} there (vf.elastic(buffers=...) stays for a job's life)"
+        )
     if here.get("verify") != there.get("verify"):
         return f"verify is {here.get('verify', 0)} here and {there.get('verify', 0)} there"
     ours, theirs = here.get("sampler"), there.get("sampler")

@@ -4,6 +4,7 @@ run as one micro-batch.
 """
 
 from virtualflow.step.backward_cut import BackwardCut
+from virtualflow.step.buffer_sums import BufferKind, choose_sums
 from virtualflow.step.caches import forget_cached_weights
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.guard import Guard
@@ -26,6 +27,7 @@ __all__ = [
     "LOOKS_AHEAD",
     "BackwardCut",
     "BatchNorm",
+    "BufferKind",
     "Diverged",
     "Divergence",
     "Doubted",
@@ -45,6 +47,7 @@ __all__ = [
     "Update",
     "agreed",
     "choose_judges",
+    "choose_sums",
     "copy_data",
     "describe_open_doubt",
     "find_lost_state",

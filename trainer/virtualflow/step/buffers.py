@@ -1,7 +1,7 @@
 """The model's buffers during a step: every virtual node starts from the same, and what each has changed is collected.
 
 A buffer of numbers that can be averaged (batch norm's statistics) is exchanged like a gradient; any other travels in
-the header, and one worker's counts.
+the header, and one worker's counts. What the script has named as a sum is added up (``buffer_sums``).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Routine:
 class BufferTracker:
     """Lets every virtual node start from the same buffers, and collects what it changed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sums: Sequence[str] = ()) -> None:
         self.begun = False
         """Whether an attempt at the coming step has begun. Before, buffers hold what a donor, or the script's code
         after a step, has left in them, and no baseline has that: nothing is to be put back."""
@@ -109,6 +109,8 @@ class BufferTracker:
                     continue
                 seen[id(tensor)] = name
                 self._buffers[name] = _Buffer(module, attribute, tensor, tensor.detach().clone())
+        self._sums = {name: self._buffers[name] for name in sums}
+        """Those whose changes are added up."""
 
     def begin(self) -> None:
         """Take the present values as those that every virtual node of the coming step starts from."""
@@ -141,7 +143,7 @@ class BufferTracker:
         known = {*schema.averaged, *schema.copied}
         differing = _differ(list(self._buffers.values()))
         for (name, buffer), differs in zip(self._buffers.items(), differing, strict=True):
-            if name not in known and not differs:
+            if name in self._sums or (name not in known and not differs):
                 continue
             present = buffer.module._buffers[buffer.attribute]
             target = averaged if _averages(buffer.tensor) else copied
@@ -153,10 +155,7 @@ class BufferTracker:
             value = buffer.baseline if present is None else present.detach()
             if value.shape != buffer.tensor.shape:
                 if buffer.attribute not in buffer.module._non_persistent_buffers_set or name in known:
-                    raise ConfigurationError(
-                        f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} "
-                        "in a forward pass, so virtual nodes cannot be averaged; give it its shape from the start"
-                    )
+                    raise _reshaped(name, buffer, value)
                 buffer.keep()
                 continue
             target[name] = value.to(buffer.tensor.dtype, copy=True).reshape(buffer.tensor.shape)
@@ -167,10 +166,49 @@ class BufferTracker:
                 torch._foreach_copy_([buffer.tensor for buffer in in_place], [buffer.baseline for buffer in in_place])
         return averaged, copied
 
+    def collect_sums(self) -> dict[str, Tensor]:
+        """By how much a virtual node has changed those that are added up; the baseline is put back."""
+        changes = {}
+        for name, buffer in self._sums.items():
+            if not buffer.differs():
+                continue
+            present = buffer.module._buffers[buffer.attribute]
+            value = buffer.baseline if present is None else present.detach()
+            if value.shape != buffer.tensor.shape:
+                raise _reshaped(name, buffer, value)
+            dtype = summed_as(buffer.tensor.dtype)
+            changes[name] = value.to(dtype) - buffer.baseline.to(dtype)
+            buffer.put(buffer.baseline)
+        return changes
+
+    @property
+    def sum_templates(self) -> list[Tensor]:
+        """One tensor for each of those that are added up: without content, of its shape and its changes' type."""
+        return [
+            torch.empty(buffer.tensor.shape, dtype=summed_as(buffer.tensor.dtype), device="meta")
+            for buffer in self._sums.values()
+        ]
+
+    @property
+    def sums(self) -> Sequence[str]:
+        """Their names."""
+        return tuple(self._sums)
+
+    def added(self, changes: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Their values behind a step that has changed them by so much."""
+        return {
+            name: (buffer.baseline.to(change.dtype) + change.to(buffer.baseline.device)).to(buffer.tensor.dtype)
+            for (name, buffer), change in zip(self._sums.items(), changes, strict=True)
+        }
+
+    def counts_silently(self, name: str) -> bool:
+        """Whether one virtual node's change of a buffer is to count: batch norm's count of its own calls."""
+        return self._buffers[name].attribute == "num_batches_tracked"
+
     def _prepare(self, schema: Schema) -> _Routine:
         known = (*schema.averaged, *schema.copied)
         buffers = [self._buffers[name] for name in known]
-        others = [buffer for name, buffer in self._buffers.items() if name not in known]
+        others = [buffer for name, buffer in self._buffers.items() if name not in known and name not in self._sums]
         return _Routine(schema, buffers, others, [b.tensor for b in buffers], [b.baseline for b in buffers])
 
     def refuse_strangers(self) -> None:
@@ -241,6 +279,13 @@ class BufferTracker:
             if part:
                 values[name] = torch.frombuffer(part, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
         return values
+
+
+def _reshaped(name: str, buffer: _Buffer, value: Tensor) -> ConfigurationError:
+    return ConfigurationError(
+        f"buffer {name} has changed its shape from {list(buffer.tensor.shape)} to {list(value.shape)} in a forward "
+        "pass, so virtual nodes cannot be averaged; give it its shape from the start"
+    )
 
 
 def summed_as(dtype: torch.dtype) -> torch.dtype:

@@ -22,6 +22,7 @@ from virtualflow.protocol import messages as m
 from virtualflow.reduction import Overlap, Owners, Parts, Reducer, Settled, Summation, Tensors, plan_offload
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.backward_cut import BackwardCut
+from virtualflow.step.buffer_sums import add_up_changes, write_changes
 from virtualflow.step.buffers import BufferTracker, summed_as
 from virtualflow.step.contributions import Contributions, take_gradients
 from virtualflow.step.header import (
@@ -38,6 +39,7 @@ from virtualflow.step.header import (
 )
 from virtualflow.step.spot_checker import SpotChecker
 from virtualflow.step.state_watch import StateWatch
+from virtualflow.step.switches import Switches
 from virtualflow.transport import Collectives, as_bytes, gather_bytes
 
 Portion = Callable[[Mapping[int, Tensor]], None]
@@ -56,9 +58,9 @@ class Reduced:
     buffers: dict[str, Tensor]
     switched: frozenset[int]
     """The parameters, by place, that the first virtual node has frozen or unfrozen: what holds after the step."""
+    copied: tuple[str, ...]
+    """Buffers of which one virtual node's value counts, since this step."""
 
-
-_NOTHING: frozenset[int] = frozenset()
 
 _WARY = 64
 """Synchronizations after one with dropped samples in which no gradient sets out with a scale that goes by a plan."""
@@ -73,10 +75,17 @@ class GradientSync:
         micro_batch: samples of a virtual node.
         settings: how gradients travel.
         reducer: reduces them between workers.
+        sums: buffers whose changes are added up.
     """
 
     def __init__(
-        self, model: nn.Module, summation: Summation, micro_batch: int, settings: ReductionSettings, reducer: Reducer
+        self,
+        model: nn.Module,
+        summation: Summation,
+        micro_batch: int,
+        settings: ReductionSettings,
+        reducer: Reducer,
+        sums: Sequence[str] = (),
     ) -> None:
         self.schema = Schema()
         """Names that the present attempt exchanges."""
@@ -89,8 +98,10 @@ class GradientSync:
         self.cut: BackwardCut | None = None
         """How far each backward pass goes; ``None``: all are whole."""
         self._named = list(model.named_parameters())
+        self.switches = Switches(self._named)
+        """Which parameters are trained."""
         self._parameters = list(model.parameters())
-        self._buffers = BufferTracker(model)
+        self._buffers = BufferTracker(model, sums)
         self._summation = summation
         self._settings = settings
         self._micro_batch = self._unit = micro_batch
@@ -111,10 +122,6 @@ class GradientSync:
         self._open, self._open_until = False, 0
         """Whether the scale of the next synchronization is open, since weights were told in the last one, and the
         number of that until which it is, since samples were dropped: all workers have read the same headers."""
-        self._trained: tuple[bool, ...] = ()
-        """Which of all parameters are trained when a virtual node of the present attempt begins."""
-        self._switched: set[int] = set()
-        """Parameters, by place, that an inner loop has ever left frozen or unfrozen: part of the state."""
         self._layout: tuple[object, int] = (None, 0)
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
@@ -129,7 +136,7 @@ class GradientSync:
             planned: samples of the whole step, if none of them is dropped; ``None`` where nobody knows.
         """
         self._planned, self._promised = planned, None
-        self._trained = self._read_trained()
+        self.switches.begin()
         self._overlap.begin(resumes=resumes)
         if not resumes:
             self.forget_contributions()
@@ -138,33 +145,6 @@ class GradientSync:
         self._unit = self._summation.unit(self._micro_batch, most)
         self._buffers.begin()
         self._clear_gradients()
-
-    def _read_trained(self) -> tuple[bool, ...]:
-        return tuple([parameter.requires_grad for parameter in self._parameters])
-
-    def _put_trained(self) -> frozenset[int]:
-        """Let the next virtual node begin as each did; the places that the script has frozen or unfrozen meanwhile."""
-        now = self._read_trained()
-        if now == self._trained:
-            return _NOTHING
-        places = frozenset(place for place, trained in enumerate(self._trained) if now[place] is not trained)
-        for place in places:
-            self._parameters[place].requires_grad_(self._trained[place])
-        return places
-
-    def refuse_switches(self) -> None:
-        """Blocks have been loaded as they were frozen when the attempt began, for all virtual nodes.
-
-        Raises:
-            ConfigurationError: the script has frozen or unfrozen a parameter since.
-        """
-        for (name, parameter), before in zip(self._named, self._trained, strict=True):
-            if parameter.requires_grad is not before:
-                raise ConfigurationError(
-                    f"the loss of step.layer_major has {'frozen' if before else 'unfrozen'} parameter {name}, and in "
-                    "layer-major order all virtual nodes run through a block together; freeze and unfreeze by "
-                    "step.number, before step.layer_major"
-                )
 
     def _clear_gradients(self) -> None:
         """Forget gradients, so that autograd makes new tensors for the next virtual node."""
@@ -267,7 +247,7 @@ class GradientSync:
         self.computed()
         settled, self._outcome = self._outcome, Settled()
         record = self.collect(samples, metrics, virtual_nodes, weight)
-        record.switched = self._put_trained()
+        record.switched = self.switches.put_back()
         gradients, given = take_gradients(self._named, settled)
         if self.cut is not None:
             self.cut.check(given)
@@ -285,17 +265,23 @@ class GradientSync:
         weight: float | None = None,
     ) -> NodeRecord:
         """What a virtual node has left behind beside gradients; the buffers are put back."""
+        record = NodeRecord(samples, metrics, virtual_nodes=virtual_nodes, told=weight)
         if samples:
-            averaged, copied = self._buffers.collect(self.schema)
+            record.summed = self._buffers.collect_sums()
+            record.averaged, record.copied = self._buffers.collect(self.schema)
         else:
-            averaged, copied = {}, {}
             self._buffers.restore()
-        return NodeRecord(samples, metrics, averaged, copied, virtual_nodes, weight)
+        return record
 
     def take_summed(self, records: Mapping[int, NodeRecord], parts: Parts, given: Sequence[bool]) -> None:
         """In place of :meth:`take`: all virtual nodes of the attempt at once; see ``Contributions.add_summed``."""
         self._contributions.add_summed(records, parts, given, self._unit)
         self._taken = len(self._order)
+
+    @property
+    def sums(self) -> Sequence[str]:
+        """The buffers whose changes are added up."""
+        return self._buffers.sums
 
     @property
     def unit(self) -> int:
@@ -315,7 +301,7 @@ class GradientSync:
     def discard(self) -> None:
         """Forget what the present virtual node has left in the model: it is computed again."""
         self._clear_gradients()
-        self._put_trained()
+        self.switches.put_back()
         self._buffers.restore()
 
     def abandon(self, *, keep: bool = False) -> None:
@@ -390,9 +376,18 @@ class GradientSync:
         buffers = {n: t for n, t in zip(self.schema.averaged, reduced[count:], strict=True) if t is not None}
         if form.copied_bytes:
             buffers |= self._buffers.read_copied(self.schema, first_header(headers, holdings).copied)
-        metrics = combine_metrics(self.schema, self._summation, headers, holdings if self._summation.movable else None)
+        order = holdings if self._summation.movable else None
+        if self._buffers.sums:
+            changes = add_up_changes(self._buffers.sum_templates, self._summation, headers, order)
+            buffers |= self._buffers.added(changes)
+        metrics = combine_metrics(self.schema, self._summation, headers, order)
         switched = first_header(headers, holdings).switched
-        return Reduced(headers, metrics, reduced[:count], tuple(present[:count]), buffers, switched)
+        copied = tuple(
+            name
+            for name in self.schema.copied
+            if name not in self.settled.copied and not self._buffers.counts_silently(name)
+        )
+        return Reduced(headers, metrics, reduced[:count], tuple(present[:count]), buffers, switched, copied)
 
     def _await_early(
         self,
@@ -426,6 +421,7 @@ class GradientSync:
         while True:
             form = self.header_format(holdings)
             mine = self._contributions.wanted_schema()
+            records, sums = self._contributions.complete_records(self.schema), self._buffers.sum_templates
             told = form.tell(
                 Kind.TRAIN,
                 number,
@@ -438,7 +434,8 @@ class GradientSync:
                 state=0 if self.watch is None else self.watch.value,
                 check=0 if self.spot_checker is None else self.spot_checker.value,
                 present=self._contributions.present(self.schema),
-                records=self._contributions.complete_records(self.schema),
+                records=records,
+                summed=[write_changes(sums, [of.summed.get(name) for name in self._buffers.sums]) for of in records],
             )
             headers: tuple[StepHeader, ...] = (told,)
             if communicator.size > 1:
@@ -466,10 +463,9 @@ class GradientSync:
             self.schema = merged
 
     def _layout_hash(self) -> int:
-        key = (self._trained, self.schema)
+        key = (self.switches.trained, self.schema)
         if self._layout[0] != key:
-            described = zip(self._named, self._trained, strict=True)
-            self._layout = key, layout_hash((named for named, trained in described if trained), self.schema)
+            self._layout = key, layout_hash(self.switches.steadily(), self.schema)
         return self._layout[1]
 
     def header_format(self, holdings: Sequence[Sequence[int]]) -> HeaderFormat:
@@ -481,6 +477,7 @@ class GradientSync:
             most_nodes=max(len(holding) for holding in holdings),
             copied_bytes=self._buffers.copied_bytes(self.schema),
             alignment=self._settings.alignment,
+            summed_bytes=sum(template.nbytes for template in self._buffers.sum_templates),
         )
 
     # --- a life -------------------------------------------------------------------------------------------------------
@@ -494,23 +491,9 @@ class GradientSync:
         """The step was applied: take over the combined buffers, what is trained from now on, and the names."""
         self._reducer.release_unused()
         self._buffers.commit(buffers)
-        for place in switched:
-            self._parameters[place].requires_grad_(not self._trained[place])
-        self._switched |= switched
+        self.switches.commit(switched)
         self.settled = self.schema
         self._begin_anew()
-
-    @property
-    def switches(self) -> dict[str, bool]:
-        """Of the parameters that an inner loop has ever left frozen or unfrozen: which are trained."""
-        return {name: parameter.requires_grad for name, parameter in (self._named[n] for n in sorted(self._switched))}
-
-    def restore_switches(self, switches: Mapping[str, bool]) -> None:
-        """Take them over from a state that was restored."""
-        for place, (name, parameter) in enumerate(self._named):
-            if name in switches:
-                self._switched.add(place)
-                parameter.requires_grad_(switches[name])
 
     def _begin_anew(self) -> None:
         """Another step comes than the one that was attempted."""

@@ -85,6 +85,8 @@ class NodeRecord:
     """What the script has said that it counts by."""
     switched: frozenset[int] = frozenset()
     """The parameters, by place, that it has left frozen where they were trained before, or the other way about."""
+    summed: dict[str, Tensor] = field(default_factory=dict)
+    """By how much buffers have changed whose changes are added up."""
 
     @property
     def weight(self) -> float:
@@ -121,6 +123,8 @@ class StepHeader:
     copied: bytes
     switched: frozenset[int] = frozenset()
     """The parameters, by place, that its first record with samples has frozen or unfrozen."""
+    summed: tuple[bytes, ...] = ()
+    """The changes that each of its records adds to buffers (``buffer_sums``)."""
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -139,11 +143,13 @@ class HeaderFormat:
     """The largest number of virtual nodes on one worker."""
     copied_bytes: int
     alignment: int
+    summed_bytes: int = 0
+    """Of one record's changes of buffers."""
 
     @property
     def size(self) -> int:
         """Bytes of a header."""
-        per_node = _NODE.size + _PAIR.size * len(self.schema.metrics)
+        per_node = _NODE.size + _PAIR.size * len(self.schema.metrics) + self.summed_bytes
         size = _FIXED.size + 2 * self._places_bytes + self.most_nodes * per_node + self.copied_bytes
         return -(-size // self.alignment) * self.alignment
 
@@ -166,6 +172,7 @@ class HeaderFormat:
         check: int = 0,
         present: Sequence[bool] = (),
         records: Sequence[NodeRecord] = (),
+        summed: Sequence[bytes] = (),
     ) -> StepHeader:
         """What this worker has to say."""
         copied = b""
@@ -196,6 +203,7 @@ class HeaderFormat:
             metrics=tuple(metrics),
             copied=copied,
             switched=frozenset() if first is None else first.switched,
+            summed=tuple(summed) if self.summed_bytes else (b"",) * len(records),
         )
 
     def write(self, header: StepHeader) -> Tensor:
@@ -210,12 +218,15 @@ class HeaderFormat:
             bits = sum(1 << place for place in places)
             block[at : at + self._places_bytes] = bits.to_bytes(self._places_bytes, "little")
             at += self._places_bytes
-        for samples, told, metrics in zip(header.samples, header.told, header.metrics, strict=True):
+        rows = zip(header.samples, header.told, header.metrics, header.summed, strict=True)
+        for samples, told, metrics, summed in rows:
             _NODE.pack_into(block, at, samples, _UNTOLD if told is None else told)
             at += _NODE.size
             for value, there in metrics:
                 _PAIR.pack_into(block, at, value, there)
                 at += _PAIR.size
+            block[at : at + self.summed_bytes] = summed
+            at += self.summed_bytes
         if header.copied:
             block[self.size - self.copied_bytes :] = header.copied
         return torch.frombuffer(block, dtype=torch.uint8)
@@ -230,7 +241,7 @@ class HeaderFormat:
             int.from_bytes(raw[begin : begin + self._places_bytes], "little") for begin in (at, at + self._places_bytes)
         )
         at += 2 * self._places_bytes
-        samples, told, metrics = list[int](), list[float | None](), []
+        samples, told, metrics, summed = list[int](), list[float | None](), [], []
         for _ in range(nodes):
             count, weight = _NODE.unpack_from(raw, at)
             samples.append(count)
@@ -242,6 +253,8 @@ class HeaderFormat:
                 values.append((value, there == 1.0))
                 at += _PAIR.size
             metrics.append(tuple(values))
+            summed.append(raw[at : at + self.summed_bytes])
+            at += self.summed_bytes
         return StepHeader(
             kind=kind,
             exchange=exchange,
@@ -261,6 +274,7 @@ class HeaderFormat:
             switched=frozenset(place for place in range(self.places) if switched >> place & 1)
             if switched
             else frozenset(),
+            summed=tuple(summed),
         )
 
 
@@ -343,7 +357,7 @@ def combine_metrics(
     """
     weights = [weight for header in headers for weight in header.weights]
     rows = [row for header in headers for row in header.metrics]
-    nodes = range(len(rows)) if holdings is None else [node for holding in holdings for node in holding]
+    nodes = numbered(len(rows), holdings)
     combined = {}
     for place, name in enumerate(schema.metrics):
         weighted = {
@@ -354,6 +368,11 @@ def combine_metrics(
         if weight:
             combined[name] = total / weight
     return combined
+
+
+def numbered(records: int, holdings: Sequence[Sequence[int]] | None) -> Sequence[int]:
+    """The virtual nodes of so many records of all members; ``None``: the records are in the order to add them up."""
+    return range(records) if holdings is None else [node for holding in holdings for node in holding]
 
 
 def layout_hash(parameters: Iterable[tuple[str, Tensor]], schema: Schema) -> int:

@@ -39,6 +39,7 @@ class Update:
         spot_checker: lets another worker compute a virtual node now and then; ``None``: nobody does.
         choose: chooses how each bucket of gradients travels.
         cut: lets backward passes end early; ``None``: all are whole.
+        sums: buffers whose changes are added up.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Update:
         spot_checker: SpotChecker | None = None,
         choose: Choose = choose_programs,
         cut: BackwardCut | None = None,
+        sums: Sequence[str] = (),
     ) -> None:
         rule = UpdateRule(
             elementwise=True,  # No other optimizer is sharded, and none that is not sharded steps slices.
@@ -65,7 +67,7 @@ class Update:
         landing = None if options.host is None else Landing(options.host, len(list(model.parameters())))
         self.reducer = Reducer(summation, reduction, rule, choose, landing)
         """Knows how gradients travel."""
-        self.sync = GradientSync(model, summation, micro_batch, reduction, self.reducer)
+        self.sync = GradientSync(model, summation, micro_batch, reduction, self.reducer, sums)
         """Takes what each virtual node has left in the model."""
         self.optimizer_step = OptimizerStep(model, options, reduction, transfer)
         self.watch = self.sync.watch = StateWatch(

@@ -15,7 +15,7 @@ from virtualflow.memory.activations import Memory
 from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
 from virtualflow.reduction.settings import Exchange
 from virtualflow.state import CheckpointPolicy, join_schedulers
-from virtualflow.step import BatchNorm, PartialBackward, SchedulerInterval
+from virtualflow.step import BatchNorm, BufferKind, PartialBackward, SchedulerInterval
 from virtualflow.worker.options import Options, read_device
 from virtualflow.worker.run import Run
 from virtualflow.worker.settings import WorkerSettings
@@ -54,6 +54,7 @@ def elastic(
     backward: PartialBackward | None = None,
     weight: Weight | None = None,
     tracker: Tracker | Sequence[Tracker] = (),
+    buffers: Mapping[str, BufferKind] | None = None,
     **loader: Unpack[LoaderOptions],
 ) -> Run:
     """Make a training loop elastic; use the result as ``with vf.elastic(...) as run:``.
@@ -109,6 +110,10 @@ def elastic(
             its tokens the loss is a mean over. Without it, and without ``step.weight``, it counts by its samples.
         tracker: where each committed step is written to, once, by whoever leads: one of
             ``virtualflow.integrations.trackers``, or several.
+        buffers: what becomes of buffers that the forward pass changes, by their names in ``named_buffers`` or by
+            patterns: with ``{"seen": "sum", "*.load": "sum"}`` the changes that the virtual nodes of a step make are
+            added up, as counters need it. Without it, one of floating-point numbers becomes the mean over the virtual
+            nodes, as batch norm's statistics do, and of any other the first virtual node's value counts.
         **loader: passed through to the ``DataLoader``.
 
     Returns:
@@ -143,6 +148,7 @@ def elastic(
             backward,
             weight,
             tuple(tracker) if isinstance(tracker, Sequence) else (tracker,),
+            buffers,
             loader,
             read_device(device),
         ),

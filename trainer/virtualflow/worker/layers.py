@@ -88,7 +88,7 @@ class LayeredAttempts:
             def loss(flight: Flight, output: Any, rest: Sequence[Any]) -> Tensor:
                 told = work.told[flight.number] = self._listen(flight.data)
                 value = script_loss(output, *rest)
-                self._context.update.sync.refuse_switches()
+                self._context.update.sync.switches.refuse()
                 if isinstance(value, Tensor):
                     told.metrics.setdefault("loss", value.detach().clone())
                 if told.weight is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from virtualflow.data import CountWatch, MicroBatch, seed_virtual_node
+from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.device import device_of
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
@@ -31,6 +31,7 @@ from virtualflow.step import (
     copy_data,
     forget_cached_weights,
 )
+from virtualflow.worker.cautions import Cautions
 from virtualflow.worker.divergence import end_by_divergence
 from virtualflow.worker.explaining import write_explanation
 from virtualflow.worker.finish import complete_leader
@@ -68,8 +69,7 @@ class Loop:
         self._layers = None if context.layers is None else LayeredAttempts(context, *context.layers, self._listen)
         self._unproven = context.request.bitwise and context.session.coordinated
         """Whether no virtual node was computed twice yet."""
-        self._counts: CountWatch | None = CountWatch()
-        """``None``: there was a doubt, and it was told."""
+        self._cautions = Cautions(context.session)
         self._looks, self._more_looks = _LOOKS, _MORE_LOOKS
         self._step_is_new = False
         """Whether a step was made since a checkpoint was thought of."""
@@ -337,22 +337,9 @@ class Loop:
                 pace.end(time.monotonic())
             if context.trace is not None:
                 context.trace.computed(context.session.generation, number, batch.virtual_node, self._told)
-            self._doubt_count(batch)
-            samples = batch.kept if self._told.weight is None else batch.size
-            update.sync.take(samples, self._told.metrics, len(nodes), self._told.weight)
-
-    def _doubt_count(self, batch: MicroBatch) -> None:
-        """Tell once of a micro-batch that may hold fewer samples than it counts by."""
-        if self._counts is None or self._told.weight is not None:
-            return
-        doubt = self._counts.doubts(batch.size, batch.count)
-        if doubt is not None:
-            self._counts = None
-            self.context.session.note(
-                "warning",
-                f"{doubt}, and a micro-batch counts by the samples that were loaded for it; if collate_fn drops some, "
-                "say how many are left, by weight=lambda batch: len(batch[0]) in vf.elastic or by step.weight",
-            )
+            self._cautions.look_at(batch, self._told)
+            holds = batch.kept if self._told.weight is None else batch.size
+            update.sync.take(holds, self._told.metrics, len(nodes), self._told.weight)
 
     def _compute_once_more(self, batch: MicroBatch, number: int) -> Iterator[Any]:
         """Load and compute the first virtual node of all an additional time before.
@@ -430,6 +417,7 @@ class Loop:
         self._state.step = number
         self._activity.first, self._activity.slowest = False, context.stopwatch.slowest
         self._note_commit(session.generation, number)
+        self._cautions.tell_of_copied(reduced.copied)
         explained = context.request.environment.explain_out
         if explained is not None and self._state.leader:
             write_explanation(explained, context.request.model, context.update, number)

@@ -21,7 +21,7 @@ from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ReductionSettings
 from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
-from virtualflow.step import BatchNorm, PartialBackward, SchedulerInterval, agreed, why_not_separable
+from virtualflow.step import BatchNorm, BufferKind, PartialBackward, SchedulerInterval, agreed, why_not_separable
 from virtualflow.worker.step import Weight
 from virtualflow.worker.tracker import Tracker
 
@@ -56,6 +56,7 @@ class Options:
     backward: PartialBackward | None
     weight: Weight | None
     trackers: Sequence[Tracker]
+    buffers: Mapping[str, BufferKind] | None
     loader: LoaderOptions
     device: torch.device | None
 

@@ -39,6 +39,7 @@ from virtualflow.step import (
     OptimizerOptions,
     SpotChecker,
     Update,
+    choose_sums,
     find_lost_state,
 )
 from virtualflow.transport import CopyClient
@@ -162,6 +163,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     # It is on the device where nothing is said. In layer-major order it steps where the model is.
     if request.host_optimizer or (request.layer_major and request.device.type != "cpu"):
         signature["placement"] = "host"
+    if update.sync.sums:
+        signature["sums"] = list(update.sync.sums)
     if update.cut is not None:
         signature["backward"] = update.cut.description
     # No state depends on it, so workers need not have it in common; whoever reads a checkpoint wants to know.
@@ -302,6 +305,7 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
         watch=request.settings.watch,
         spot_checker=spot_checker,
         cut=_open_cut(request),
+        sums=choose_sums(request.model, options.buffers),
     )
     resources.callback(update.close)
     return update

@@ -115,7 +115,7 @@ class Training:
         """Put a captured state into the training's objects, and return the rest of it."""
         extra = capture.restore(tree, self.model, self.optimizer, self.scheduler, self.scaler, given=given)
         self.companions.restore(tree.get("state", {}))
-        self.update.sync.restore_switches(extra.get("switched", {}))
+        self.update.sync.switches.restore(extra.get("switched", {}))
         return extra
 
     def note_non_finite(self, numbers: Mapping[str, float]) -> None:
@@ -150,8 +150,8 @@ class Training:
             extra["tracked"] = tracker.pack(list(self.tracked.values()))
         if not self.arrived:
             extra["arrived"] = False
-        if self.update.sync.switches:
-            extra["switched"] = self.update.sync.switches
+        if self.update.sync.switches.state:
+            extra["switched"] = self.update.sync.switches.state
         tree = capture.capture(self.model, self.optimizer, self.scheduler, self.scaler, extra)
         if self.companions:
             tree["state"] = self.companions.capture()
