@@ -219,6 +219,21 @@ def frozen_by_turns(body: Body) -> None:
     body.loss().backward()
 
 
+def frozen_behind(body: Body) -> None:
+    """As adversaries do it: what is frozen behind the backward pass has a gradient."""
+    body.model.out.requires_grad_(True)
+    body.loss().backward()
+    body.model.out.requires_grad_(False)
+
+
+def frozen_by_choice(body: Body) -> None:
+    """Each virtual node trains other parameters, and the step after one has found them as its first left them."""
+    if body.step % 2:
+        body.model.out.requires_grad_(body.node % 3 != 2)
+        body.model.weight.requires_grad_(body.node % 4 != 0)
+    body.loss().backward()
+
+
 def weight(body: Body) -> float:
     """One of them weighs nothing."""
     return 0.3 * ((body.node * body.step + 1) % 5)
@@ -271,5 +286,7 @@ SCRIPTS: dict[Callable[[Body], None], tuple[bool, bool]] = {
     own_hook_that_changes_late: (True, True),
     own_hook_from_before: (True, False),
     frozen_by_turns: (True, False),
+    frozen_behind: (True, False),
+    frozen_by_choice: (True, False),
 }
 """Whether anything is added up hot, and whether an attempt is repeated (alone)."""

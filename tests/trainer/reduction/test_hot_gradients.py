@@ -71,6 +71,8 @@ class Worker:
     script: Callable[[Body], None]
     reproducibility: Any = "bitwise"
     verify: bool = False
+    drops: bool = False
+    """Whether samples of some steps are dropped, as its workers learn from the headers."""
     seen: list[Any] = field(default_factory=list)
     """What its script has seen in attempts that count."""
     repeated: int = 0
@@ -117,13 +119,16 @@ class Worker:
         sync, nodes = self.update.sync, holdings[seat.rank]
         if self.script is frozen_by_turns:
             self.model.out.requires_grad_(step % 3 != 0)
-        self.update.begin(nodes, max(map(len, holdings)))
+        samples = [SAMPLES - (node == 7 and step % 2) for node in range(NODES)]
+        planned = sum(samples)
+        self.update.begin(nodes, max(map(len, holdings)), planned=planned)
+        if self.drops and step in (4, 5):
+            samples[2] -= 2
         if self.checker is not None:
             self.checker.begin(step, holdings)
-        samples = [SAMPLES - (node == 7 and step % 2) for node in range(NODES)]
         for node in nodes:
             if node == nodes[-1]:
-                sync.expect_last(seat, holdings, samples[node], sum(samples))
+                sync.expect_last(seat, holdings, samples[node], planned)
             else:
                 sync.expect(samples[node])
             draw = torch.Generator().manual_seed(100 * step + node)
@@ -200,6 +205,15 @@ def test_the_bits_and_what_a_script_sees_are_those_of_waiting(
         assert [worker.repeated for worker in workers] == [int(surprises)]
     elif not surprises:
         assert not any(worker.repeated for worker in workers)
+
+
+@pytest.mark.parametrize("ranges", ["halves", nightly("unaligned")])
+def test_samples_that_are_dropped_make_all_repeat_one_attempt_and_expect_it_from_then_on(ranges: str) -> None:
+    (states,) = train([Worker(COLD, plain, drops=True)], RANGES["alone"])
+    assert states[3] != reference(plain)[0][3]
+    workers = [Worker(HOT["in buckets"], plain, drops=True) for _ in RANGES[ranges]]
+    assert train(workers, RANGES[ranges]) == [states] * len(workers)
+    assert [worker.repeated for worker in workers] == [1] * len(workers)
 
 
 def test_alone_all_additions_of_the_tree_are_hot_from_the_second_step_on(hot: list[int]) -> None:

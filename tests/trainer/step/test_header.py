@@ -75,11 +75,16 @@ def test_a_step_header_is_read_as_it_was_written(
     alignment: int,
 ) -> None:
     schema = Schema(tuple(sorted(schema_names)), (), ("seen",) if copies else ())
-    form = HeaderFormat(schema, len(present), len(records) + spare, 16 if copies else 0, alignment)
+    form = HeaderFormat(schema, len(present), len(records) + spare, 16 if copies else 0, alignment, 3)
+    for node, record in enumerate(records):
+        record.switched = frozenset(place for place in range(len(present)) if (place + node) % 3 == 0)
+    sums = [bytes([node % 256, 7, 0]) for node in range(len(records))]
     exchange, layout, incarnation, counter = numbers
     named = dict(zip(("wishes", "more", "steady", "saves"), flags, strict=True))
     offer = Generation(incarnation, counter)
-    told = form.tell(Kind.EVALUATE, exchange, offer, layout=layout, present=present, records=records, **named)
+    told = form.tell(
+        Kind.EVALUATE, exchange, offer, layout=layout, present=present, records=records, summed=sums, **named
+    )
     block = form.write(told)
     assert block.dtype == torch.uint8
     assert block.numel() == form.size
@@ -97,6 +102,8 @@ def test_a_step_header_is_read_as_it_was_written(
             assert there == (name in record.metrics)
             assert double(value) == double(float(record.metrics.get(name, 0.0)))
     first = next((node for node, record in enumerate(records) if record.samples), None)
+    assert header.switched == (frozenset() if first is None else records[first].switched)
+    assert header.summed == tuple(sums)
     if copies and first is not None:
         assert header.copied == struct.pack("<2q", first, -first)
     else:
