@@ -9,7 +9,7 @@ import copy
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,6 +69,19 @@ class Recurrent(Plain):
         return super().forward(x + self.hidden)
 
 
+class Seeing(Plain):
+    """Counts the samples that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes [n, 4] -> [n, 1]."""
+        self.seen += len(x)
+        return super().forward(x)
+
+
 class RunningLoss(nn.Module):
     """Weighs by a running mean of itself."""
 
@@ -108,12 +121,23 @@ class Counted(Words):
         return x + self.given, y
 
 
+def ahead(batches: Iterable[Any]) -> Iterator[Any]:
+    """Hold the next micro-batch in hand while one is computed."""
+    source = iter(batches)
+    now = next(source, None)
+    while now is not None:
+        following = next(source, None)
+        yield now
+        now = following
+
+
 def main(habit: str) -> None:
     """Train for a few steps, with that habit."""
     torch.manual_seed(0)
     if habit == "unseeded":
         torch.seed()
     models: dict[str, type[Plain]] = {"counter": Counting, "generator": OwnGenerator, "recurrent": Recurrent}
+    models["seeing"] = Seeing
     model = models.get(habit, Plain)()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) if habit == "scheduler" else None
@@ -123,7 +147,7 @@ def main(habit: str) -> None:
     seen, total, made = 0, 0.0, 0
     with vf.elastic(model, optimizer, dataset, batch_size=16, steps=STEPS, virtual_nodes=2) as run:
         for step in run:
-            for x, y in step:
+            for x, y in ahead(step) if habit == "look ahead" else step:
                 wrong = model(x) - y
                 loss = criterion(wrong, torch.zeros_like(wrong))
                 if habit == "time":

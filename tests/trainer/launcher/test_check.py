@@ -84,6 +84,7 @@ def test_a_habit_that_breaks_bits_is_found_and_its_cause_named(command, habit: s
         nightly("generator", "when a virtual node was computed again: the script keeps something", id="generator"),
         nightly("recurrent", "when a virtual node was computed again: the script keeps something", id="hidden state"),
         nightly("criterion", "when a virtual node was computed again: the script keeps something", id="criterion"),
+        nightly("look ahead", "asks for the next micro-batch of a step before it has run backward", id="look ahead"),
         nightly("scheduler", "pass it to vf.elastic as scheduler=", id="scheduler"),
         nightly("counting dataset", "other data in [0] when it was loaded again: the dataset (Counted)", id="dataset"),
     ],
@@ -92,6 +93,15 @@ def test_a_habit_that_a_run_refuses_is_shown_in_its_words(command, habit: str, s
     done = command("check", "--steps", "4", HABITS, habit)
     assert done.returncode == 2, done.stdout + done.stderr
     assert sentence in done.stderr
+
+
+@pytest.mark.nightly
+def test_what_a_run_warns_of_is_shown_above_the_verdict(command) -> None:  # type: ignore[no-untyped-def]
+    done = command("check", "--steps", "3", HABITS, "seeing")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, warning, _, verdict = done.stdout.splitlines()
+    assert warning.startswith("warning: the forward pass changes the buffer seen, which has no mean")
+    assert verdict.startswith("equal: 3 steps were the same")
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ import msgspec
 from statuses import coordinator_status
 from virtualflow.launcher.report import JobHistory, build_report
 from virtualflow.launcher.status_text import describe_change, describe_progress, describe_status
-from virtualflow.protocol.http_api import WorkerStatus
+from virtualflow.protocol.http_api import Event, WorkerStatus
 from virtualflow.protocol.messages import Change, Generation
 
 MOVED = Change(Generation(1, 4), 71, 2, 2, "rebalance", "worker-0 is slow", 12.4, 0)
@@ -43,6 +43,14 @@ def test_a_move_of_virtual_nodes_is_told_as_one() -> None:
 def test_a_loss_is_told_with_what_was_computed_again() -> None:
     lost = msgspec.structs.replace(MOVED, cause="lost", repeated_steps=1, repeated_virtual_nodes=2)
     assert describe_change(lost).endswith("pause 12 ms, 1 step repeated, 2 virtual nodes computed again")
+
+
+def test_the_report_has_each_warning_once() -> None:
+    history = JobHistory()
+    events = [Event(0, 1.0, "warning", "odd"), Event(1, 1.0, "info", "well"), Event(2, 2.0, "warning", "odd")]
+    for last in (1, 3):
+        history.take(coordinator_status("training", events=tuple(events[:last])))
+    assert build_report(history, None, "digits", 1.0)["warnings"] == ["odd"]
 
 
 def test_the_report_keeps_the_paces_of_those_who_trained_and_the_prediction() -> None:

@@ -7,12 +7,14 @@ what the first one has left holds. So it depends on no worker which parameters a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from torch import nn
 
 from virtualflow.errors import ConfigurationError
 
 _NONE: frozenset[int] = frozenset()
+_trained = attrgetter("requires_grad")
 
 
 class Switches:
@@ -35,7 +37,7 @@ class Switches:
         self.trained = self._read()
 
     def _read(self) -> tuple[bool, ...]:
-        return tuple([parameter.requires_grad for parameter in self._parameters])
+        return tuple(map(_trained, self._parameters))
 
     def put_back(self) -> frozenset[int]:
         """Let the next virtual node begin as each did; the places that the script has frozen or unfrozen meanwhile."""

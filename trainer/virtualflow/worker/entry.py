@@ -107,14 +107,17 @@ def elastic(
             (structured partial backpropagation). It changes what is trained, alike on any number of workers, and stays
             the same for a job's life. A ``statistical`` job then runs its virtual nodes one by one.
         weight: called with each micro-batch that the inner loop gets; returns what it counts by, such as how many of
-            its tokens the loss is a mean over. Without it, and without ``step.weight``, it counts by its samples.
+            its tokens the loss is a mean over. Without it, and without ``step.weight``, it counts by its samples: by
+            those that ``collate_fn`` has kept, where the dataset gave the others as ``None``, and else by those that
+            were loaded.
         tracker: where each committed step is written to, once, by whoever leads: one of
             ``virtualflow.integrations.trackers``, or several.
         buffers: what becomes of buffers that the forward pass changes, by their names in ``named_buffers`` or by
             patterns: with ``{"seen": "sum", "*.load": "sum"}`` the changes that the virtual nodes of a step make are
             added up, as counters need it. Without it, one of floating-point numbers becomes the mean over the virtual
             nodes, as batch norm's statistics do, and of any other the first virtual node's value counts.
-        **loader: passed through to the ``DataLoader``.
+        **loader: passed through to the ``DataLoader``. A ``collate_fn`` may return ``None`` where nothing is left of a
+            micro-batch, which then counts for nothing.
 
     Returns:
         The run; iterate over it inside its ``with`` block.
