@@ -232,6 +232,8 @@ def _interpret(command: list[str], environment: dict[str, str]) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         _forget_the_parent()
+        if "virtualflow._start" in sys.modules:
+            vars(sys.modules["virtualflow._start"])["_DIRECTORY"] = os.getcwd()
         if "torch" in sys.modules and environment.get("OMP_NUM_THREADS"):
             sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
         subprocess.Popen._execute_child = _fork  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from virtualflow import _start  # noqa: F401 - it remembers where the process began
 from virtualflow._imports import load
 from virtualflow._version import __version__
 from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError

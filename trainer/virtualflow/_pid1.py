@@ -26,8 +26,9 @@ def prepare_worker() -> None:
 def obey_sigterm() -> None:
     """Give SIGTERM its usual meaning by a handler, unless somebody has decided about it already."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGTERM, end_at_once)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """The handler."""
     os._exit(EXIT_CODE)

@@ -71,6 +71,18 @@ class NonFiniteMetric(VirtualFlowError):
     """A metric became NaN or infinite, and the job is to stop then."""
 
 
+class LoaderEnded(VirtualFlowError, RuntimeError):
+    """A process that loads samples has ended by itself, with an exit code: there is something in the script."""
+
+
+class LoaderKilled(VirtualFlowError, RuntimeError):
+    """A process that loads samples was killed by a signal, most often because its machine had run out of memory."""
+
+
+class ScriptExited(VirtualFlowError):
+    """The script ended itself by ``sys.exit()`` in the middle of the training."""
+
+
 class Leave(SystemExit):
     """This worker's part is over before the end of the script; the process ends with ``code``.
 

@@ -53,8 +53,8 @@ class ClassifiedPod:
     """Whether it is to be replaced because the job has changed, and not because of its node."""
     incarnation: str = ""
     """Of the process that the coordinator knows; empty: none."""
-    hung: bool = False
-    """Whether it is declared lost because its training thread hangs."""
+    given_up: bool = False
+    """Whether it is declared lost because its training thread hangs, or a fault of its machine has ended it."""
     convicted: bool = False
     """Whether it came to wrong gradients or a wrong state, as other workers have found: its node is in doubt."""
     kind: str = ""
@@ -75,8 +75,10 @@ class ClassifiedPod:
 
     @property
     def counts(self) -> bool:
-        """Whether it counts as a crash that the coordinator goes on without it: it hangs, or was found to be wrong."""
-        return self.fate == "declared-lost" and (self.hung or self.convicted)
+        """Whether it counts as a crash that the coordinator goes on without it: it hangs, was found to be wrong, or has
+        told of a fault of its machine.
+        """
+        return self.fate == "declared-lost" and (self.given_up or self.convicted)
 
     @property
     def succeeded(self) -> bool:
@@ -123,7 +125,7 @@ class _Finding(NamedTuple):
     fate: Fate
     reason: str = ""
     outdated: bool = False
-    hung: bool = False
+    given_up: bool = False
 
 
 def classify_pods(
@@ -166,8 +168,8 @@ def classify_pods(
         reason, _, detail = found.reason.partition("\n")
         incarnation = known.incarnation if known is not None else ""
         fate, outdated = found.fate, found.outdated
-        convicted = _is_convicted(status, pod)
-        workers.append(ClassifiedPod(pod, standing, fate, reason, detail, outdated, incarnation, found.hung, convicted))
+        given_up, convicted = found.given_up, _is_convicted(status, pod)
+        workers.append(ClassifiedPod(pod, standing, fate, reason, detail, outdated, incarnation, given_up, convicted))
     coordinators = [pod for pod in own if pod.role == COORDINATOR]
     return PodClassification(
         tuple(workers),
@@ -224,7 +226,8 @@ def _find_fate(pod: Pod, standing: Standing, around: _Surroundings) -> _Finding:
     if pod.terminating:
         return _Finding("leaving", disruption.reason if disruption else "")
     if declared_lost is not None:
-        return _Finding("declared-lost", declared_lost.reason, hung=declared_lost.hung)
+        given_up = declared_lost.hung or declared_lost.machine_fault
+        return _Finding("declared-lost", declared_lost.reason, given_up=given_up)
     if disruption is not None:
         return _Finding("announced" if disruption.kind == "now" else "planned", disruption.reason)
     templates = around.templates

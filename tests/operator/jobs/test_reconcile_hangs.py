@@ -68,6 +68,19 @@ def test_one_that_ends_itself_meanwhile_counts_once() -> None:
     assert (plan.status.failures.count, noticed(plan).count(reasons.LOST)) == (1, 0)
 
 
+def test_one_that_a_fault_of_its_machine_ended_counts_before_its_pod_has_ended() -> None:
+    stage = training()
+    survivor, faulty = stage.pods[1:]
+    lost = structs.replace(given_up(faulty, "OSError: [Errno 5] Input/output error"), ended=True, machine_fault=True)
+    stage.link = link(remote("training", seen(survivor), wanted=2, minimum=1, step=40, lost=(lost,)))
+    plan = stage.decide()
+    assert (deleted(plan), plan.status.failures.count) == ([], 1)
+    stage.write(plan)
+    swap(stage, ended(faulty, 1, word=TerminationMessage("failed", step=40, error=lost.reason)))
+    plan = stage.decide()
+    assert (deleted(plan), plan.status.failures.count) == (["digits-workers-1"], 1)
+
+
 def test_one_that_fell_silent_is_replaced_without_being_counted() -> None:
     stage = training()
     survivor, silent = stage.pods[1:]

@@ -254,6 +254,46 @@ def test_what_becomes_of_activations_is_not_known_before_all_members_have_come()
     assert (world.state.running, world.status().memory) == (plan, None)
 
 
+def test_a_fault_of_one_machine_costs_its_worker_until_nobody_else_has_the_training() -> None:
+    world = running_world(2)
+    world.hear("worker-1.1", m.Failed(5, "Input/output error", "a traceback", machine_fault=True))
+    status = world.status()
+    assert (status.phase, status.error) == ("training", None)
+    (lost,) = status.lost
+    assert (lost.worker, lost.reason, lost.machine_fault, lost.ended) == ("worker-1", "Input/output error", True, True)
+    assert "worker-1 lost: Input/output error" in [event.text for event in status.events]
+    world.settle(5.0)
+    assert world.state.running is not None
+    assert [member.worker for member in world.state.running.members] == ["worker-0"]
+    world.add_worker("worker-1")  # the next of that name has nothing of the training yet
+    world.hear("worker-0.0", m.Failed(6, "Input/output error", "a traceback", machine_fault=True))
+    status = world.status()
+    assert (status.phase, status.error, status.traceback) == ("failed", "Input/output error", "a traceback")
+
+
+def test_a_worker_that_ends_itself_while_it_drains_is_not_waited_for() -> None:
+    world = running_world(2)
+    plan = world.state.running
+    assert plan is not None
+    world.hear("worker-1.1", m.DrainRequest("SIGTERM"))
+    world.hear("worker-1.1", m.Left(m.NO_GENERATION, 5))
+    world.hear("worker-0.0", m.Broken(plan.generation, 5, "connection closed"))
+    world.settle(0.0)
+    assert world.state.running is not None
+    assert [member.worker for member in world.state.running.members] == ["worker-0"]
+    assert world.state.running.reason == "worker-1 left"
+
+
+def test_checkpoints_in_another_directory_than_those_before_are_told_of() -> None:
+    world = running_world(2)
+    world.hear("worker-0.0", m.Checkpointed(m.CheckpointState(100.0, 20, 100.0, directory="/tmp/run_a/ck")))
+    world.hear("worker-0.0", m.Checkpointed(m.CheckpointState(110.0, 30, 110.0, directory="/tmp/run_a/ck")))
+    assert not [event for event in world.status().events if event.kind == "warning"]
+    world.hear("worker-1.1", m.Checkpointed(m.CheckpointState(120.0, 40, 120.0, directory="/tmp/run_b/ck")))
+    (warning,) = [event.text for event in world.status().events if event.kind == "warning"]
+    assert warning.startswith("worker-1 writes its checkpoints to /tmp/run_b/ck, and those before it are in /tmp/run_a")
+
+
 def test_only_the_worker_into_whose_memory_nothing_fits_is_refused_until_nobody_is_left() -> None:
     world = running_world(2)
     world.hear("worker-1.1", m.Failed(0, "use 3 GiB", "", does_not_fit=True))

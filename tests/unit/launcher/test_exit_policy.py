@@ -16,6 +16,7 @@ USUAL = {
     "killed": False,
     "declared_lost": False,
     "refused": None,
+    "fault": None,
     "unknown": False,
     "expired": False,
 }
@@ -42,6 +43,8 @@ USUAL = {
         pytest.param(-9, {"refused": "a reason", "killed": True}, "lost", id="unless it was killed before it heard"),
         pytest.param(EXIT_EVICTED, {"done": True, "refused": "a reason"}, "fine", id="nobody misses it at the end"),
         pytest.param(1, {"declared_lost": True}, "lost", id="whatever it says when it finds out"),
+        pytest.param(1, {"fault": "EIO"}, "lost", id="one whose machine had a fault is replaced"),
+        pytest.param(1, {"fault": "EIO", "done": True}, "fine", id="or not missed if the others are through by then"),
         pytest.param(0, {"left": True}, "fine", id="one that was drained may go"),
         pytest.param(0, {"done": True}, "fine", id="all may go when the training is complete"),
         pytest.param(-9, {"done": True, "killed": True}, "fine", id="a booting joiner is killed at the end"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ from statuses import coordinator_status
 from virtualflow.launcher.fault_injection import FaultInjector
 from virtualflow.launcher.fault_schedule import parse_schedule
 from virtualflow.launcher.throttle import Throttle
+from virtualflow.launcher.worker_table import Worker
+from virtualflow.protocol.settings import STOP_GRACE
 
 
 def injector(status: Any, schedule: str = "", stop_after: int | None = 6) -> FaultInjector:
@@ -18,6 +21,32 @@ def injector(status: Any, schedule: str = "", stop_after: int | None = 6) -> Fau
     control: Any = SimpleNamespace(state=SimpleNamespace(status=status))
     faults = parse_schedule(schedule)
     return FaultInjector(faults, control, throttle=Throttle(0.01), kill_coordinator=lambda: None, stop_after=stop_after)
+
+
+def test_a_worker_that_does_not_hear_sigterm_is_not_waited_for_for_ever() -> None:
+    sent: list[int] = []
+    told: list[str] = []
+    scaled: list[int] = []
+    process: Any = SimpleNamespace(send=lambda number, pid: sent.append(number), alive=True)
+    worker = Worker("worker-0", 0, 0, process, 1, incarnation="a", listed=True, state="training", assigned=True)
+    state = SimpleNamespace(status=coordinator_status(step=5), wanted=2)
+
+    def scale(workers: int) -> None:
+        state.wanted = workers
+        scaled.append(workers)
+
+    table = SimpleNamespace(serving=lambda: [worker], expected=lambda: ["a"] if worker.able else [])
+    control: Any = SimpleNamespace(state=state, table=table, scale=scale, tell=told.append)
+    faults = FaultInjector(
+        parse_schedule("5:term"), control, throttle=Throttle(0.01), kill_coordinator=lambda: None, stop_after=None
+    )
+    faults.advance(100.0)
+    assert (sent, worker.draining, scaled) == ([signal.SIGTERM], True, [1])
+    faults.advance(100.0 + STOP_GRACE)
+    assert worker.draining
+    faults.advance(100.1 + STOP_GRACE)
+    assert (worker.draining, scaled) == (False, [1, 2])
+    assert told[-1].startswith("worker-0 has not drained within 30 s of SIGTERM: its script ignores the signal")
 
 
 @pytest.mark.parametrize(

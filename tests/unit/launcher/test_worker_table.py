@@ -82,6 +82,18 @@ def test_one_into_whose_memory_nothing_fits_is_done_without_and_not_killed() -> 
     assert [worker.refused for worker in found.workers] == [None, "use 3 GiB"]
 
 
+def test_one_whose_machine_had_a_fault_ends_by_itself_and_is_replaced() -> None:
+    found = table("worker-0", "worker-1")
+    for worker, incarnation in zip(found.workers, ("abc", "def"), strict=True):
+        worker.incarnation, worker.listed, worker.listed_by = incarnation, True, 1
+    lost = (LostWorker("worker-1", "def", "", "Input/output error", ended=True, machine_fault=True),)
+    found.take(coordinator_status("training", lost=lost), 7.0)
+    found.take(coordinator_status("training", lost=lost), 9.0)
+    assert [worker.declared_lost for worker in found.workers] == [True, False]
+    assert [worker.fault for worker in found.workers] == [None, "Input/output error"]
+    assert [worker.released_at for worker in found.workers] == [None, 7.0]
+
+
 def test_the_longest_serving_are_those_that_began_first() -> None:
     found = table("worker-2", "worker-0", "worker-1", "worker-3")
     for worker in found.workers:

@@ -40,7 +40,7 @@ FIRST = "os.getpid = lambda: 1; import virtualflow"
 
 
 def test_in_a_worker_that_is_process_1_a_handler_is_installed() -> None:
-    assert handler_after(FIRST, WORKER).startswith("<function _end ")
+    assert handler_after(FIRST, WORKER).startswith("<function end_at_once ")
 
 
 @pytest.mark.parametrize(

@@ -133,11 +133,12 @@ def declare_lost(
     hung: bool = False,
     convicted: bool = False,
     does_not_fit: bool = False,
+    machine_fault: bool = False,
 ) -> None:
     """No generation counts on that worker any more, and it must not come back; ``why`` is the end of a sentence.
 
     ``hung``: its training thread hangs. ``convicted``: it came to wrong gradients. ``does_not_fit``: nothing fits into
-    its budget of memory.
+    its budget of memory. ``machine_fault``: one has ended it.
     """
     worker = state.roster.workers[incarnation]
     if not worker.present:
@@ -146,7 +147,14 @@ def declare_lost(
     if not worker.done:
         address = state.roster.contacts[incarnation].address
         state.roster.note_lost(
-            worker.name, incarnation, address, why, hung=hung, convicted=convicted, does_not_fit=does_not_fit
+            worker.name,
+            incarnation,
+            address,
+            why,
+            hung=hung,
+            convicted=convicted,
+            does_not_fit=does_not_fit,
+            machine_fault=machine_fault,
         )
         state.tell("lost", f"{worker.name} {'refused' if does_not_fit else 'lost'}: {why}")
     state.send(incarnation, m.Refuse(f"declared lost: {why}"[:MAX_TEXT]))

@@ -89,14 +89,21 @@ class History:
         self.total_steps = progress.total_steps
         return forward
 
-    def take_checkpoint(self, told: m.CheckpointState) -> None:
-        """Take note of a checkpoint; what is older than what is known is of a worker that wrote them before."""
+    def take_checkpoint(self, told: m.CheckpointState) -> str | None:
+        """Take note of a checkpoint; what is older than what is known is of a worker that wrote them before.
+
+        Returns:
+            Where the former ones were written, if that is elsewhere.
+        """
         known = self.checkpoint
         if known is not None and told.at < known.at:
-            return
+            return None
         if known is not None and told.step is None:
             told = msgspec.structs.replace(told, step=known.step, written=known.written)
         self.checkpoint = told
+        if known is None or not known.directory or not told.directory or known.directory == told.directory:
+            return None
+        return known.directory
 
     @property
     def evaluating(self) -> bool:

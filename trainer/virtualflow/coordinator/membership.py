@@ -42,7 +42,10 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
         return _start(now, cluster, settings, lost)
     members = tuple(member.incarnation for member in base.members)
     survivors = tuple(m for m in members if m not in lost and not workers[m].left)
-    missing = [m for m in members if m in lost or (workers[m].left and base is proposed)]
+    broken_since = cluster.broken.get(base.generation)
+    # One that leaves the running generation with the others' agreement does so by the next one, and breaks nothing.
+    gone = base is proposed or broken_since is not None
+    missing = [m for m in members if m in lost or (workers[m].left and gone)]
     reason = listed([f"{workers[m].name} lost: {lost[m]}" if m in lost else f"{workers[m].name} left" for m in missing])
     if not members:
         late = [
@@ -55,7 +58,6 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
         # It was proposed before the running generation was known here: those who are in that alone must agree, too.
         there = (member.incarnation for member in running.members)
         survivors += tuple(m for m in there if m not in members and m not in lost and workers[m].present)
-    broken_since = cluster.broken.get(base.generation)
     if missing or not survivors or broken_since is not None:
         in_order = frozenset(i for i, worker in workers.items() if worker.left or worker.through)
         objectors = _find_objectors(cluster, survivors, cluster.ended | in_order)

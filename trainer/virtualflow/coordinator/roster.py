@@ -148,11 +148,20 @@ class Roster:
         hung: bool = False,
         convicted: bool = False,
         does_not_fit: bool = False,
+        machine_fault: bool = False,
     ) -> None:
         """That process was declared lost; the first reason stays."""
         if incarnation not in self.lost:
             self.lost[incarnation] = http_api.LostWorker(
-                name, incarnation, address, why[:MAX_REASON], incarnation in self._ended, hung, convicted, does_not_fit
+                name,
+                incarnation,
+                address,
+                why[:MAX_REASON],
+                incarnation in self._ended,
+                hung,
+                convicted,
+                does_not_fit,
+                machine_fault,
             )
             while len(self.lost) > REMEMBERED:
                 confirmed = (i for i, lost in self.lost.items() if lost.ended)

@@ -95,7 +95,14 @@ def handle(state: JobState, incarnation: str, message: m.FromWorker, now: float)
         case m.Note(memory=plan):  # its own log has it in words
             state.roster.contacts[incarnation].memory = plan
         case m.Checkpointed(checkpoint):
-            state.history.take_checkpoint(checkpoint)
+            former = state.history.take_checkpoint(checkpoint)
+            if former is not None:
+                text = (
+                    f"{worker.name} writes its checkpoints to {checkpoint.directory}, and those before it are in "
+                    f"{former}: a restarted job finds only one of them; give all workers one directory, by an absolute "
+                    "path or --checkpoint-dir"
+                )
+                state.tell("warning", text[:MAX_TEXT])
         case m.Publish():
             if any(plan.generation == message.generation and plan.includes(incarnation) for plan in state.newest):
                 state.rendezvous.add(incarnation, message)
@@ -225,14 +232,27 @@ def _convict(state: JobState, worker: Worker, generation: m.Generation, convicte
 
 
 def _failed(state: JobState, worker: Worker, failed: m.Failed) -> None:
-    """The job has failed; or it goes on without a worker whose memory is too small, as long as there is another one."""
+    """The job has failed; or it goes on without a worker whose memory is too small, or whose machine had a fault, as
+    long as there is another one.
+
+    After a fault another one must know as much of the training. If none is left, all have met it, as they do what is in
+    the data or in the script.
+    """
     state.note_non_finite(failed.non_finite)
     _note_odd(state, worker, failed.odd)
     if state.phase in ENDED:
         return
+    others = [
+        other
+        for incarnation, other in state.roster.workers.items()
+        if incarnation != worker.incarnation and other.present and not other.through
+    ]
+    if failed.machine_fault and any(other.may_have_state or not worker.may_have_state for other in others):
+        declare_lost(state, worker.incarnation, failed.error, machine_fault=True)
+        confirm_end(state, worker.incarnation)
+        return
     if failed.does_not_fit:
-        others = (other for incarnation, other in state.roster.workers.items() if incarnation != worker.incarnation)
-        if any(other.present and not other.through for other in others):
+        if others:
             declare_lost(state, worker.incarnation, failed.error, does_not_fit=True)
             confirm_end(state, worker.incarnation)
             return

@@ -4,6 +4,7 @@ epoch, the step and the virtual node.
 
 from virtualflow.data.counting import CountWatch
 from virtualflow.data.iterable_source import fuse
+from virtualflow.data.loader_processes import hear_of_ends
 from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, open_source
 from virtualflow.data.orders import Orders, Sampler, open_orders
 from virtualflow.data.rng import derive_seed, seed_virtual_node, seeded
@@ -22,6 +23,7 @@ __all__ = [
     "chunks",
     "derive_seed",
     "fuse",
+    "hear_of_ends",
     "micro_batch",
     "open_orders",
     "open_source",

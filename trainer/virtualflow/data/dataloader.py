@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from torch.utils.data._utils import signal_handling
 
 from virtualflow.data.counting import ALL, Count
-from virtualflow.errors import ConfigurationError
+from virtualflow.errors import ConfigurationError, LoaderEnded
 
 Collate = Callable[[list[Any]], Any]
 
@@ -130,7 +130,8 @@ class Source(Protocol):
 
         Raises:
             Exception: what the dataset or ``collate_fn`` raised; from a loader process with its traceback as
-                text. RuntimeError: a loader process died or timed out, or the source is closed.
+                text. LoaderKilled: a loader process was killed. LoaderEnded: one ended by itself. RuntimeError: one
+                timed out, or the source is closed.
         """
 
     def read_again(self, batch: MicroBatch, epoch: int, epoch_step: int) -> tuple[MicroBatch, MicroBatch] | None:
@@ -227,7 +228,10 @@ def open_loader(
         # generator.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    try:
+        return iter(loader)
+    except BrokenPipeError as error:
+        raise LoaderEnded("a loader process ended before it had begun: what it wrote says why") from error
 
 
 def close_loader(iterator: Iterator[Any], grace: float) -> None:

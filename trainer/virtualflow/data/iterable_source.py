@@ -27,6 +27,7 @@ from virtualflow.data.dataloader import (
     collate_of,
     open_loader,
 )
+from virtualflow.data.loader_processes import read
 from virtualflow.data.rng import seed_stream_sample
 from virtualflow.data.sampling import micro_batch
 from virtualflow.data.settings import LoadingSettings
@@ -140,7 +141,10 @@ class StreamSource:
                 if following > virtual_node:
                     self._place(following, epoch, epoch_step)
         stream.position = None  # until all went well: after an error the stream is opened again
-        positions, data, counted = next(stream.batches, _END)
+        try:
+            (positions, data, counted), stream.ends_seen = read(stream.batches, stream.ends_seen)
+        except StopIteration:
+            positions, data, counted = _END
         stream.position = epoch_step + 1
         if virtual_node not in self._assigned:  # read once, in the place of a worker that was lost
             self._drop(virtual_node)
@@ -203,6 +207,7 @@ class _Stream:
     batches: Iterator[tuple[tuple[int, ...], Any, Count]]
     epoch: int
     position: int | None
+    ends_seen: int = 0
 
     def stands_at(self, epoch: int, epoch_step: int) -> bool:
         return self.epoch == epoch and self.position == epoch_step

@@ -31,6 +31,7 @@ from virtualflow.data.dataloader import (
     open_loader,
 )
 from virtualflow.data.iterable_source import Shardable, StreamSource
+from virtualflow.data.loader_processes import read
 from virtualflow.data.microbatches import Key, Look, MicroBatches, Task
 from virtualflow.data.orders import Orders
 from virtualflow.data.sampling import Plan, chunks, micro_batch
@@ -142,6 +143,7 @@ class MapSource:
         self._arrived: dict[Key, tuple[Task | Look, Any]] = {}
         self._closed = False
         self._failed = False
+        self._ends_seen = 0
         self._loading = MicroBatches(dataset, collate_of(options), plan.seed, settings)
         self._ahead_of_need = processes > 0 or options.get("pin_memory", False)
         self._batches: Iterator[Any] = iter(())
@@ -285,7 +287,7 @@ class MapSource:
         # The user's errors arrive as data from loader processes: whatever is raised here broke the loader.
         self._failed = self._slots > 0
         try:
-            task, outcome = next(self._batches)
+            (task, outcome), self._ends_seen = read(self._batches, self._ends_seen)
         finally:
             self._in_flight.popleft()
         self._failed = False

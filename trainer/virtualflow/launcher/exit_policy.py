@@ -31,6 +31,7 @@ def judge(
     killed: bool,
     declared_lost: bool,
     refused: str | None,
+    fault: str | None,
     unknown: bool,
     expired: bool,
 ) -> Verdict:
@@ -48,12 +49,13 @@ def judge(
         declared_lost: by the coordinator.
         refused: why the coordinator has not admitted it, if so. What it looks at (library, settings of the script,
             machine, memory) is the same when the process is started again.
+        fault: of its machine, which has ended it, if so: the next one may be spared.
         unknown: the coordinator's status of after the end says nothing of it.
         expired: the status had time to explain the end, and did not.
     """
     how = describe_exit(code)
     if done:
-        if code == 0 or killed or refused is not None:
+        if code == 0 or killed or refused is not None or fault is not None:
             return Verdict("fine")
         if code < 0 and not alone:
             return Verdict("open")  # in another run of the script, others may do without it or have it replaced
@@ -62,6 +64,8 @@ def judge(
         return Verdict("fine")
     if code < 0 or killed or declared_lost:
         return Verdict("lost", how)
+    if fault is not None:
+        return Verdict("lost", fault)
     if refused is not None:
         return Verdict("refused", refused)
     if code == EXIT_EVICTED:

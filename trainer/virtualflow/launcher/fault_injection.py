@@ -23,6 +23,7 @@ from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.throttle import Throttle
 from virtualflow.launcher.worker_table import Worker
 from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.settings import STOP_GRACE
 from virtualflow.protocol.wording import counted
 
 
@@ -50,6 +51,10 @@ class FaultInjector:
         self._throttle, self._kill_coordinator = throttle, kill_coordinator
         self._fired = 0
         self._in_effect = True
+        self._told: tuple[Worker, float] | None = None
+        """Who was sent SIGTERM last, and when."""
+        self._scaled = False
+        """Whether one worker fewer is wanted since."""
 
     @property
     def unreached(self) -> Sequence[Group]:
@@ -80,10 +85,11 @@ class FaultInjector:
             return False
         return status.job_step >= self._stop_after - 1 and self._in_effect and not self.unreached
 
-    def advance(self) -> None:
+    def advance(self, now: float) -> None:
         """Notice that the last group is in effect, and fire the next one when its step is complete."""
         status = self._control.state.status
         if not self._in_effect:
+            self._give_up_waiting(now)
             self._in_effect = in_effect(status, self._control.table.expected(), self._control.state.wanted)
         if not self._in_effect or not self.unreached or status is None or status.job_step < self.unreached[0].step:
             return
@@ -93,9 +99,25 @@ class FaultInjector:
         self._fired += 1
         self._in_effect = False
         for action in group.actions:
-            self._control.tell(f"schedule, step {group.step}: {self._inject(action)}")
+            self._control.tell(f"schedule, step {group.step}: {self._inject(action, now)}")
 
-    def _inject(self, action: Action) -> str:
+    def _give_up_waiting(self, now: float) -> None:
+        """A script may ignore SIGTERM: nobody waits for ever for the drain that it asks for."""
+        if self._told is None:
+            return
+        worker, told_at = self._told
+        if not worker.alive or worker.state == "draining" or worker.surplus:
+            self._told = None
+        elif now - told_at > STOP_GRACE:
+            self._told, worker.draining = None, False
+            if self._scaled:
+                self._control.scale(self._control.state.wanted + 1)
+            self._control.tell(
+                f"{worker.name} has not drained within {STOP_GRACE:g} s of SIGTERM: its script ignores the signal, or "
+                "its main thread does not come to it; it goes on training"
+            )
+
+    def _inject(self, action: Action, now: float) -> str:
         """Do it; what was done."""
         control = self._control
         serving = control.table.serving()
@@ -114,14 +136,15 @@ class FaultInjector:
                 self._kill_coordinator()
                 return "SIGKILL to the coordinator"
             case Term() | Hang() | Slow():
-                return self._disturb(action, serving[0]) if serving else "there is no member to act upon"
+                return self._disturb(action, serving[0], now) if serving else "there is no member to act upon"
 
-    def _disturb(self, action: Term | Hang | Slow, worker: Worker) -> str:
+    def _disturb(self, action: Term | Hang | Slow, worker: Worker, now: float) -> str:
         match action:
             case Term():
                 worker.draining = True
                 worker.process.send(signal.SIGTERM, worker.speaker)
-                if self._control.state.wanted > 1:
+                self._told, self._scaled = (worker, now), self._control.state.wanted > 1
+                if self._scaled:
                     self._control.scale(self._control.state.wanted - 1)
                 return f"SIGTERM to {worker.name}"
             case Hang():

@@ -232,7 +232,11 @@ def _checkpoints(arguments: Namespace, job: JobManifest, environment: dict[str, 
         environment[ENV_CHECKPOINT_MEMORY] = "1"
     if arguments.checkpoint_dir is None:
         inherited = environment.get(ENV_CHECKPOINT_DIR) or os.environ.get(ENV_CHECKPOINT_DIR, "").strip()
-        return Path(inherited) if inherited else None
+        if not inherited:
+            return None
+        directory = Path(inherited).absolute()
+        environment[ENV_CHECKPOINT_DIR] = str(directory)
+        return directory
     directory = Path(arguments.checkpoint_dir).absolute()
     _check_directory(directory, "--checkpoint-dir")
     environment[ENV_CHECKPOINT_DIR] = str(directory)

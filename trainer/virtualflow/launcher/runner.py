@@ -316,7 +316,7 @@ class Runner:
         if state.shutdown is None:
             if state.follow_wanted(now):
                 self._table.barred.clear()  # Whoever asks for another number has mended what there was to mend.
-            self._faults.advance()
+            self._faults.advance(now)
             self._workforce.mend(now)
             self._calls.ensure("hold", HoldCall(self._hold()), state.status)
             if self._faults.is_time_to_stop:

@@ -47,6 +47,8 @@ class Worker:
     """The coordinator has declared it lost."""
     refused: str | None = None
     """Why the coordinator has not admitted it, or that nothing fits into its memory, if so."""
+    fault: str | None = None
+    """The fault of the machine that has ended it, if so: the coordinator goes on without it."""
     ended_at: float | None = None
     unknown: bool = False
     """It has ended, and the coordinator's status of after that says nothing of it."""
@@ -61,6 +63,12 @@ class Worker:
     def able(self) -> bool:
         """It was neither asked to leave nor killed nor stopped."""
         return not (self.draining or self.killed or self.stopped)
+
+    @property
+    def released_at(self) -> float | None:
+        """When the coordinator has let it go, to end by itself: it drains, or a fault of its machine ends it."""
+        ends = self.draining or self.fault is not None
+        return self.unlisted_at if ends and self.unlisted_at and not self.listed else None
 
     def kill(self) -> None:
         """SIGKILL it and all that it started."""
@@ -141,6 +149,7 @@ class WorkerTable:
                     worker.state = ""  # it has seen the end of a former run, and its place is free
         entries = {entry.incarnation: entry for entry in status.workers}
         unfit = {lost.incarnation: lost.reason for lost in status.lost if lost.does_not_fit}
+        faults = {lost.incarnation: lost.reason for lost in status.lost if lost.machine_fault}
         unknown = [
             entry for entry in status.workers if not any(w.incarnation == entry.incarnation for w in self.workers)
         ]
@@ -156,6 +165,11 @@ class WorkerTable:
                 worker.draining = worker.draining or entry.state == "draining"
             elif worker.incarnation in unfit:
                 worker.refused = unfit[worker.incarnation]
+                worker.listed = worker.assigned = worker.leads = False
+            elif worker.incarnation in faults:
+                if worker.listed:
+                    worker.unlisted_at = now
+                worker.fault = faults[worker.incarnation]
                 worker.listed = worker.assigned = worker.leads = False
             elif worker.incarnation is not None:
                 self._miss(worker, status, now)

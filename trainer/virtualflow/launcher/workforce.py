@@ -89,6 +89,7 @@ class Workforce:
                 killed=worker.killed,
                 declared_lost=worker.declared_lost,
                 refused=worker.refused,
+                fault=worker.fault,
                 unknown=worker.unknown,
                 expired=now - (worker.ended_at or now) > self._settings.verdict_grace,
             )
@@ -154,7 +155,7 @@ class Workforce:
             if worker.declared_lost and not worker.killed:
                 self._control.tell(f"{worker.name} was declared lost; its process {worker.process.pid} is killed")
                 worker.kill()
-            elif worker.draining and worker.unlisted_at and not worker.listed and now - worker.unlisted_at > STOP_GRACE:
+            elif worker.released_at is not None and now - worker.released_at > STOP_GRACE:
                 worker.kill()
 
     def _drain_surplus(self) -> None:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from virtualflow._start import from_start
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import settings as names
 from virtualflow.protocol.backward import BackwardSpec
@@ -124,19 +125,17 @@ class WorkerEnvironment:
                 raise ConfigurationError(
                     f"{name} is set but {names.ENV_DEVICE_MEMORY} is not; set both, or let the script say"
                 )
-        directory = os.environ.get(names.ENV_CHECKPOINT_DIR, "").strip()
-        audit = os.environ.get(names.ENV_AUDIT_DIR, "").strip()
         return cls(
             coordinator=coordinator,
             token=token,
             worker=os.environ.get(names.ENV_WORKER, "").strip() or f"worker-{os.getpid()}",
             address=os.environ.get(names.ENV_ADDRESS, "").strip() or "127.0.0.1",
             virtual_nodes=_whole(names.ENV_VIRTUAL_NODES),
-            checkpoint_dir=Path(directory) if directory else None,
+            checkpoint_dir=_path(names.ENV_CHECKPOINT_DIR),
             checkpoint_steps=_whole(names.ENV_CHECKPOINT_STEPS),
             checkpoint_seconds=read_number(names.ENV_CHECKPOINT_SECONDS, float, ABOVE_ZERO),
             checkpoint_keep=_whole(names.ENV_CHECKPOINT_KEEP),
-            audit_dir=Path(audit) if audit else None,
+            audit_dir=_path(names.ENV_AUDIT_DIR),
             threads=_whole(names.ENV_THREADS) or THREADS,
             reproducibility=_choice(names.ENV_REPRODUCIBILITY, REPRODUCIBILITY),
             max_fused=_whole(names.ENV_MAX_FUSED),
@@ -184,7 +183,7 @@ def _share(name: str) -> float:
 
 def _path(name: str) -> Path | None:
     text = os.environ.get(name, "").strip()
-    return Path(text) if text else None
+    return from_start(text) if text else None
 
 
 def _sizes() -> tuple[int, ...]:

@@ -163,6 +163,8 @@ class LostWorker(Base, frozen=True, tag=False):
     """It came to wrong gradients, or to a wrong state, as others have found: its machine is in doubt."""
     does_not_fit: bool = False
     """Nothing fits into its budget of memory, as it has said itself before it ended; ``reason`` says what would."""
+    machine_fault: bool = False
+    """A one-off fault of its machine has ended it, as it has said itself: ``reason``."""
 
 
 class Refusal(Base, frozen=True, tag=False):

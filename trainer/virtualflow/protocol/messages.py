@@ -152,6 +152,8 @@ class CheckpointState(Base, frozen=True, tag=False):
     """When that was complete."""
     failure: Sentence | None = None
     """Why the latest one could not be written, and what to do; ``None``: it was."""
+    directory: Sentence = ""
+    """Where whoever tells of it writes them; empty: an earlier version does not say."""
 
 
 class NonFinite(Base, frozen=True, tag=False):
@@ -390,6 +392,8 @@ class Failed(Base, frozen=True, tag="failed"):
     """The processes of members whose state was another one than that of most: nobody else may trust their machines."""
     does_not_fit: bool = False
     """Nothing fits into its budget of memory, and ``error`` says what would."""
+    machine_fault: bool = False
+    """It is a one-off fault of its machine: others can do without it, and one in its place may be spared."""
 
 
 class Done(Base, frozen=True, tag="done"):

@@ -12,11 +12,11 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from virtualflow._start import from_start
 from virtualflow.errors import CoordinatorAbsent, Drained, Evicted, Leave, VirtualFlowError
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import Metric, as_metrics
@@ -74,7 +74,7 @@ class TerminationMessageWriter:
         # A loader process does not speak for its worker, not even one that only imports the script to begin.
         process = multiprocessing.current_process()
         helps = process.daemon or getattr(process, "_inheriting", False)
-        self._path = Path(text) if text and not helps else None
+        self._path = from_start(text) if text and not helps else None
         self._process = os.getpid()
         """What the user's code forks does not, either."""
 

@@ -68,7 +68,7 @@ class CheckpointPolicy:
         keep: int = CHECKPOINT_KEEP,
     ) -> None:
         try:
-            path = Path(directory)
+            path = Path(directory).absolute()  # the script may change its working directory
         except TypeError:
             raise ConfigurationError(f"the directory of checkpoints is {directory!r}; it must be a path") from None
         if directory == "":

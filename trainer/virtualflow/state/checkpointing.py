@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from virtualflow.errors import ConfigurationError, Evicted
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.messages import NO_GENERATION, CheckpointState, Generation
-from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, STOP_GRACE
+from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, MAX_TEXT, STOP_GRACE
 from virtualflow.state.checkpoint_format import Found, JobIdentity, adopt, find_newest, load, skipped
 from virtualflow.state.checkpoint_order import (
     NO_CHECKPOINT,
@@ -106,6 +106,7 @@ class Checkpointer:
         only_reads: bool = False,
     ) -> None:
         self._policy = policy
+        self._directory = "" if policy is None else str(policy.directory)[:MAX_TEXT]
         self._identity = identity
         self._joins = joins
         self._volume = volume or VolumeSettings()
@@ -307,7 +308,7 @@ class Checkpointer:
         assert self._found is not None
         self._saved_step = self._found.step
         self._complete = self._found.step, self._found.written
-        self._report(CheckpointState(time.time(), self._found.step, self._found.written))
+        self._report(CheckpointState(time.time(), self._found.step, self._found.written, directory=self._directory))
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written when ``step`` is complete."""
@@ -370,7 +371,7 @@ class Checkpointer:
         if failure is None:
             self._complete = step, now
         saved, written = self._complete
-        self._report(CheckpointState(now, saved, written, failure))
+        self._report(CheckpointState(now, saved, written, failure, self._directory))
 
     def _say(self, text: str) -> None:
         self._tell("checkpoint-failed" if self.failure == text else "warning", text)

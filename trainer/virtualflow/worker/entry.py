@@ -139,7 +139,7 @@ def elastic(
             scaler,
             clip_grad_norm,
             clip_grad_value,
-            checkpoint,
+            Path(checkpoint).absolute() if checkpoint and isinstance(checkpoint, Path | str) else checkpoint,
             reproducibility,
             max_fused,
             batch_norm,

@@ -8,7 +8,7 @@ loop: after it, the step is committed, and code that follows runs exactly once a
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -52,8 +52,10 @@ SAVING = "saving a checkpoint"
 class Loop:
     """The steps of one run, made of the parts of its ``context``."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, look: Callable[[], None]) -> None:
         self.context = context
+        self._look = look
+        """At what the script may have changed since the last step."""
         self.trained = False
         """Whether this worker has seen the last step."""
         self._state = context.session.state
@@ -114,6 +116,7 @@ class Loop:
     def _between_steps(self) -> None:
         """What happens between two steps, behind the user's code after the first: save, leave or enter a generation."""
         context = self.context
+        self._look()
         context.guard.check_after_step()
         context.training.arrive()
         context.tracking.note()
@@ -132,6 +135,11 @@ class Loop:
         """Become a member, if this worker is none yet; the number of the step to come, and its epoch."""
         self.context.membership.join()
         return self.context.training.completed_steps + 1, self.context.training.position[0]
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether the script has run through the latest step's inner loop."""
+        return self._open_step is not None and self._open_step.complete
 
     @property
     def layer_major(self) -> bool:

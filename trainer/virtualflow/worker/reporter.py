@@ -6,12 +6,13 @@ import time
 import traceback
 from typing import Literal
 
-from virtualflow.errors import NonFiniteMetric, StatesDiffer, VirtualFlowError
+from virtualflow.errors import NonFiniteMetric, ScriptExited, StatesDiffer, VirtualFlowError
 from virtualflow.memory import Action, DoesNotFit, Plan
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.state import digests
+from virtualflow.worker.machine_faults import is_machine_fault
 from virtualflow.worker.pace import Estimate, PaceReportPolicy
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.standalone import AnySession
@@ -117,7 +118,12 @@ def report_failure(session: AnySession, error: Exception, training: Training | N
     if isinstance(error, VirtualFlowError):
         found = training.non_finite if training is not None and isinstance(error, NonFiniteMetric) else None
         odd = error.odd if isinstance(error, StatesDiffer) else ()
-        session.report_failed(str(error), "", found, odd, isinstance(error, DoesNotFit))
+        exited = error.__cause__ if isinstance(error, ScriptExited) else None
+        # Exit code 0 hides nothing; another one may follow from an error that the script has caught.
+        caught = isinstance(exited, SystemExit) and bool(exited.code)
+        trace = "".join(traceback.format_exception(exited)) if caught and exited is not None else ""
+        session.report_failed(str(error), trace, found, odd, isinstance(error, DoesNotFit), is_machine_fault(error))
     else:
         line = traceback.format_exception_only(error)[-1].strip()
-        session.report_failed(line, "".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
+        session.report_failed(line, trace, machine_fault=is_machine_fault(error))

@@ -5,24 +5,24 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import signal
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from virtualflow.data import hear_of_ends
 from virtualflow.errors import (
     CommunicatorBroken,
     Drained,
     Evicted,
     Leave,
+    ScriptExited,
     StatesDiffer,
     VirtualFlowError,
     show,
@@ -34,7 +34,9 @@ from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.termination_message import TerminationMessageWriter
 from virtualflow.state import join_optimizers
+from virtualflow.worker.ending import read_exit
 from virtualflow.worker.finish import agree_on_end, complete_leader
+from virtualflow.worker.identity import NameTaken, claim_name
 from virtualflow.worker.loop import Loop
 from virtualflow.worker.options import Options
 from virtualflow.worker.reporter import report_failure
@@ -42,6 +44,7 @@ from virtualflow.worker.request import FormerRun, Request
 from virtualflow.worker.session import RunIsOver
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.setup import Context, connect, open_session, set_up
+from virtualflow.worker.sigterm import Sigterm
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.step import Step
 
@@ -91,7 +94,10 @@ class Run:
         self._termination_message = TerminationMessageWriter()
         try:
             environment = WorkerEnvironment.read()
+            claim_name(environment)
             one = join_optimizers(optimizer)
+        except NameTaken:
+            raise
         except VirtualFlowError as error:
             self._termination_message.ended(error, does_not_fit=isinstance(error, DoesNotFit))
             raise
@@ -129,11 +135,12 @@ class Run:
         """
         session: AnySession | None = None
         try:
+            self._resources.callback(hear_of_ends())
             session = open_session(self._request, self._resources, this_script().incarnation)
             context = set_up(self._request, session, self._resources)
-            self._obey_sigterm(session)  # which what is forked before must not inherit
+            self._sigterm = self._obey_sigterm(session)  # which what is forked before must not inherit
             connect(context)
-            self._loop = Loop(context)
+            self._loop = Loop(context, self._sigterm.look)
             session.give_up = partial(self._give_up, context)
         except RunIsOver:
             raise
@@ -153,8 +160,13 @@ class Run:
         context = self.context
         context.turns.give_back()  # the script may have left its inner loop in the middle of one
         with self._resources:
+            raised = error
+            if isinstance(error, SystemExit) and not isinstance(error, Leave):
+                error = self._read_exit(context, error)
             if error is not None:
                 self._fail(context, error)
+                if isinstance(error, Drained | ScriptExited) and error is not raised:
+                    raise error
                 return
             try:
                 self._report_result(context)
@@ -166,14 +178,27 @@ class Run:
             self._say_last(context, unsaved)
             raise unsaved
 
-    def _obey_sigterm(self, session: AnySession) -> None:
+    def _obey_sigterm(self, session: AnySession) -> Sigterm:
         """SIGTERM asks for a drain, as long as the run lasts."""
+        drain = partial(session.request_drain, "SIGTERM", self._request.settings.drain_grace)
+        sigterm = Sigterm(drain, partial(session.note, "warning"))
+        sigterm.open()
+        self._resources.callback(sigterm.close)
+        return sigterm
 
-        def drain(number: int, frame: FrameType | None) -> None:
-            session.request_drain("SIGTERM", self._request.settings.drain_grace)
-
-        if threading.current_thread() is threading.main_thread():
-            self._resources.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, drain))
+    def _read_exit(self, context: Context, error: SystemExit) -> BaseException | None:
+        """What it means that the script ends itself by ``sys.exit()``; ``None``: nothing, all is done."""
+        session, training = context.session, context.training
+        assert self._loop is not None
+        if self._loop.trained:
+            return None
+        told = read_exit(error, training.completed_steps, context.total_steps, session.draining, session.coordinated)
+        if isinstance(told, Drained):
+            if len(session.state.ranges) == 1 and self._loop.between_steps:
+                training.arrive()
+                context.checkpointer.save_final(training)
+            session.leave_alone()
+        return told
 
     def _fail(self, context: Context, error: BaseException) -> None:
         """The ``with`` block ended with an exception: say so, first where no coordinator is needed for it."""

@@ -339,6 +339,11 @@ class Session:
         drain = self.link.drain.reason if self.link.drain else self.state.drain_reason
         raise Drained(reason or drain or "left")
 
+    def leave_alone(self) -> None:
+        """Leave at once, without the agreement of the others: they repeat an attempt."""
+        self.link.send(m.Left(m.NO_GENERATION, self.state.step), keep=True)
+        self.link.flush(self._settings.connect_timeout)
+
     def report_done(self, done: m.Done, take_part: Callable[[], object]) -> None:
         """Report the result and wait until nobody needs this worker any more.
 
@@ -372,10 +377,11 @@ class Session:
         non_finite: m.NonFinite | None = None,
         odd: tuple[str, ...] = (),
         does_not_fit: bool = False,
+        machine_fault: bool = False,
     ) -> None:
         """Report an error of the user's code, and see that it has left this process."""
         step = self.state.step + 1 if trace else 0
-        failed = m.Failed(step, error[:MAX_TEXT], trace[-MAX_TRACEBACK:], non_finite, odd, does_not_fit)
+        failed = m.Failed(step, error[:MAX_TEXT], trace[-MAX_TRACEBACK:], non_finite, odd, does_not_fit, machine_fault)
         self.link.send(failed, keep=True)
         self.link.flush(self._settings.connect_timeout)
 

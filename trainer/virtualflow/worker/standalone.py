@@ -75,6 +75,11 @@ class StandaloneSession:
         """Nobody holds it."""
         return 0.0
 
+    @property
+    def draining(self) -> bool:
+        """Whether it is to end."""
+        return self.state.drain_reason is not None
+
     def request_drain(self, reason: str, seconds: float) -> None:
         """End before the next step."""
         self.state.drain_reason = reason
@@ -131,6 +136,9 @@ class StandaloneSession:
         """
         raise Drained(reason or self.state.drain_reason or "left")
 
+    def leave_alone(self) -> None:
+        """There is nobody to tell."""
+
     def remember(self, change: m.Change) -> None:
         """There are no changes."""
 
@@ -147,6 +155,7 @@ class StandaloneSession:
         non_finite: m.NonFinite | None = None,
         odd: tuple[str, ...] = (),
         does_not_fit: bool = False,
+        machine_fault: bool = False,
     ) -> None:
         """There is nobody to tell."""
 

@@ -50,7 +50,7 @@ class MLflow:
             )
         import mlflow
 
-        self._uri = tracking_uri or mlflow.get_tracking_uri()
+        self._uri = _absolute(tracking_uri or mlflow.get_tracking_uri())
         if self._uri.startswith("file:") or ("://" not in self._uri and not self._uri.startswith("databricks")):
             raise ConfigurationError(
                 f"MLflow would write to files in {self._uri}, which a killed worker leaves half-written; give "
@@ -117,6 +117,12 @@ class MLflow:
         newest = there.data.tags.get(_FENCE, "")
         if newest > self._fence:
             raise NotWritten(f"another leader, of generation {newest}, writes run {self._run}")
+
+
+def _absolute(uri: str) -> str:
+    """``uri`` of a database in a file, wherever the script changes to."""
+    scheme, separator, path = uri.partition("sqlite:///")
+    return f"{scheme}{separator}{Path(path).absolute()}" if path and not path.startswith(":") else uri
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class TensorBoard:
                 "virtualflow.integrations.trackers.TensorBoard needs the package tensorboard, which is not here: "
                 "pip install tensorboard"
             )
-        self._directory = Path(directory)
+        self._directory = Path(directory).absolute()
         self._folder, self._fence = self._directory, (0, 0)
         self._descriptor: int | None = None
 

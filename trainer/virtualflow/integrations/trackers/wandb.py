@@ -53,7 +53,7 @@ class WeightsAndBiases:
                 "install wandb"
             )
         self._project, self._name = project, name
-        self._directory = Path(directory) / "wandb"
+        self._directory = Path(directory).absolute() / "wandb"
         self._folder = self._directory
         self._run = ""
         self._log: _Log | None = None

@@ -1,0 +1,95 @@
+"""SIGTERM while a run lasts: it asks for a drain, and then does what the script's own handler does.
+
+Batch systems send it before they take a machine away, and scripts have handlers of their own for that, which set a flag
+or write a file. Both are to know, wherever the script has set its handler: one that it sets inside the run is found
+between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from virtualflow._pid1 import end_at_once
+
+logger = logging.getLogger("virtualflow.worker")
+
+
+class Sigterm:
+    """The handler of one run.
+
+    Args:
+        drain: asks for it; called by the handler.
+        warn: tells the user something.
+    """
+
+    def __init__(self, drain: Callable[[], None], warn: Callable[[str], None]) -> None:
+        self._drain, self._warn = drain, warn
+        self._process = os.getpid()
+        self._former: Any = None
+        """The script's handler, or what stood in its place."""
+        self._handler = self._handle  # one object, to be known again
+        self._open = self._calling = False
+        self._told: Any = None
+
+    def open(self) -> None:
+        """From now on, in the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            self._former, self._open = signal.signal(signal.SIGTERM, self._handler), True
+
+    def look(self) -> None:
+        """Find a handler that the script has set since, and call it after ours."""
+        if self._open and signal.getsignal(signal.SIGTERM) is not self._handler:
+            self._replaced()
+
+    def close(self) -> None:
+        """Leave the script's handler behind."""
+        if self._open and signal.getsignal(signal.SIGTERM) is self._handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._former is None else self._former)
+        self._open = False
+
+    def _replaced(self) -> None:
+        found = signal.getsignal(signal.SIGTERM)
+        if callable(found):
+            if threading.current_thread() is threading.main_thread():
+                self._former = found
+                signal.signal(signal.SIGTERM, self._handler)
+        elif found is not self._told:
+            self._told = found
+            what = "is ignored" if found == signal.SIG_IGN else "ends this process at once"
+            self._warn(
+                f"SIGTERM {what} since the script has set signal.{getattr(found, 'name', 'a handler')} inside the run: "
+                "it no longer asks for a drain, and the worker will be killed; leave SIGTERM as it is there, or set a "
+                "handler, which is called as well"
+            )
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._pass_on(number, frame)
+            return
+        self._drain()
+        # A handler that calls the one before it comes back here.
+        if self._calling or not callable(self._former) or self._former is end_at_once:
+            return
+        self._calling = True
+        try:
+            self._former(number, frame)
+        except (SystemExit, KeyboardInterrupt):
+            pass  # It is to end, and does so by the drain, in order.
+        except Exception as error:  # noqa: BLE001 - raised here, it would strike between any two lines
+            logger.warning("the script's SIGTERM handler raised %r; this worker drains", error)
+        finally:
+            self._calling = False
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """A process that the script has forked is no worker: do there what would be done without a run."""
+        if callable(self._former):
+            self._former(number, frame)
+        elif self._former != signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
