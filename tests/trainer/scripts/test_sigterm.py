@@ -177,7 +177,9 @@ def test_a_script_alone_that_sets_a_flag_and_exits_loses_no_step(tmp_path: Path)
     assert max(mark.step for mark, _ in checkpoint_order.complete(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("end", ["", "exit"], ids=["trains on", "ends itself"])
+@pytest.mark.parametrize(
+    "end", [pytest.param("", id="trains on"), pytest.param("exit", id="ends itself", marks=pytest.mark.nightly)]
+)
 def test_a_handler_set_inside_the_run_does_not_keep_a_worker_from_leaving(end: str, tmp_path: Path) -> None:
     finished = run_job(tmp_path, "--workers", 2, "--schedule", "5:term", CASES / "sigterm.py", "inside", end)
     assert "my handler" in finished.output

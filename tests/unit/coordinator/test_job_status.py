@@ -265,23 +265,12 @@ def test_a_fault_of_one_machine_costs_its_worker_until_nobody_else_has_the_train
     world.settle(5.0)
     assert world.state.running is not None
     assert [member.worker for member in world.state.running.members] == ["worker-0"]
-    world.add_worker("worker-1")  # the next of that name has nothing of the training yet
+    assert (
+        world.admit(world.start_worker("worker-1").hello(world.now)) is None
+    )  # the next one has nothing of the training yet
     world.hear("worker-0.0", m.Failed(6, "Input/output error", "a traceback", machine_fault=True))
     status = world.status()
     assert (status.phase, status.error, status.traceback) == ("failed", "Input/output error", "a traceback")
-
-
-def test_a_worker_that_ends_itself_while_it_drains_is_not_waited_for() -> None:
-    world = running_world(2)
-    plan = world.state.running
-    assert plan is not None
-    world.hear("worker-1.1", m.DrainRequest("SIGTERM"))
-    world.hear("worker-1.1", m.Left(m.NO_GENERATION, 5))
-    world.hear("worker-0.0", m.Broken(plan.generation, 5, "connection closed"))
-    world.settle(0.0)
-    assert world.state.running is not None
-    assert [member.worker for member in world.state.running.members] == ["worker-0"]
-    assert world.state.running.reason == "worker-1 left"
 
 
 def test_checkpoints_in_another_directory_than_those_before_are_told_of() -> None:

@@ -393,6 +393,20 @@ TABLE = [
     ),
     # --- a broken communicator
     pytest.param(
+        training(member("a"), member("b", left=True, draining=True), broken={FIRST: NOW}),
+        "recovery a lost",
+        "b left",
+        None,
+        id="one that has left without the others' agreement is not waited for",
+    ),
+    pytest.param(
+        training(member("a"), member("b", left=True, draining=True)),
+        "planned a drain",
+        "b drains",
+        None,
+        id="nor is anything broken by one that has left by a generation to come",
+    ),
+    pytest.param(
         training(member("a"), member("b"), broken={FIRST: NOW}),
         None,
         "a collective broke; waiting for the news of who is lost",

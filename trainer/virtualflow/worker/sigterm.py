@@ -12,12 +12,19 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
 from virtualflow._pid1 import end_at_once
 
+_look_up: Callable[[int], Any] = import_module("_signal").getsignal
+"""``signal.getsignal``, without the making of enums, which takes longer than all else between two steps."""
+
 logger = logging.getLogger("virtualflow.worker")
+
+
+_SIGTERM = int(signal.SIGTERM)
 
 
 class Sigterm:
@@ -44,7 +51,7 @@ class Sigterm:
 
     def look(self) -> None:
         """Find a handler that the script has set since, and call it after ours."""
-        if self._open and signal.getsignal(signal.SIGTERM) is not self._handler:
+        if self._open and _look_up(_SIGTERM) is not self._handler:
             self._replaced()
 
     def close(self) -> None:
