@@ -52,7 +52,7 @@ def choose_policy(
 
 def policy_of_run(policy: CheckpointPolicy, run: int, former: Sequence[Path | None]) -> CheckpointPolicy:
     """The policy of a run of the script: a directory that a ``former`` run has used already gets one inside for it."""
-    if not any(known is not None and known.absolute() == policy.directory.absolute() for known in former):
+    if not any(known is not None and known == policy.directory for known in former):
         return policy
     directory = policy.directory / f"run-{run}"
     return CheckpointPolicy(directory, policy.every_steps, policy.every_seconds, policy.keep)
