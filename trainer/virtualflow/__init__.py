@@ -2,7 +2,8 @@
 
 ``import virtualflow as vf`` is light: torch is imported when a name that needs it is first used. In a worker that is
 process 1 of a container it makes SIGTERM end the process, which Linux would not do by itself; a script that takes long
-to import does well to import it first. Anywhere else it changes nothing.
+to import does well to import it first. An error that nobody catches is shown as before, with what to do behind it where
+that is known, and the library's own as one sentence (``sys.excepthook``). Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from virtualflow import _start  # noqa: F401 - it remembers where the process began
 from virtualflow._imports import load
 from virtualflow._version import __version__
-from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError
+from virtualflow.errors import ConfigurationError, Drained, VirtualFlowError, show_errors_plainly
 
 if TYPE_CHECKING:
     from virtualflow.memory.activations import Memory
@@ -58,6 +59,7 @@ def __getattr__(name: str) -> Any:
     return load(_LAZY[name], name)
 
 
+show_errors_plainly()
 if os.getpid() == 1:
     from virtualflow._pid1 import prepare_worker
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+
+from virtualflow.remedies import remedy
+
+_NOT_THE_SCRIPT = tuple(
+    os.path.realpath(path) + os.sep for path in (os.path.dirname(__file__), sysconfig.get_path("stdlib"))
+)
+"""Where code lies that is no line of a user's: this library and Python's own,"""
+_INSTALLED = ("site-packages", "dist-packages")
+"""and folders with what was installed."""
 
 
 class VirtualFlowError(Exception):
@@ -13,6 +24,8 @@ class VirtualFlowError(Exception):
 
     shown = False
     """Whether the user has read it already (:func:`show`)."""
+    of_script = True
+    """Whether it is about what the script asks for, so that its line is worth naming."""
 
 
 class ConfigurationError(VirtualFlowError, ValueError):
@@ -22,9 +35,13 @@ class ConfigurationError(VirtualFlowError, ValueError):
 class CoordinatorAbsent(ConfigurationError):
     """No coordinator answers where one was named."""
 
+    of_script = False
+
 
 class CommunicatorBroken(VirtualFlowError):
     """A collective failed or was abandoned: the attempt is aborted and the next generation repeats it."""
+
+    of_script = False
 
 
 def release_frames(error: BaseException) -> None:
@@ -61,6 +78,8 @@ class Convicted(CommunicatorBroken):
 class StatesDiffer(VirtualFlowError):
     """The workers have come to hold different states: nothing of the attempt was applied, and the job ends."""
 
+    of_script = False
+
     def __init__(self, reason: str, odd: Sequence[str]) -> None:
         super().__init__(reason)
         self.odd = tuple(odd)
@@ -69,6 +88,8 @@ class StatesDiffer(VirtualFlowError):
 
 class NonFiniteMetric(VirtualFlowError):
     """A metric became NaN or infinite, and the job is to stop then."""
+
+    of_script = False
 
 
 class LoaderEnded(VirtualFlowError, RuntimeError):
@@ -121,10 +142,64 @@ class Evicted(Leave):
     exit_code = 75
 
 
+def describe(error: BaseException) -> str:
+    """An error in one line: one of the library's own as its sentence and the line of the script that it is about, any
+    other one by its name, with what to do behind it, where that is known.
+    """
+    if isinstance(error, VirtualFlowError):
+        place = line_of_script(error) if error.of_script else None
+        return str(error) if place is None else f"{error} ({place})"
+    told = traceback.TracebackException.from_exception(error)
+    notes, told.__notes__ = list(getattr(error, "__notes__", ())), None
+    return "; ".join([[*told.format_exception_only()][-1].strip(), *map(str, notes)])
+
+
+def line_of_script(error: BaseException) -> str | None:
+    """The innermost line outside of this library, Python and what is installed that an error came through, or that has
+    called what it came through, as ``train.py:31``; ``None``: there is none, or the error was not raised.
+    """
+    trace, found = error.__traceback__, None
+    if trace is None:
+        return None
+    callers = _outward(trace.tb_frame.f_back)
+    while trace is not None:
+        if _is_script(trace.tb_frame):
+            found = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        trace = trace.tb_next
+    if found is None:
+        found = next(((each.f_code.co_filename, each.f_lineno) for each in callers if _is_script(each)), None)
+    if found is None:
+        return None
+    path, line = found
+    beneath = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.basename(path)
+    return f"{beneath}:{line}"
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_script(frame: FrameType) -> bool:
+    path = os.path.realpath(frame.f_code.co_filename)
+    installed = any(name in path.split(os.sep) for name in _INSTALLED)
+    return os.path.exists(path) and not installed and not path.startswith(_NOT_THE_SCRIPT)
+
+
+def advise(error: BaseException) -> None:
+    """Put behind an error of PyTorch or Python what to do about it, where that is known."""
+    if isinstance(error, Exception) and not isinstance(error, VirtualFlowError):
+        advice = remedy("".join(traceback.format_exception(error)))
+        note = f"what to do: {advice}"
+        if advice is not None and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
 def show(error: VirtualFlowError) -> None:
     """Print an error that the library raised on purpose as its sentence, once."""
     if not error.shown:
-        print(f"virtualflow: {error}", file=sys.stderr, flush=True)
+        print(f"virtualflow: {describe(error)}", file=sys.stderr, flush=True)
         error.shown = True
 
 
@@ -138,10 +213,11 @@ class _PlainErrors:
         if isinstance(error, VirtualFlowError):
             show(error)
         else:
+            advise(error)
             self._former(kind, error, trace)
 
 
 def show_errors_plainly() -> None:
-    """Let an error that the library raised on purpose end a script with its sentence, not with a traceback."""
+    """Let an error that the library raised on purpose end a script with its sentence, and tell of others what to do."""
     if not isinstance(sys.excepthook, _PlainErrors):
         sys.excepthook = _PlainErrors(sys.excepthook)

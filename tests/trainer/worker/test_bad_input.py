@@ -79,7 +79,9 @@ def one_line(finished: subprocess.CompletedProcess[str]) -> str:
 def test_a_batch_that_does_not_divide_is_one_line_alone(script: Path) -> None:
     finished = python(script, 30, 5, 8)
     assert finished.returncode == 1
-    assert finished.stderr == ("virtualflow: batch_size 30 does not divide evenly over 8 virtual nodes; use 24 or 32\n")
+    assert finished.stderr == (
+        "virtualflow: batch_size 30 does not divide evenly over 8 virtual nodes; use 24 or 32 (train.py:11)\n"
+    )
 
 
 def test_a_batch_that_does_not_divide_is_one_line_in_a_job(script: Path) -> None:
@@ -97,9 +99,18 @@ def test_virtual_nodes_below_one_are_one_line_alone(script: Path) -> None:
     )
 
 
-def test_an_import_leaves_the_hook_for_errors_alone() -> None:
-    finished = python("-c", "import sys, virtualflow.worker.entry; assert sys.excepthook is sys.__excepthook__")
-    assert finished.returncode == 0, finished.stderr
+def test_an_error_of_the_scripts_own_is_shown_as_without_the_library() -> None:
+    plain, ours = python("-c", "raise ValueError(1)"), python("-c", "import virtualflow; raise ValueError(1)")
+    assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr)
+
+
+def test_a_process_group_of_the_script_is_advised_against_alone_and_in_a_job(tmp_path: Path) -> None:
+    script = tmp_path / "ddp.py"
+    script.write_text("import virtualflow\nimport torch\n\ntorch.distributed.init_process_group('gloo')\n")
+    for finished in (python(script), virtualflow_run("--workers", "2", script)):
+        assert finished.returncode == 1
+        assert finished.stderr.count("what to do: a script needs no process group here") == 1
+        assert "environment variable RANK expected" in finished.stderr  # torch's own stands before it
 
 
 def test_what_is_wrong_is_said_before_an_absent_coordinator_is_waited_for(script: Path) -> None:
@@ -110,7 +121,9 @@ def test_what_is_wrong_is_said_before_an_absent_coordinator_is_waited_for(script
         said_first = process.stderr.readline()
         assert process.poll() is None  # it still tries to tell its coordinator
         rest = process.communicate(timeout=120)[1]
-    assert said_first == "virtualflow: batch_size 30 does not divide evenly over 8 virtual nodes; use 24 or 32\n"
+    assert said_first == (
+        "virtualflow: batch_size 30 does not divide evenly over 8 virtual nodes; use 24 or 32 (train.py:11)\n"
+    )
     assert (process.returncode, rest) == (1, "")
 
 

@@ -7,8 +7,9 @@ from virtualflow.data.iterable_source import fuse
 from virtualflow.data.loader_processes import hear_of_ends
 from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, open_source
 from virtualflow.data.orders import Orders, Sampler, open_orders
+from virtualflow.data.recognition import check_dataset
 from virtualflow.data.rng import derive_seed, seed_virtual_node, seeded
-from virtualflow.data.sampling import chunks, micro_batch
+from virtualflow.data.sampling import check_whole, chunks, micro_batch
 from virtualflow.data.staging import Staged, Staging
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Source",
     "Staged",
     "Staging",
+    "check_dataset",
+    "check_whole",
     "chunks",
     "derive_seed",
     "fuse",

@@ -34,9 +34,11 @@ from virtualflow.data.iterable_source import Shardable, StreamSource
 from virtualflow.data.loader_processes import read
 from virtualflow.data.microbatches import Key, Look, MicroBatches, Task
 from virtualflow.data.orders import Orders
+from virtualflow.data.recognition import check_dataset
 from virtualflow.data.sampling import Plan, chunks, micro_batch
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.wording import counted
 
 __all__ = ["LoaderOptions", "MapSource", "MicroBatch", "Shardable", "Source", "StreamSource", "open_source"]
 
@@ -75,6 +77,7 @@ def open_source(
         ConfigurationError: the dataset, the sizes or the options do not fit together.
     """
     check_options(options)
+    check_dataset(dataset)
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
         if not hasattr(dataset, "__len__"):
             raise ConfigurationError(
@@ -235,7 +238,8 @@ class MapSource:
         samples, self._epoch = len(self._dataset), epoch
         if samples != self._dataset_size:
             raise ConfigurationError(
-                f"the dataset has {samples} samples in epoch {epoch} and had {self._dataset_size} at the start; let "
+                f"the dataset has {counted(samples, 'sample')} in epoch {epoch} and had {self._dataset_size} "
+                "at the start; let "
                 "its length stay the same, or pass an iterable dataset with shard(), whose epochs may be of any length"
             )
 

@@ -18,6 +18,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from virtualflow.data.rng import derive_seed, seeded
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.wording import counted
 
 Sampler: TypeAlias = Callable[[int, int], "Sequence[int] | Tensor"] | Iterable[int]
 """A function of (seed, epoch), or one of torch's samplers."""
@@ -74,7 +75,8 @@ class Orders:
         order = self._ask(epoch)
         if len(order) != self.length:
             raise ConfigurationError(
-                f"the sampler gives {len(order)} samples in epoch {epoch} and {self.length} in epoch 0; give as many "
+                f"the sampler gives {counted(len(order), 'sample')} in epoch {epoch} and {self.length} in "
+                "epoch 0; give as many "
                 "in each, or pass an iterable dataset with shard(), whose epochs may be of any length"
             )
         return order

@@ -7,11 +7,14 @@ and the steps of an epoch are counted from 0 here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from virtualflow.data.orders import Orders
 from virtualflow.data.rng import derive_seed
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.wording import counted
 
 _ORDERS_KEPT = 2
 """Loading ahead crosses from one epoch into the next, and back again when a step is repeated."""
@@ -38,12 +41,24 @@ def chunks(assigned: range, width: int) -> list[range]:
     return cut
 
 
+def check_whole(name: str, value: Any) -> None:
+    """Check that an argument is a whole number; one of NumPy's is, too.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ConfigurationError(f"{name} is {value!r}; it must be a whole number, an int")
+
+
 def micro_batch(batch_size: int, virtual_nodes: int) -> int:
     """Return how many samples of a full global batch each virtual node gets.
 
     Raises:
-        ConfigurationError: it does not come out even, or one of the two is below 1.
+        ConfigurationError: it does not come out even, or one of the two is no whole number or below 1.
     """
+    check_whole("batch_size", batch_size)
+    check_whole("virtual_nodes", virtual_nodes)
     if virtual_nodes < 1:
         raise ConfigurationError(f"virtual_nodes is {virtual_nodes}; a job needs at least 1")
     if batch_size < 1:
@@ -52,7 +67,7 @@ def micro_batch(batch_size: int, virtual_nodes: int) -> int:
     if extra:
         below, above = share * virtual_nodes, (share + 1) * virtual_nodes
         raise ConfigurationError(
-            f"batch_size {batch_size} does not divide evenly over {virtual_nodes} virtual nodes; "
+            f"batch_size {batch_size} does not divide evenly over {counted(virtual_nodes, 'virtual node')}; "
             f"use {f'{below} or {above}' if below else above}"
         )
     return share
@@ -85,7 +100,8 @@ class Plan:
         samples, of = (dataset_size, "a dataset") if orders is None else (orders.length, "an epoch")
         if drop_last and samples < batch_size:
             raise ConfigurationError(
-                f"drop_last leaves no batch of {batch_size} in {of} of {samples} samples; use a batch_size of at most "
+                f"drop_last leaves no batch of {batch_size} in {of} of {counted(samples, 'sample')}; use a "
+                "batch_size of at most "
                 f"{samples} or drop_last=False"
             )
         self.samples_per_epoch = samples

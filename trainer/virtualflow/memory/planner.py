@@ -36,6 +36,8 @@ _UNIFORM = {Action.KEEP: KEEP, Action.SWAP: SWAP, Action.RECOMPUTE: RECOMPUTE}
 class DoesNotFit(ConfigurationError):
     """No plan fits into a budget."""
 
+    of_script = False
+
     def __init__(self, sentence: str, smallest: int | None) -> None:
         super().__init__(sentence)
         self.smallest = smallest

@@ -302,6 +302,8 @@ class Status(Base, frozen=True, tag=False):
     """Those before it, the latest."""
     earlier_steps: Count = 0
     """Steps of all runs before it."""
+    stopped_early: bool = False
+    """The script has left the loop before the last step."""
 
     @property
     def job_step(self) -> int:

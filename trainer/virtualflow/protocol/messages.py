@@ -406,6 +406,8 @@ class Done(Base, frozen=True, tag="done"):
     step_ms: float | None
     timed_steps: Count
     non_finite: NonFinite | None = None
+    stopped_early: bool = False
+    """The script has left the loop before the last step."""
 
 
 class Note(Base, frozen=True, tag="note"):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from virtualflow._start import from_start
-from virtualflow.errors import CoordinatorAbsent, Drained, Evicted, Leave, VirtualFlowError
+from virtualflow.errors import CoordinatorAbsent, Drained, Evicted, Leave, VirtualFlowError, describe
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import Metric, as_metrics
 from virtualflow.protocol.settings import ENV_TERMINATION_LOG, MAX_TERMINATION_MESSAGE, MAX_TERMINATION_METRICS
@@ -64,6 +64,8 @@ class TerminationMessage(m.Base, frozen=True, tag="last-word", omit_defaults=Tru
     """It came to wrong gradients, or to a wrong state, as all have seen: its machine is in doubt."""
     does_not_fit: bool = False
     """Nothing fits into its budget of memory, and ``error`` says what would."""
+    stopped_early: bool = False
+    """The script has left the loop before the last step."""
 
 
 class TerminationMessageWriter:
@@ -88,7 +90,7 @@ class TerminationMessageWriter:
         self._write_bytes(b"")
 
     def done(self, result: m.Done, total_steps: int | None) -> None:
-        """The training is complete."""
+        """The training is complete, or its script has ended it."""
         self._write(
             TerminationMessage(
                 "done",
@@ -98,6 +100,7 @@ class TerminationMessageWriter:
                 optimizer_digest=result.optimizer_digest,
                 metrics=result.metrics,
                 non_finite=result.non_finite,
+                stopped_early=result.stopped_early,
             )
         )
 
@@ -143,10 +146,10 @@ class TerminationMessageWriter:
         elif isinstance(error, CoordinatorAbsent):
             message = msgspec.structs.replace(message, kind="ended", reason=str(error))
         elif isinstance(error, VirtualFlowError):
-            message = msgspec.structs.replace(message, error=str(error))
+            message = msgspec.structs.replace(message, error=describe(error))
         else:
-            line = traceback.format_exception_only(error)[-1].strip()
-            message = msgspec.structs.replace(message, error=line, traceback="".join(traceback.format_exception(error)))
+            trace = "".join(traceback.format_exception(error))
+            message = msgspec.structs.replace(message, error=describe(error), traceback=trace)
         self._write(message)
 
     def _write(self, message: TerminationMessage) -> None:

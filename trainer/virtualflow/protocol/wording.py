@@ -20,3 +20,11 @@ def suggest(word: str, known: Iterable[str]) -> str:
     alike = {each.lower().lstrip("-"): each for each in known}
     found = get_close_matches(word.lower().lstrip("-"), alike, n=1, cutoff=_ALIKE)
     return f" (did you mean {alike[found[0]]}?)" if found else ""
+
+
+def describe_end(step: int, total_steps: int | None, stopped_early: bool) -> str:
+    """How a training has ended, as in ``training complete after 80 steps``; or its script has left the loop before."""
+    if not stopped_early:
+        return f"training complete after {counted(step, 'step')}"
+    steps = counted(step, "step") if total_steps is None else f"{step} of {counted(total_steps, 'step')}"
+    return f"training stopped early by the script, {steps}"

@@ -59,6 +59,8 @@ _PASSING = frozenset(
 class VolumeFailure(ConfigurationError):
     """A volume fails in a way that may pass."""
 
+    of_script = False
+
 
 def volume_error(error: OSError, sentence: str) -> ConfigurationError:
     """What to raise where a volume fails: :class:`VolumeFailure` if that may pass."""

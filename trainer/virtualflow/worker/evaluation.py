@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow._arguments import checked
-from virtualflow.data import LoaderOptions, MicroBatch, Source, open_source, seed_virtual_node
+from virtualflow.data import LoaderOptions, MicroBatch, Source, check_dataset, open_source, seed_virtual_node
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, VirtualFlowError, show_errors_plainly
 from virtualflow.protocol.wording import counted
@@ -70,6 +70,7 @@ def evaluate_in_parts(
     """
     show_errors_plainly()
     loop = active_loop()
+    check_dataset(dataset)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigurationError(
             "vf.evaluate needs a map-style dataset (with __len__ and __getitem__): rows have an order"
@@ -168,7 +169,8 @@ def _checked(rows: Rows, samples: int) -> Rows:
     if rows.ndim == 0 or rows.shape[0] != samples:
         raise ConfigurationError(
             f"the function of vf.evaluate returned a tensor of shape {list(rows.shape)} for "
-            f"{counted(samples, 'sample')}; return one row a sample, without reducing over the batch"
+            f"{counted(samples, 'sample')}; return one row a sample, without reducing over the batch "
+            '(for a loss: reduction="none", and .mean() of what vf.evaluate returns)'
         )
     return rows.detach()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn.parameter import is_lazy
 
-from virtualflow.data import LoaderOptions, Sampler, micro_batch
+from virtualflow.data import LoaderOptions, Sampler, check_whole, micro_batch
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations import Memory
@@ -26,6 +29,7 @@ from virtualflow.worker.step import Weight
 from virtualflow.worker.tracker import Tracker
 
 _HALVES = (torch.float16, torch.bfloat16)
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
 
 @dataclass(frozen=True)
@@ -80,18 +84,59 @@ class Options:
         )
 
 
+def refuse_launchers(environment: WorkerEnvironment) -> None:
+    """See that nobody but the library divides the work among processes.
+
+    Raises:
+        ConfigurationError: torchrun or the like has started several of this process.
+    """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    started = "TORCHELASTIC_RUN_ID" in os.environ or (dist.is_available() and dist.is_initialized())
+    if environment.coordinator is None and environment.profile_out is None and started and processes not in ("", "1"):
+        raise ConfigurationError(
+            f"torchrun, or something like it, has started {processes} processes of this script, and each "
+            "would train by "
+            f"itself; start it with: virtualflow run --workers {processes} {os.path.basename(sys.argv[0])}"
+        )
+
+
+def check_model(model: Any) -> None:
+    """Check that the model is one, and that nothing in it divides batches or sums gradients among processes.
+
+    Raises:
+        ConfigurationError: it is something else, or wrapped.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"the model is a {type(model).__name__}; give vf.elastic a torch.nn.Module first, then its optimizer, then "
+            "the dataset"
+        )
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
+        wrapper = next(iter(sorted(kinds & _WRAPPERS)), None)
+        if wrapper is not None:
+            where = f"its module {name}" if name else "the model"
+            raise ConfigurationError(
+                f"{where} is wrapped by {wrapper}, and the library divides batches and sums gradients itself; give "
+                "vf.elastic the plain model, with an optimizer made of its parameters"
+            )
+
+
 def check_sizes(batch_size: int, virtual_nodes: int, epochs: int | None, steps: int | None) -> None:
     """Check the numbers that a training is made of.
 
     Raises:
         ConfigurationError: they make no training.
     """
+    check_whole("virtual_nodes", virtual_nodes)
     if virtual_nodes < 1:
         raise ConfigurationError(f"virtual_nodes is {virtual_nodes}; a job has at least 1")
     micro_batch(batch_size, virtual_nodes)
     if epochs is None and steps is None:
         raise ConfigurationError("how long to train is open; pass epochs=, steps= or both to vf.elastic")
     for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None:
+            check_whole(name, value)
         if value is not None and value < 1:
             raise ConfigurationError(f"{name} is {value}; it must be at least 1")
 
@@ -268,6 +313,12 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     held: dict[int, str] = {}
     for part in optimizers_of(optimizer):
+        if not hasattr(part, "param_groups") or isinstance(part, type):
+            what = part.__name__ if isinstance(part, type) else f"a {type(part).__name__}"
+            raise ConfigurationError(
+                f"the optimizer is {what}; give vf.elastic one of torch.optim, made of the model's parameters, behind "
+                "the model"
+            )
         _check_one(model, part)
         kind = type(part).__name__
         for parameter in [parameter for group in part.param_groups for parameter in group["params"]]:
@@ -289,6 +340,12 @@ def _check_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "serve; use an optimizer whose step() needs no closure, such as AdamW"
         )
     owned = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if held and not any(id(parameter) in owned for parameter in held):
+        raise ConfigurationError(
+            f"{name} holds none of the model's parameters; make it of this very model, after the model was copied, "
+            f"moved or wrapped: {name}(model.parameters(), ...)"
+        )
     for group in optimizer.param_groups:
         if any(id(parameter) not in owned for parameter in group["params"]):
             raise ConfigurationError(
@@ -412,6 +469,35 @@ def check_scheduler(scheduler: Any, interval: str) -> None:
             'ReduceLROnPlateau.step needs a metric; pass scheduler_interval="manual" and call '
             'scheduler.step(step.metrics["loss"]) after the virtual nodes of a step'
         )
+    for part in schedulers_of(scheduler):
+        _check_schedule(part, interval)
+
+
+def _check_schedule(scheduler: Any, interval: str) -> None:
+    name = scheduler.__name__ if isinstance(scheduler, type) else type(scheduler).__name__
+    step = getattr(scheduler, "step", None)
+    if isinstance(scheduler, type) or not callable(step):
+        raise ConfigurationError(
+            f"the scheduler is {'the class ' if isinstance(scheduler, type) else 'a '}{name}; give vf.elastic "
+            "an object "
+            "with a method step(), such as one of torch.optim.lr_scheduler, or a list of several"
+        )
+    if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise ConfigurationError(
+            f"{name} has no state_dict and load_state_dict, so workers that join and checkpoints would not have its "
+            "state; define both"
+        )
+    if interval == "manual":
+        return
+    try:
+        inspect.signature(step).bind()
+    except ValueError:
+        return  # it has no signature that could be read
+    except TypeError as error:
+        raise ConfigurationError(
+            f'{name}.step cannot be called without arguments ({error}); pass scheduler_interval="manual" and call '
+            "scheduler.step(...) after the micro-batches of a step, with step.number, step.epoch or step.metrics"
+        ) from None
 
 
 def describe_samples(options: Options, samples: int | None) -> dict[str, str]:

@@ -6,7 +6,7 @@ import time
 import traceback
 from typing import Literal
 
-from virtualflow.errors import NonFiniteMetric, ScriptExited, StatesDiffer, VirtualFlowError
+from virtualflow.errors import NonFiniteMetric, ScriptExited, StatesDiffer, VirtualFlowError, describe
 from virtualflow.memory import Action, DoesNotFit, Plan
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import as_metrics
@@ -95,8 +95,8 @@ class Reporter:
         self._phase = phase
         self.progress(now=True)
 
-    def result(self) -> m.Done:
-        """What the training came to."""
+    def result(self, stopped_early: bool) -> m.Done:
+        """What the training came to, to its last step or ``stopped_early``."""
         training, shards = self._training, self._training.update.shards
         whole = shards is None or shards.states == shards.all
         return m.Done(
@@ -108,6 +108,7 @@ class Reporter:
             step_ms=self._stopwatch.median_ms,
             timed_steps=self._stopwatch.timed_steps,
             non_finite=training.non_finite,
+            stopped_early=stopped_early,
         )
 
 
@@ -122,8 +123,7 @@ def report_failure(session: AnySession, error: Exception, training: Training | N
         # Exit code 0 hides nothing; another one may follow from an error that the script has caught.
         caught = isinstance(exited, SystemExit) and bool(exited.code)
         trace = "".join(traceback.format_exception(exited)) if caught and exited is not None else ""
-        session.report_failed(str(error), trace, found, odd, isinstance(error, DoesNotFit), is_machine_fault(error))
+        session.report_failed(describe(error), trace, found, odd, isinstance(error, DoesNotFit), is_machine_fault(error))
     else:
-        line = traceback.format_exception_only(error)[-1].strip()
         trace = "".join(traceback.format_exception(error))
-        session.report_failed(line, trace, machine_fault=is_machine_fault(error))
+        session.report_failed(describe(error), trace, machine_fault=is_machine_fault(error))

@@ -30,6 +30,7 @@ from virtualflow.worker.options import (
     check_sizes,
     check_trackers,
     check_verify,
+    refuse_launchers,
 )
 from virtualflow.worker.settings import WorkerSettings
 
@@ -125,6 +126,7 @@ def check_request(request: Request) -> None:
         ConfigurationError: it cannot be done.
     """
     options = request.options
+    refuse_launchers(request.environment)
     check_sizes(options.batch_size, request.virtual_nodes, options.epochs, options.steps)
     check_reproducibility(request.reproducibility, options.max_fused, options.batch_norm)
     check_verify(request.environment.verify, request.reproducibility)

@@ -25,6 +25,7 @@ from virtualflow.errors import (
     ScriptExited,
     StatesDiffer,
     VirtualFlowError,
+    advise,
     show,
     show_errors_plainly,
 )
@@ -33,12 +34,13 @@ from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.termination_message import TerminationMessageWriter
+from virtualflow.protocol.wording import describe_end
 from virtualflow.state import join_optimizers
 from virtualflow.worker.ending import read_exit
 from virtualflow.worker.finish import agree_on_end, complete_leader
 from virtualflow.worker.identity import NameTaken, claim_name
 from virtualflow.worker.loop import Loop
-from virtualflow.worker.options import Options
+from virtualflow.worker.options import Options, check_model
 from virtualflow.worker.reporter import report_failure
 from virtualflow.worker.request import FormerRun, Request
 from virtualflow.worker.session import RunIsOver
@@ -93,8 +95,9 @@ class Run:
         show_errors_plainly()
         self._termination_message = TerminationMessageWriter()
         try:
-            environment = WorkerEnvironment.read()
+            environment = _read_environment()
             claim_name(environment)
+            check_model(model)
             one = join_optimizers(optimizer)
         except NameTaken:
             raise
@@ -145,6 +148,7 @@ class Run:
         except RunIsOver:
             raise
         except BaseException as error:
+            advise(error)
             self._termination_message.ended(error)
             if isinstance(error, Exception) and session is not None and session.coordinated:
                 if isinstance(error, VirtualFlowError):
@@ -203,6 +207,7 @@ class Run:
     def _fail(self, context: Context, error: BaseException) -> None:
         """The ``with`` block ended with an exception: say so, first where no coordinator is needed for it."""
         context.fusion.explain(error)
+        advise(error)
         if context.profiling is not None:
             context.profiling.explain(error)
         self._say_last(context, error)
@@ -242,10 +247,12 @@ class Run:
         session.activity.mark("reporting the result", training.completed_steps)
         assert self._loop is not None
         trained = self._loop.trained
-        if not trained:
-            logger.warning("the with block ended after %d steps, before the last one", training.completed_steps)
         if not session.state.has_state:
+            logger.warning("the script has not iterated over the run, so nothing was trained: for step in run: ...")
             return
+        early = not context.is_over
+        if early and not session.coordinated:
+            logger.warning("%s", describe_end(training.completed_steps, context.total_steps, stopped_early=True))
         training.arrive()
         context.tracking.note()
         if not trained:
@@ -255,7 +262,7 @@ class Run:
         context.tracking.end()
         digest, over = "", self._request.over
         if session.coordinated or self._termination_message.wanted or over is not None:
-            result = context.reporter.result()
+            result = context.reporter.result(early)
             digest = result.digest
         if over is not None:
             _compare(over, digest, bitwise=self._request.bitwise)
@@ -368,6 +375,14 @@ def _compare(over: m.RunOver, digest: str, *, bitwise: bool) -> None:
             f"arrives at {digest[:12]}: what the script does behind that run would differ here; keep checkpoints "
             "(--checkpoint-dir), and see with virtualflow check that a run depends on the script and its data alone"
         )
+
+
+def _read_environment() -> WorkerEnvironment:
+    try:
+        return WorkerEnvironment.read()
+    except VirtualFlowError as error:
+        error.of_script = False
+        raise
 
 
 def active_loop() -> Loop | None:

@@ -15,7 +15,7 @@ import torch
 
 from virtualflow.data import Orders, Source, Staging, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
-from virtualflow.errors import ConfigurationError
+from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.memory.activations import Activations, Carrier, Chain, LayerMajor, bytes_of_state, find_blocks
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
@@ -254,7 +254,11 @@ def connect(context: Context) -> None:
         session.state.pace, warning = foretell_pace(request.environment, context.situation)
         if request.bitwise:
             session.state.self_test = bit_probe.digest(request.device)
-    session.start()
+    try:
+        session.start()
+    except VirtualFlowError as error:
+        error.of_script = False
+        raise
     if warning is not None:
         session.note("warning", warning)
 
