@@ -58,7 +58,7 @@ def policy_of_run(policy: CheckpointPolicy, run: int, former: Sequence[Path | No
     return CheckpointPolicy(directory, policy.every_steps, policy.every_seconds, policy.keep)
 
 
-Kind = Literal["checkpoint", "checkpoint-failed", "warning"]
+Kind = Literal["checkpoint", "checkpoint-failed", "warning", "info"]
 """What there is to tell of checkpoints: one was written, one could not be, or something else about them."""
 
 

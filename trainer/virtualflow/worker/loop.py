@@ -20,6 +20,7 @@ from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.device import device_of
 from virtualflow.errors import CommunicatorBroken, ConfigurationError, NonFiniteMetric, VirtualFlowError
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.wording import counted
 from virtualflow.reduction import AttemptSpoiled
 from virtualflow.step import (
     LOOKS_AHEAD,
@@ -36,6 +37,7 @@ from virtualflow.worker.divergence import end_by_divergence
 from virtualflow.worker.explaining import write_explanation
 from virtualflow.worker.finish import complete_leader
 from virtualflow.worker.layers import LayeredAttempts
+from virtualflow.worker.resuming import check_schedule
 from virtualflow.worker.script import check_averages
 from virtualflow.worker.setup import Context
 from virtualflow.worker.spans import span
@@ -93,6 +95,7 @@ class Loop:
         self._unproven = self._unproven and not self._state.running
         if not self._state.running:
             context.membership.join()
+            self._look_ahead()
         while not self._state.has_state or not context.is_over:
             self._between_steps()
             step = self._open_step = Step(self)
@@ -112,6 +115,28 @@ class Loop:
             context.checkpointer.save_final(context.training)
         self._activity.mark(BETWEEN, context.training.completed_steps)
         context.reporter.progress(now=True)
+
+    def _look_ahead(self) -> None:
+        """The training begins here, perhaps from a checkpoint: see that it can go to its end.
+
+        Raises:
+            ConfigurationError: a schedule ends before.
+        """
+        context, done = self.context, self.context.training.completed_steps
+        options, epoch = context.request.options, context.training.position[0]
+        if context.is_over:
+            if self._state.leader:
+                context.session.note(
+                    "info",
+                    f"the training was complete before: its checkpoint has all {counted(done, 'step')}, and "
+                    "nothing is left "
+                    "to train; raise steps= or epochs= to go on, or use another checkpoint directory",
+                )
+        elif options.scheduler_interval == "step" and context.total_steps is not None:
+            last = context.total_steps
+            check_schedule(options.scheduler, last - done, last, "step", resumed=done > 0)
+        elif options.scheduler_interval == "epoch" and options.epochs is not None and options.steps is None:
+            check_schedule(options.scheduler, options.epochs - epoch, options.epochs, "epoch", resumed=done > 0)
 
     def _between_steps(self) -> None:
         """What happens between two steps, behind the user's code after the first: save, leave or enter a generation."""

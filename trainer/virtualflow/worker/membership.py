@@ -35,6 +35,7 @@ from virtualflow.transport import Communicator, gather_bytes
 from virtualflow.worker.contents import other_contents
 from virtualflow.worker.repair import Remains, Repair, count_repeated, plan_repair
 from virtualflow.worker.resharding import Resharding
+from virtualflow.worker.resuming import compare, describe_built
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.train_state import Training, signature_hash
@@ -236,6 +237,8 @@ class Membership:
             standings = self._resharding.complete_step(communicator, standings, len(self._state.ranges))
         known = someone_has_state(standings)
         transfer = plan_transfer(standings, []) if known else self._find_origin(communicator, standings)
+        if not known:
+            training.built = describe_built(training.optimizer, training.scheduler)
         self._bring_state(communicator, transfer)
         # A beginning, or a checkpoint of an earlier version: whoever has a state by now gives it the same name.
         training.id = training.id or _name_training(plan.members[0].incarnation, self._state.run)
@@ -288,7 +291,11 @@ class Membership:
         training, session = self._training, self._session
         if transfer.restorer == communicator.rank:
             self._spoiled = True
+            here = training.built
             self._checkpointer.restore(training)
+            differs = compare(here, training.built)
+            if differs is not None:
+                session.note("warning", differs)
         if not transfer.receivers:
             return
         whole = self._resharding is None

@@ -60,6 +60,8 @@ class Training:
     """Membership changes so far, for coordinators and members to come."""
     id: str = ""
     """What names it; empty: it has not begun."""
+    built: dict[str, str] = field(default_factory=dict)
+    """How optimizer and scheduler were built when it began; empty: a checkpoint of an earlier version does not say."""
     tracked: dict[int, Entry] = field(default_factory=dict)
     """Steps that trackers may not have yet, by number."""
 
@@ -145,6 +147,7 @@ class Training:
             "members": self.members,
             "changes": msgspec.to_builtins(list(self.changes.values())),
             "id": self.id,
+            "built": self.built,
         }
         if self.tracked:
             extra["tracked"] = tracker.pack(list(self.tracked.values()))
@@ -216,7 +219,7 @@ class Training:
         self.evaluated = None if extra["evaluated"] is None else [block.clone() for block in extra["evaluated"]]
         for change in msgspec.convert(extra["changes"], list[m.Change]):
             self.changes.setdefault(change.generation, change)
-        self.id = extra.get("id", "")
+        self.id, self.built = extra.get("id", ""), extra.get("built", {})
         for entry in tracker.unpack(extra["tracked"]) if "tracked" in extra else ():
             self.tracked.setdefault(entry.step, entry)
 
