@@ -10,6 +10,7 @@ from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.messages import NonFinite
 from virtualflow.protocol.settings import MAX_REASON
 from virtualflow.protocol.termination_message import EXIT_EVICTED
+from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import JobStatus, Unfit, parse_time
 from virtualflow_operator.jobs import event_messages, phases
@@ -156,7 +157,7 @@ def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
 
 def _give_up(facts: Facts, draft: Draft, message: str) -> JobStatus:
     count, limit = draft.status.failures.count, facts.spec.backoff_limit
-    text = f"it failed {count} times without progress in between (backoffLimit {limit}): {message}"
+    text = f"it failed {counted(count, 'time')} without progress in between (backoffLimit {limit}): {message}"
     return phases.failed(build_status(facts, draft.status), facts.job, reasons.BACK_OFF_LIMIT, text, facts.now)
 
 

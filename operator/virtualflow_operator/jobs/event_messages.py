@@ -79,8 +79,10 @@ def messages_of_change(old: JobStatus, new: JobStatus, changes: Sequence[Change]
         count = counted(given.workers, "worker") if given.workers else "no workers"
         found.append(EventMessage(name, f"the queue {given.queue} gives it {count}: {given.reason}"))
     if new.phase == "Complete" and old.phase != "Complete":
-        digest = f"; digest {new.digest}" if new.digest else ""
-        found.append(EventMessage(reasons.COMPLETE, f"training complete after {new.step} steps{digest}"))
+        condition, digest = new.condition("Complete"), f"; digest {new.digest}" if new.digest else ""
+        assert condition is not None
+        said = condition.message.rstrip(".")
+        found.append(EventMessage(reasons.COMPLETE, f"{said[0].lower()}{said[1:]}{digest}"))
     if new.phase == "Failed" and old.phase != "Failed":
         condition = new.condition("Failed")
         assert condition is not None

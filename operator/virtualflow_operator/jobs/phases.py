@@ -11,6 +11,7 @@ import msgspec
 
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow.protocol.wording import describe_end
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, Job, JobStatus, format_time
 from virtualflow_operator.jobs.conditions import Aspect, amend
@@ -150,7 +151,9 @@ def complete(status: JobStatus, job: Job, ended: Status | TerminationMessage, no
         completion_time=format_time(now),
     )
     status = amend(status, job, now, *training_health(job.status, ended))
-    return _over(status, job, now, reasons.COMPLETE, f"The training is complete after {ended.step} steps.", "Complete")
+    ended_by = describe_end(ended.step, ended.total_steps or status.total_steps, ended.stopped_early)
+    message = f"{ended_by[0].upper()}{ended_by[1:]}."
+    return _over(status, job, now, reasons.COMPLETE, message, "Complete")
 
 
 def failed(status: JobStatus, job: Job, reason: str, message: str, now: float) -> JobStatus:

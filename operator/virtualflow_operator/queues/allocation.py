@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 
+from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import Job, KindSpec, Node, Queue, QueueSpec, QueueStatus
 from virtualflow_operator.queues.capacity import (
@@ -277,6 +278,6 @@ def _missing(member: Member) -> str:
 def _keep(member: Member, code: str, reason: str, now: float) -> Grant:
     """The job goes on with what it has."""
     workers = 0 if member.job.spec.suspend else member.grant.workers
-    kept = f"; until then it keeps its {workers} workers" if workers else ""
+    kept = f"; until then it keeps its {counted(workers, 'worker')}" if workers else ""
     before = member.grant if workers else replace(member.grant, host="", lodgers=())
     return before.changed(workers, f"{reason}{kept}", code, now, host=before.host, lodgers=before.lodgers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import Job, Queue, find_problems
 from virtualflow_operator.queues.capacity import QueueCapacity, worker_units
@@ -52,7 +53,8 @@ def find_hindrance(job: Job, ceiling: int | None, resource: str | None) -> Hindr
     least = max(min(spec.min_replicas, spec.most), 1)
     if ceiling is not None and ceiling < least:
         homeless = (
-            f"only {ceiling} of its minimum of {least} workers found a node; it is tried again when nodes change, "
+            f"only {ceiling} of its minimum of {counted(least, 'worker')} found a node; it is tried again "
+            "when nodes change, "
             "and now and then"
         )
         return Hindrance(reasons.QUEUED, homeless, keeps_workers=False)
@@ -85,4 +87,6 @@ def find_obstacle(queue: Queue, capacity: QueueCapacity, *, nodes_known: bool) -
         return None
     unfit = "; ".join(f"{name}: {why}" for name, why in sorted(capacity.unfit.items())[:4])
     detail = unfit or f"they offer no {resource}, or other pods use all of it"
-    return Obstacle(reasons.NO_CAPACITY, f"None of its {capacity.selected} nodes has room for a worker: {detail}.")
+    return Obstacle(
+        reasons.NO_CAPACITY, f"Of its {counted(capacity.selected, 'node')} none has room for a worker: {detail}."
+    )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
+from virtualflow.protocol.wording import counted
 from virtualflow_operator.scheduling.curve import ScalingCurve
 from virtualflow_operator.settings import SchedulingSettings
 
@@ -127,7 +128,8 @@ class Shortage:
     def told(self, amount: Callable[[int], str] = "{} units".format) -> str:
         """In words, with ``amount`` for a number of units."""
         return (
-            f"cannot run: its minimum of {self.minimum} workers needs {amount(self.needed)} and {self.where} is "
+            f"cannot run: its minimum of {counted(self.minimum, 'worker')} needs {amount(self.needed)} and "
+            f"{self.where} is "
             f"{amount(self.offered)}; lower the minimum or raise that"
         )
 

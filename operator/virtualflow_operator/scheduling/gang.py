@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from virtualflow.protocol.wording import counted
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
 from virtualflow_operator.scheduling.room import Room, allocation, sort_out
 
@@ -51,17 +52,23 @@ def place(demands: Sequence[Demand], capacity: Capacity, order: Callable[[Demand
         elif lack == "namespace":
             blockers[demand.namespace] = demand.name
             result[demand.name] = Allocation(
-                0, f"waits until {size} workers fit into the limit of namespace {demand.namespace}"
+                0, f"waits until the limit of namespace {demand.namespace} has room for {counted(size, 'worker')}"
             )
         else:
             blocker = demand.name
-            result[demand.name] = Allocation(0, f"waits, first in the queue, until {size} workers are free")
+            result[demand.name] = Allocation(
+                0, f"waits, first in the queue, until there is room for {counted(size, 'worker')}"
+            )
     return result
 
 
 def _placed(demand: Demand, workers: int, size: int) -> Allocation:
     if workers < size:
-        return allocation(demand, workers, f"has {workers} of its {size} workers: the queue has no more for it now")
+        return allocation(
+            demand, workers, f"has {workers} of its {counted(size, 'worker')}: the queue has no more for it now"
+        )
     if size < demand.fixed:
-        return allocation(demand, workers, f"has {size} of its {demand.fixed} workers: the whole queue has no more")
+        return allocation(
+            demand, workers, f"has {size} of its {counted(demand.fixed, 'worker')}: the whole queue has no more"
+        )
     return allocation(demand, workers, "has its fixed size")

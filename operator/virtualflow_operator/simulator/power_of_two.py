@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from virtualflow.protocol.wording import counted
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand
 from virtualflow_operator.scheduling.room import sort_out
 from virtualflow_operator.settings import SchedulingSettings
@@ -123,4 +124,4 @@ def _power_of_two(share: float) -> int:
 def _why(demand: Demand, workers: int) -> str:
     if workers == demand.fixed:
         return "has what it asks for"
-    return f"has its share by weight {demand.weight:g}, in powers of two: {workers} workers"
+    return f"has its share by weight {demand.weight:g}, in powers of two: {counted(workers, 'worker')}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.wording import counted
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand, Policy, ScalingCurve, next_change
 from virtualflow_operator.scheduling.service_time import Past, left
 from virtualflow_operator.settings import SchedulingSettings
@@ -407,7 +408,7 @@ def _check(decision: dict[str, Allocation], demands: list[Demand], capacity: Cap
         given = decision[demand.name]
         if given.workers and not demand.minimum <= given.workers <= demand.maximum:
             raise PolicyError(
-                f"{demand.name} was given {given.workers} workers, not {demand.minimum} to {demand.maximum}"
+                f"{demand.name} was given {counted(given.workers, 'worker')}, not {demand.minimum} to {demand.maximum}"
             )
         used += given.workers * demand.units
         on_demand += given.on_demand * demand.units

@@ -125,6 +125,18 @@ def test_the_last_words_of_its_workers_complete_a_job_without_a_coordinator() ->
     assert (status.phase, status.step, status.digest, status.loss) == ("Complete", 100, "abc", "0.5")
 
 
+def test_a_job_that_its_script_has_stopped_early_is_complete_and_says_so() -> None:
+    stage = training()
+    word = TerminationMessage("done", step=5, total_steps=80, digest="abc", stopped_early=True)
+    stage.pods = [ended(pod, 0, word=word) for pod in stage.pods[1:]]
+    stage.link = None
+    plan = stage.decide()
+    condition = plan.status.condition("Complete")
+    assert condition is not None
+    assert condition.message == "Training stopped early by the script, 5 of 80 steps."
+    assert plan.events[-1].message == "training stopped early by the script, 5 of 80 steps; digest abc"
+
+
 def test_one_finished_worker_is_not_the_end_while_the_others_train_and_gets_no_successor() -> None:
     stage = training()
     swap(stage, ended(stage.pods[2], 0, word=TerminationMessage("done", step=100, digest="abc")))

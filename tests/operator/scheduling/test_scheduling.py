@@ -265,14 +265,14 @@ REASONS: dict[str, tuple[str, list[Demand], Capacity | int, str]] = {
         "FIFO",
         [job("b", 2), job("a", 4)],
         4,
-        "waits, first in the queue, until 2 workers are free",
+        "waits, first in the queue, until there is room for 2 workers",
     ),
     "behind another": ("FIFO", [job("b", 1), job("ab", 2), job("a", 3)], 4, "waits behind red/ab"),
     "the namespace is full": (
         "FIFO",
         [job("b", 2), job("a", 4)],
         Capacity(9, limits={"red": 4}),
-        "waits until 2 workers fit into the limit of namespace red",
+        "waits until the limit of namespace red has room for 2 workers",
     ),
     "more than the queue": (
         "WeightedFairShare",

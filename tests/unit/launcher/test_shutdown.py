@@ -44,6 +44,27 @@ DONE = "done: 12 steps in 3.2 s, digest abc, 0 membership changes, 0 repeated st
     [
         pytest.param(facts(Shutdown("done", 0.0)), 0, [DONE], id="done"),
         pytest.param(
+            facts(Shutdown("done", 0.0), training_seconds=1.04, resumed="resumed from the checkpoint of step 8"),
+            0,
+            [
+                "done: 12 steps (resumed from the checkpoint of step 8) in 3.2 s, 1.0 s of it training, digest abc, "
+                "0 membership changes, 0 repeated steps"
+            ],
+            id="done, with its times",
+        ),
+        pytest.param(
+            facts(
+                Shutdown("done", 0.0),
+                status=coordinator_status("done", step=5, total_steps=80, digest="abc", stopped_early=True),
+            ),
+            0,
+            [
+                "done: stopped early by the script, 5 of 80 steps in 3.2 s, digest abc, 0 membership changes, "
+                "0 repeated steps"
+            ],
+            id="stopped early",
+        ),
+        pytest.param(
             facts(Shutdown("done", 0.0), unreached=[90]),
             0,
             ["the schedule's step 90 was never reached: the job has 12 steps", DONE],

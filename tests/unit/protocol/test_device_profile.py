@@ -68,7 +68,7 @@ def test_a_file_of_a_newer_version_is_read(tmp_path: Path) -> None:
         pytest.param({"device": "Another"}, "of the device A CPU, and this is Another", id="another device"),
         pytest.param({"device_type": "cuda"}, "of the type of device cpu", id="another type"),
         pytest.param({"signature": "def"}, "of another model or optimizer", id="another model"),
-        pytest.param({"threads": 2}, "of 1 threads, and here are 2", id="other threads"),
+        pytest.param({"threads": 2}, "of 1 thread, and here are 2", id="other threads"),
         pytest.param({"micro_batch": 8}, "micro-batches of 16 to 128 samples, and here they have 8", id="too small"),
         pytest.param({"micro_batch": 256}, "and here they have 256", id="too large"),
         pytest.param({"micro_batch": 100}, None, id="between two sizes"),

@@ -28,6 +28,7 @@ from virtualflow.cluster.api import (
 from virtualflow.cluster.logs import BrokenOff, Line, followed, merged
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.protocol.settings import ENV_TOKEN
+from virtualflow.protocol.wording import counted
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Job:
 
     def scale(self, workers: int) -> None:
         """Ask for that many workers; they join and leave while the others train."""
-        self._patch({"spec": {"replicas": workers}}, f"scale {self.name} to {workers} workers", "scale")
+        self._patch({"spec": {"replicas": workers}}, f"scale {self.name} to {counted(workers, 'worker')}", "scale")
 
     def suspend(self) -> None:
         """Stop behind a step, with a checkpoint, and give all pods back."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from virtualflow._imports import prefer_own
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Parser, complain
+from virtualflow.protocol.wording import counted
 
 if TYPE_CHECKING:
     from virtualflow.cluster import Client
@@ -134,7 +135,7 @@ def _logs(client: Client, given: argparse.Namespace) -> int:
 
 def _scale(client: Client, given: argparse.Namespace) -> int:
     client.job(given.job).scale(given.workers)
-    print(f"{given.job}: {given.workers} workers wanted")
+    print(f"{given.job}: {counted(given.workers, 'worker')} wanted")
     return 0
 
 

@@ -21,6 +21,7 @@ from virtualflow.protocol.versions import (
     read_hello_header,
     this_party,
 )
+from virtualflow.protocol.wording import counted
 
 _LARGEST = 2**53 - 2**20
 """Numbers of generations end here, so that one can always be counted on from."""
@@ -156,7 +157,7 @@ def _refuse(job: JobState, hello: m.Hello) -> str | None:
         return f"this process was called {known.name} before"
     if job.virtual_nodes is not None and hello.virtual_nodes != job.virtual_nodes and _bound(job, hello):
         return (
-            f"this worker has {hello.virtual_nodes} virtual nodes and the job {job.virtual_nodes}; "
+            f"this worker has {counted(hello.virtual_nodes, 'virtual node')} and the job {job.virtual_nodes}; "
             "their number is fixed for a job's life"
         )
     differing = _other_reproducibility(job, hello) or _foreign_machine(job, hello)
@@ -190,7 +191,7 @@ def fault_in_plan(plan: m.Plan, virtual_nodes: int | None) -> str | None:
             return "its virtual nodes are not divided among its members"
         first = member.last
     if virtual_nodes is not None and first != virtual_nodes:
-        return f"it is about {first} virtual nodes"
+        return f"it is about {counted(first, 'virtual node')}"
     return None
 
 

@@ -26,6 +26,7 @@ from virtualflow.coordinator.settings import MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster, Worker
 from virtualflow.protocol.backward import PassClass, class_of
 from virtualflow.protocol.messages import Pace
+from virtualflow.protocol.wording import counted
 
 
 def arrange(cluster: Cluster, members: Sequence[str]) -> tuple[str, ...]:
@@ -100,7 +101,7 @@ def better_split(cluster: Cluster, settings: MembershipSettings) -> str | None:
     before, after = _slowest(loads, medians) + rest, _slowest(wanted, medians) + rest
     each = 1_000 * loads[last] * medians[last] / len(present[last])
     return (
-        f"{workers[last].name} needs {each:.3g} ms for each of its {len(present[last])} virtual nodes "
+        f"{workers[last].name} needs {each:.3g} ms for each of its {counted(len(present[last]), 'virtual node')} "
         f"and the others wait for it: with {len(target[last])}, a step takes {1_000 * after:.3g} ms instead of "
         f"{1_000 * before:.3g}"
     )

@@ -15,6 +15,7 @@ from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_api import ENDED
 from virtualflow.protocol.settings import MAX_TEXT
+from virtualflow.protocol.wording import describe_end
 
 logger = logging.getLogger("virtualflow.coordinator")
 
@@ -111,7 +112,8 @@ def _dismiss(state: JobState) -> None:
         state.note_news()
     if phase == "done" and not state.told_done and history.result is not None:
         state.told_done = True
-        state.tell("done", f"training complete after {history.result.step} steps")
+        result = history.result
+        state.tell("done", describe_end(result.step, history.total_steps, result.stopped_early))
     text = {"failed": f"the job has failed: {history.error}", "done": "the job is complete"}.get(
         phase, f"the job was stopped: {state.stop}"
     )

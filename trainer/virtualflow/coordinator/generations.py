@@ -144,7 +144,7 @@ def declare_lost(
     if not worker.present:
         return
     state.roster.update(incarnation, gone=why[:MAX_REASON])
-    if not worker.done:
+    if not (worker.done or worker.left):
         address = state.roster.contacts[incarnation].address
         state.roster.note_lost(
             worker.name,

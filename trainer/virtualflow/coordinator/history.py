@@ -15,6 +15,7 @@ from virtualflow.coordinator.settings import MAX_EVENTS
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_TEXT
+from virtualflow.protocol.wording import counted
 
 Figure = TypeVar("Figure", int, float)
 logger = logging.getLogger("virtualflow.coordinator")
@@ -164,7 +165,11 @@ class History:
     def _add(self, change: m.Change) -> None:
         self.changes[change.generation] = change
         pause = "" if change.pause_ms is None else f", pause {change.pause_ms:.0f} ms"
-        moved = "virtual nodes moved" if change.cause == "rebalance" else f"{change.from_} to {change.to} workers"
+        moved = (
+            "virtual nodes moved"
+            if change.cause == "rebalance"
+            else f"{change.from_} to {counted(change.to, 'worker')}"
+        )
         self.tell("change", f"{moved} at step {change.step} ({change.reason}){pause}")
         while len(self.changes) > MAX_CHANGES:
             oldest = min(self.changes)

@@ -46,7 +46,8 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
     # One that leaves the running generation with the others' agreement does so by the next one, and breaks nothing.
     gone = base is proposed or broken_since is not None
     missing = [m for m in members if m in lost or (workers[m].left and gone)]
-    reason = listed([f"{workers[m].name} lost: {lost[m]}" if m in lost else f"{workers[m].name} left" for m in missing])
+    ends = ("left" if workers[m].left else f"lost: {lost[m]}" for m in missing)
+    reason = listed([f"{workers[m].name} {end}" for m, end in zip(missing, ends, strict=True)])
     if not members:
         late = [
             w.name for i, w in workers.items() if w.entered is not None and i not in lost and not (w.left or w.through)

@@ -32,13 +32,14 @@ from virtualflow.coordinator.live_page import LivePage
 from virtualflow.coordinator.memory_copies import MemoryCopies, copy_limit
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import CoordinatorSettings
+from virtualflow.coordinator.snapshot import listed
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import Watchers, answer
 from virtualflow.coordinator.worker_messages import disconnect, handle
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol import framing, http_api, job_record, live_view, memory_copy
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.settings import MAX_MESSAGE
+from virtualflow.protocol.settings import MAX_MESSAGE, MAX_TEXT
 from virtualflow.protocol.versions import RUNS_PROTOCOL
 
 logger = logging.getLogger("virtualflow.coordinator")
@@ -276,7 +277,10 @@ class Coordinator:
             try:
                 return answer(200, self.call(call))
             except UnknownWorker as error:
-                return answer(404, f"the job has no worker {error.args[0]}; GET /v1/status lists them")
+                names = sorted(worker.name for worker in self.state.roster.workers.values() if worker.present)
+                has = f"it has {listed(names)}" if names else "it has none now"
+                text = f"the job has no worker {error.args[0]}; {has} (virtualflow status shows them)"
+                return answer(404, text[:MAX_TEXT])
 
         return handle
 

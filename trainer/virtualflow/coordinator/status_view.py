@@ -78,6 +78,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         run=job.run,
         runs=job.runs[-BRIEF_RUNS:] if brief else job.runs,
         earlier_steps=job.earlier_steps,
+        stopped_early=result is not None and result.stopped_early,
     )
 
 

@@ -27,6 +27,7 @@ from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.http_api import ENDED
 from virtualflow.protocol.settings import MAX_TEXT
+from virtualflow.protocol.wording import counted
 
 logger = logging.getLogger("virtualflow.coordinator")
 
@@ -147,7 +148,9 @@ def _entered(state: JobState, incarnation: str, told: m.Plan, step: int, restore
     fresh = plan.generation > state.running_generation
     learn(state, plan, now)
     if fresh and plan.generation.incarnation == state.incarnation:
-        state.tell("generation", f"generation {plan.generation}: {len(plan.members)} workers ({plan.reason})")
+        state.tell(
+            "generation", f"generation {plan.generation}: {counted(len(plan.members), 'worker')} ({plan.reason})"
+        )
     if fresh and restored and first:
         state.tell("restored", f"resumed from the checkpoint of step {step}")
     if fresh and begins:

@@ -283,7 +283,8 @@ class Check:
                 code = await process.wait()
         except TimeoutError:
             raise TrialFailed(
-                trial, f"it has not made {steps} steps in {limit:g} s; ask for fewer --steps or a longer --timeout"
+                trial,
+                f"it has not made {counted(steps, 'step')} in {limit:g} s; ask for fewer --steps or a longer --timeout",
             ) from None
         finally:
             await self._end(process)

@@ -28,6 +28,7 @@ from virtualflow.launcher.subcommands import EXTERNAL, Subcommand, build_parser
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_UNREAD, EXIT_USAGE, Parser, complain
 from virtualflow.protocol.environment import read_number
 from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_COORDINATOR, ENV_HANG_SECONDS, ENV_TOKEN
+from virtualflow.protocol.wording import counted
 
 if TYPE_CHECKING:
     from virtualflow.protocol.http_client import CoordinatorClient
@@ -200,7 +201,8 @@ def _scale(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
         virtual_nodes = (await client.status()).virtual_nodes
         if virtual_nodes is not None and arguments.workers > virtual_nodes:
             raise ConfigurationError(
-                f"{name} has {virtual_nodes} virtual nodes; {arguments.workers} workers cannot share them"
+                f"{name} has {counted(virtual_nodes, 'virtual node')}; {counted(arguments.workers, 'worker')} "
+                "cannot share them"
             )
         return f"{name}: {await client.send(ScaleCall(arguments.workers))}"
 

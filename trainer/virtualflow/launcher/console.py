@@ -28,6 +28,7 @@ from virtualflow.launcher.status_text import (
 from virtualflow.launcher.supervisor import Stream
 from virtualflow.protocol.http_api import Status, WorkerStatus
 from virtualflow.protocol.metrics import show_metric
+from virtualflow.protocol.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -161,6 +162,7 @@ class LiveConsole:
 
         status = snapshot.status
         phase = snapshot.note or (status.phase if status is not None else "starting")
+        early = status is not None and status.stopped_early and phase == "done"
         body: list[RenderableType] = []
         if status is not None:
             body += [self._progress(status), self._table(snapshot, status)]
@@ -175,7 +177,7 @@ class LiveConsole:
                 )
         for when, text in self._events:
             body.append(Text.assemble((f"{when}  ", "dim"), text, overflow="ellipsis", no_wrap=True))
-        title = Text.assemble((snapshot.job, "bold"), f"  {phase}")
+        title = Text.assemble((snapshot.job, "bold"), f"  {phase}" + (", stopped early by the script" if early else ""))
         return Panel(Group(*body), title=title, title_align="left", border_style=_border(phase))
 
     def _progress(self, status: Status) -> RenderableType:
@@ -201,7 +203,7 @@ class LiveConsole:
         total = status.virtual_nodes or 0
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("worker", no_wrap=True)
-        table.add_column(f"{total} virtual nodes" if total else "virtual nodes", no_wrap=True)
+        table.add_column(f"{counted(total, 'virtual node')}" if total else "virtual nodes", no_wrap=True)
         table.add_column("ms each", justify="right", no_wrap=True)
         table.add_column("state", no_wrap=True)
         table.add_column("pid", justify="right", no_wrap=True)

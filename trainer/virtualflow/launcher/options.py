@@ -43,6 +43,7 @@ from virtualflow.protocol.settings import (
     MAX_WORKERS,
     WORKERS,
 )
+from virtualflow.protocol.wording import counted
 
 
 @dataclass(frozen=True)
@@ -202,14 +203,15 @@ def _executable(command: tuple[str, ...], environment: Mapping[str, str]) -> tup
 
 def _check_sizes(most: int, virtual_nodes: int | None) -> None:
     if most > MAX_WORKERS:
-        raise ConfigurationError(f"{most} workers: at most {MAX_WORKERS} are possible")
+        raise ConfigurationError(f"{counted(most, 'worker')}: at most {MAX_WORKERS} are possible")
     if virtual_nodes is None:
         return
     if virtual_nodes > MAX_VIRTUAL_NODES:
-        raise ConfigurationError(f"{virtual_nodes} virtual nodes: at most {MAX_VIRTUAL_NODES} are possible")
+        raise ConfigurationError(f"{counted(virtual_nodes, 'virtual node')}: at most {MAX_VIRTUAL_NODES} are possible")
     if most > virtual_nodes:
         raise ConfigurationError(
-            f"{most} workers cannot share {virtual_nodes} virtual nodes, as each is assigned at least one; "
+            f"{counted(most, 'worker')} cannot share {counted(virtual_nodes, 'virtual node')}, as each is "
+            "assigned at least one; "
             "ask for fewer workers or more virtual nodes"
         )
 

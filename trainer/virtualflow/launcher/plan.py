@@ -256,7 +256,7 @@ def _seconds(
     micro_batch, left = divmod(batch, virtual_nodes)
     if left or not micro_batch:
         raise ConfigurationError(
-            f"{virtual_nodes} virtual nodes do not divide a batch of {batch}; give --virtual-nodes"
+            f"{counted(virtual_nodes, 'virtual node')} do not divide a batch of {batch}; give --virtual-nodes"
         )
     widths = (
         [1] if profile.reproducibility == "bitwise" else [1 << power for power in range(virtual_nodes.bit_length())]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from virtualflow.memory import Fit
+from virtualflow.protocol.wording import counted
 
 _ROWS = {"compute": 1, "copy-out": 2, "copy-in": 3}
 _MICROSECONDS = 1e6
@@ -24,7 +25,9 @@ def trace_of(device: str, fit: Fit, names: Sequence[str]) -> dict[str, Any]:
     """
     plan = fit.plan
     assert plan is not None
-    events: list[dict[str, Any]] = [_named("process_name", 0, f"{device}: one of {fit.virtual_nodes} virtual nodes")]
+    events: list[dict[str, Any]] = [
+        _named("process_name", 0, f"{device}: one of {counted(fit.virtual_nodes, 'virtual node')}")
+    ]
     events += [_named("thread_name", row, resource) for resource, row in _ROWS.items()]
     events += [
         {

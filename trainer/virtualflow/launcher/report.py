@@ -26,6 +26,12 @@ class JobHistory:
     """The latest event about a checkpoint, good or bad."""
     predicted_step_ms: float | None = None
     """How long a step should take, as last predicted."""
+    began: float | None = None
+    """When the first generation began (Unix time)."""
+    ended: float | None = None
+    """When the training did."""
+    resumed: str | None = None
+    """What was said of the checkpoint that the training began from."""
     paces: dict[str, float] = field(default_factory=dict)
     """Milliseconds per virtual node of each worker that some were assigned to last."""
     warnings: list[str] = field(default_factory=list)
@@ -72,6 +78,12 @@ class JobHistory:
             fresh_events.append(event)
             if event.kind == "warning" and event.text not in self.warnings:
                 self.warnings.append(event.text)
+            elif event.kind == "generation":
+                self.began = event.time if self.began is None else self.began
+            elif event.kind == "restored" and self.ended is None:
+                self.resumed = self.resumed or event.text
+            elif event.kind == "done":
+                self.ended = event.time
             if event.kind.startswith("checkpoint"):
                 self.last_checkpoint = event
         return fresh_changes, fresh_events
@@ -79,6 +91,11 @@ class JobHistory:
     def add_process(self, worker: str, pid: int) -> None:
         """A process was started under that name."""
         self.pids.setdefault(worker, []).append(pid)
+
+    @property
+    def training_seconds(self) -> float | None:
+        """How long the training took, without the start of its processes and their end; ``None``: it has not ended."""
+        return None if self.began is None or self.ended is None else max(0.0, self.ended - self.began)
 
     def ordered_changes(self) -> list[Change]:
         """All changes in the order in which they took effect."""
@@ -104,6 +121,7 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
         "run": status.run if status else 1,
         "runs": [run_entry(run) for run in status.runs] if status else [],
         "total_steps": status.total_steps if status else None,
+        "stopped_early": status.stopped_early if status else False,
         "virtual_nodes": status.virtual_nodes if status else None,
         "reproducibility": status.reproducibility if status else None,
         "changes": [change_entry(change) for change in changes],
@@ -116,6 +134,7 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
         "pids": history.pids,
         "warnings": history.warnings,
         "seconds": round(seconds, 3),
+        "training_seconds": None if history.training_seconds is None else round(history.training_seconds, 3),
         "error": status.error if status else None,
     }
 

@@ -43,8 +43,10 @@ class Report(msgspec.Struct, frozen=True):
     phase: str
     steps: int
     seconds: float
+    training_seconds: float | None = None
     digest: str | None = None
     total_steps: int | None = None
+    stopped_early: bool = False
     virtual_nodes: int | None = None
     reproducibility: str | None = None
     changes: list[ChangeEntry] = []
@@ -97,9 +99,14 @@ def _head(report: Report) -> str:
     sizes = {size for change in report.changes for size in (change.before, change.to) if size}
     workers = f" on {min(sizes)} to {counted(max(sizes), 'worker')}" if len(sizes) > 1 else ""
     repeated = f"{counted(report.repeated_steps, 'step')} repeated"
+    trained = "" if report.training_seconds is None else f", {_seconds(report.training_seconds)} of it training,"
+    early = ""
+    if report.stopped_early:
+        of = "" if report.total_steps is None else f", before the last of {counted(report.total_steps, 'step')}"
+        early = f" Stopped early by the script{of}."
     sentence = (
-        f"{counted(report.steps, 'step')} in {_seconds(report.seconds)}{workers}: "
-        f"{counted(len(report.changes), 'membership change')}, {repeated}."
+        f"{counted(report.steps, 'step')} in {_seconds(report.seconds)}{trained}{workers}: "
+        f"{counted(len(report.changes), 'membership change')}, {repeated}.{early}"
     )
     name, phase = escape(report.job), escape(report.phase)
     return f'<header><h1>{name} <span class="phase {phase}">{phase}</span></h1><p>{escape(sentence)}</p></header>'

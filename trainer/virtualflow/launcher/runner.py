@@ -42,6 +42,7 @@ from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, Coo
 from virtualflow.protocol.live_view import page_address
 from virtualflow.protocol.termination_message import EXIT_EVICTED
 from virtualflow.protocol.wording import counted
+from virtualflow.remedies import remedy
 
 _SHOWN_OTHERWISE = ("change", "failed", "generation")
 """Kinds of events that are shown in another form."""
@@ -400,6 +401,8 @@ class Runner:
                 shutdown=shutdown,
                 status=status,
                 seconds=seconds,
+                training_seconds=self._history.training_seconds,
+                resumed=self._history.resumed,
                 changes=self._history.ordered_changes(),
                 last_checkpoint=self._history.last_checkpoint,
                 checkpoint_dir=directory,
@@ -422,3 +425,6 @@ class Runner:
         lines = traceback.rstrip("\n").split("\n") if traceback.strip() else []
         if lines and not self._relay.has_shown(lines[-1]):
             print("\n".join(lines), file=sys.stderr)
+        advice = remedy(traceback)
+        if advice is not None and advice not in f"{traceback} {shutdown.reason}":
+            print(f"what to do: {advice}", file=sys.stderr)

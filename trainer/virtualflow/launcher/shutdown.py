@@ -111,6 +111,10 @@ class Facts:
     """Why the report or the audit could not be written."""
     logs: Path | None
     """Where the output of the processes can be read."""
+    training_seconds: float | None = None
+    """How much of its time was the training; ``None``: it did not end."""
+    resumed: str | None = None
+    """What was said of the checkpoint that it began from."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,10 @@ def _conclude_done(facts: Facts) -> Conclusion:
         for step in facts.unreached
     ]
     repeated = sum(change.repeated_steps for change in facts.changes)
+    resumed = "" if facts.resumed is None else f" ({facts.resumed})"
+    trained = "" if facts.training_seconds is None else f", {facts.training_seconds:.1f} s of it training"
     sentences.append(
-        f"done: {_describe_steps(status)} in {facts.seconds:.1f} s, digest {status.digest}, "
+        f"done: {_describe_steps(status)}{resumed} in {facts.seconds:.1f} s{trained}, digest {status.digest}, "
         f"{counted(len(facts.changes), 'membership change')}, {counted(repeated, 'repeated step')}"
     )
     unsaved = _failed_checkpoint(facts)
@@ -157,8 +163,13 @@ def _conclude_done(facts: Facts) -> Conclusion:
 
 
 def _describe_steps(status: Status) -> str:
-    steps = counted(status.job_step, "step")
-    return steps if status.run == 1 else f"{steps} in {status.run} runs of the script"
+    early = counted(status.step, "step")
+    if status.total_steps is not None:
+        early = f"{status.step} of {counted(status.total_steps, 'step')}"
+    if status.run == 1:
+        return f"stopped early by the script, {early}" if status.stopped_early else counted(status.step, "step")
+    last = f", the last one stopped early by the script, {early}" if status.stopped_early else ""
+    return f"{counted(status.job_step, 'step')} in {status.run} runs of the script{last}"
 
 
 def _describe_stop(facts: Facts) -> str:

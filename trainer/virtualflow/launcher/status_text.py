@@ -58,7 +58,8 @@ def describe_status(job: str, status: Status) -> str:
     facts = f"{status.wanted} wanted, generation {status.generation}"
     if status.reproducibility is not None:
         facts += f", {status.reproducibility}"
-    lines = [f"{job}: {status.phase}, {describe_progress(status)}, {facts}"]
+    phase = f"{status.phase}, stopped early by the script" if status.stopped_early else status.phase
+    lines = [f"{job}: {phase}, {describe_progress(status)}, {facts}"]
     if status.reason:
         lines.append(f"  {status.reason}")
     if status.error:

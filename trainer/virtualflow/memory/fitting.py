@@ -13,6 +13,7 @@ from virtualflow.memory.settings import PlannerSettings
 from virtualflow.memory.sizes import format_bytes
 from virtualflow.protocol.chain_profile import ChainProfile
 from virtualflow.protocol.settings import MAX_VIRTUAL_NODES
+from virtualflow.protocol.wording import counted
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def fit(
     micro_batch, left = divmod(batch, virtual_nodes)
     if left or not micro_batch:
         raise ConfigurationError(
-            f"{virtual_nodes} virtual nodes do not divide a batch of {batch}; name a divisor of it"
+            f"{counted(virtual_nodes, 'virtual node')} do not divide a batch of {batch}; name a divisor of it"
         )
     micro_batch *= fused
     planner = Planner(profile_for(chain, micro_batch, virtual_nodes), settings)

@@ -131,10 +131,13 @@ def misfit(profile: DeviceProfile, situation: Situation) -> str | None:
     if profile.signature != situation.signature:
         return "it is of another model or optimizer"
     if profile.device_type == "cpu" and profile.threads != situation.threads:
-        return f"it is of {profile.threads} threads, and here are {situation.threads}"
+        return f"it is of {counted(profile.threads, 'thread')}, and here are {situation.threads}"
     smallest, largest = profile.sizes[0].micro_batch, profile.sizes[-1].micro_batch
     if not smallest <= situation.micro_batch <= largest:
-        return f"it is of micro-batches of {smallest} to {largest} samples, and here they have {situation.micro_batch}"
+        return (
+            f"it is of micro-batches of {smallest} to {counted(largest, 'sample')}, and here they have "
+            f"{situation.micro_batch}"
+        )
     return None
 
 
@@ -147,7 +150,7 @@ def seconds_for(profile: DeviceProfile, micro_batch: int) -> float:
     below = [size for size in profile.sizes if size.micro_batch <= micro_batch]
     above = [size for size in profile.sizes if size.micro_batch >= micro_batch]
     if not below or not above:
-        raise ValueError(f"micro-batches of {micro_batch} samples were not measured")
+        raise ValueError(f"micro-batches of {counted(micro_batch, 'sample')} were not measured")
     low, high = below[-1], above[0]
     if low.micro_batch == high.micro_batch:
         return low.seconds
@@ -175,7 +178,7 @@ def describe(profile: DeviceProfile) -> str:
     lines = [
         f"{profile.device}, torch {profile.torch}, {counted(profile.threads, 'thread')}, "
         f"{profile.reproducibility}; one virtual node of {profile.virtual_nodes}: "
-        f"{profile.batch_size // profile.virtual_nodes} samples",
+        f"{counted(profile.batch_size // profile.virtual_nodes, 'sample')}",
         f"{'virtual nodes':>13}  {'samples':>7}  {'ms':>9}  {'quartiles':>19}  {'waiting for data':>16}  "
         f"{'ms per virtual node':>19}  {'peak MiB':>8}",
     ]

@@ -192,6 +192,8 @@ class RunResult(Base, frozen=True, tag=False):
     total_steps: Count | None
     digest: Annotated[str, msgspec.Meta(max_length=64)]
     metrics: dict[str, Metric]
+    stopped_early: bool = False
+    """The script has left the loop before the last step."""
 
 
 # --- worker to coordinator --------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.wording import counted
 from virtualflow.state.codec import NAMES, Tree, flatten, storable
 from virtualflow.state.several import name_of
 
@@ -155,7 +156,7 @@ def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
         return f"the optimizer has {len(our_groups)} parameter groups here and {len(their_groups)} there"
     for n, (our, their) in enumerate(zip(our_groups, their_groups, strict=True)):
         if len(our) != len(their):
-            return f"group {n} of the optimizer holds {len(our)} parameters here and {len(their)} there"
+            return f"group {n} of the optimizer holds {counted(len(our), 'parameter')} here and {len(their)} there"
         for one, other in zip(our, their, strict=True):
             if one != other:
                 return f"group {n} of the optimizer holds {one} here where it holds {other} there"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from virtualflow.errors import VirtualFlowError
+from virtualflow.protocol.wording import counted
 
 _ADVICE = 'pass batch_norm="micro-batch" or max_fused=1 to vf.elastic'
 
@@ -64,10 +65,11 @@ class GhostBatchNorm:
             return
         if len(self.sizes) > 1:
             raise VirtualFlowError(
-                f"batch norm {name} got {rows} rows for a micro-batch of {samples} samples, so they cannot be told "
+                f"batch norm {name} got {counted(rows, 'row')} for a micro-batch of "
+                f"{counted(samples, 'sample')}, so they cannot be told "
                 f"apart by virtual node; {_ADVICE}"
             )
-        self.obstacle = f"batch norm {name} gets {rows} rows for {samples} samples"
+        self.obstacle = f"batch norm {name} gets {counted(rows, 'row')} for {counted(samples, 'sample')}"
 
 
 class _SplitForward:

@@ -16,6 +16,7 @@ from virtualflow._arguments import checked_class
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.backward import BackwardSpec, PassClass, class_of
 from virtualflow.protocol.settings import MAX_CLASSES
+from virtualflow.protocol.wording import counted
 from virtualflow.step.settings import FORWARD_SHARE
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class PartialBackward:
             return
         if all(self.fraction(1, node, virtual_nodes) < 1 for node in range(virtual_nodes)):
             raise ConfigurationError(
-                f"none of the {virtual_nodes} virtual nodes has the class whose fraction is 1; put it first in "
+                f"none of the {counted(virtual_nodes, 'virtual node')} has the class whose fraction is 1; put "
+                "it first in "
                 "fractions, use more virtual nodes, or pass rotate=True"
             )
 
@@ -124,7 +126,7 @@ class PartialBackward:
         """What defines the result, for blocks of these names; without any, of whatever blocks."""
         fractions = ", ".join(repr(float(fraction)) for fraction in self.fractions)
         rotating = "rotating" if self.rotate else "fixed"
-        full = "" if self.full_every is None else f", whole every {self.full_every} steps"
+        full = "" if self.full_every is None else f", whole every {counted(self.full_every, 'step')}"
         of = f", of {', '.join(blocks)}" if blocks else ""
         return f"{rotating} fractions {fractions}{full}, {self.scale}{of}"
 

@@ -29,6 +29,7 @@ from virtualflow.memory.activations import ChainMeasurement, bytes_of_state
 from virtualflow.progress import Progress
 from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
 from virtualflow.protocol.environment import WorkerEnvironment
+from virtualflow.protocol.wording import counted
 from virtualflow.worker.memory_use import free_bytes, peak_of_cpu
 from virtualflow.worker.options import Options
 from virtualflow.worker.settings import WorkerSettings
@@ -84,12 +85,14 @@ def sizes_to_measure(virtual_nodes: int, micro_batch: int, samples: int | None, 
     sizes = sorted({*(asked or (*powers, virtual_nodes))})
     if sizes[-1] > virtual_nodes:
         raise ConfigurationError(
-            f"a size of {sizes[-1]} virtual nodes is asked for, and the job has {virtual_nodes}; ask for at most that"
+            f"a size of {counted(sizes[-1], 'virtual node')} is asked for, and the job has {virtual_nodes}; "
+            "ask for at most that"
         )
     possible = [size for size in sizes if samples is None or size * micro_batch <= samples]
     if not possible:
         raise ConfigurationError(
-            f"the dataset has {samples} samples, fewer than the {sizes[0] * micro_batch} of one micro-batch; give a "
+            f"the dataset has {counted(samples or 0, 'sample')}, fewer than the {sizes[0] * micro_batch} of one "
+            "micro-batch; give a "
             "larger dataset or ask for a smaller size"
         )
     return possible
@@ -216,7 +219,8 @@ class Profiling:
             self._sums = []
             self.finish(f"{2 * self._measured[-1].virtual_nodes} or fewer virtual nodes do not fit into memory")
         raise ConfigurationError(
-            f"a micro-batch of {self._micro_batch} samples does not fit into the memory of {self._blank.device}; use "
+            f"a micro-batch of {counted(self._micro_batch, 'sample')} does not fit into the memory of "
+            f"{self._blank.device}; use "
             "more virtual nodes or a smaller batch size"
         ) from error
 
@@ -353,11 +357,15 @@ class Profiling:
         growth = size / last.virtual_nodes
         rounds = self._settings.least + self._settings.warm_up
         if last.seconds * growth * rounds > self._settings.longest:
-            return f"{size} virtual nodes at a time would take more than {self._settings.longest:g} s to measure"
+            return (
+                f"{counted(size, 'virtual node')} at a time would take more than "
+                f"{self._settings.longest:g} s to measure"
+            )
         free = free_bytes(self._device)
         if free is not None and last.peak_bytes is not None and last.peak_bytes * growth > self._settings.memory * free:
             return (
-                f"{size} virtual nodes at a time would need about {last.peak_bytes * growth / 2**20:.0f} MiB of the "
+                f"{counted(size, 'virtual node')} at a time would need about "
+                f"{last.peak_bytes * growth / 2**20:.0f} MiB of the "
                 f"{free / 2**20:.0f} MiB that are free"
             )
         return None
@@ -383,6 +391,6 @@ def whole_batches(source: Source, samples: int) -> Iterator[MicroBatch]:
             step += 1
         if not found:
             raise ConfigurationError(
-                f"an epoch of the dataset has no micro-batch of {samples} samples; ask for smaller --sizes"
+                f"an epoch of the dataset has no micro-batch of {counted(samples, 'sample')}; ask for smaller --sizes"
             )
         epoch += 1

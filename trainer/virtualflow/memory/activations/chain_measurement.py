@@ -16,6 +16,7 @@ from virtualflow.memory.activations.executor import Executor
 from virtualflow.memory.activations.measuring import Probe, chain_profile
 from virtualflow.memory.activations.settings import ActivationSettings
 from virtualflow.protocol.chain_profile import ChainProfile, ChainSize
+from virtualflow.protocol.wording import counted
 
 
 class ChainMeasurement:
@@ -82,7 +83,7 @@ class ChainMeasurement:
             return
         names = [block.name for block in size.blocks]
         if self._sizes and names != [block.name for block in self._sizes[0].blocks]:
-            self._give_up(f"other blocks run in micro-batches of {micro_batch} samples than in smaller ones")
+            self._give_up(f"other blocks run in micro-batches of {counted(micro_batch, 'sample')} than in smaller ones")
             return
         self._probe = probe
         self._sizes.append(size)

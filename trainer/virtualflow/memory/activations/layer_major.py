@@ -26,6 +26,7 @@ from virtualflow.memory.activations.carrier import Carrier
 from virtualflow.memory.activations.chain import Chain, Loaded
 from virtualflow.memory.activations.live_bytes import LiveBytes
 from virtualflow.memory.activations.streams import Streams, read_streams, write_streams
+from virtualflow.protocol.wording import counted
 from virtualflow.reduction import Accumulator, Parts, Summation, Tensors, separate
 
 logger = logging.getLogger("virtualflow.worker")
@@ -298,7 +299,8 @@ class LayerMajor:
         if taken > self._budget.device:
             raise DoesNotFit(
                 f"block {block.link.name} takes {format_bytes(taken, up=True)} of the device for a virtual node of "
-                f"{flight.samples} samples, {format_bytes(at_rest)} of it for sums of gradients, and there are "
+                f"{counted(flight.samples, 'sample')}, {format_bytes(at_rest)} of it for sums of gradients, "
+                "and there are "
                 f"{format_bytes(self._budget.device)}; name smaller blocks, or use more virtual nodes",
                 None,
             )
