@@ -15,11 +15,11 @@ from virtualflow.protocol.versions import RUNS_PROTOCOL
 SETTINGS = MembershipSettings(restart_grace=0.0)
 
 
-def trained(*workers: str) -> Driven:
+def trained(*workers: str, total_steps: int = 7, stopped_early: bool = False) -> Driven:
     """A job whose first run is over, after seven steps."""
     job = Driven(1, len(workers), SETTINGS)
     for worker in workers:
-        assert job.admit(hello(worker, ready=True, total_steps=7)) is None
+        assert job.admit(hello(worker, ready=True, total_steps=total_steps)) is None
     job.now = 3.0
     for worker in workers:
         job.hear(f"{worker}.0", m.Heartbeat())
@@ -29,7 +29,7 @@ def trained(*workers: str) -> Driven:
     for worker in workers:
         job.hear(f"{worker}.0", m.Entered(plan, 0, False))
     for worker in workers:
-        job.hear(f"{worker}.0", m.Done(7, "aa", "bb", {"loss": 0.5}, 1.0, 7))
+        job.hear(f"{worker}.0", m.Done(7, "aa", "bb", {"loss": 0.5}, 1.0, 7, stopped_early=stopped_early))
     job.decide()
     assert job.state.phase == "done"
     return job
@@ -140,3 +140,13 @@ def test_one_that_knows_of_one_run_only_is_refused_in_a_sentence() -> None:
             assert await told(stream) == answer
 
     with_server(story)
+
+
+def test_a_run_that_its_script_has_left_early_is_told_as_such() -> None:
+    job = trained("a", stopped_early=True, total_steps=100)
+    assert job.status().stopped_early
+    told = [event.text for event in job.status().events if event.kind == "done"]
+    assert told == ["training stopped early by the script, 7 of 100 steps"]
+    second(job, "a")
+    assert [(run.step, run.total_steps, run.stopped_early) for run in job.state.runs] == [(7, 100, True)]
+    assert not job.status().stopped_early

@@ -50,7 +50,9 @@ def _begin(state: JobState, hello: m.Hello, now: float) -> None:
     history, result = state.history, state.history.result
     known = {run.run: run for run in hello.runs} | {run.run: run for run in state.runs}
     if result is not None:
-        known[state.run] = m.RunResult(state.run, result.step, history.total_steps, result.digest, result.metrics)
+        known[state.run] = m.RunResult(
+            state.run, result.step, history.total_steps, result.digest, result.metrics, result.stopped_early
+        )
     known = {number: run for number, run in known.items() if number < hello.run}
     state.runs = tuple(known[number] for number in sorted(known))[-MAX_RUNS:]
     # Of runs that nobody remembers any more, the steps were counted while they were.

@@ -145,6 +145,7 @@ def run_entry(run: RunResult) -> dict[str, object]:
         "run": run.run,
         "steps": run.step,
         "total_steps": run.total_steps,
+        "stopped_early": run.stopped_early,
         "digest": run.digest,
         "metrics": dict(run.metrics),
     }

@@ -123,7 +123,9 @@ def report_failure(session: AnySession, error: Exception, training: Training | N
         # Exit code 0 hides nothing; another one may follow from an error that the script has caught.
         caught = isinstance(exited, SystemExit) and bool(exited.code)
         trace = "".join(traceback.format_exception(exited)) if caught and exited is not None else ""
-        session.report_failed(describe(error), trace, found, odd, isinstance(error, DoesNotFit), is_machine_fault(error))
+        session.report_failed(
+            describe(error), trace, found, odd, isinstance(error, DoesNotFit), is_machine_fault(error)
+        )
     else:
         trace = "".join(traceback.format_exception(error))
         session.report_failed(describe(error), trace, machine_fault=is_machine_fault(error))

@@ -271,9 +271,8 @@ class Run:
             broken = CommunicatorBroken("a peer needs help to finish")
             session.report_done(result, lambda: membership.recover(broken))
         session.state.lease.keep()
-        ended = m.RunResult(
-            self._request.run, training.completed_steps, context.total_steps, digest, as_metrics(training.numbers)
-        )
+        metrics = as_metrics(training.numbers)
+        ended = m.RunResult(self._request.run, training.completed_steps, context.total_steps, digest, metrics, early)
         this_script().former += (FormerRun(ended, context.checkpointer.directory),)
 
     # --- what a user's script sees ------------------------------------------------------------------------------------
