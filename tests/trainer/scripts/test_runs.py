@@ -88,7 +88,7 @@ def test_a_directory_is_shared_by_no_two_runs() -> None:
     result = m.RunResult(1, 4, 4, "", {})
     policy = CheckpointPolicy("saved", every_steps=3, keep=2)
     assert policy_of_run(policy, 1, []) is policy
-    inside = policy_of_run(policy, 3, [FormerRun(result, None).checkpoints, Path("saved")])
+    inside = policy_of_run(policy, 3, [FormerRun(result, None).checkpoints, Path("saved").absolute()])
     assert (inside.directory, inside.every_steps, inside.keep) == (Path("saved/run-3").absolute(), 3, 2)
     assert policy_of_run(policy, 2, [Path("elsewhere").absolute()]) is policy
 
