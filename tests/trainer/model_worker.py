@@ -205,6 +205,9 @@ class History:
     exchanges: int = 0
     transfer: None = None
     changes: dict[m.Generation, m.Change] = field(default_factory=dict)
+    optimizer: torch.optim.Optimizer = field(default_factory=lambda: torch.optim.SGD([torch.zeros(1)], 0.1))
+    scheduler: None = None
+    built: dict[str, str] = field(default_factory=dict)
     shards: None = None
     pending: None = None
     wish: Exchange = field(default_factory=Exchange)

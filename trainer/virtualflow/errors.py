@@ -191,9 +191,8 @@ def advise(error: BaseException) -> None:
     """Put behind an error of PyTorch or Python what to do about it, where that is known."""
     if isinstance(error, Exception) and not isinstance(error, VirtualFlowError):
         advice = remedy("".join(traceback.format_exception(error)))
-        note = f"what to do: {advice}"
-        if advice is not None and note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+        if advice is not None and not getattr(error, "__notes__", ()):  # who knew more has said it
+            error.add_note(f"what to do: {advice}")
 
 
 def show(error: VirtualFlowError) -> None:

@@ -21,7 +21,9 @@ from torch.utils.data import TensorDataset
 import virtualflow as vf
 from tiers import nightly
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import ENV_AUDIT_DIR, ENV_CHECKPOINT_DIR
+from virtualflow.worker.identity import claim_name
 
 
 def train(loaders: int = 0, fail: str = "") -> None:
@@ -86,6 +88,7 @@ def watched(*arguments: Any) -> dict[str, Any]:
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = True
+    claim_name(WorkerEnvironment.read())  # which lasts as long as the process
     before, files = surroundings(), open_files()
     error = ""
     try:

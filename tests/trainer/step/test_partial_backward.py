@@ -93,7 +93,7 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(arguments: dict[str, Any],
 def test_virtual_nodes_of_which_none_runs_a_whole_pass_are_refused() -> None:
     backward = vf.PartialBackward((0.25, 1), rotate=False)
     backward.check(2)
-    with pytest.raises(ConfigurationError, match="none of the 1 virtual nodes has the class whose fraction is 1"):
+    with pytest.raises(ConfigurationError, match="none of the 1 virtual node has the class whose fraction is 1"):
         backward.check(1)
     vf.PartialBackward((0.25, 1)).check(1)
     vf.PartialBackward((0.25, 1), rotate=False, full_every=4).check(1)

@@ -95,7 +95,13 @@ class Worker:
         nothing = SimpleNamespace(begin=lambda: None, renew=lambda: None)
         lineage = SimpleNamespace(claim=lambda plan: Claim(m.NO_GENERATION, True, m.NO_GENERATION), count=lambda *_: 0)
         self.state: Any = SimpleNamespace(
-            has_state=False, lease=nothing, lineage=lineage, computes=(), virtual_nodes=NODES, ranges=(range(NODES),)
+            run=1,
+            has_state=False,
+            lease=nothing,
+            lineage=lineage,
+            computes=(),
+            virtual_nodes=NODES,
+            ranges=(range(NODES),),
         )
         session: Any = SimpleNamespace(state=self.state, reserve=Reserve(), say_entered=lambda **_: None)
         checkpointer: Any = SimpleNamespace(enter=lambda _: None)
