@@ -33,7 +33,7 @@ with vf.elastic(model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_
         the_users_own_function()
 """
 TWICE = """
-import time
+import os, time
 import torch, torch.nn.functional as F
 import virtualflow as vf
 
@@ -46,7 +46,7 @@ for lr, steps in ((0.1, 40), (0.01, 1_200)):
         for step in run:
             for x, y in step:
                 F.mse_loss(model(x), y).backward()
-            time.sleep(0.05)
+            time.sleep(0.05 if "KUBERNETES_SERVICE_HOST" in os.environ else 0)
 """
 GLUTTON = """
 hoard = []

@@ -393,11 +393,18 @@ TABLE = [
     ),
     # --- a broken communicator
     pytest.param(
-        training(member("a"), member("b", left=True, draining=True), broken={FIRST: NOW}),
+        training(member("a"), member("b", left=True, deserted=True, draining=True), broken={FIRST: NOW}),
         "recovery a lost",
         "b left",
         None,
         id="one that has left without the others' agreement is not waited for",
+    ),
+    pytest.param(
+        training(member("a"), member("b", left=True, draining=True), broken={FIRST: NOW}),
+        None,
+        "a collective broke; waiting for the news of who is lost",
+        1_000.25,
+        id="one that has left with it may have left others in the next generation, of which news is on its way",
     ),
     pytest.param(
         training(member("a"), member("b", left=True, draining=True)),

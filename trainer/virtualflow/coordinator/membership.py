@@ -43,9 +43,9 @@ def decide(now: float, cluster: Cluster, settings: MembershipSettings) -> Decisi
     members = tuple(member.incarnation for member in base.members)
     survivors = tuple(m for m in members if m not in lost and not workers[m].left)
     broken_since = cluster.broken.get(base.generation)
-    # One that leaves the running generation with the others' agreement does so by the next one, and breaks nothing.
-    gone = base is proposed or broken_since is not None
-    missing = [m for m in members if m in lost or (workers[m].left and gone)]
+    # One that leaves the running generation with the others' agreement does so by the next one: others may be in it.
+    gone = {m for m in members if workers[m].left and (base is proposed or workers[m].deserted)}
+    missing = [m for m in members if m in lost or (m in gone and (base is proposed or broken_since is not None))]
     ends = ("left" if workers[m].left else f"lost: {lost[m]}" for m in missing)
     reason = listed([f"{workers[m].name} {end}" for m, end in zip(missing, ends, strict=True)])
     if not members:

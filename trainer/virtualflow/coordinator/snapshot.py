@@ -34,6 +34,8 @@ class Worker:
     gone: str | None = None
     """Why it is known to be gone for ever."""
     left: bool = False
+    deserted: bool = False
+    """It has left by itself, and not by a generation that all had agreed on."""
     done: bool = False
     guess: float | None = None
     """Seconds per virtual node with a whole pass, by a profile of its device."""

@@ -287,7 +287,7 @@ def _left(state: JobState, worker: Worker, generation: m.Generation, step: int, 
     contact = state.roster.contacts[worker.incarnation]
     contact.waits_for_release, contact.left_by = True, generation
     if not worker.left:
-        state.roster.update(worker.incarnation, left=True)
+        state.roster.update(worker.incarnation, left=True, deserted=generation == m.NO_GENERATION)
         confirm_end(state, worker.incarnation)
         state.history.step = max(state.history.step, step)
         state.tell("left", f"{worker.name} left after step {step}")
