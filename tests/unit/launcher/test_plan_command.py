@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 import terminals
+from tiers import needs
 from virtualflow.launcher import cli, plan
 from virtualflow.launcher.plan import split
 from virtualflow.launcher.training_program import Program
@@ -311,6 +312,7 @@ def test_on_a_terminal_a_bar_shows_how_far_the_planning_is_and_leaves_the_answer
     assert both.left == [line.rstrip() for line in wanted.splitlines() if line.strip()]
 
 
+@needs("torch", "make venv installs it")
 def test_a_script_is_not_measured_for_a_plan_of_memory_whose_size_nobody_knows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tiers import needs
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import cli
 from virtualflow.launcher.options import RunOptions, resolve
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.training_program import Program, program_of
+
+TRAINS = needs("torch", "make venv installs it")
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,7 @@ def test_what_an_interpreter_runs_is_read_from_its_arguments(words: str, program
     assert program_of(words.split()) == program
 
 
+@TRAINS
 def test_a_module_is_run_as_python_runs_it_and_the_job_is_called_after_it() -> None:
     options = asked("--workers", "3", "-m", "nets.deep.train", "--lr", "1", "--workers", "9")
     assert options.command == (sys.executable, "-u", "-m", "nets.deep.train", "--lr", "1", "--workers", "9")
@@ -75,6 +79,7 @@ def test_a_module_that_cannot_be_run_is_named_before_anything_starts(words: list
         asked(*words)
 
 
+@TRAINS
 def test_a_package_with_a_main_is_a_module(package: Path) -> None:
     (package / "__main__.py").touch()
     assert asked("-m", "nets.deep").command[2:] == ("-m", "nets.deep")
@@ -96,6 +101,7 @@ def manifest(tmp_path: Path, *command: str, **environment: str) -> str:
     return "job.yaml"
 
 
+@TRAINS
 @pytest.mark.parametrize("words", ["-m nets.deep.train --lr 1", "-W ignore train.py", "-c pass", "-u train.py"])
 def test_a_manifest_says_the_same_by_its_command(tmp_path: Path, words: str) -> None:
     assert asked("-f", manifest(tmp_path, "python", *words.split())).command == (sys.executable, *words.split())
