@@ -11,23 +11,20 @@ import re
 _GROUP = (
     "a script needs no process group here, no RANK and no WORLD_SIZE: give vf.elastic the plain model and the whole "
     "dataset, and the library divides each batch among the workers and sums their gradients; remove "
-    "init_process_group, DistributedDataParallel, FSDP and DistributedSampler, let run.leader say who "
-    "prints, and start "
-    "the script with: virtualflow run --workers N"
+    "init_process_group, DistributedDataParallel, FSDP and DistributedSampler, let run.leader say who prints, and "
+    "start the script with: virtualflow run --workers N"
 )
 _DTYPE = (
     "the batch and the model, or the loss and its target, are of different types; convert the samples in the dataset "
     "(NumPy's numbers are float64: tensor.float()), or the model before its optimizer is made (model.double())"
 )
 _DEVICE = (
-    "the batch and the model are on different devices; move the model before its optimizer is made, and pass "
-    "device= to "
-    "vf.elastic, which brings each micro-batch there"
+    "the batch and the model are on different devices; move the model before its optimizer is made, and pass device= "
+    "to vf.elastic, which brings each micro-batch there"
 )
 _COLLATE = (
     "samples of these shapes or types make no batch by themselves; pass collate_fn= to vf.elastic, as to a "
-    "DataLoader: it "
-    "gets a list of samples and pads or converts them"
+    "DataLoader: it gets a list of samples and pads or converts them"
 )
 _NO_GRADIENT = (
     "the loss depends on nothing that is trained; look for torch.no_grad(), .detach(), .item() or parameters with "
@@ -38,18 +35,16 @@ _SECOND_BACKWARD = (
     "detach() what is kept"
 )
 _UNPACKING = (
-    "the inner loop gets one micro-batch at a time, as collate_fn makes it of the dataset's samples: it has "
-    "as many parts "
-    "as a sample has"
+    "the inner loop gets one micro-batch at a time, as collate_fn makes it of the dataset's samples: it has as many "
+    "parts as a sample has"
 )
 _ONE_SAMPLE = (
     "a virtual node has a single sample, and batch norm needs two; use a larger batch_size, fewer virtual_nodes, or "
     "drop_last=True if it is the last batch of an epoch"
 )
 _MEMORY = (
-    "a virtual node's micro-batch does not fit; use more virtual_nodes, which makes it smaller and leaves "
-    "the batch as it "
-    "is, or memory=vf.Memory(...) (virtualflow plan shows what would fit)"
+    "a virtual node's micro-batch does not fit; use more virtual_nodes, which makes it smaller and leaves the batch "
+    "as it is, or memory=vf.Memory(...) (virtualflow plan shows what would fit)"
 )
 _FORKED = 'start loader processes anew instead of by fork: pass multiprocessing_context="spawn" to vf.elastic'
 

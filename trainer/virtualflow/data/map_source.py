@@ -238,9 +238,9 @@ class MapSource:
         samples, self._epoch = len(self._dataset), epoch
         if samples != self._dataset_size:
             raise ConfigurationError(
-                f"the dataset has {counted(samples, 'sample')} in epoch {epoch} and had {self._dataset_size} "
-                "at the start; let "
-                "its length stay the same, or pass an iterable dataset with shard(), whose epochs may be of any length"
+                f"the dataset has {counted(samples, 'sample')} in epoch {epoch} and had {self._dataset_size} at the "
+                "start; let its length stay the same, or pass an iterable dataset with shard(), whose epochs may be "
+                "of any length"
             )
 
     def close(self) -> None:

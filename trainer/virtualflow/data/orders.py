@@ -75,9 +75,8 @@ class Orders:
         order = self._ask(epoch)
         if len(order) != self.length:
             raise ConfigurationError(
-                f"the sampler gives {counted(len(order), 'sample')} in epoch {epoch} and {self.length} in "
-                "epoch 0; give as many "
-                "in each, or pass an iterable dataset with shard(), whose epochs may be of any length"
+                f"the sampler gives {counted(len(order), 'sample')} in epoch {epoch} and {self.length} in epoch 0; "
+                "give as many in each, or pass an iterable dataset with shard(), whose epochs may be of any length"
             )
         return order
 

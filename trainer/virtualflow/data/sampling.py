@@ -100,9 +100,8 @@ class Plan:
         samples, of = (dataset_size, "a dataset") if orders is None else (orders.length, "an epoch")
         if drop_last and samples < batch_size:
             raise ConfigurationError(
-                f"drop_last leaves no batch of {batch_size} in {of} of {counted(samples, 'sample')}; use a "
-                "batch_size of at most "
-                f"{samples} or drop_last=False"
+                f"drop_last leaves no batch of {batch_size} in {of} of {counted(samples, 'sample')}; use a batch_size "
+                f"of at most {samples} or drop_last=False"
             )
         self.samples_per_epoch = samples
         self.batch_size = batch_size

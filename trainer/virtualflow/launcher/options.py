@@ -210,9 +210,8 @@ def _check_sizes(most: int, virtual_nodes: int | None) -> None:
         raise ConfigurationError(f"{counted(virtual_nodes, 'virtual node')}: at most {MAX_VIRTUAL_NODES} are possible")
     if most > virtual_nodes:
         raise ConfigurationError(
-            f"{counted(most, 'worker')} cannot share {counted(virtual_nodes, 'virtual node')}, as each is "
-            "assigned at least one; "
-            "ask for fewer workers or more virtual nodes"
+            f"{counted(most, 'worker')} cannot share {counted(virtual_nodes, 'virtual node')}, as each is assigned at "
+            "least one; ask for fewer workers or more virtual nodes"
         )
 
 

@@ -117,9 +117,8 @@ class PartialBackward:
             return
         if all(self.fraction(1, node, virtual_nodes) < 1 for node in range(virtual_nodes)):
             raise ConfigurationError(
-                f"none of the {counted(virtual_nodes, 'virtual node')} has the class whose fraction is 1; put "
-                "it first in "
-                "fractions, use more virtual nodes, or pass rotate=True"
+                f"none of the {counted(virtual_nodes, 'virtual node')} has the class whose fraction is 1; put it first "
+                "in fractions, use more virtual nodes, or pass rotate=True"
             )
 
     def describe(self, blocks: Sequence[str]) -> str:

@@ -94,9 +94,8 @@ def refuse_launchers(environment: WorkerEnvironment) -> None:
     started = "TORCHELASTIC_RUN_ID" in os.environ or (dist.is_available() and dist.is_initialized())
     if environment.coordinator is None and environment.profile_out is None and started and processes not in ("", "1"):
         raise ConfigurationError(
-            f"torchrun, or something like it, has started {processes} processes of this script, and each "
-            "would train by "
-            f"itself; start it with: virtualflow run --workers {processes} {os.path.basename(sys.argv[0])}"
+            f"torchrun, or something like it, has started {processes} processes of this script, and each would train "
+            f"by itself; start it with: virtualflow run --workers {processes} {os.path.basename(sys.argv[0])}"
         )
 
 
@@ -478,9 +477,8 @@ def _check_schedule(scheduler: Any, interval: str) -> None:
     step = getattr(scheduler, "step", None)
     if isinstance(scheduler, type) or not callable(step):
         raise ConfigurationError(
-            f"the scheduler is {'the class ' if isinstance(scheduler, type) else 'a '}{name}; give vf.elastic "
-            "an object "
-            "with a method step(), such as one of torch.optim.lr_scheduler, or a list of several"
+            f"the scheduler is {'the class ' if isinstance(scheduler, type) else 'a '}{name}; give vf.elastic an "
+            "object with a method step(), such as one of torch.optim.lr_scheduler, or a list of several"
         )
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
         raise ConfigurationError(

@@ -92,8 +92,7 @@ def sizes_to_measure(virtual_nodes: int, micro_batch: int, samples: int | None, 
     if not possible:
         raise ConfigurationError(
             f"the dataset has {counted(samples or 0, 'sample')}, fewer than the {sizes[0] * micro_batch} of one "
-            "micro-batch; give a "
-            "larger dataset or ask for a smaller size"
+            "micro-batch; give a larger dataset or ask for a smaller size"
         )
     return possible
 
@@ -220,8 +219,7 @@ class Profiling:
             self.finish(f"{2 * self._measured[-1].virtual_nodes} or fewer virtual nodes do not fit into memory")
         raise ConfigurationError(
             f"a micro-batch of {counted(self._micro_batch, 'sample')} does not fit into the memory of "
-            f"{self._blank.device}; use "
-            "more virtual nodes or a smaller batch size"
+            f"{self._blank.device}; use more virtual nodes or a smaller batch size"
         ) from error
 
     @property

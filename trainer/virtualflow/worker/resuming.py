@@ -134,11 +134,9 @@ def check_schedule(scheduler: Any, steps: int, last: int, what: str, resumed: bo
         of = f"{ended.total_steps} {what}s (total_steps={ended.total_steps})"
         if resumed:
             raise ConfigurationError(
-                f"the OneCycleLR of the checkpoint ends after {of}, and this training is to go on to {what} "
-                f"{last}; a cycle "
-                "cannot be made longer, so train on in another checkpoint directory, with a new cycle and "
-                "the weights that "
-                "virtualflow export gives"
+                f"the OneCycleLR of the checkpoint ends after {of}, and this training is to go on to {what} {last}; a "
+                "cycle cannot be made longer, so train on in another checkpoint directory, with a new cycle and the "
+                "weights that virtualflow export gives"
             )
         raise ConfigurationError(
             f"OneCycleLR ends after {of}, and this training goes to {what} {last}; make it with total_steps={last}"
