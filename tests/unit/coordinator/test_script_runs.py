@@ -150,3 +150,12 @@ def test_a_run_that_its_script_has_left_early_is_told_as_such() -> None:
     second(job, "a")
     assert [(run.step, run.total_steps, run.stopped_early) for run in job.state.runs] == [(7, 100, True)]
     assert not job.status().stopped_early
+
+
+def test_a_worker_that_names_a_generation_that_cannot_be_moves_no_job() -> None:
+    job = trained("a", "b")
+    second(job, "a", ready=True)
+    stranger = m.Plan(m.Generation(9, 9), "planned", (m.Member("x", "x.0", "h", 0, 8),), (), "start", "")
+    refusal = job.admit(hello("c", run=3, plan=stranger))
+    assert refusal is not None
+    assert job.state.run == 2

@@ -16,7 +16,7 @@ import terminals
 from tiers import needs
 from virtualflow.launcher import cli, plan
 from virtualflow.launcher.plan import split
-from virtualflow.launcher.training_program import Program
+from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.memory import parse_bytes
 from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
 from virtualflow.protocol.device_profile import DeviceProfile, SizeProfile, encode, read_profile
@@ -189,14 +189,24 @@ def test_sums_of_gradients_grow_with_the_virtual_nodes_and_samples_with_the_micr
     ("words", "module", "profiles", "program", "arguments"),
     [
         (["a.json", "b.json"], None, ["a.json", "b.json"], None, []),
-        (["train.py", "3", "--fast"], None, [], Program("train.py"), ["3", "--fast"]),
-        (["t4.json", "train.py", "c.json"], None, ["t4.json"], Program("train.py"), ["c.json"]),
-        (["t4.json"], ["pkg.train", "3"], ["t4.json"], Program("pkg.train", is_module=True), ["3"]),
-        (["--fast", "c.json"], ["pkg.train", "3"], [], Program("pkg.train", is_module=True), ["3", "--fast", "c.json"]),
+        (["train.py", "3", "--fast"], None, [], TrainingProgram("train.py"), ["3", "--fast"]),
+        (["t4.json", "train.py", "c.json"], None, ["t4.json"], TrainingProgram("train.py"), ["c.json"]),
+        (["t4.json"], ["pkg.train", "3"], ["t4.json"], TrainingProgram("pkg.train", is_module=True), ["3"]),
+        (
+            ["--fast", "c.json"],
+            ["pkg.train", "3"],
+            [],
+            TrainingProgram("pkg.train", is_module=True),
+            ["3", "--fast", "c.json"],
+        ),
     ],
 )
 def test_profiles_stand_before_a_script_and_its_arguments_behind(
-    words: list[str], module: list[str] | None, profiles: list[str], program: Program | None, arguments: list[str]
+    words: list[str],
+    module: list[str] | None,
+    profiles: list[str],
+    program: TrainingProgram | None,
+    arguments: list[str],
 ) -> None:
     assert split(words, module) == (profiles, program, arguments)
 

@@ -13,7 +13,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import cli
 from virtualflow.launcher.options import RunOptions, resolve
 from virtualflow.launcher.settings import LauncherSettings
-from virtualflow.launcher.training_program import Program, program_of
+from virtualflow.launcher.training_program import TrainingProgram, program_of
 
 TRAINS = needs("torch", "make venv installs it")
 
@@ -37,11 +37,11 @@ def asked(*words: str) -> RunOptions:
 @pytest.mark.parametrize(
     ("words", "program"),
     [
-        ("train.py --lr 1", Program("train.py")),
-        ("-u -W ignore -X dev train.py -m no", Program("train.py")),
-        ("-Wignore -um nets.deep.train --lr 1", Program("nets.deep.train", is_module=True)),
-        ("-mnets.deep.train", Program("nets.deep.train", is_module=True)),
-        ("--check-hash-based-pycs never train.py", Program("train.py")),
+        ("train.py --lr 1", TrainingProgram("train.py")),
+        ("-u -W ignore -X dev train.py -m no", TrainingProgram("train.py")),
+        ("-Wignore -um nets.deep.train --lr 1", TrainingProgram("nets.deep.train", is_module=True)),
+        ("-mnets.deep.train", TrainingProgram("nets.deep.train", is_module=True)),
+        ("--check-hash-based-pycs never train.py", TrainingProgram("train.py")),
         ("-c pass", None),
         ("-uc pass", None),
         ("-", None),
@@ -49,7 +49,7 @@ def asked(*words: str) -> RunOptions:
         ("", None),
     ],
 )
-def test_what_an_interpreter_runs_is_read_from_its_arguments(words: str, program: Program | None) -> None:
+def test_what_an_interpreter_runs_is_read_from_its_arguments(words: str, program: TrainingProgram | None) -> None:
     assert program_of(words.split()) == program
 
 

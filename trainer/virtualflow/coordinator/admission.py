@@ -31,7 +31,7 @@ def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     """Admit a connection; a sentence instead when that process must not take part."""
     us = this_party("the coordinator")
     protocol = negotiate(_party(hello), us)
-    if protocol is not None:
+    if protocol is not None and _fault_in_own_plan(hello) is None:
         follow(state, hello, now)
     refusal = _refuse(state, hello) if protocol is not None else explain_mismatch(_party(hello), us)
     if refusal is not None:
@@ -165,15 +165,23 @@ def _refuse(job: JobState, hello: m.Hello) -> str | None:
         return differing
     if hello.plan is None:
         return None
-    fault = fault_in_plan(hello.plan, hello.virtual_nodes)
-    if fault is None and hello.plan.rank_of(hello.worker, hello.incarnation) is None:
-        fault = "it is no member of it"
+    fault = _fault_in_own_plan(hello)
     if fault is not None:
         return f"the generation that this worker names cannot be: {fault}"
     left_behind = job.running is not None and hello.plan.generation < job.running.generation
     if left_behind and not hello.draining and not any(plan.includes(hello.incarnation) for plan in job.newest):
         return f"the job went on in generation {job.running_generation} without this process"
     return None
+
+
+def _fault_in_own_plan(hello: m.Hello) -> str | None:
+    """What is wrong with the generation that a worker says to be in, if anything."""
+    if hello.plan is None:
+        return None
+    fault = fault_in_plan(hello.plan, hello.virtual_nodes)
+    if fault is None and hello.plan.rank_of(hello.worker, hello.incarnation) is None:
+        fault = "it is no member of it"
+    return fault
 
 
 def fault_in_plan(plan: m.Plan, virtual_nodes: int | None) -> str | None:

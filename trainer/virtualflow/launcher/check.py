@@ -22,7 +22,7 @@ from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_trainer
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.supervisor import describe_exit, die_with, ourselves
-from virtualflow.launcher.training_program import Program
+from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, complain
 from virtualflow.progress import FRAME, Progress
 from virtualflow.protocol.settings import ENV_TRACE_REPEAT
@@ -99,7 +99,7 @@ def check(arguments: Namespace, settings: LauncherSettings) -> int:
     Raises:
         ConfigurationError: it makes no sense; nothing has been started.
     """
-    program = Program(arguments.script, arguments.module)
+    program = TrainingProgram(arguments.script, arguments.module)
     program.check()
     check_trainer()
     with tempfile.TemporaryDirectory(prefix="virtualflow-", ignore_cleanup_errors=True) as directory:
@@ -163,7 +163,9 @@ class Check:
         directory: for traces, and for whatever the trials leave.
     """
 
-    def __init__(self, arguments: Namespace, program: Program, settings: LauncherSettings, directory: Path) -> None:
+    def __init__(
+        self, arguments: Namespace, program: TrainingProgram, settings: LauncherSettings, directory: Path
+    ) -> None:
         self._arguments, self._program, self._settings, self._directory = arguments, program, settings, directory
         self._cores = arguments.processes or os.cpu_count() or 1
         self._free = self._cores

@@ -12,7 +12,7 @@ from pathlib import Path
 from virtualflow.errors import VirtualFlowError
 from virtualflow.launcher.options import check_trainer
 from virtualflow.launcher.supervisor import describe_exit, ourselves, run_to_end
-from virtualflow.launcher.training_program import Program
+from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, read_report
 from virtualflow.protocol.settings import ENV_EXPLAIN_OUT
 from virtualflow.protocol.wording import counted
@@ -32,7 +32,7 @@ def explain(arguments: Namespace) -> int:
         ConfigurationError: the script cannot be run; nothing has been started.
         VirtualFlowError: it failed, or trained nothing.
     """
-    program = Program(arguments.script, arguments.module)
+    program = TrainingProgram(arguments.script, arguments.module)
     program.check()
     check_trainer()
     with tempfile.TemporaryDirectory(prefix="virtualflow-", ignore_cleanup_errors=True) as directory:
@@ -57,7 +57,7 @@ def explain(arguments: Namespace) -> int:
     return 0
 
 
-def _command(given: Namespace, program: Program, directory: Path) -> list[str]:
+def _command(given: Namespace, program: TrainingProgram, directory: Path) -> list[str]:
     command = ourselves("run", "--plain", "--workers", str(given.workers))
     command += ["--stop-after", str(STEPS), "--rebalance-gain", "1"]
     command += ["--checkpoint-dir", str(directory / "checkpoints"), "--checkpoint-seconds", _NEVER]

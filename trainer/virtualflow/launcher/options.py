@@ -17,7 +17,7 @@ import msgspec
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher.fault_schedule import Group, most_workers, parse_schedule
 from virtualflow.launcher.manifest import JobManifest, load_manifest, local_command
-from virtualflow.launcher.training_program import Program, program_of
+from virtualflow.launcher.training_program import TrainingProgram, program_of
 from virtualflow.launcher.usage import complain
 from virtualflow.memory import parse_bytes
 from virtualflow.protocol.device_profile import read_profile
@@ -158,7 +158,7 @@ def _asked_for(arguments: Namespace) -> tuple[JobManifest, Path, str]:
     else:
         if arguments.script is None:
             raise ConfigurationError("say what to run: a script, -m with a module, or -f with a manifest")
-        program = Program(arguments.script, arguments.module)
+        program = TrainingProgram(arguments.script, arguments.module)
         program.check()
         source, title = Path(), program.title
         job = JobManifest(None, None, None, (sys.executable, "-u", *program.words, *arguments.args), {})

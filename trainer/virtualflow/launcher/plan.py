@@ -22,7 +22,7 @@ from virtualflow.launcher.plan_text import describe_advice, describe_command, de
 from virtualflow.launcher.plan_trace import trace_of
 from virtualflow.launcher.profile import measure, target_of
 from virtualflow.launcher.settings import LauncherSettings
-from virtualflow.launcher.training_program import Program
+from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.launcher.usage import complain
 from virtualflow.memory import Advice, Budget, DeviceType, DoesNotFit, Fit, advise, fit, parse_bytes, what_fits
 from virtualflow.progress import Progress
@@ -112,7 +112,9 @@ def _write_trace(path: Path, answer: Answer, profiles: Sequence[DeviceProfile]) 
         raise VirtualFlowError(f"the trace cannot be written to {path}: {error.strerror}") from error
 
 
-def split(words: Sequence[str], module: Sequence[str] | None = None) -> tuple[list[str], Program | None, list[str]]:
+def split(
+    words: Sequence[str], module: Sequence[str] | None = None
+) -> tuple[list[str], TrainingProgram | None, list[str]]:
     """The profiles, what is to be measured, and its arguments.
 
     What ends in ``.py`` is a script, and all behind it is its own. Beside ``-m`` words that end in ``.json`` are
@@ -123,11 +125,11 @@ def split(words: Sequence[str], module: Sequence[str] | None = None) -> tuple[li
     """
     if module is not None:
         names = list(takewhile(lambda word: word.endswith(".json"), words))
-        return names, Program(module[0], is_module=True), [*module[1:], *words[len(names) :]]
+        return names, TrainingProgram(module[0], is_module=True), [*module[1:], *words[len(names) :]]
     script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
     if not words:
         raise ConfigurationError("say what to plan for: profiles, a script that ends in .py, or -m with a module")
-    program = Program(words[script]) if script < len(words) else None
+    program = TrainingProgram(words[script]) if script < len(words) else None
     return list(words[:script]), program, list(words[script + 1 :])
 
 

@@ -15,7 +15,7 @@ from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_target, check_trainer
 from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 from virtualflow.launcher.supervisor import describe_exit, run_to_end
-from virtualflow.launcher.training_program import Program
+from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.protocol.device_profile import DeviceProfile, describe, encode, read_profile
 from virtualflow.protocol.settings import (
     ENV_AUDIT_DIR,
@@ -43,7 +43,7 @@ def profile(arguments: Namespace) -> int:
         ConfigurationError: something cannot be done; nothing has been started.
         VirtualFlowError: the script failed, or trained nothing.
     """
-    program = Program(arguments.script, arguments.module)
+    program = TrainingProgram(arguments.script, arguments.module)
     target = target_of(program) if arguments.out is None else Path(arguments.out)
     measured = measure(program, arguments.args, target, virtual_nodes=arguments.virtual_nodes, sizes=arguments.sizes)
     print(describe(measured))
@@ -51,13 +51,13 @@ def profile(arguments: Namespace) -> int:
     return 0
 
 
-def target_of(program: Program) -> Path:
+def target_of(program: TrainingProgram) -> Path:
     """Where the profile of a script goes unless a user says otherwise."""
     return Path(f"{program.title}.profile.json")
 
 
 def measure(
-    program: Program,
+    program: TrainingProgram,
     arguments: Sequence[str],
     target: Path,
     *,

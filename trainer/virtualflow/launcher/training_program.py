@@ -22,7 +22,7 @@ _ENDS_OPTIONS = "cm"
 
 
 @dataclass(frozen=True)
-class Program:
+class TrainingProgram:
     """A script or a module."""
 
     name: str
@@ -57,13 +57,13 @@ class Program:
             check_script(Path(self.name))
 
 
-def program_of(words: Sequence[str]) -> Program | None:
+def program_of(words: Sequence[str]) -> TrainingProgram | None:
     """What an interpreter with these arguments runs; ``None``: something else, such as ``-c``."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            return Program(word)
+            return TrainingProgram(word)
         if word == "-":
             return None
         if word in _WITH_A_VALUE:
@@ -72,7 +72,7 @@ def program_of(words: Sequence[str]) -> Program | None:
             letter = next((letter for letter in word if letter in _ENDS_OPTIONS), "")
             if letter:
                 name = word.partition(letter)[2] or next(iter(rest), "")
-                return Program(name, is_module=True) if letter == "m" and name else None
+                return TrainingProgram(name, is_module=True) if letter == "m" and name else None
     return None
 
 

@@ -20,7 +20,7 @@ when what workers exchange among themselves changes. 3 is the first in which unk
 first in which a sharded optimizer's keepers tell norms of blocks, and cut parameters, and in which workers agree on how
 each bucket of gradients travels. 5 is the first in which a step header tells what each virtual node weighs, 6 the first
 in which workers reach each other over connections of the library's own, 7 the first in which a script's runs follow one
-another in one job."""
+another in one job, and in which a step header tells what a virtual node has frozen and added to buffers."""
 
 RUNS_PROTOCOL = 7
 """Who speaks an older one knows of one run only."""
@@ -28,9 +28,11 @@ RUNS_PROTOCOL = 7
 OLDEST_PROTOCOL = 3
 """The oldest that it still speaks: raised when code for an older one is taken out."""
 
-NUMERICS = 2
+NUMERICS = 3
 """Raised when the same script, data and machine would come to other bits than with the version before. 2 is the first
-in which a gradient is clipped by a norm that is made of blocks (``reduction.norm``)."""
+in which a gradient is clipped by a norm that is made of blocks (``reduction.norm``), 3 the first in which a gradient
+counts that was there when its micro-batch ended, caches of weights end with a virtual node, and samples that
+``collate_fn`` has dropped do not count."""
 
 
 @dataclass(frozen=True)
