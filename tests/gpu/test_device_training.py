@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -63,6 +64,15 @@ def hosted(device: torch.device) -> str:
 @pytest.mark.parametrize("training", [single, autocast, scaled, halves, hosted], ids=lambda training: training.__name__)
 def test_a_training_gives_the_same_bits_again(training: Callable[[torch.device], str], device: torch.device) -> None:
     assert training(device) == training(device)
+
+
+@pytest.mark.parametrize("activations", ["swap", "recompute"])
+def test_a_plan_of_memory_gives_the_bits_of_none(
+    activations: Literal["swap", "recompute"], device: torch.device
+) -> None:
+    planned, plain = network(device), network(device)
+    found = train(planned, adamw(planned), device, memory=vf.Memory("1GiB", activations=activations))
+    assert found == train(plain, adamw(plain), device)
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ def train(memory: vf.Memory | Literal["each", "small"] | None, victim: str = "",
     copies = [ThrottledCopies(Clock(wall=True), BANDWIDTH)]
     if copying == "slow":
         inject(activations={"probe": 1 << 16, "copies": 1})
-        planned.open_copies = lambda device, streams: copies[0]
+        planned.open_copies = lambda device: copies[0]
     torch.manual_seed(0)
     model = FAMILIES["convolutional"].build()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)

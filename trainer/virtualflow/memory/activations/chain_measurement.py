@@ -96,7 +96,7 @@ class ChainMeasurement:
         """
         if self._probe is None:
             return None
-        copies = open_copies(self._device, self._settings.streams)
+        copies = open_copies(self._device)
         try:
             return chain_profile(self._probe, self._sizes, copies, self._settings, optimizer=optimizer_bytes())
         except torch.OutOfMemoryError:

@@ -1,8 +1,7 @@
 """Copies between a device and the host's memory, in a bounded number of buffers that are used again and again.
 
 :class:`Copies` are done when the call returns. :class:`LaneCopies` go on beside the computation, on a lane for each
-direction; with CUDA these are streams, and buffers are pinned. **That class has never run on a device**, so it is used
-only where ``ActivationSettings.streams`` says so.
+direction; with CUDA these are streams, and buffers are pinned.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ class LaneCopies(Copies, ABC):
 
 
 class StreamCopies(LaneCopies):
-    """Lanes that are CUDA streams. Never run on a device."""
+    """Lanes that are CUDA streams."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -217,9 +216,9 @@ class StreamCopies(LaneCopies):
         return self._in.record_event()  # type: ignore[no-any-return]
 
 
-def open_copies(device: torch.device, streams: bool) -> Copies:
-    """What copies from and to that device; ``streams``: beside the computation, where it can."""
-    return StreamCopies(device) if streams and device.type == "cuda" else Copies(device)
+def open_copies(device: torch.device) -> Copies:
+    """What copies from and to that device: beside the computation, where it can."""
+    return StreamCopies(device) if device.type == "cuda" else Copies(device)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

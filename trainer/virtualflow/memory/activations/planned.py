@@ -61,7 +61,7 @@ class Activations:
         self.profile: Profile | None = None
         first = Action.RECOMPUTE if memory.activations == "auto" else Action(memory.activations)
         self._probe = Probe(model, blocks, device, again=first is Action.RECOMPUTE)
-        self.executor = Executor(model, blocks, device, open_copies(device, settings.streams))
+        self.executor = Executor(model, blocks, device, open_copies(device))
         self.executor.observer = self._probe
         segments = [block if first is Action.RECOMPUTE else None for block in range(len(blocks))]
         self.executor.follow([BlockPlan(first, segment) for segment in segments], memory.budget.host)

@@ -24,6 +24,4 @@ class ActivationSettings:
     """A copy of so many bytes shows the bandwidth between device and host,"""
     copies: int = 5
     """the median of so many."""
-    streams: bool = False
-    """With CUDA, copies run beside the computation; to be turned on when that has been tested on a device."""
     planner: PlannerSettings = field(default_factory=PlannerSettings)
