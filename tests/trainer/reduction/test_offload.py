@@ -63,7 +63,7 @@ def test_the_next_additions_find_the_sums_that_are_needed_soonest_on_the_device(
 
 
 def test_on_the_cpu_all_sums_stay_where_they_are() -> None:
-    assert plan_offload(torch.device("cpu"), ReductionSettings()) is None
+    assert plan_offload(torch.device("cpu"), 1 << 30, ReductionSettings()) is None
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------

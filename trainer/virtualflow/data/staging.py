@@ -7,7 +7,7 @@ computation"). From pinned memory it is only queued. What is copied are the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ class Staged:
     """A micro-batch whose tensors are on their way; nothing may use it before :meth:`Staging.finish`."""
 
     batch: MicroBatch
+    leaves: list[Any] = field(default_factory=list)
+    """Its tensors on the device, and whatever else is in it, as ``shape`` has them,"""
+    shape: pytree.TreeSpec | None = None
     copied: torch.cuda.Event | None = None
-    """When those of the host are there; ``None``: they have not set out."""
+    """and when those of the host are there; ``None``: nothing has set out."""
 
 
 class Staging:
@@ -48,22 +51,25 @@ class Staging:
         """Let the tensors that are on the host set out; if the device is another one, they may change afterwards."""
         if self._stream is None:
             return Staged(batch)
+        leaves, shape = pytree.tree_flatten(batch.data)
         with torch.cuda.stream(self._stream):
-            data = pytree.tree_map_only(Tensor, self._send, batch.data)
-            return Staged(replace(batch, data=data), self._stream.record_event())
+            sent = [self._send(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return Staged(batch, sent, shape, self._stream.record_event())
 
     def finish(self, staged: Staged) -> MicroBatch:
         """The micro-batch on the device; what is launched on the current stream from now on finds it complete."""
+        batch, shape = staged.batch, staged.shape
         if self._device is None:
-            return staged.batch
-        if staged.copied is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(staged.copied)
-            for leaf in pytree.tree_leaves(staged.batch.data):
-                if isinstance(leaf, Tensor) and leaf.is_cuda:
-                    # Its memory belongs to the other stream, which must not use it again before this one is done.
-                    leaf.record_stream(current)
-        return replace(staged.batch, data=pytree.tree_map(self._put, staged.batch.data))
+            return batch
+        if shape is None or staged.copied is None:
+            return replace(batch, data=pytree.tree_map(self._put, batch.data))
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(staged.copied)
+        for leaf in staged.leaves:
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
+                # Its memory belongs to the other stream, which must not use it again before this one is done.
+                leaf.record_stream(current)
+        return replace(batch, data=pytree.tree_unflatten([self._put(leaf) for leaf in staged.leaves], shape))
 
     def move(self, batch: MicroBatch) -> MicroBatch:
         """Both at once."""
@@ -81,5 +87,7 @@ class Staging:
         return pinned.to(self._device, non_blocking=True)
 
     def _put(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.device == self._device:
+            return leaf
         move = getattr(leaf, "to", None)
         return move(self._device) if callable(move) else leaf

@@ -88,9 +88,15 @@ def host_memory(device: torch.device) -> HostMemory | None:
     return PinnedMemory(device) if device.type == "cuda" else PlainMemory(device)
 
 
-def plan_offload(device: torch.device, settings: ReductionSettings) -> Offload | None:
-    """Where the sums of gradients on ``device`` wait; ``None``: all where they are."""
-    memory = host_memory(device)
+def plan_offload(device: torch.device, size: int, settings: ReductionSettings) -> Offload | None:
+    """Where the sums of gradients on ``device`` wait; ``None``: all where they are.
+
+    Args:
+        device: of the model.
+        size: bytes of one sum. Small ones stay: to move them takes the host longer than the device computes meanwhile.
+        settings: from which size they are moved, and how many stay nevertheless.
+    """
+    memory = host_memory(device) if size >= settings.offload_from else None
     return None if memory is None else Offload(memory, settings.sums_on_device, settings.fetch_ahead)
 
 

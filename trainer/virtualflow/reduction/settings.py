@@ -82,7 +82,10 @@ class ReductionSettings:
     runs. A call for each smaller one costs more than it saves."""
     sums_on_device: int = 2
     """Sums of a worker that wait on an accelerator for their other half, at most; each takes as much memory as the
-    gradients. The others wait in host memory."""
+    gradients. The others wait in host memory,"""
+    offload_from: int = 16 << 20
+    """if a sum has at least so many bytes. Of smaller ones all stay: log2(virtual nodes) of them are no burden, and to
+    move them took a fifth of the step of a small model on an H100."""
     fetch_ahead: int = 64 << 20
     """Bytes of such sums that are brought back before they are needed."""
     overlap_from: float = 8e-4

@@ -106,7 +106,8 @@ class GradientSync:
         self._settings = settings
         self._micro_batch = self._unit = micro_batch
         """The unit: samples of a contribution whose weight is 1; the same on all workers."""
-        self.offload = plan_offload(device_of(model), settings)
+        size = sum(parameter.nbytes for parameter in self._parameters)
+        self.offload = plan_offload(device_of(model), size, settings)
         """Where sums wait that are too many for the device."""
         self._order: Sequence[int] = ()
         """The virtual nodes that the present attempt computes, one after the other."""
