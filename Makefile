@@ -62,7 +62,7 @@ bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write doc
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python $(PIP_INSTALL) -e '.[trainer,bench]' -c constraints.txt
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks $(ARGS)
 
-gpu: $(STAMP) ## run all that needs a GPU, in under nine minutes, and write docs/explanation/gpu.md; ARGS="steps memory"
+gpu: $(STAMP) ## run all that needs a GPU, in under ten minutes, and write docs/explanation/gpu.md; ARGS="steps memory"
 	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks.gpu $(ARGS)
 
 dist: ## write the wheel and the sdist to dist/, and the packaged chart where helm is on the PATH; needs no .venv

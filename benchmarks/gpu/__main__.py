@@ -18,8 +18,8 @@ from benchmarks.gpu import report
 from benchmarks.gpu.parts import PARTS, Outcome, Result, Setting, Wrong
 from benchmarks.gpu.runner import check_packages, execute, run_parts
 
-BUDGET = 510.0
-"""Seconds for all parts; starting and writing come on top, within nine minutes."""
+BUDGET = 575.0
+"""Seconds for all parts; starting and writing come on top, within ten minutes."""
 
 
 def main() -> None:

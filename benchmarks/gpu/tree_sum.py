@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.parts import Note, Setting
+from benchmarks.gpu.parts import Note, Setting, Wrong
 from virtualflow.reduction import Accumulator, choose_summation
 
 ROUNDS = 20
@@ -38,12 +38,15 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> fl
 
 def gradients(elements: int, count: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """``count`` tensors of random numbers with so many elements together, of sizes as a model has them."""
-    sizes = [elements // count + (1 if place % 2 else -1) * (elements // (3 * count)) for place in range(count)]
+    third = elements // (3 * count) // 64 * 64  # a size that is no multiple of a vector is added number by number
+    sizes = [elements // count + (third if place % 2 else -third) for place in range(count)]
     return [torch.randn(size, device=device).to(dtype) for size in sizes]
 
 
 def measure(setting: Setting, note: Note) -> None:
-    """Copy, add lists of tensors, and add up eight leaves as the library does."""
+    """Copy, add lists of tensors, and add up eight leaves as the library does; and in one pass, as it could where all
+    of them are there at once.
+    """
     device = torch.device(setting.device)
     elements, rounds = (1 << 16, 3) if setting.small else (1 << 28, ROUNDS)
     for dtype in (torch.float32, torch.bfloat16):
@@ -51,7 +54,11 @@ def measure(setting: Setting, note: Note) -> None:
         copied = _copy(size, device, rounds)
         added = _addition(elements, device, dtype, rounds)
         tree = _tree(elements // LEAVES, device, dtype, rounds)
-        for what, rate in (("a copy", copied), ("one addition", added), (f"the tree over {LEAVES} leaves", tree)):
+        rows = [("a copy", copied), ("one addition", added), (f"the tree over {LEAVES} leaves", tree)]
+        if device.type == "cuda":
+            fused = _fused(elements // LEAVES, device, dtype, rounds)
+            rows.append(("the same in one Triton kernel, counted as that many additions", fused))
+        for what, rate in rows:
             note(
                 {
                     "type": str(dtype).removeprefix("torch."),
@@ -87,3 +94,15 @@ def _tree(elements: int, device: torch.device, dtype: torch.dtype, rounds: int) 
             accumulator.add(node, list(leaf))
 
     return 3 * (LEAVES - 1) * size / seconds(add_up, device, rounds)
+
+
+def _fused(elements: int, device: torch.device, dtype: torch.dtype, rounds: int) -> float:
+    """The same as :func:`_tree` in one pass over all leaves."""
+    from benchmarks.gpu.fused_kernels import sum_of_eight
+
+    leaves = [torch.randn(elements, device=device).to(dtype) for _ in range(LEAVES)]
+    out = torch.empty_like(leaves[0])
+    ab, cd, ef, gh = (leaves[n] + leaves[n + 1] for n in range(0, LEAVES, 2))
+    if not torch.equal(sum_of_eight(out, leaves), (ab + cd) + (ef + gh)):
+        raise Wrong("one kernel and the additions of the tree come to other bits")
+    return 3 * (LEAVES - 1) * out.nbytes / seconds(lambda: sum_of_eight(out, leaves), device, rounds)
