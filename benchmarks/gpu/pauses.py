@@ -8,23 +8,24 @@ from benchmarks.changes import kind_of
 from benchmarks.gpu.parts import Note, Setting
 from benchmarks.jobs import run_job
 
-SCHEDULES = ("20:=2,40:=1,60:=2,80:=1", "20:kill,40:=2,60:kill,80:=2")
-"""Between one and two workers; then SIGKILLs, each after the last one's replacement is in."""
-STEPS = 100
+SCHEDULES = {
+    "digits": ("20:=2,40:=1,60:=2,80:=1", "20:=2,40:kill,60:=2,80:kill"),
+    "large": ("10:=2,20:=1,30:=2,40:kill",),
+}
+"""From one worker to two and back; and SIGKILLs, each after the last one's replacement is in."""
+STEPS = {"digits": 100, "large": 50}
 
 
 def measure(setting: Setting, note: Note) -> None:
     """Run the schedules on the digits CNN, and on the large transformer."""
-    names = ("digits",) if setting.small else ("digits", "large")
-    schedules, steps = (("3:=1,6:=2",), 9) if setting.small else (SCHEDULES, STEPS)
-    for name in names:
+    for name, usual in ({"digits": ("3:=2,6:=1",)} if setting.small else SCHEDULES).items():
         found: dict[str, list[float]] = {}
         step_ms = []
-        for schedule in schedules:
-            workers = 1 if schedule == SCHEDULES[0] else 2
+        for schedule in usual:
+            steps = 9 if setting.small else STEPS[name]
             script = ["benchmarks/gpu/training.py", name, "--device", setting.device, "--steps", steps]
             more = ["--small"] if setting.small else []
-            report, _ = run_job("--workers", workers, "--schedule", schedule, *script, *more)
+            report, _ = run_job("--workers", 1, "--schedule", schedule, *script, *more)
             step_ms.append(float(report["step_ms"]))
             for change in report["changes"]:
                 if change["pause_ms"] is not None:
