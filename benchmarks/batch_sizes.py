@@ -12,10 +12,10 @@ MICRO_BATCH = 16
 BATCHES = (32, 64, 128, 256, 512, 1024)
 
 TEXT = """\
-`examples/digits.py` on one worker, for 20 epochs with global batches of several sizes and a learning rate that stays
-the same. The number of virtual nodes grows with the batch, so that the device never holds more than 16 samples at a
-time: what a large job would come to is found on one small device, as the exploration of batch sizes in
-[the paper](https://arxiv.org/abs/2009.09523) does it. A job on more workers ends with the same digest."""
+`examples/digits.py` on one worker for 20 epochs, with several global batches and one learning rate. The number of
+virtual nodes grows with the batch, so the device never holds more than 16 samples. This finds on one small device what
+a large job would reach, as [the paper](https://arxiv.org/abs/2009.09523) explores batch sizes. More workers give the
+same digest."""
 
 
 def measure(quick: bool) -> dict[str, Any]:

@@ -29,12 +29,10 @@ BANDWIDTH = 2e9
 NODES = (2, 8)
 WARM_UP = 2
 TEXT = """\
-One worker, in CPU seconds of one core; a perceptron of 12 blocks, of which one is on the stand-in device at a time.
-*kept* is a step of the ordinary order with the whole model there. *weights_mb* is what parameters take of the copy
-engine a step, *all_mb* what everything does, with what waits between blocks, gradients and samples. *bound_ms* is the
-ordinary step, with each block computed forward once more (four thirds of it), and all copies at 2 GB/s one after the
-other; *ratio* is the step to that. *node_major_mb* is what weights would take if each virtual node streamed them for
-itself."""
+One worker trains a perceptron of 12 blocks, one of them at a time on the stand-in device. Times are CPU time of one
+core, copies at 2 GB/s. The *bound* is four thirds of the ordinary step plus all copies one after the other. *Node by
+node* is what each virtual node would copy by itself. *All copied* includes activations between blocks, gradients and
+samples."""
 
 
 class Throttled(Carrier):

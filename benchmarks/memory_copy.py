@@ -25,11 +25,10 @@ SAMPLES, BATCH, VIRTUAL_NODES = 64, 8, 4
 WARM_UP = 5
 """Steps that do not count."""
 TEXT = """\
-One worker on loopback, with `--checkpoint-memory` and without, by turns. *longer* says how much longer a step takes
-with copies, at the median of the rounds, with their range. *held_up_ms* is what the training waits for a copy to be
-packed, *sending_ms* how long the copy is on its way behind the training, and *coordinator_ms* the coordinator's CPU
-time, each per copy. *mb_per_s* is what the copies take of the network on average. *worker_mb* and *coordinator_mb* are
-the most memory that a process had, less the same without copies."""
+One worker on loopback, with `--checkpoint-memory` and without, in turns. *longer*: how much longer a step takes with
+copies, median and range of the rounds. Per copy, *held_up_ms* is the training's wait while it is packed, *sending_ms*
+its way behind the training, *coordinator_ms* the coordinator's CPU time. *mb_per_s* is the average network traffic.
+*worker_mb* and *coordinator_mb* are peak memory beyond that without copies."""
 
 
 def train(width: int, seconds: float) -> dict[str, Any]:

@@ -373,9 +373,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     raise
         found["rows"] = _rows(found)
         found["text"] = (
-            "One queue with four kinds of device, jobs of seven workers, a real `kube-apiserver` with etcd. Kubelets "
-            "and coordinators are played by the measurement, which shares the machine with all of them, "
-            "and so do other programs: times by the clock are more than they need be."
+            "One queue with four kinds of device, jobs of seven workers, a real `kube-apiserver` with etcd. The\n"
+            "measurement plays kubelets and coordinators on the same two cores, so times by the clock are upper bounds."
         )
     for row in found["rows"]:
         print(f"{row['what']:34} {row['measured']}")

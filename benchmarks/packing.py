@@ -25,18 +25,18 @@ from benchmarks.overlap import in_namespace
 from benchmarks.tasks import TASKS
 
 TEXT = """\
-Each job has two workers, which with its coordinator are pinned to the same core as those of the other job. Each has a
-network namespace of its own, whose loopback is limited, so its exchange takes a good part of a step. *Throughput* is
-the sum of what both make, each in steps of itself alone: 1 is one job after the other, whose process then has core and
-network for itself. It is taken between when both are warm and when the first ends, in three rounds of new processes;
-the table has the median and the range. *Without turns* the kernel shares the core between the same processes. A core
-is no GPU: the kernel gives it to whoever is ready, without any idle time, so there is nothing to gain beside that but
-order. Of two unlike jobs, the one with the short steps waits in each of them for a turn of the other. *Digests* counts
-the different ones of each job over all runs: 1 is as it must be."""
+Each job has two workers, pinned with its coordinator to the core that the other job uses too. Each job has a network
+namespace with a limited loopback, so that the exchange is a good part of a step. *Throughput* is the sum of both jobs,
+each in units of its speed alone: 1 is one job after the other. It covers the time in which both run warm, in three
+rounds of new processes; the table has median and range. *Without turns* the kernel shares the core among the same
+processes. *Digests* counts different digests of a job: 1 is right.
+
+The kernel gives a core to whoever is ready, so there is no idle time to gain, unlike on a GPU. Of two unlike jobs, the
+job with the short steps waits in each step for a turn of the other."""
 BUSY = """
 
-The machine had other work meanwhile (a load of {load:.0f}): what computes took longer, each turn began later, and
-without turns four processes may have got more of the core than two do."""
+The machine had other work at a load of {load:.0f}: turns began later, and without turns four processes got more of the
+core than two do."""
 OWN_LOAD = 6
 """Processes of a measurement that may be ready at a time."""
 

@@ -20,22 +20,22 @@ from virtualflow_operator.simulator.packed import play
 from virtualflow_operator.simulator.trace import JobEvent, Trace
 
 TEXT = """\
-60 jobs of the kinds of the published 20-job trace on 16 devices, all there from the beginning, so that devices are
-hardly ever idle for want of jobs; 20 drawings, the median and the range. *More work* is the ratio of the makespan
-without packing to that with it; *completion* is the mean time from arrival to end. A queue's policy decides who has
-devices of its own. Who waits may compute on those of a running job meanwhile, if no step is predicted to take more than
-1.5 times as long as alone.
+60 jobs of the kinds in the published 20-job trace on 16 devices, all present from the beginning; median and range of 20
+seeds. A waiting job may compute on the devices of a running job, if no step is predicted to take more than 1.5 times as
+long as alone. *More work* is the makespan without packing over the makespan with it. *Completion* is the mean time from
+arrival to end.
 
-*As published*: jobs have the sizes of the trace, and what a step takes beyond its share of one worker's step is time in
-which devices idle. Some of that is not: small micro-batches are slow. So *half as idle* counts only half of it. With
-*partial backward passes* each worker ends its own after 1, 3/4, 1/2 or 1/4 of the model, so devices compute 3/4 as
-much, and wait for the worker that does it whole: the gaps that JigSaw was made for. *Elastic* jobs may shrink to one
-worker. The [paper](https://arxiv.org/abs/2111.10672) has up to 28 % more efficiency, on jobs and a cluster of its own.
+| jobs | meaning |
+| --- | --- |
+| as published | sizes of the trace; a device idles for what a step takes beyond its share of one worker's step |
+| half as idle | half of that time counts as idle, since small micro-batches are slow by themselves |
+| partial backward passes | workers stop after 1, 3/4, 1/2 or 1/4 of the model, and wait for the one that does all |
+| elastic | jobs may shrink to one worker |
 
-Assumed: phases always take equally long; a device computes for one job as fast as for another before, and has memory
-for all; jobs do not share a network; changes cost nothing, with packing and without. Elastic policies gain nothing by
-packing: they shrink jobs to a worker each before they let any wait, and a worker alone does not exchange. The last
-column shows that they gain more by that than packing brings to jobs of fixed sizes."""
+Assumed: constant phases; memory for all jobs; a network of its own for each job; free changes. Elastic policies shrink
+jobs to one worker before any waits, and a worker alone exchanges nothing, so packing adds nothing. The last column
+shows that elasticity gains more than packing. The [paper](https://arxiv.org/abs/2111.10672) has up to 28 % more
+efficiency, on other jobs and another cluster."""
 
 JOBS, DEVICES, SEEDS = 60, 16, 20
 CLASSES = (1.0, 0.75, 0.5, 0.25)

@@ -33,13 +33,16 @@ TRIAL = 24
 PERIOD = 5
 """Steps for which the random choice of blocks stays."""
 TEXT = """\
-One worker, one thread, eight virtual nodes, AdamW with a constant learning rate. Each recipe gets the CPU time of
-*whole*: trials of 24 steps say how many *steps* fit. *loss* is that on held-out samples at the end, the mean over three
-seeds and the range; *beside whole* is the mean over the seeds of the difference, negative is better; *cpu s* is what
-the training then took. *partial* has fractions 1, 0.75, 0.5 and 0.25 that rotate. *fewer samples* has six of the eight
-virtual nodes, with the same micro-batches. *frozen* trains the first half of the model for a third of its steps only.
-*random blocks* trains what is outside of the blocks and half of the blocks, drawn anew every five steps (as LISA
-does)."""
+One worker, eight virtual nodes, AdamW with a constant learning rate, three seeds. Each recipe gets the CPU time of
+*whole*. A cell has the time of a step beside *whole*, the held-out loss at the end (mean and range), and the mean
+difference to *whole*: negative is better.
+
+| recipe | meaning |
+| --- | --- |
+| partial | fractions 1, 0.75, 0.5 and 0.25 rotate |
+| fewer samples | six of the eight virtual nodes, same micro-batches |
+| frozen | the first half of the model trains for a third of its steps only |
+| random blocks | half of the blocks, drawn anew every five steps, and all outside of blocks (LISA) |"""
 
 Data = Dataset[Any]
 

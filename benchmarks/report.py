@@ -15,21 +15,31 @@ PICTURES = "../images/benchmarks"
 OPENING = """\
 # Benchmarks
 
-VirtualFlow beside what one would run instead, on one machine, in one run. `make bench` measures all figures again and
-writes this page. `python -m benchmarks steps --quick` measures one of them with fewer rounds. `python -m benchmarks
-report` only writes the page, from the files in `benchmarks/results/`, which hold every single sample. Ratios are
-between two sides that took turns; absolute times say little about other machines. [Performance](performance.md) says
-where the time goes. `python -m benchmarks soak` runs for hours, and so only when it is named: it shows whether the
-memory, the descriptors and the threads of a job's processes grow over many steps and changes (`--steps`, `--changes`,
-`--bytes`). So it is with `workloads`, which needs the extra `peft`, with `simulator_scale`, and with `operator_scale`,
-which needs `kube-apiserver` and `etcd` on the PATH. The figures of faults are another campaign's: `make campaign`.
+What VirtualFlow costs and saves beside the usual alternatives. The sides of a figure take turns on one machine, so
+ratios hold better than absolute times. [Performance](performance.md) explains where the time goes.
+
+| command | what it does |
+| --- | --- |
+| `make bench` | measures all figures of minutes, and writes this page |
+| `python -m benchmarks steps --quick` | measures one figure with fewer rounds |
+| `python -m benchmarks report` | writes this page from `benchmarks/results/`, which has every sample |
+| `python -m benchmarks soak` | measures a figure that takes long |
+| `python -m benchmarks workloads` | the same; needs the extra `peft` |
+| `python -m benchmarks simulator_scale operator_scale` | the same; needs `kube-apiserver` and `etcd` on the PATH |
+| `make campaign` | injects [faults](safety.md) |
+
+{common}
 """
 
 
 def table(rows: Sequence[Mapping[str, Any]], figure: Figure) -> list[str]:
     """Lines of a Markdown table; columns without any content are left out."""
-    columns = figure.columns or {key: _cell(key) for key in dict.fromkeys(key for row in rows for key in row)}
-    cells = {heading: [show(row) for row in rows] for heading, show in columns.items()}
+    if figure.lay is not None:
+        laid = figure.lay(rows)
+        cells = {heading: [line[heading] for line in laid] for heading in laid[0]}
+    else:
+        columns = figure.columns or {key: _cell(key) for key in dict.fromkeys(key for row in rows for key in row)}
+        cells = {heading: [show(row) for row in rows] for heading, show in columns.items()}
     filled = {heading: texts for heading, texts in cells.items() if any(texts)}
     lines = [list(filled), ["---"] * len(filled), *map(list, zip(*filled.values(), strict=True))]
     return [f"| {' | '.join(line)} |" for line in lines]
@@ -43,17 +53,24 @@ def _cell(key: str) -> Any:
     return show
 
 
-def made(facts: Mapping[str, Any]) -> str:
-    """Where and when a figure was measured, in a sentence."""
-    quick = " **Quick: few rounds, only to see that it works.**" if facts["quick"] else ""
+def platform(facts: Mapping[str, Any]) -> str:
+    """On what figures were measured, in words."""
     return (
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, {facts['kernel']}, Python "
-        f"{facts['python']}, torch {facts['torch']} (CPU), commit `{facts['commit']}`, {facts['date']}, "
-        f"{facts['seconds']} s.{quick}"
+        f"{facts['cores']} cores, {facts['memory_gib']} GiB, {facts['kernel']}, Python {facts['python']}, "
+        f"torch {facts['torch']} (CPU)"
     )
 
 
-def section(name: str, figure: Figure, result: Mapping[str, Any]) -> list[str]:
+def made(facts: Mapping[str, Any], common: str) -> str:
+    """Where and when a figure was measured, as far as it is not common to all."""
+    here = platform(facts)
+    quick = " **Quick: few rounds, only to see that it works.**" if facts["quick"] else ""
+    day, _, _ = facts["date"].partition(" ")
+    special = "" if here == common else f"{here}, "
+    return f"{facts['cpu']}, {special}`{facts['commit']}`, {day}, {facts['seconds']} s.{quick}"
+
+
+def section(name: str, figure: Figure, result: Mapping[str, Any], common: str = "") -> list[str]:
     """Lines about one figure."""
     lines = [f"## {figure.title}", ""]
     text = result.get("text") or figure.text
@@ -63,15 +80,20 @@ def section(name: str, figure: Figure, result: Mapping[str, Any]) -> list[str]:
     lines += [*table(result["rows"], figure), ""]
     if figure.draw is not None:
         lines += [f"![{figure.title}]({PICTURES}/{name}.png)", ""]
-    return [*lines, f"`python -m benchmarks {name}`: {made(result['made'])}", ""]
+    return [*lines, f"`python -m benchmarks {name}`: {made(result['made'], common)}", ""]
 
 
 def page(measured: Mapping[str, Mapping[str, Any]]) -> str:
     """The document about these figures, in the order of the registry."""
-    lines = [OPENING]
+    platforms = {platform(result["made"]) for result in measured.values()}
+    common = platforms.pop() if len(platforms) == 1 else ""
+    said = f"Measured on {common}.\n" if common else ""
+    lines = [
+        OPENING.format(common=f"{said}Behind each command stand the processor, the commit, the day and the duration.")
+    ]
     for name, figure in FIGURES.items():
         if name in measured:
-            lines += section(name, figure, measured[name])
+            lines += section(name, figure, measured[name], common)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -121,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     if given.json is not None:
         text = (
-            f"Milliseconds of CPU time for one decision; the limit set is {LIMIT_MS:g} ms. *first*: all jobs have just "
-            "come; *later*: those that run have run for a while, the others have waited too long, and one more comes."
+            f"The longest measured decision, in milliseconds of CPU time; the limit is {LIMIT_MS:g} ms. Half of\n"
+            "the decisions are about jobs that have just come, half about jobs that run or have waited too long."
         )
         given.json.write_text(json.dumps({"text": text, "rows": rows}, indent=2) + "\n")
 

@@ -201,11 +201,12 @@ def decisions(policy: str, seeds: int) -> dict[str, object]:
 
 
 TEXT = """\
-Simulated: jobs and devices of published throughputs, {seeds} seeds each. How much shorter the mean completion is under
-`{policy}` when it knows the devices; in brackets the least and the most of the seeds. Without, it sees one pool and a
-job's average speed, and its workers come to run where chance has it: one at a time (scattered), or a job on one kind
-(gathered). A decision about 1,000 jobs on four kinds takes {milliseconds:.0f} ms of CPU time in the median of the
-slowest policy. [simulator.md](simulator.md#kinds-of-device) has the assumptions."""
+Simulated: jobs and devices with published throughputs, {seeds} seeds. How much shorter the mean completion is when
+`{policy}` knows the kinds of device: the mean, and the least and the most of the seeds. Otherwise it sees one pool and
+each job's average speed, and places workers by chance: one by one (scattered), or a job on one kind (gathered). Jobs
+that have begun may mix kinds, or stay on one. *Seen* speeds are known only after a job has run on a kind. The slowest
+policy decides about 1,000 jobs on four kinds in {milliseconds:.0f} ms of CPU time at the median. [The
+simulator](simulator.md#kinds-of-device) has the assumptions."""
 
 
 def _cells(row: Row) -> dict[str, str]:

@@ -179,11 +179,11 @@ def thousand() -> dict[str, float]:
 
 
 TEXT = """\
-Simulated: the published 20-job trace on 8 V100s. How much shorter the median completion and the queueing are than
-under `Priority` with the same price of a change; in brackets the least, the median and the most on {seeds} traces of
-the same kind. Had every job its best number of workers from its arrival on, the median would be {bound:.0%} shorter;
-on {possible} of the {seeds} traces 48 % or more are possible at all. [simulator.md](simulator.md) says where the trace
-is from and what bounds the figures."""
+Simulated: the published 20-job trace on 8 V100s, with resizes at their measured price. The table compares with
+`Priority`; brackets have the least, the median and the most of {seeds} traces of the same kind. With its best number of
+workers for each job from its arrival on, the median would be {bound:.0%} shorter; 48 % or more are possible on
+{possible} of the {seeds} traces. [The simulator](simulator.md) has the source of the trace, and restarts in place of
+resizes."""
 
 
 def _cells(row: Row) -> dict[str, str]:

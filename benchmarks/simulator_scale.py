@@ -117,9 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(rows[-1], flush=True)
     if given.json is not None:
         text = (
-            f"Made-up jobs of up to {max(WIDEST)} workers, on devices that they keep nine tenths busy: CPU time and "
-            "memory of a simulation of all of it, each in a process of its own. The time grows with the square of the "
-            "number, as each decision is about all jobs that are there."
+            f"Made-up jobs of up to {max(WIDEST)} workers keep nine tenths of the devices busy; each simulation has a\n"
+            "process. CPU time grows with the square of the number of jobs, as each decision looks at all of them."
         )
         given.json.write_text(json.dumps({"text": text, "rows": rows}, indent=2) + "\n")
 

@@ -27,16 +27,14 @@ CHANGING = 2
 PACKAGES = ("transformers", "peft", "sklearn")
 
 TEXT = """\
-The small sizes of [the workloads](../how-to/workloads.md), each on 1, 2 and 4 workers, and once through changes: it
-begins with 2, loses its leader by SIGKILL after a quarter of its steps, is resized to 3 after half of them, and drained
-to 1 after three quarters. **All four runs of a row end with the same digests** of weights and optimizer and the same
-metric; the measurement fails where they do not. Seconds are those of a whole job: starting interpreters and importing,
-training, judging the model on held-out data twelve times. A worker has one thread, and the cores had other work as
-well, so they say little about how one number of workers compares with another. The schedule waits at each change for
-the process of the change before it to start, so that each has its effect: the third worker comes shortly before the
-drain, and has its share of a few steps. *Pauses* are from the last step before a change to the first after it, in their
-order: the kill, its replacement, the join, the drain. In the plot the metric is over the clock from the start of the
-job, and lines mark when a change was over."""
+The small sizes of [the workloads](../how-to/workloads.md), on 1, 2 and 4 workers, and once through changes: two
+workers, SIGKILL of the leader after a quarter of the steps, a resize to 3 after half, a drain to 1 after three
+quarters. **All four runs of a row end with the same digests** of weights and optimizer, and the same metric; otherwise
+the measurement fails.
+
+Seconds are whole jobs, with imports and twelve evaluations, one thread a worker, on cores that had other work: they do
+not compare numbers of workers. *Pauses*: the kill, its replacement, the join, the drain. The third worker joins shortly
+before the drain and takes part in a few steps."""
 
 
 @dataclass(frozen=True)
