@@ -31,7 +31,7 @@ from benchmarks import (
     workloads,
 )
 from benchmarks.jobs import LIMIT
-from benchmarks.tables import Cell, Layout, Row, chosen, cost, crossed, event, exchanged, phase, split
+from benchmarks.tables import Cell, Layout, Row, cost, crossed, event, exchanged, phase, split
 
 HOURS = 4 * 3_600.0
 """Seconds after which a program that is measured on demand is taken to hang."""
@@ -52,6 +52,15 @@ def rounded(key: str) -> Cell:
 def span(ends: Sequence[float], form: str = ".2f") -> str:
     """A range."""
     return f"{ends[0]:{form}}–{ends[1]:{form}}"
+
+
+def both(one: str, other: str) -> Cell:
+    """The cell of two durations and the ratio of the second to the first."""
+
+    def show(row: Row) -> str:
+        return f"{number(row[one])}, {number(row[other])}: **{row['ratio']:.3f}** ({span(row['range'], '.3f')})"
+
+    return show
 
 
 def model(row: Row) -> str:
@@ -93,6 +102,8 @@ class Figure:
     """Makes the lines of the table of all rows at once, in place of ``columns``."""
     on_demand: bool = False
     """It takes long, and is measured only when it is named."""
+    on_page: bool = True
+    """Otherwise another page has its table, and a test holds that page to it."""
 
 
 def _growth(row: Row) -> str:
@@ -103,7 +114,6 @@ def throughput_columns() -> dict[str, Callable[[Row], str]]:
     """Columns of a comparison with plain PyTorch."""
     return {
         "workers": plain_text("workers"),
-        "batch": plain_text("batch"),
         "plain, ms": milliseconds("plain_ms"),
         "bitwise, ms": milliseconds("bitwise_ms"),
         "bitwise, throughput": ratio("bitwise_ratio", "bitwise_range"),
@@ -120,13 +130,14 @@ def _program(
     *,
     lay: Layout | None = None,
     on_demand: bool = False,
+    on_page: bool = True,
 ) -> dict[str, Figure]:
     """A figure that is a program of its own, if it is there."""
     if not external.exists(module):
         return {}
     limit = HOURS if on_demand else LIMIT
     measure = partial(external.measure, module, limit=limit)
-    return {module: Figure(title, measure, text, columns or {}, lay=lay, on_demand=on_demand)}
+    return {module: Figure(title, measure, text, columns or {}, lay=lay, on_demand=on_demand, on_page=on_page)}
 
 
 FIGURES: dict[str, Figure] = {
@@ -156,13 +167,11 @@ FIGURES: dict[str, Figure] = {
         "Integrations",
         integrations.measure,
         texts.INTEGRATIONS,
-        {
-            "library": lambda row: row["library"].removesuffix(", a loop of one's own"),
-            "model": model,
-            "by itself, ms": milliseconds("own_ms"),
-            "elastic, ms": milliseconds("elastic_ms"),
-            "ratio": lambda row: f"**{row['ratio']:.3f}** ({span(row['range'], '.3f')})",
-        },
+        lay=crossed(
+            {"library": lambda row: row["library"].removesuffix(", a loop of one's own")},
+            model,
+            both("own_ms", "elastic_ms"),
+        ),
     ),
     "integrity": Figure(
         "Cost of checksums and spot checks",
@@ -182,13 +191,11 @@ FIGURES: dict[str, Figure] = {
         "Optimizer on the host",
         host_update.measure,
         texts.HOST_UPDATE,
-        {
-            "model": model,
-            "workers": plain_text("workers"),
-            "on the device, ms": milliseconds("device_ms"),
-            "on the host, ms": milliseconds("host_ms"),
-            "ratio": lambda row: f"**{row['ratio']:.3f}** ({span(row['range'], '.3f')})",
-        },
+        lay=crossed(
+            {"model": model},
+            lambda row: f"{row['workers']} worker" + "s" * (row["workers"] > 1),
+            both("device_ms", "host_ms"),
+        ),
     ),
     "memory": Figure(
         "Memory plans",
@@ -203,7 +210,6 @@ FIGURES: dict[str, Figure] = {
                 f"{row['plan'][share]:.2f}" for share in ("100%", "70%", "50%", "30%") if share in row["plan"]
             ),
             "over the best": lambda row: f"**{row['over_best']:.2f}**",
-            "recompute all over plan at 70, 60, 50 %": lambda row: ", ".join(f"{each:.2f}" for each in row["middle"]),
             "predicted": lambda row: span(row["predicted"]),
             "peak": lambda row: span(row["peaks"], ".3f"),
         },
@@ -243,18 +249,13 @@ FIGURES: dict[str, Figure] = {
         "Packing jobs on devices, simulated",
         packing_simulated.measure,
         packing_simulated.TEXT,
-        {
-            "jobs": plain_text("jobs"),
-            "policy": plain_text("policy"),
-            "on a device, at most": plain_text("most"),
-            "more work": lambda row: (
-                f"**{row['work']:+.0%}** ({row['work_range'][0]:+.0%} to {row['work_range'][1]:+.0%})"
+        lay=crossed(
+            {"jobs": plain_text("jobs"), "policy": plain_text("policy")},
+            lambda row: f"{row['most']} jobs a device",
+            lambda row: "**{:+.0%}** ({:+.0%} to {:+.0%}), {:+.0%}, {:.0%} to {:.0%}".format(
+                row["work"], *row["work_range"], row["completion"], *row["computing"]
             ),
-            "completion": lambda row: f"{row['completion']:+.1%}",
-            "devices compute": lambda row: "{:.0%}, then {:.0%}".format(*row["computing"]),
-            "longest slowdown": lambda row: f"{row['slowest']:.2f}",
-            "beside fixed sizes without packing": lambda row: f"{row['beside']:+.1%}",
-        },
+        ),
     ),
     **_program(
         "state_transfer",
@@ -305,29 +306,14 @@ FIGURES: dict[str, Figure] = {
             split,
         ),
     ),
-    **_program(
-        "scheduling_traces",
-        "Scheduling the paper's 20 jobs",
-        lay=chosen(
-            {
-                "policy": "policy",
-                "median completion": "median completion",
-                "beside Priority": "beside Priority",
-                "seeds with 48 % or more": "seeds with 48 % or more",
-                "mean queueing": "mean queueing",
-                "makespan": "makespan",
-                "resizes": "resizes",
-            },
-            lambda row: row["a change costs"] == "a resize",
-        ),
-    ),
+    **_program("scheduling_traces", "Scheduling the paper's 20 jobs", on_page=False),
     **_program(
         "scheduling_devices",
         "Scheduling on kinds of device",
         lay=crossed(
             {key: plain_text(key) for key in ("throughputs", "load", "speeds")},
             lambda row: f"{row['jobs that have begun']}, beside {row['beside']}",
-            lambda row: str(row["shorter"]).replace("% (", " (").replace("% to ", " to "),
+            lambda row: str(row["shorter"]).replace("%", ""),
         ),
     ),
     **_program(
@@ -348,14 +334,12 @@ FIGURES: dict[str, Figure] = {
         "Leaks over a long job",
         soak.measure,
         texts.SOAK,
-        {
-            "process": lambda row: f"{row['process']}: {str(row['measure']).replace('memory_mb', 'MB')}",
-            "mean": lambda row: number(row["mean"]) if "mean" in row else "",
-            "in 1,000 steps": lambda row: f"{row['per_thousand']:+.4f}" if "per_thousand" in row else "",
-            "over the run": _growth,
-            "verdict": lambda row: f"**{row['verdict']}**",
-        },
-        plots.memory,
+        lay=crossed(
+            {"process": plain_text("process")},
+            lambda row: str(row["measure"]).replace("memory_mb", "memory, MB"),
+            lambda row: f"{number(row['mean'])}, {_growth(row)}: **{row['verdict']}**" if "mean" in row else "",
+        ),
+        draw=plots.memory,
         options={
             "steps": f"of the job ({soak.STEPS:,})",
             "changes": f"of its workers ({soak.CHANGES:,})",

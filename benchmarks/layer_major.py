@@ -29,10 +29,9 @@ BANDWIDTH = 2e9
 NODES = (2, 8)
 WARM_UP = 2
 TEXT = """\
-One worker trains a perceptron of 12 blocks, one of them at a time on the stand-in device. Times are CPU time of one
-core, copies at 2 GB/s. The *bound* is four thirds of the ordinary step plus all copies one after the other. *Node by
-node* is what each virtual node would copy by itself. *All copied* includes activations between blocks, gradients and
-samples."""
+One worker, a perceptron of 12 blocks, one at a time on the stand-in device; CPU time of one core, copies at 2 GB/s.
+*Bound*: four thirds of the ordinary step plus all copies. *Node by node*: what each virtual node would copy by itself.
+*All*: with activations, gradients and samples."""
 
 
 class Throttled(Carrier):

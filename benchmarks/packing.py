@@ -25,14 +25,11 @@ from benchmarks.overlap import in_namespace
 from benchmarks.tasks import TASKS
 
 TEXT = """\
-Each job has two workers, pinned with its coordinator to the core that the other job uses too. Each job has a network
-namespace with a limited loopback, so that the exchange is a good part of a step. *Throughput* is the sum of both jobs,
-each in units of its speed alone: 1 is one job after the other. It covers the time in which both run warm, in three
-rounds of new processes; the table has median and range. *Without turns* the kernel shares the core among the same
-processes. *Digests* counts different digests of a job: 1 is right.
-
-The kernel gives a core to whoever is ready, so there is no idle time to gain, unlike on a GPU. Of two unlike jobs, the
-job with the short steps waits in each step for a turn of the other."""
+Each job has two workers, pinned with its coordinator to the core that the other job uses too, and a network namespace
+with a limited loopback. *Throughput* is the sum of both jobs, each in units of its speed alone, while both run warm;
+median and range of three rounds. *Without turns* the kernel shares the core, which leaves no idle time to gain, unlike
+a GPU. The job with the short steps waits in each step for a turn of the other. *Digests* counts different digests: 1 is
+right."""
 BUSY = """
 
 The machine had other work at a load of {load:.0f}: turns began later, and without turns four processes got more of the

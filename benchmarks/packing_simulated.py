@@ -20,22 +20,21 @@ from virtualflow_operator.simulator.packed import play
 from virtualflow_operator.simulator.trace import JobEvent, Trace
 
 TEXT = """\
-60 jobs of the kinds in the published 20-job trace on 16 devices, all present from the beginning; median and range of 20
-seeds. A waiting job may compute on the devices of a running job, if no step is predicted to take more than 1.5 times as
-long as alone. *More work* is the makespan without packing over the makespan with it. *Completion* is the mean time from
-arrival to end.
+60 jobs like the published 20 on 16 devices, all present from the beginning; 20 seeds. A waiting job may compute on a
+running job's devices if no step is predicted to take more than 1.5 times as long as alone. Cells: how much more work
+(median and range), the change of the mean completion, and the share of time that devices compute, without and with
+packing.
 
 | jobs | meaning |
 | --- | --- |
-| as published | sizes of the trace; a device idles for what a step takes beyond its share of one worker's step |
-| half as idle | half of that time counts as idle, since small micro-batches are slow by themselves |
-| partial backward passes | workers stop after 1, 3/4, 1/2 or 1/4 of the model, and wait for the one that does all |
+| as published | a device idles for what a step takes beyond its share of one worker's step |
+| half as idle | half of that counts, since small micro-batches are slow by themselves |
+| partial backward passes | workers stop after 1, 3/4, 1/2 or 1/4 of the model |
 | elastic | jobs may shrink to one worker |
 
-Assumed: constant phases; memory for all jobs; a network of its own for each job; free changes. Elastic policies shrink
-jobs to one worker before any waits, and a worker alone exchanges nothing, so packing adds nothing. The last column
-shows that elasticity gains more than packing. The [paper](https://arxiv.org/abs/2111.10672) has up to 28 % more
-efficiency, on other jobs and another cluster."""
+Assumed: constant phases, memory for all, separate networks, free changes. Elastic jobs do twice the work of fixed sizes
+without packing, and nothing more with it: they shrink to one worker, which exchanges nothing. The
+[paper](https://arxiv.org/abs/2111.10672) has up to 28 % more efficiency elsewhere."""
 
 JOBS, DEVICES, SEEDS = 60, 16, 20
 CLASSES = (1.0, 0.75, 0.5, 0.25)

@@ -33,16 +33,15 @@ TRIAL = 24
 PERIOD = 5
 """Steps for which the random choice of blocks stays."""
 TEXT = """\
-One worker, eight virtual nodes, AdamW with a constant learning rate, three seeds. Each recipe gets the CPU time of
-*whole*. A cell has the time of a step beside *whole*, the held-out loss at the end (mean and range), and the mean
-difference to *whole*: negative is better.
+One worker, eight virtual nodes, AdamW, three seeds; each recipe gets the CPU time of *whole*. Cells: time of a step
+beside *whole*; held-out loss at the end (mean and range), and its mean difference to *whole*.
 
 | recipe | meaning |
 | --- | --- |
 | partial | fractions 1, 0.75, 0.5 and 0.25 rotate |
-| fewer samples | six of the eight virtual nodes, same micro-batches |
-| frozen | the first half of the model trains for a third of its steps only |
-| random blocks | half of the blocks, drawn anew every five steps, and all outside of blocks (LISA) |"""
+| fewer samples | six of the eight virtual nodes |
+| frozen | the first half of the model trains for a third of its steps |
+| random blocks | half of the blocks, drawn every five steps (LISA) |"""
 
 Data = Dataset[Any]
 

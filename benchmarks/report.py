@@ -92,7 +92,7 @@ def page(measured: Mapping[str, Mapping[str, Any]]) -> str:
         OPENING.format(common=f"{said}Behind each command stand the processor, the commit, the day and the duration.")
     ]
     for name, figure in FIGURES.items():
-        if name in measured:
+        if name in measured and figure.on_page:
             lines += section(name, figure, measured[name], common)
     return "\n".join(lines).rstrip() + "\n"
 

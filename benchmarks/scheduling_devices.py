@@ -201,12 +201,11 @@ def decisions(policy: str, seeds: int) -> dict[str, object]:
 
 
 TEXT = """\
-Simulated: jobs and devices with published throughputs, {seeds} seeds. How much shorter the mean completion is when
-`{policy}` knows the kinds of device: the mean, and the least and the most of the seeds. Otherwise it sees one pool and
-each job's average speed, and places workers by chance: one by one (scattered), or a job on one kind (gathered). Jobs
-that have begun may mix kinds, or stay on one. *Seen* speeds are known only after a job has run on a kind. The slowest
-policy decides about 1,000 jobs on four kinds in {milliseconds:.0f} ms of CPU time at the median. [The
-simulator](simulator.md#kinds-of-device) has the assumptions."""
+How much shorter the mean completion is, in percent, when `{policy}` knows the kinds: mean of {seeds} seeds, least and
+most. Otherwise it sees one pool and average speeds, and places workers by chance: one by one (scattered) or a job on
+one kind (gathered). Jobs that have begun mix kinds or stay. *Seen* speeds are known once a job has run on a kind. The
+slowest policy decides about 1,000 jobs in {milliseconds:.0f} ms of CPU time.
+[Assumptions](simulator.md#kinds-of-device)."""
 
 
 def _cells(row: Row) -> dict[str, str]:

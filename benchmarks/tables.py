@@ -25,11 +25,6 @@ def crossed(lines: Mapping[str, Cell], column: Cell, value: Cell) -> Layout:
     return lay
 
 
-def chosen(columns: Mapping[str, str], where: Callable[[Row], bool] = lambda row: True) -> Layout:
-    """Take some rows, and of these some columns by their new headings."""
-    return lambda rows: [{new: str(row[old]) for new, old in columns.items()} for row in rows if where(row)]
-
-
 def exchanged(row: Row) -> str:
     """What was chosen, the best, the worst, and the first over the second."""
     best = f"{row['best_ms']:.3g} ({row['best']})"

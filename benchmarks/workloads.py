@@ -28,13 +28,11 @@ PACKAGES = ("transformers", "peft", "sklearn")
 
 TEXT = """\
 The small sizes of [the workloads](../how-to/workloads.md), on 1, 2 and 4 workers, and once through changes: two
-workers, SIGKILL of the leader after a quarter of the steps, a resize to 3 after half, a drain to 1 after three
-quarters. **All four runs of a row end with the same digests** of weights and optimizer, and the same metric; otherwise
-the measurement fails.
+workers, SIGKILL of the leader after a quarter of the steps, 3 workers after half, 1 after three quarters. **All four
+runs of a row end with the same digests** of weights and optimizer, and the same metric.
 
-Seconds are whole jobs, with imports and twelve evaluations, one thread a worker, on cores that had other work: they do
-not compare numbers of workers. *Pauses*: the kill, its replacement, the join, the drain. The third worker joins shortly
-before the drain and takes part in a few steps."""
+Seconds are whole jobs with imports and twelve evaluations on busy cores; they do not compare numbers of workers.
+*Pauses*: the kill, its replacement, the join (shortly before the drain), the drain."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from benchmarks import memory_copy, report, results
 from benchmarks.changes import kind_of
 from benchmarks.external import rows_of
 from benchmarks.figures import FIGURES
-from benchmarks.tables import chosen, cost, crossed, event, phase
+from benchmarks.tables import cost, crossed, event, phase
 from benchmarks.torchrun import Line, pause
 from benchmarks.turns import WARM_UP, Side, compare
 
@@ -98,12 +98,6 @@ def test_long_rows_become_a_wide_table_with_gaps() -> None:
         {"event": "first generation", "settled": "0.08 (0.06)", "decided and sent": "0.21 (0.18, 36 MB)", "takes": ""},
         {"event": "status", "settled": "", "decided and sent": "", "takes": "0.01 (0.00)"},
     ]
-
-
-def test_a_table_may_show_some_rows_and_columns() -> None:
-    rows = [{"policy": "FIFO", "cost": "resize", "n": 1}, {"policy": "FIFO", "cost": "restart", "n": 2}]
-    shown = chosen({"policy": "policy", "resizes": "n"}, lambda row: row["cost"] == "resize")(rows)
-    assert shown == [{"policy": "FIFO", "resizes": "1"}]
 
 
 def test_the_page_is_what_the_results_make_it() -> None:
