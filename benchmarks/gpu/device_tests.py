@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.gpu.parts import Note, Setting, Wrong
@@ -16,7 +17,7 @@ SHOWN = 60
 
 
 def measure(setting: Setting, note: Note) -> None:
-    """Run them, and note how many came to what, and those that did not pass by name."""
+    """Run them, and note how many have passed, and the others by name."""
     chosen = "gpu" if setting.device == "cuda" else "not gpu and not harness"
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", chosen, "-q", "-rA", "--tb=short", "--timeout=100"]
     done = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -27,13 +28,18 @@ def measure(setting: Setting, note: Note) -> None:
 
 
 def rows_of(output: str) -> list[dict[str, str]]:
-    """Each test and what it came to, from pytest's summary."""
+    """From pytest's summary: how many tests of each file have passed, and each other test and what it came to."""
     found = (LINE.match(line) for line in output.splitlines())
+    passed: Counter[str] = Counter()
     rows = []
     for match in found:
         if match:
             name, _, why = match[2].partition(" - ")
             file, _, test = name.partition("::")
-            came_to = f"{match[1].lower()} {why}".strip()
-            rows.append({"test": f"`{Path(file).stem}: {test}`" if test else name, "came to": came_to})
-    return rows
+            if match[1] == "PASSED":
+                passed[Path(file).stem] += 1
+            else:
+                came_to = f"{match[1].lower()} {why}".strip()
+                rows.append({"test": f"`{Path(file).stem}: {test}`" if test else name, "came to": came_to})
+    counts = [{"test": f"`{file}`", "came to": f"{count} passed"} for file, count in sorted(passed.items())]
+    return counts + rows
