@@ -56,7 +56,7 @@ chaos: $(STAMP) ## compare RUNS random schedules (20) bit for bit with an undist
 	@VIRTUALFLOW_CHAOS_RUNS=$(RUNS) $(BIN)/python -m pytest --nightly --timeout=0 tests/trainer/jobs/test_chaos.py $(ARGS)
 
 campaign: $(STAMP) ## part, slow, stop and kill real jobs in network namespaces, as root; ARGS="--faults 2000"
-	@PYTHONPATH=trainer:. $(BIN)/python -m benchmarks.campaign $(ARGS)
+	@PYTHONPATH=trainer:. $(BIN)/python -m faults $(ARGS)
 
 bench: $(STAMP) ## measure beside plain PyTorch, DDP and torchrun, and write docs/explanation/benchmarks.md; ARGS="steps --quick"
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python $(PIP_INSTALL) -e '.[trainer,bench]' -c constraints.txt

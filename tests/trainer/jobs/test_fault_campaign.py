@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from benchmarks.campaign.__main__ import why_not
-from benchmarks.campaign.faults import KINDS
+from faults.__main__ import why_not
+from faults.kinds import KINDS
 
 import terminals
 
@@ -22,7 +22,7 @@ def test_a_slice_of_the_campaign_finds_nothing_wrong(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     faults = 2 * len(KINDS)
     words = ["--faults", str(faults), "--per-job", str(len(KINDS)), "--jobs", "2", "--seed", "1", "--out", str(report)]
-    seen = terminals.run(["-m", "benchmarks.campaign", *words], piped=True)
+    seen = terminals.run(["-m", "faults", *words], piped=True)
     assert seen.code == 0, seen.piped + seen.words
     found = json.loads(report.read_text())
     assert (found["lineages"], found["wrong"], found["faults"]) == (1, [], faults)

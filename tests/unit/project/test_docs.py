@@ -383,7 +383,7 @@ def test_the_links_of_a_document_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named_after_place)
 def test_the_files_that_a_document_names_exist(document: Path) -> None:
     named = re.findall(
-        r"`((?:operator|trainer|crds|charts|examples|benchmarks|docs|tests)/[\w./-]+)`", document.read_text()
+        r"`((?:operator|trainer|crds|charts|examples|benchmarks|faults|docs|tests)/[\w./-]+)`", document.read_text()
     )
     assert [path for path in named if not (ROOT / path).exists()] == []
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.campaign.checker import Commit, Verdict, check
-from benchmarks.campaign.checkpoints import Move, check_moves
-from benchmarks.campaign.faults import KINDS, draw
-from benchmarks.campaign.report import Found, Report
+from faults.checker import Commit, Verdict, check
+from faults.checkpoints import Move, check_moves
+from faults.kinds import KINDS, draw
+from faults.report import Found, Report
 
 import terminals
 
@@ -227,7 +227,7 @@ CAMPAIGN = """
 import sys
 from pathlib import Path
 from virtualflow import progress
-import benchmarks.campaign.__main__ as campaign
+import faults.__main__ as campaign
 
 class Telling(progress.Progress):
     def reach(self, done):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaign.faults import KINDS
+from faults.kinds import KINDS
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""``make campaign``: ``python -m benchmarks.campaign --faults 2000``."""
+"""``make campaign``: ``python -m faults --faults 2000``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.campaign.faults import KINDS
-from benchmarks.campaign.report import Found, Report
 from benchmarks.results import commit
+
+from faults.kinds import KINDS
+from faults.report import Found, Report
 from virtualflow.progress import Progress
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 TRAINEE = Path(__file__).parent / "trainee.py"
 STEPS_PER_FAULT = 300
 """Of the undisturbed run: more than a job makes between two faults."""
@@ -54,7 +55,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.campaign", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
     parser.add_argument("--faults", type=int, default=60, help="how many in all, with those in the report (60)")
     parser.add_argument("--per-job", type=int, default=24, help="faults of one job (24)")
     parser.add_argument("--jobs", type=int, default=2, help="jobs side by side (2)")
@@ -182,7 +183,7 @@ class Campaign:
             "digests": str(self._digests),
             "keep": str(options.out.parent),
         }
-        words = [*ALONE, sys.executable, "-m", "benchmarks.campaign.lane", json.dumps(wanted)]
+        words = [*ALONE, sys.executable, "-m", "faults.lane", json.dumps(wanted)]
         with self._lock:
             if self._ended:
                 return None

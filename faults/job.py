@@ -13,10 +13,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaign.checker import Commit, Number
-from benchmarks.campaign.checkpoints import Move
-from benchmarks.campaign.hosts import PORT, SERVICE, Host
-from benchmarks.campaign.processes import Running, fork, run_command, run_script
+from faults.checker import Commit, Number
+from faults.checkpoints import Move
+from faults.hosts import PORT, SERVICE, Host
+from faults.processes import Running, fork, run_command, run_script
 
 TRAINEE = Path(__file__).parent / "trainee.py"
 STEPS, PAUSE = 1_000_000, 0.03

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.campaign.hosts import Host
-from benchmarks.campaign.injected import Control, install
+from faults.hosts import Host
+from faults.injected import Control, install
 
 _NETWORK = 0x4000_0000  # CLONE_NEWNET
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from benchmarks.campaign.faults import CLOCK_JUMP, Fault, Strike
-from benchmarks.campaign.injected import STALL
-from benchmarks.campaign.job import HEARTBEAT_LIMIT, LATE, Job
-from benchmarks.campaign.processes import Running
+from faults.injected import STALL
+from faults.job import HEARTBEAT_LIMIT, LATE, Job
+from faults.kinds import CLOCK_JUMP, Fault, Strike
+from faults.processes import Running
 
 FLAP = 0.4
 """Seconds after which a line that flaps is cut or whole again."""

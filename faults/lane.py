@@ -1,4 +1,4 @@
-"""One job of a campaign, in namespaces of its own: ``python -m benchmarks.campaign.lane '{"seed": 0, ...}'``.
+"""One job of a campaign, in namespaces of its own: ``python -m faults.lane '{"seed": 0, ...}'``.
 
 ``__main__`` starts it, several side by side. What the job has shown goes to standard output as one line of JSON.
 """
@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.campaign.checker import Commit, Number, check
-from benchmarks.campaign.checkpoints import check_moves
-from benchmarks.campaign.faults import draw
-from benchmarks.campaign.hosts import make_bridge
-from benchmarks.campaign.injection import strike
-from benchmarks.campaign.job import HEARTBEAT_LIMIT, Job
-from benchmarks.campaign.report import Found
+from faults.checker import Commit, Number, check
+from faults.checkpoints import check_moves
+from faults.hosts import make_bridge
+from faults.injection import strike
+from faults.job import HEARTBEAT_LIMIT, Job
+from faults.kinds import draw
+from faults.report import Found
 from virtualflow.errors import ConfigurationError
 from virtualflow.state.checkpoint_format import find_newest, load
 

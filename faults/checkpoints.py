@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.campaign.checker import Number
+from faults.checker import Number
 
 _NAME = re.compile(r"step-(\d{8,15})\.(\d{1,15})\.(\d{1,15})")
 

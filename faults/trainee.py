@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import virtualflow as vf
-from benchmarks.campaign.injected import hang_if_told
+from faults.injected import hang_if_told
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2))
