@@ -59,20 +59,21 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
 
-    def add(name: str, help: str) -> Parser:  # noqa: A002 - as argparse calls it
-        command = commands.add_parser(
-            name, help=help, description=f"{help[0].upper()}{help[1:]}.", examples=EXAMPLES[name], allow_abbrev=False
+    def add(name: str, help: str, *, advanced: bool = False) -> Parser:  # noqa: A002 - as argparse calls it
+        listed: dict[str, Any] = {} if advanced else {"help": help}  # argparse lists what has a help
+        if advanced:
+            parser.advanced[name] = help
+        if name in EXTERNAL:
+            made: Parser = commands.add_parser(name, add_help=False, **listed)
+            return made
+        command: Parser = commands.add_parser(
+            name, description=f"{help[0].upper()}{help[1:]}.", examples=EXAMPLES[name], allow_abbrev=False, **listed
         )
         command.set_defaults(action=subcommands[name])
         return command
 
     _add_run(add("run", "run a script or a manifest as processes of this machine"), settings)
     _add_check(add("check", "run a script in several ways, and compare the bits of a few steps"), settings)
-    _add_bisect(add("bisect", "find the first step, virtual node and tensor in which two runs differ"))
-    _add_profile(add("profile", "measure a script on this device, for jobs to come"))
-    _add_plan(add("plan", "say what fits into a device's memory, and which devices are worth asking for"))
-    _add_explain(add("explain", "run two steps of a script, and say how its gradients travel and why"))
-    _add_report(add("report", "make a page of the report of a job that is over"))
     status = add("status", "show what a running job is doing")
     status.add_argument("job", nargs="?", metavar="NAME", help="of the job (optional; default: the one that runs)")
     status.add_argument("--json", action="store_true", help="all of it, as JSON")
@@ -97,10 +98,15 @@ def build_parser(subcommands: Mapping[str, Subcommand], settings: LauncherSettin
             help=f"of a job elsewhere, whose token is taken from {ENV_TOKEN} in the environment (default: one of this "
             "machine)",
         )
-    for name, text in EXTERNAL.items():
-        commands.add_parser(name, help=text, add_help=False)
+    add("export", EXTERNAL["export"])
+    _add_report(add("report", "make a page of the report of a job that is over"))
     _add_coordinator(add("coordinator", "serve the coordinator of one job"), settings)
-    _add_turns(add("turns", "lend this machine's devices in turns to jobs that share them"), settings)
+    _add_bisect(add("bisect", "find the first step, virtual node and tensor in which two runs differ", advanced=True))
+    _add_explain(add("explain", "run two steps of a script, and say how its gradients travel and why", advanced=True))
+    _add_profile(add("profile", "measure a script on this device, for jobs to come", advanced=True))
+    _add_plan(add("plan", "say what fits into a device's memory, and which devices are worth it", advanced=True))
+    add("simulate", EXTERNAL["simulate"], advanced=True)
+    _add_turns(add("turns", "lend this machine's devices in turns to jobs that share them", advanced=True), settings)
     return parser
 
 

@@ -45,12 +45,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, examples: Sequence[str] = (), **options: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **options})
         self.examples = tuple(examples)
+        self.advanced: dict[str, str] = {}
+        """Subcommands that its help lists behind the others, with what each does."""
         self._given: list[str] = []
 
     def format_help(self) -> str:
-        """The help, with the examples behind it."""
-        lines = [f"  {example}\n" for example in self.examples]
-        return super().format_help() + "".join(["\nexamples:\n", *lines] if lines else [])
+        """The help, with advanced subcommands and the examples behind it."""
+        advanced = [f"  {name:10} {text}\n" for name, text in self.advanced.items()]
+        examples = [f"  {example}\n" for example in self.examples]
+        behind = ["\nadvanced commands:\n", *advanced] if advanced else []
+        return super().format_help() + "".join([*behind, *(["\nexamples:\n", *examples] if examples else [])])
 
     def parse_known_args(  # type: ignore[override]  # its overloads are of use to nobody here
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
