@@ -273,6 +273,14 @@ def test_another_torch_and_another_hash_seed_are_told() -> None:
     assert "not set everywhere" in told(hash_seed="")[0]
 
 
+def test_a_schedule_that_differs_in_a_joiner_alone_follows_from_a_count_that_was_not_kept() -> None:
+    other = recorded(2)
+    change(other[1:], Committed, 2, "state", {"optimizer's lr in group 0": "0.2"})
+    found = compare(recorded(), other)
+    assert found is not None
+    assert "LambdaLR" in explain(found, "workers").what
+
+
 def test_with_another_hash_seed_or_nothing_changed_the_cause_is_that() -> None:
     other = recorded()
     change(other, Computed, 1, "data", "x")

@@ -72,6 +72,11 @@ _SCHEDULE = Cause(
     "the inner loop changes it, once for each micro-batch of this worker instead of once for each step",
     "give the scheduler to vf.elastic(..., scheduler=...), or step it after the inner loop",
 )
+_COUNT = Cause(
+    "it follows from a count that no state_dict holds, such as one in a function that is given to LambdaLR: a worker "
+    "that joins begins with a new one",
+    "let the function follow from its argument, or keep the count in an object that is given to vf.elastic(..., state=...)",
+)
 _UPDATE = Cause(
     "all gradients were equal, and the update was not: the inner loop has changed the model or the optimizer, or a "
     "device computes wrongly",
@@ -112,7 +117,9 @@ def explain(difference: Difference, variation: Variation) -> Cause:
             return _SUM
         case "update":
             by_hand = difference.name.startswith(("optimizer's", "scheduler's")) and " of " not in difference.name
-            return _SCHEDULE if by_hand else _UPDATE
+            if not by_hand:
+                return _UPDATE
+            return _SCHEDULE if difference.within is None else _COUNT
 
 
 def _of_node(kinds: frozenset[str]) -> Cause:
