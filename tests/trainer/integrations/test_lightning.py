@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_jobs import ElasticJob, alone
+from jobs import run_job
 from loop_scripts import Points
 from torch.utils.data import DataLoader
 
@@ -119,6 +120,14 @@ def test_it_resumes_to_the_same_bits_and_the_trainer_reads_its_checkpoints(
     assert plain.trainer.global_step == 24
     loaded = Classifier.load_from_checkpoint(tmp_path / "whole" / "last.ckpt")
     assert loaded.hparams["batch_norm"] is True
+
+
+def test_a_second_fit_of_a_script_is_a_run_of_its_own_also_through_a_kill_in_it(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "cases" / "lightning_twice.py"
+    undisturbed = run_job(tmp_path, "--workers", 1, script, interpreters=True)
+    faulty = run_job(tmp_path, "--workers", 2, "--schedule", "3:kill,11:kill", script, interpreters=True)
+    assert undisturbed.output.splitlines().count("fitted 8") == 2
+    assert (faulty.bits, faulty.report["runs"]) == (undisturbed.bits, undisturbed.report["runs"])
 
 
 class Looks(Callback):  # type: ignore[misc, unused-ignore]
