@@ -75,8 +75,9 @@ _SCHEDULE = Cause(
 _COUNT = Cause(
     "it follows from a count that no state_dict holds, such as one in a function that is given to LambdaLR: a worker "
     "that joins begins with a new one",
-    "let the function follow from its argument, or keep the count in an object that is given to vf.elastic(..., state=...)",
+    "let the function follow from its argument, or keep the count in an object that is given to vf.elastic(state=...)",
 )
+
 _UPDATE = Cause(
     "all gradients were equal, and the update was not: the inner loop has changed the model or the optimizer, or a "
     "device computes wrongly",
