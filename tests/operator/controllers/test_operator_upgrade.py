@@ -30,6 +30,12 @@ def uids(stage: Stage, role: str | None = None) -> set[str]:
     return {pod["metadata"]["uid"] for pod in stage.pods("digits", role)}
 
 
+def connected(stage: Stage) -> int:
+    """How many workers the coordinator is connected to."""
+    found = [stage.kubelet.coordinators[uid] for uid in uids(stage, COORDINATOR) & stage.kubelet.coordinators.keys()]
+    return sum(worker.connected for pod in found for worker in pod.coordinator.state.roster.workers.values())
+
+
 def coordinator_image(stage: Stage) -> str:
     (pod,) = [pod for pod in stage.pods("digits", COORDINATOR) if running(pod)]
     return str(pod["spec"]["containers"][0]["image"])
@@ -68,6 +74,7 @@ def test_an_upgrade_of_the_operator_changes_nothing_about_a_job_that_trains(
         (name,) = [pod["metadata"]["name"] for pod in stage.pods("digits", COORDINATOR)]
         stage.server.remove(PODS, NAMESPACE, name, 0)
         await stage.until(lambda: former not in uids(stage, COORDINATOR) and stage.trains("digits", 3))
+        await stage.until(lambda: connected(stage) == 3)  # who is asked to leave before waits for its grace
         assert coordinator_image(stage) == stage.status("digits")["coordinatorImage"] == OLD
         assert uids(stage, WORKER) == workers
         assert stage.status("digits")["repeatedSteps"] == 0

@@ -51,6 +51,16 @@ def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
+LESS_PATIENT = """
+import runpy, sys
+from virtualflow.worker import entry
+from virtualflow.worker.settings import WorkerSettings
+entry.WorkerSettings = lambda: WorkerSettings(report_limit=3.0)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def environment(**more: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIRTUALFLOW_")}
     return {**inherited, "PYTHONPATH": str(ROOT / "trainer"), **more}
@@ -115,8 +125,8 @@ def test_a_process_group_of_the_script_is_advised_against_alone_and_in_a_job(tmp
 
 def test_what_is_wrong_is_said_before_an_absent_coordinator_is_waited_for(script: Path) -> None:
     absent = {"VIRTUALFLOW_COORDINATOR": "http://127.0.0.1:9", "VIRTUALFLOW_TOKEN": "any"}
-    command = [sys.executable, str(script), "30", "5", "8"]
-    with subprocess.Popen(command, env=environment(**absent), stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", LESS_PATIENT, str(script), "30", "5", "8"]
+    with programs.Program(command, env=environment(**absent), stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         said_first = process.stderr.readline()
         assert process.poll() is None  # it still tries to tell its coordinator
