@@ -78,6 +78,27 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_of_several_trainings_in_a_script_the_last_ones_weights_are_taken(
+    trained: tuple[Path, Tied, torch.optim.AdamW], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = tmp_path / "both"
+    shutil.copytree(trained[0], both)
+    earlier, *_, last = steps_in(both)
+    shutil.copytree(checkpoint_of(both, earlier), both / "run-2" / checkpoint_of(both, earlier).name)
+    (both / "run-3").mkdir()  # has not come as far as a checkpoint
+
+    def export_(*options: str) -> tuple[int, str]:
+        code = cli.main(["export", str(both), "--output", str(tmp_path / "-".join(["model", *options])), *options])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    assert f"run-2, step {earlier}, 4 parameters" in export_()[1]
+    assert f": step {last}, 4 parameters" in export_("--run", "1")[1]
+    code, said = export_("--run", "3")
+    assert code == 2
+    assert f"there is no checkpoint of run 3 in {both}; --run is one of 1, 2" in said
+
+
 def test_a_plain_model_takes_the_weights_of_a_file(
     trained: tuple[Path, Tied, torch.optim.AdamW], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import Parser
 from virtualflow.state import Found, find_by_path, load, skipped
+from virtualflow.state.checkpoint_order import complete
 
 WEIGHTS = "model.safetensors"
 """As Transformers, Diffusers and timm call it."""
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"there is no {CONFIG} in {given.config}; --config is a folder with the model's one")
     if given.output.exists():
         raise ConfigurationError(f"{given.output} exists already; give another --output, or remove it")
-    found, tree = _read(given.checkpoint, given.step)
+    found, tree = _read(_directory_of_run(given.checkpoint, given.run), given.step)
     signature = found.identity.signature
     try:
         with _appearing(given.output) as place:
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, SafetensorError) as error:
         raise ConfigurationError(f"{given.output} cannot be written: {error}") from None
     count = sum(tensor.numel() for tensor in tree["parameters"].values())
-    print(f"{given.output}: step {found.step}, {len(tree['parameters'])} parameters with {count:,} elements")
+    of_run = f"{found.path.parent.name}, " if found.path.parent.name in _runs_in(given.checkpoint) else ""
+    print(f"{given.output}: {of_run}step {found.step}, {len(tree['parameters'])} parameters with {count:,} elements")
     return 0
 
 
@@ -83,6 +85,9 @@ def parser() -> Parser:
     made.add_argument("--output", type=Path, required=True, metavar="PATH", help="of the new file or folder")
     made.add_argument("--step", type=int, metavar="N", help="of that checkpoint (default: the newest)")
     made.add_argument(
+        "--run", type=int, metavar="N", help="of that run of a script that trains several times (default: the last)"
+    )
+    made.add_argument(
         "--config", type=Path, metavar="DIR", help="for hf: its files that are no weights are copied, as config.json"
     )
     return made
@@ -109,6 +114,23 @@ def optimizer_state(tree: Mapping[str, Any], signature: Mapping[str, Any]) -> di
     saved: Mapping[str, Any] = tree["optimizer"]
     groups = [{**group, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]]
     return {"state": {names[n]: of for n, of in saved["state"].items()}, "param_groups": groups}
+
+
+def _runs_in(directory: Path) -> dict[str, int]:
+    """The directories inside for later runs of a script that have checkpoints, and the numbers of these runs."""
+    found = ((path, path.name.removeprefix("run-")) for path in directory.glob("run-*"))
+    return {path.name: int(number) for path, number in found if number.isdecimal() and complete(path)}
+
+
+def _directory_of_run(path: Path, run: int | None) -> Path:
+    """Where the checkpoints of a run are, or of the last one; the first to use a directory has no name inside."""
+    inside = {number: path / name for name, number in _runs_in(path).items()}
+    if run is None:
+        return inside[max(inside)] if inside else path
+    if run in inside or run == 1:
+        return inside.get(run, path)
+    known = "".join(f", {number}" for number in sorted(inside))
+    raise ConfigurationError(f"there is no checkpoint of run {run} in {path}; --run is one of 1{known}")
 
 
 def _read(path: Path, step: int | None) -> tuple[Found, dict[str, Any]]:
