@@ -18,15 +18,10 @@ OPENING = """\
 What VirtualFlow costs and saves beside the usual alternatives. The sides of a figure take turns on one machine, so
 ratios hold better than absolute times. [Performance](performance.md) explains where the time goes.
 
-| command | what it does |
-| --- | --- |
-| `make bench` | measures all figures of minutes, and writes this page |
-| `python -m benchmarks steps --quick` | measures one figure with fewer rounds |
-| `python -m benchmarks report` | writes this page from `benchmarks/results/`, which has every sample |
-| `python -m benchmarks soak` | measures a figure that takes long |
-| `python -m benchmarks workloads` | the same; needs the extra `peft` |
-| `python -m benchmarks simulator_scale operator_scale` | the same; needs `kube-apiserver` and `etcd` on the PATH |
-| `make campaign` | injects [faults](safety.md) |
+`make bench` measures all figures of minutes and writes this page; `python -m benchmarks steps --quick` measures one
+with fewer rounds, and `report` only writes the page, from `benchmarks/results/`, which has every sample.
+`soak`,
+`simulator_scale`, `workloads` (extra `peft`) and `operator_scale` (`kube-apiserver` and `etcd` on the PATH) take long.
 
 {common}
 """
@@ -67,7 +62,8 @@ def made(facts: Mapping[str, Any], common: str) -> str:
     quick = " **Quick: few rounds, only to see that it works.**" if facts["quick"] else ""
     day, _, _ = facts["date"].partition(" ")
     special = "" if here == common else f"{here}, "
-    return f"{facts['cpu']}, {special}`{facts['commit']}`, {day}, {facts['seconds']} s.{quick}"
+    processor = facts["cpu"].replace("(R)", "").removesuffix(" Processor")
+    return f"{processor}, {special}`{facts['commit']}`, {day}, {facts['seconds']} s.{quick}"
 
 
 def section(name: str, figure: Figure, result: Mapping[str, Any], common: str = "") -> list[str]:

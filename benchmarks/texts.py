@@ -37,17 +37,10 @@ steps faster than its host."""
 MEMORY = """\
 Forward and backward pass of one micro-batch. One core plays the device, two lanes of 160 MB/s its copy engines: for its
 speed the bandwidth of a V100 on PCIe 3. Time is CPU time plus waits for copies. All gradients are equal to the bit.
-
-| word | meaning |
-| --- | --- |
-| keep all | plain PyTorch: 100 % of time and memory |
-| recompute all | `torch.utils.checkpoint` around each block: time, smallest budget that fits |
-| swap all | the same for `save_on_cpu` |
-| plan | time at each budget; the plot has all budgets |
-| over the best | the slowest plan over the fastest other that fits the same budget |
-| predicted, peak | predicted over measured time, predicted peak over counted bytes |
-
-Two blocks of VGG-16 need three quarters of its memory. Plans are measured in their second micro-batch."""
+Times and budgets are in units of *keep all*, which is plain PyTorch. *Recompute all* is `torch.utils.checkpoint` around
+each block, *swap all* `save_on_cpu`, each with its smallest budget. *Over the best*: the slowest plan over the fastest
+other side within the same budget. *Predicted* time is over the measured one, *peak* over counted bytes. The plot has
+all budgets. Two blocks of VGG-16 need three quarters of its memory."""
 
 CHANGES = """\
 The digits job changes between two and three workers, and loses some by SIGKILL. A pause lasts from the last step before
