@@ -103,7 +103,7 @@ class Figure:
     on_demand: bool = False
     """It takes long, and is measured only when it is named."""
     on_page: bool = True
-    """Otherwise another page has its table, and a test holds that page to it."""
+    """Otherwise the page of the simulator has its figures."""
 
 
 def _growth(row: Row) -> str:
@@ -328,7 +328,7 @@ FIGURES: dict[str, Figure] = {
             plain_text("longest ms"),
         ),
     ),
-    **_program("simulator_scale", "Simulator speed", on_demand=True),
+    **_program("simulator_scale", "Simulator speed", on_demand=True, on_page=False),
     **_program("operator_scale", "An operator with 1,000 jobs", on_demand=True),
     "soak": Figure(
         "Leaks over a long job",

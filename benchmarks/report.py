@@ -20,8 +20,7 @@ ratios hold better than absolute times. [Performance](performance.md) explains w
 
 `make bench` measures all figures of minutes and writes this page; `python -m benchmarks steps --quick` measures one
 with fewer rounds, and `report` only writes the page, from `benchmarks/results/`, which has every sample.
-`soak`,
-`simulator_scale`, `workloads` (extra `peft`) and `operator_scale` (`kube-apiserver` and `etcd` on the PATH) take long.
+`soak`, `simulator_scale`, `workloads` (extra `peft`) and `operator_scale` (needs `kube-apiserver` and `etcd`) take long.
 
 {common}
 """
@@ -76,7 +75,7 @@ def section(name: str, figure: Figure, result: Mapping[str, Any], common: str = 
     lines += [*table(result["rows"], figure), ""]
     if figure.draw is not None:
         lines += [f"![{figure.title}]({PICTURES}/{name}.png)", ""]
-    return [*lines, f"`python -m benchmarks {name}`: {made(result['made'], common)}", ""]
+    return [*lines, f"`{name}`: {made(result['made'], common)}", ""]
 
 
 def page(measured: Mapping[str, Mapping[str, Any]]) -> str:
@@ -85,7 +84,9 @@ def page(measured: Mapping[str, Mapping[str, Any]]) -> str:
     common = platforms.pop() if len(platforms) == 1 else ""
     said = f"Measured on {common}.\n" if common else ""
     lines = [
-        OPENING.format(common=f"{said}Behind each command stand the processor, the commit, the day and the duration.")
+        OPENING.format(
+            common=f"{said}Below each figure stand its name, the processor, the commit, the day and the duration."
+        )
     ]
     for name, figure in FIGURES.items():
         if name in measured and figure.on_page:
