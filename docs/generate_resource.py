@@ -33,7 +33,8 @@ INTRODUCTION = """\
 - [Queues](#the-queue) are on this page, too.
 - `metadata.name`: {name} It must match `{pattern}`.
 
-Fields in **bold** are required. `[]` stands for the entries of a list.
+Fields in **bold** are required. `[]` stands for the entries of a list. A *label selector* has `matchLabels` and
+`matchExpressions` as in Kubernetes, at most 32 entries each.
 """
 
 RULES = """\
@@ -53,12 +54,11 @@ workers' pods by `{selector}`.
 COLUMNS = """\
 ## Columns of kubectl get
 
-| column | shows | meaning | when |
-| --- | --- | --- | --- |
+| column | shows | when |
+| --- | --- | --- |
 """
 
-TABLE = "| field | type | default | bounds | meaning |\n| --- | --- | --- | --- | --- |\n"
-STATUS_TABLE = "| field | type | meaning |\n| --- | --- | --- |\n"
+TABLE = "| field | type | meaning |\n| --- | --- | --- |\n"
 
 
 def generate(crd: Mapping[str, Any]) -> str:
@@ -87,9 +87,9 @@ def generate(crd: Mapping[str, Any]) -> str:
             have=scale["statusReplicasPath"].lstrip("."),
             selector=scale["labelSelectorPath"].lstrip("."),
         ),
-        f"## status\n\n{status['description']}\n\n" + "".join(_tables(status, STATUS_TABLE, _status_row)),
+        f"## status\n\n{status['description']}\n\n" + "".join(_tables(status, TABLE, _status_row)),
         _conditions(status["properties"]["conditions"]),
-        COLUMNS + "".join(_columns(version["additionalPrinterColumns"], status)),
+        COLUMNS + "".join(_columns(version["additionalPrinterColumns"])),
     ]
     return "\n".join(parts)
 
@@ -124,7 +124,7 @@ def generate_queue(crd: Mapping[str, Any]) -> str:
         f"### spec of a queue\n\n{spec['description']}\n\n" + "".join(_tables(spec, TABLE, _spec_row, "####")),
         "### Rules of a queue\n\n" + "".join(f"- {rule}\n" for rule in _rules(spec, "")),
         f"### status of a queue\n\n{status['description']} Its condition `Ready` has the reasons of\n"
-        "[the list](reasons.md#of-a-queue).\n\n" + "".join(_tables(status, STATUS_TABLE, _status_row, "####")),
+        "[the list](reasons.md#of-a-queue).\n\n" + "".join(_tables(status, TABLE, _status_row, "####")),
     ]
     return "\n".join(parts)
 
@@ -139,15 +139,15 @@ def _tables(schema: Schema, head: str, row: RowWriter, level: str = "###") -> It
         if key == "conditions":
             continue  # they have a section of their own
         inner = field.get("items", field)
-        if inner.get("properties"):
+        if inner.get("properties") and not _selects(inner):
             yield f"\n{level} {key}{'[]' if 'items' in field else ''}\n\n{head}"
             yield from (row(*below) for below in _fields(inner, ""))
 
 
 def _spec_row(path: str, field: Schema, required: bool) -> str:
     shown = f"**`{path}`**" if required else f"`{path}`"
-    default = f"`{_written(field['default'])}`" if field.get("default", {}) != {} else ""
-    return _row(shown, _type(field), default, _bounds(field), _prose(field))
+    default = f"default `{_written(field['default'])}`" if field.get("default", {}) not in ({}, "") else ""
+    return _row(shown, ", ".join(filter(None, (_type(field), _bounds(field), default))), _prose(field))
 
 
 def _status_row(path: str, field: Schema, required: bool) -> str:
@@ -158,8 +158,7 @@ def _status_row(path: str, field: Schema, required: bool) -> str:
 def _conditions(conditions: Schema) -> str:
     fields = conditions["items"]["properties"]
     types = [line.split(": ", 1) for line in fields["type"]["description"].splitlines()]
-    first, *reasons = fields["reason"]["description"].splitlines()
-    grouped = " ".join(reasons).replace(" Amiss: ", "\nAmiss: ").splitlines()
+    first = fields["reason"]["description"].splitlines()[0]
     lines = [
         f"## Conditions\n\n{conditions['description']}\n\n| type | True when |\n| --- | --- |\n",
         *(_row(f"`{kind}`", meaning) for kind, meaning in types),
@@ -169,19 +168,20 @@ def _conditions(conditions: Schema) -> str:
             for key, field in fields.items()
             if key != "type"
         ),
-        "\nReasons:\n\n",
-        *(f"- {line}\n" for line in grouped),
+        "\n[Reasons and events](reasons.md#of-a-job) explains each reason.\n",
     ]
     return "".join(lines)
 
 
-def _columns(columns: list[Mapping[str, Any]], status: Schema) -> Iterator[str]:
-    described = {f".status.{path}": field["description"] for path, field, _ in _fields(status, "")}
+def _columns(columns: list[Mapping[str, Any]]) -> Iterator[str]:
     for column in columns:
-        path = column["jsonPath"]
-        meaning = column.get("description") or described[path].splitlines()[0]
         when = "with `-o wide`" if column.get("priority") else "always"
-        yield _row(column["name"].upper(), f"`{path.lstrip('.')}`", meaning, when)
+        yield _row(column["name"].upper(), f"`{column['jsonPath'].lstrip('.')}`", when)
+
+
+def _selects(schema: Schema) -> bool:
+    """Whether ``schema`` is a label selector, which readers know from Kubernetes."""
+    return set(schema.get("properties", ())) == {"matchLabels", "matchExpressions"}
 
 
 def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, Schema, bool]]:
@@ -190,6 +190,8 @@ def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, Schema, bool]]:
     for key, field in schema.get("properties", {}).items():
         path = f"{prefix}{key}"
         yield path, field, key in required
+        if _selects(field):
+            continue
         yield from _fields(field, f"{path}.")
         if "items" in field:
             yield from _fields(field["items"], f"{path}[].")
@@ -206,6 +208,8 @@ def _rules(schema: Schema, path: str) -> Iterator[str]:
 
 
 def _type(field: Schema) -> str:
+    if _selects(field):
+        return "label selector"
     if field["type"] == "array":
         return f"list of {_plural(field['items']['type'])}"
     if "additionalProperties" in field:
