@@ -14,8 +14,7 @@ from meshes import mesh
 from torch import Tensor
 
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
-from virtualflow.reduction.exchanger import Exchanger
-from virtualflow.reduction.reducer import Reducer
+from virtualflow.reduction.reducer import Exchanger, Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.summation import CanonicalSummation
 from virtualflow.transport import communicator

@@ -27,7 +27,6 @@ from virtualflow.coordinator.decisions import decide
 from virtualflow.coordinator.door import Door
 from virtualflow.coordinator.door import logger as seldom
 from virtualflow.coordinator.job_records import JobRecords
-from virtualflow.coordinator.line import Line
 from virtualflow.coordinator.live_page import LivePage
 from virtualflow.coordinator.memory_copies import MemoryCopies, copy_limit
 from virtualflow.coordinator.roster import UnknownWorker
@@ -45,6 +44,51 @@ from virtualflow.protocol.versions import RUNS_PROTOCOL
 logger = logging.getLogger("virtualflow.coordinator")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Line:
+    """The way to one worker: what waits to be sent, already encoded, and the socket.
+
+    It is bounded, so that a worker that does not read costs the others nothing.
+    """
+
+    def __init__(self, socket: web.WebSocketResponse, transport: asyncio.BaseTransport | None, backlog: int) -> None:
+        self._socket = socket
+        self._transport = transport
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(backlog)
+        self._finishing = False
+
+    def put(self, data: bytes) -> bool:
+        """Queue a message; ``False``: too many wait already."""
+        if self._queue.full():
+            return False
+        self._queue.put_nowait(data)
+        return True
+
+    def finish(self) -> None:
+        """Close the connection when all that waits is sent."""
+        if not self._finishing:
+            self._finishing = True
+            if self._queue.full():
+                self.abort()
+            else:
+                self._queue.put_nowait(None)
+
+    def abort(self) -> None:
+        """Cut the connection off."""
+        if isinstance(self._transport, asyncio.WriteTransport):
+            self._transport.abort()
+
+    async def write(self) -> None:
+        """Send what is queued until :meth:`finish` or the end of the connection."""
+        try:
+            while (data := await self._queue.get()) is not None:
+                await self._socket.send_bytes(data)
+            await self._socket.close(code=WSCloseCode.GOING_AWAY)
+        except ConnectionError:
+            pass  # the reader of the socket learns it too
+        finally:
+            self.abort()
 
 
 class Coordinator:

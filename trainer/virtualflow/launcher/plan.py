@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,7 +20,6 @@ from virtualflow.atomic_file import write_whole
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher.options import check_target, check_trainer
 from virtualflow.launcher.plan_text import describe_advice, describe_command, describe_fits, fastest_of
-from virtualflow.launcher.plan_trace import trace_of
 from virtualflow.launcher.profile import measure, target_of
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.training_program import TrainingProgram
@@ -33,6 +33,9 @@ from virtualflow.protocol.wording import counted
 
 ACCELERATORS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 """One of them is there wherever torch finds a GPU: with NVIDIA's driver, on Jetson, under WSL, with ROCm."""
+
+_ROWS = {"compute": 1, "copy-out": 2, "copy-in": 3}
+_MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -297,3 +300,43 @@ def fit_or_refuse(
     if found.plan is None:
         raise DoesNotFit(found.reason, found.smallest_bytes)
     return found
+
+
+def trace_of(device: str, fit: Fit, names: Sequence[str]) -> dict[str, Any]:
+    """A plan's virtual node as a Chrome trace: what computes and copies when, and the memory over it. Pure.
+
+    The format is the "Trace Event Format" of the Chromium project, which chrome://tracing and https://ui.perfetto.dev
+    open.
+
+    Args:
+        device: its name.
+        fit: with a plan.
+        names: of the blocks.
+    """
+    plan = fit.plan
+    assert plan is not None
+    events: list[dict[str, Any]] = [
+        _named("process_name", 0, f"{device}: one of {counted(fit.virtual_nodes, 'virtual node')}")
+    ]
+    events += [_named("thread_name", row, resource) for resource, row in _ROWS.items()]
+    events += [
+        {
+            "name": f"{span.kind} {names[span.block]}",
+            "cat": span.kind,
+            "ph": "X",
+            "pid": 0,
+            "tid": _ROWS[span.resource],
+            "ts": span.start * _MICROSECONDS,
+            "dur": (span.end - span.start) * _MICROSECONDS,
+        }
+        for span in plan.timeline.spans
+    ]
+    events += [
+        {"name": "memory", "ph": "C", "pid": 0, "ts": moment * _MICROSECONDS, "args": {"bytes": used}}
+        for moment, used in plan.timeline.memory
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _named(what: str, row: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}

@@ -12,8 +12,10 @@ not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there wou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ from virtualflow.reduction.bucket_exchange import Keys, ReductionPlan
 from virtualflow.reduction.buckets import Bucket, most_delivered, plan_buckets
 from virtualflow.reduction.cost import Shape
 from virtualflow.reduction.early import Early
-from virtualflow.reduction.exchanger import Exchanger
 from virtualflow.reduction.message_buffers import Buffers
 from virtualflow.reduction.network import agree_on_network
 from virtualflow.reduction.offload import Landing
@@ -35,6 +36,32 @@ from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.summation import Summation
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import Collectives
+
+
+class Exchanger:
+    """The thread that carries exchanges out, one thing after the other, beside the one that trains.
+
+    It is no thread of a pool, for which Python would wait at the end of the process, whatever it waits for itself.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="virtualflow-exchange", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Do this next; the task must not raise."""
+        self._tasks.put(task)
+
+    def close(self, patience: float) -> None:
+        """End when all that was submitted is done, which is waited for as long as ``patience`` says."""
+        self._tasks.put(None)
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # nor what it refers to, while nothing is to be done
 
 
 @dataclass(frozen=True)
