@@ -19,8 +19,8 @@ What VirtualFlow costs and saves beside the usual alternatives. The sides of a f
 ratios hold better than absolute times. [Performance](performance.md) explains where the time goes.
 
 `make bench` measures all figures of minutes and writes this page; `python -m benchmarks steps --quick` measures one
-with fewer rounds, and `report` only writes the page, from `benchmarks/results/`, which has every sample.
-`soak`, `simulator_scale`, `workloads` (extra `peft`) and `operator_scale` (`kube-apiserver` and `etcd`) take long.
+with fewer rounds, and `report` only writes the page, from `benchmarks/results/`, which has every sample. These take
+long: `soak`, `simulator_scale`, `workloads` (extra `peft`), `operator_scale` (needs `kube-apiserver` and `etcd`).
 
 {common}
 """
