@@ -307,15 +307,7 @@ FIGURES: dict[str, Figure] = {
         ),
     ),
     **_program("scheduling_traces", "Scheduling the paper's 20 jobs", on_page=False),
-    **_program(
-        "scheduling_devices",
-        "Scheduling on kinds of device",
-        lay=crossed(
-            {key: plain_text(key) for key in ("throughputs", "load", "speeds")},
-            lambda row: f"{row['jobs that have begun']}, beside {row['beside']}",
-            lambda row: str(row["shorter"]).replace("%", ""),
-        ),
-    ),
+    **_program("scheduling_devices", "Scheduling on kinds of device", on_page=False),
     **_program(
         "coordinator", "A coordinator with 1,000 workers", texts.COORDINATOR, lay=crossed({"event": event}, phase, cost)
     ),
