@@ -15,7 +15,7 @@ from large_job import fill, happen, train
 from virtualflow.coordinator.goodput import Goodput
 from virtualflow.coordinator.history import History
 from virtualflow.coordinator.job_records import take_up, write
-from virtualflow.coordinator.page_view import compose, count_goodput
+from virtualflow.coordinator.page.view import compose
 from virtualflow.coordinator.series import Series
 from virtualflow.coordinator.settings import SERIES_POINTS, MembershipSettings
 from virtualflow.coordinator.state import JobState
@@ -35,7 +35,7 @@ def recorded(steps: int = 30, writer: str = "the former") -> JobRecord:
     fill(job, 2, 8, 3)
     for step in range(1, steps + 1):
         train(job, step)
-        count_goodput(job, float(step))
+        job.count_goodput(float(step))
     job.history.tell("info", f"what {writer} has told")
     return through_json(write(job, writer))
 

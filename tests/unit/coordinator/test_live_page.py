@@ -15,7 +15,7 @@ from coordinator_server import RIGHT, SETTINGS, TOKEN, Server, hello, told, with
 from large_job import fill, happen, train
 from msgspec import structs
 
-from virtualflow.coordinator.page_view import compose
+from virtualflow.coordinator.page.view import compose
 from virtualflow.coordinator.settings import (
     SHOWN_CHANGES,
     SHOWN_EVENTS,
@@ -232,7 +232,7 @@ def test_many_pages_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -> No
         calls.append(state)
         return compose(state)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("virtualflow.coordinator.live_page.compose", counted)
+    monkeypatch.setattr("virtualflow.coordinator.page.live_page.compose", counted)
 
     async def story(server: Server) -> None:
         first = await look(server)
@@ -243,7 +243,7 @@ def test_many_pages_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nobody_looks_and_nothing_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("virtualflow.coordinator.live_page.compose", None)
+    monkeypatch.setattr("virtualflow.coordinator.page.live_page.compose", None)
 
     async def story(server: Server) -> None:
         await server.worker("worker-0")

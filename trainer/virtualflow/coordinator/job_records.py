@@ -13,7 +13,6 @@ import time
 import msgspec
 from aiohttp import web
 
-from virtualflow.coordinator.page_view import latest_events
 from virtualflow.coordinator.series import fault_in_series
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import answer
@@ -33,7 +32,7 @@ def write(job: JobState, writer: str) -> JobRecord:
         job.records,
         history.goodput.record(),
         history.series.record(),
-        latest_events(job),
+        job.latest_events,
         *history.forgotten,
         job.run,
     )

@@ -15,6 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
@@ -27,10 +28,9 @@ from virtualflow.coordinator.decisions import decide
 from virtualflow.coordinator.door import Door
 from virtualflow.coordinator.door import logger as seldom
 from virtualflow.coordinator.job_records import JobRecords
-from virtualflow.coordinator.live_page import LivePage
 from virtualflow.coordinator.memory_copies import MemoryCopies, copy_limit
 from virtualflow.coordinator.roster import UnknownWorker
-from virtualflow.coordinator.settings import CoordinatorSettings
+from virtualflow.coordinator.settings import CoordinatorSettings, LivePageSettings
 from virtualflow.coordinator.snapshot import listed
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import Watchers, answer
@@ -40,6 +40,9 @@ from virtualflow.protocol import framing, http_api, job_record, live_view, memor
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_MESSAGE, MAX_TEXT
 from virtualflow.protocol.versions import RUNS_PROTOCOL
+
+if TYPE_CHECKING:
+    from virtualflow.coordinator.page.live_page import LivePage
 
 logger = logging.getLogger("virtualflow.coordinator")
 
@@ -116,7 +119,7 @@ class Coordinator:
         self._writers: set[asyncio.Task[None]] = set()
         self.state.copy_limit = copy_limit(settings.memory_copy)
         self._watchers = Watchers(self.state, settings.watch_interval, settings.paid_interval)
-        self._page = LivePage(self.state, settings.live_page)
+        self._page = _page_of(self.state, settings.live_page)
         self.state.record_interval = settings.live_page.record_interval
         self._records = JobRecords(self.state)
         self._copies = MemoryCopies(self.state, settings.memory_copy, self._watchers.notice)
@@ -133,8 +136,8 @@ class Coordinator:
         app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[self._guard])
         app.on_startup.append(self._start)
         app.router.add_get("/healthz", self._healthz)
-        app.router.add_get(live_view.PAGE_PATH, self._page.show)
-        app.router.add_get(live_view.VIEW_PATH, self._page.view)
+        app.router.add_get(live_view.PAGE_PATH, _no_page if self._page is None else self._page.show)
+        app.router.add_get(live_view.VIEW_PATH, _no_page if self._page is None else self._page.view)
         app.router.add_get("/v1/status", self._watchers.show)
         app.router.add_get("/v1/watch", self._watchers.serve)
         app.router.add_get("/v1/worker", self._worker)
@@ -154,7 +157,7 @@ class Coordinator:
     def _beat(self) -> None:
         """Look at the clock often enough to notice when this process did not run, or does not keep up."""
         self._tick()
-        self._page.count(self._ticked_at)
+        self.state.count_goodput(self._ticked_at)
         self._watchers.notice_time(self._ticked_at)
         behind = self._ticked_at - self._beats_at - self._excused
         if behind > self._settings.stall:
@@ -264,7 +267,8 @@ class Coordinator:
         """End all connections."""
         self._closing = True
         self._watchers.close()
-        self._page.close()
+        if self._page is not None:
+            self._page.close()
         for timer in (self._timer, self._due, self._pulse):
             if timer is not None:
                 timer.cancel()
@@ -418,3 +422,23 @@ class Coordinator:
             return message
         await socket.close(code=WSCloseCode.INVALID_TEXT, message=b"the first message must be a valid Hello")
         return None
+
+
+_PAGE = "virtualflow.coordinator.page"
+
+
+def _page_of(state: JobState, settings: LivePageSettings) -> LivePage | None:
+    """The live page; ``None``: this installation has none."""
+    try:
+        from virtualflow.coordinator.page.live_page import LivePage
+    except ModuleNotFoundError as error:
+        if error.name != _PAGE:
+            raise
+        return None
+    return LivePage(state, settings)
+
+
+async def _no_page(request: web.Request) -> web.StreamResponse:
+    refusal = answer(501, f"this coordinator was installed without {_PAGE}; install all of virtualflow to see the page")
+    refusal.force_close()
+    return refusal

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from virtualflow.coordinator.history import History
 from virtualflow.coordinator.rendezvous import Rendezvous
 from virtualflow.coordinator.roster import Roster
-from virtualflow.coordinator.settings import KNOWN_GENERATIONS, MembershipSettings
+from virtualflow.coordinator.settings import KNOWN_GENERATIONS, SHOWN_EVENTS, MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
@@ -224,6 +224,24 @@ class JobState:
         """More has changed than how far the training is."""
         self.version += 1
         self.news += 1
+
+    @property
+    def latest_events(self) -> tuple[http_api.Event, ...]:
+        """Those that are shown, also of coordinators before this one."""
+        return (*self.history.earlier, *self.history.events)[-SHOWN_EVENTS:]
+
+    def count_goodput(self, now: float) -> None:
+        """Take note of how many workers there are, and how far they have come; at its end nobody is paid any more."""
+        if self.phase in http_api.ENDED:
+            return
+        history, progress = self.history, self.history.progress
+        history.goodput.look(
+            now,
+            sum(1 for worker in self.roster.workers.values() if worker.present),
+            len(self.running.members) if self.running is not None else 0,
+            self.earlier_steps + history.highest_step if progress is not None else None,
+            progress.step_ms / 1_000 if progress is not None and progress.step_ms is not None else None,
+        )
 
     def note_non_finite(self, found: m.NonFinite | None) -> None:
         """A worker says which metric of the training was the first that is not finite; ``None``: all are."""

@@ -66,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         complain(str(error))
         return EXIT_USAGE
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("virtualflow."):
+            raise
+        complain(f"this was installed without {error.name}, which the command needs; install all of virtualflow")
+        return EXIT_USAGE
     except VirtualFlowError as error:
         complain(str(error))
         return EXIT_FAILED

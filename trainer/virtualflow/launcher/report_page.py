@@ -10,7 +10,7 @@ from html import escape
 
 import msgspec
 
-from virtualflow.coordinator.page_files import look
+from virtualflow.coordinator.page.files import look
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.metrics import show_metric
 from virtualflow.protocol.wording import counted

@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
 
-_FOLDER = files("virtualflow.coordinator") / "page"
+_FOLDER = files(__package__)
 
 
 @dataclass(frozen=True)

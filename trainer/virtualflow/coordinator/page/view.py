@@ -6,34 +6,14 @@ from itertools import islice
 
 from virtualflow.coordinator.settings import (
     SHOWN_CHANGES,
-    SHOWN_EVENTS,
     SHOWN_LOST,
     SHOWN_METRICS,
     SHOWN_WORKERS,
 )
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_view import describe
-from virtualflow.protocol.http_api import ENDED, Event, Status
+from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.live_view import ViewJob, ViewLog, ViewNow
-
-
-def count_goodput(job: JobState, now: float) -> None:
-    """Take note of how many workers there are, and how far they have come; at its end nobody is paid any more."""
-    if job.phase in ENDED:
-        return
-    history, progress = job.history, job.history.progress
-    history.goodput.look(
-        now,
-        sum(1 for worker in job.roster.workers.values() if worker.present),
-        len(job.running.members) if job.running is not None else 0,
-        job.earlier_steps + history.highest_step if progress is not None else None,
-        progress.step_ms / 1_000 if progress is not None and progress.step_ms is not None else None,
-    )
-
-
-def latest_events(job: JobState) -> tuple[Event, ...]:
-    """Those that are shown, also of coordinators before this one."""
-    return (*job.history.earlier, *job.history.events)[-SHOWN_EVENTS:]
 
 
 def compose(job: JobState) -> tuple[ViewNow, ViewJob, ViewLog]:
@@ -87,5 +67,5 @@ def _log(status: Status, job: JobState) -> ViewLog:
         changes=status.changes[-SHOWN_CHANGES:],
         changes_total=status.changes_total,
         repeated_steps=status.repeated_steps,
-        events=latest_events(job),
+        events=job.latest_events,
     )

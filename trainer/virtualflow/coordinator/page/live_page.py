@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from virtualflow.coordinator.page_files import build
-from virtualflow.coordinator.page_view import compose, count_goodput
+from virtualflow.coordinator.page.files import build
+from virtualflow.coordinator.page.view import compose
 from virtualflow.coordinator.settings import LivePageSettings
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import answer
@@ -50,10 +50,6 @@ class LivePage:
         self._waiting = 0
         self._hurried_until = 0.0
         self._end = asyncio.Event()
-
-    def count(self, now: float) -> None:
-        """Look at how many workers there are; to be called every now and then, whether anybody looks or not."""
-        count_goodput(self._job, now)
 
     def close(self) -> None:
         """Answer all who wait, with how the job has ended."""

@@ -1,0 +1,85 @@
+"""A library that was installed without its satellites: a training through a kill and a resize never misses them.
+
+Processes import a copy of the package from which folders are removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from jobs import ROOT
+
+import virtualflow
+
+SATELLITES = ("cluster", "integrations", "coordinator/page")
+SCRIPT = [str(ROOT / "examples" / "digits.py"), "--steps", "12"]
+DISTURBED = ["--workers", "2", "--schedule", "3:kill,7:=3"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where Python is to look for a copy without any of them."""
+    directory = tmp_path_factory.mktemp("site")
+    source = Path(virtualflow.__file__).parent
+    shutil.copytree(source, directory / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in SATELLITES:
+        shutil.rmtree(directory / source.name / name)
+    return directory
+
+
+def run(command: list[str], site: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A command of the library, or of the copy."""
+    environment = os.environ | ({"PYTHONPATH": str(site)} if site else {})
+    return subprocess.run(
+        [sys.executable, "-m", "virtualflow", *command],
+        env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def digest(report: Path, *command: str, site: Path | None = None) -> str:
+    ended = run(["run", "--plain", "--report", str(report), *command, *SCRIPT], site)
+    assert ended.returncode == 0, ended.stderr
+    found: str = json.loads(report.read_text())["digest"]
+    return found
+
+
+def test_a_training_through_a_kill_and_a_resize_comes_to_the_same_bits_without_them(
+    installed: Path, tmp_path: Path
+) -> None:
+    whole = digest(tmp_path / "whole.json", "--workers", "1")
+    assert digest(tmp_path / "part.json", *DISTURBED, site=installed) == whole
+
+
+def test_a_command_that_needs_one_says_so(installed: Path, tmp_path: Path) -> None:
+    digest(tmp_path / "report.json", "--workers", "1", "--stop-after", "2", site=installed)
+    ended = run(["report", str(tmp_path / "report.json")], installed)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "virtualflow: this was installed without virtualflow.coordinator.page, which the command needs; install all of "
+        "virtualflow\n",
+    )
+
+
+def test_a_coordinator_without_its_page_says_so_to_browsers(installed: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "virtualflow", "coordinator", "--host", "127.0.0.1", "--port", "0"],
+        env=os.environ | {"PYTHONPATH": str(installed), "VIRTUALFLOW_TOKEN": "secret"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            line = next(line for line in process.stdout if "http://" in line)
+            address = "http://" + line.partition("http://")[2].split()[0].strip("/,;")
+            with pytest.raises(urllib.error.HTTPError, match="501") as found:
+                urllib.request.urlopen(f"{address}/ui", timeout=20)
+            assert b"installed without virtualflow.coordinator.page" in found.value.read()
+        finally:
+            process.terminate()
