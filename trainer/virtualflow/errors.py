@@ -32,6 +32,18 @@ class ConfigurationError(VirtualFlowError, ValueError):
     """Something that the user asked for cannot be done; the message is one sentence that says what to do."""
 
 
+class DoesNotFit(ConfigurationError):
+    """No plan of memory fits into a budget."""
+
+    of_script = False
+
+    def __init__(self, sentence: str, smallest: int | None) -> None:
+        super().__init__(sentence)
+        self.smallest = smallest
+        """Bytes of the device that would be enough, with the same memory of the host; ``None``: it is the host's memory
+        that is not enough."""
+
+
 class CoordinatorAbsent(ConfigurationError):
     """No coordinator answers where one was named."""
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory import parse_bytes
 from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.settings import (
     ACTIVATIONS,
@@ -25,6 +24,7 @@ from virtualflow.protocol.settings import (
     PLACEMENTS,
     REPRODUCIBILITY,
 )
+from virtualflow.protocol.sizes import parse_bytes
 
 API_GROUP = "virtualflow.dev/"
 KIND = "VirtualFlowJob"

@@ -19,7 +19,6 @@ from virtualflow.launcher.fault_schedule import Group, most_workers, parse_sched
 from virtualflow.launcher.manifest import JobManifest, load_manifest, local_command
 from virtualflow.launcher.training_program import TrainingProgram, program_of
 from virtualflow.launcher.usage import complain
-from virtualflow.memory import parse_bytes
 from virtualflow.protocol.device_profile import read_profile
 from virtualflow.protocol.environment import read_number
 from virtualflow.protocol.settings import (
@@ -43,6 +42,7 @@ from virtualflow.protocol.settings import (
     MAX_WORKERS,
     WORKERS,
 )
+from virtualflow.protocol.sizes import parse_bytes
 from virtualflow.protocol.wording import counted
 
 

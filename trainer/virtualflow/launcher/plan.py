@@ -25,6 +25,7 @@ from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.launcher.usage import complain
 from virtualflow.memory import Advice, Budget, DeviceType, DoesNotFit, Fit, advise, fit, parse_bytes, what_fits
+from virtualflow.memory.settings import DeviceSettings, PlannerSettings
 from virtualflow.progress import Progress
 from virtualflow.protocol.chain_profile import ChainProfile
 from virtualflow.protocol.device_profile import DeviceProfile, read_profile, seconds_for
@@ -196,7 +197,7 @@ def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings
         kinds.append(DeviceType(name, count, seconds))
     if not kinds:
         raise ConfigurationError("; ".join(left_out))
-    return Answer(tuple(memory), advise(virtual_nodes, kinds, settings.devices), tuple(left_out))
+    return Answer(tuple(memory), advise(virtual_nodes, kinds, DeviceSettings()), tuple(left_out))
 
 
 def parse_devices(text: str) -> dict[str, int]:
@@ -241,7 +242,7 @@ def _memory(profile: DeviceProfile, chain: ChainProfile, arguments: Namespace, s
     budget, batch = _budget(chain, arguments), arguments.batch or profile.batch_size
     if arguments.virtual_nodes is None:
         with Progress(f"planning for {profile.device}", 1.0) as progress:
-            fits = what_fits(chain, batch, budget, settings.planner, more=settings.plan_rows, tell=progress.reach)
+            fits = what_fits(chain, batch, budget, PlannerSettings(), more=settings.plan_rows, tell=progress.reach)
     else:
         fits = (fit_or_refuse(chain, batch, arguments.virtual_nodes, budget, settings),)
     return Memory(profile.device, batch, budget, fits)
@@ -281,7 +282,7 @@ def _seconds(
     one = fit_or_refuse(profile.chain, batch, virtual_nodes, budget, settings)
     seconds: dict[int, float] = {}
     for width in widths:
-        fused = one if width == 1 else fit(profile.chain, batch, virtual_nodes, budget, settings.planner, fused=width)
+        fused = one if width == 1 else fit(profile.chain, batch, virtual_nodes, budget, PlannerSettings(), fused=width)
         if fused.plan is None:
             break
         seconds[width] = fused.plan.seconds
@@ -296,7 +297,7 @@ def fit_or_refuse(
     Raises:
         DoesNotFit: there is none.
     """
-    found = fit(chain, batch, virtual_nodes, budget, settings.planner)
+    found = fit(chain, batch, virtual_nodes, budget, PlannerSettings())
     if found.plan is None:
         raise DoesNotFit(found.reason, found.smallest_bytes)
     return found

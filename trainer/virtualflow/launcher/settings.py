@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from virtualflow.coordinator.settings import MembershipSettings
-from virtualflow.memory.settings import DeviceSettings, PlannerSettings
 from virtualflow.protocol.settings import SignalSettings
 
 ALLOCATOR_ENVIRONMENT = {
@@ -70,12 +69,8 @@ class LauncherSettings:
     """The most workers of such a run: each is a process that holds the whole model."""
     check_limit: float = 600.0
     """How long such a run may take."""
-    planner: PlannerSettings = field(default_factory=PlannerSettings)
-    """Of the plans of ``virtualflow plan``."""
-    devices: DeviceSettings = field(default_factory=DeviceSettings)
-    """Of its advice."""
     plan_rows: int = 4
-    """Numbers of virtual nodes that it shows above the smallest that fits."""
+    """Numbers of virtual nodes that ``virtualflow plan`` shows above the smallest that fits."""
     plan_width: int = 72
     """Columns of its picture of the time."""
     turn_limit: float = 30.0

@@ -8,6 +8,7 @@ decisions about them, no torch, no clock; what carries plans out is in :mod:`vir
 package does not import. docs/explanation/memory.md has the model.
 """
 
+from virtualflow.errors import DoesNotFit
 from virtualflow.memory.devices import Advice, DeviceType, Division, Share, advise, costs, divide
 from virtualflow.memory.fitting import Fit, fit, what_fits
 from virtualflow.memory.measured import profile_for
@@ -25,9 +26,9 @@ from virtualflow.memory.model import (
     UpdateCopies,
     Wait,
 )
-from virtualflow.memory.planner import DoesNotFit, Planner, plan
-from virtualflow.memory.sizes import format_bytes, parse_bytes
+from virtualflow.memory.planner import Planner, plan
 from virtualflow.protocol.settings import Placement
+from virtualflow.protocol.sizes import format_bytes, parse_bytes
 
 __all__ = [
     "Action",

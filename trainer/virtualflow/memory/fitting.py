@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from virtualflow.errors import ConfigurationError
+from virtualflow.errors import ConfigurationError, DoesNotFit
 from virtualflow.memory.measured import profile_for
 from virtualflow.memory.model import Budget, Plan
-from virtualflow.memory.planner import DoesNotFit, Planner
+from virtualflow.memory.planner import Planner
 from virtualflow.memory.settings import PlannerSettings
-from virtualflow.memory.sizes import format_bytes
 from virtualflow.protocol.chain_profile import ChainProfile
 from virtualflow.protocol.settings import MAX_VIRTUAL_NODES
+from virtualflow.protocol.sizes import format_bytes
 from virtualflow.protocol.wording import counted
 
 

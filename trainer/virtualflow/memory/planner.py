@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from virtualflow.errors import ConfigurationError
+from virtualflow.errors import DoesNotFit
 from virtualflow.memory.model import Action, BlockPlan, Budget, Plan, Point, Profile
 from virtualflow.memory.search import Pool
 from virtualflow.memory.settings import PlannerSettings
@@ -28,21 +28,9 @@ from virtualflow.memory.simulation import (
     timeline,
     waits,
 )
-from virtualflow.memory.sizes import format_bytes
+from virtualflow.protocol.sizes import format_bytes
 
 _UNIFORM = {Action.KEEP: KEEP, Action.SWAP: SWAP, Action.RECOMPUTE: RECOMPUTE}
-
-
-class DoesNotFit(ConfigurationError):
-    """No plan fits into a budget."""
-
-    of_script = False
-
-    def __init__(self, sentence: str, smallest: int | None) -> None:
-        super().__init__(sentence)
-        self.smallest = smallest
-        """Bytes of the device that would be enough, with the same memory of the host; ``None``: it is the host's memory
-        that is not enough."""
 
 
 class Planner:

@@ -6,8 +6,8 @@ import time
 import traceback
 from typing import Literal
 
-from virtualflow.errors import NonFiniteMetric, ScriptExited, StatesDiffer, VirtualFlowError, describe
-from virtualflow.memory import Action, DoesNotFit, Plan
+from virtualflow.errors import DoesNotFit, NonFiniteMetric, ScriptExited, StatesDiffer, VirtualFlowError, describe
+from virtualflow.memory import Action, Plan
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import MAX_TEXT

@@ -19,6 +19,7 @@ from torch import nn
 from virtualflow.data import hear_of_ends
 from virtualflow.errors import (
     CommunicatorBroken,
+    DoesNotFit,
     Drained,
     Evicted,
     Leave,
@@ -29,7 +30,6 @@ from virtualflow.errors import (
     show,
     show_errors_plainly,
 )
-from virtualflow.memory import DoesNotFit
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.metrics import as_metrics
