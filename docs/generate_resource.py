@@ -55,10 +55,10 @@ COLUMNS = """\
 ## Columns of kubectl get
 
 | column | shows | when |
-| --- | --- | --- |
+|---|---|---|
 """
 
-TABLE = "| field | type | meaning |\n| --- | --- | --- |\n"
+TABLE = "| field | type | meaning |\n|---|---|---|\n"
 
 
 def generate(crd: Mapping[str, Any]) -> str:
@@ -160,9 +160,9 @@ def _conditions(conditions: Schema) -> str:
     types = [line.split(": ", 1) for line in fields["type"]["description"].splitlines()]
     first = fields["reason"]["description"].splitlines()[0]
     lines = [
-        f"## Conditions\n\n{conditions['description']}\n\n| type | True when |\n| --- | --- |\n",
+        f"## Conditions\n\n{conditions['description']}\n\n| type | True when |\n|---|---|\n",
         *(_row(f"`{kind}`", meaning) for kind, meaning in types),
-        "\n| field | type | meaning |\n| --- | --- | --- |\n",
+        "\n| field | type | meaning |\n|---|---|---|\n",
         *(
             _row(f"`{key}`", _type(field), first if key == "reason" else _prose(field))
             for key, field in fields.items()
