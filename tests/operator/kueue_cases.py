@@ -9,20 +9,20 @@ from typing import Any
 from resource_rules import read_yaml
 from scenes import NOW, SETTINGS, Spec, Stage, body
 
-from virtualflow_operator.api import Placement, format_time, read_job, read_workload
+from virtualflow_operator.api import PodAdditions, format_time, read_job, read_workload
 from virtualflow_operator.constants import ANNOTATION_KUEUE_ELASTIC, LABEL_KUEUE_QUEUE
-from virtualflow_operator.jobs.actions import CreateWorkload, DeleteWorkload, PatchWorkload, Plan
+from virtualflow_operator.jobs.actions import Plan
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene, Verdict
 from virtualflow_operator.k8s.resources import FLAVORS
-from virtualflow_operator.queues import Kueue
+from virtualflow_operator.kueue import CreateWorkload, DeleteWorkload, Kueue, KueueAdmission, PatchWorkload
 
 DEFINITIONS: list[Spec] = [
     read_yaml(Path(__file__).parent / "kueue_crds" / f"{plural}.yaml")
     for plural in ("workloads", "resourceflavors", "workloadpriorityclasses")
 ]
 """Kueue's kinds, as far as the operator knows them."""
-FLAVOR = Placement({"pool": "reserved"}, ({"key": "reserved", "operator": "Exists"},))
+FLAVOR = PodAdditions({"pool": "reserved"}, ({"key": "reserved", "operator": "Exists"},))
 FLAVOR_OBJECT: Spec = {
     "apiVersion": FLAVORS.api_version,
     "kind": "ResourceFlavor",
@@ -69,7 +69,7 @@ def decide(
         nodes=stage.nodes if stage is not None else None,
         link=stage.link if stage is not None else None,
         verdict=verdict,
-        kueue=view(*workloads, **facts),
+        admission=KueueAdmission(view(*workloads, **facts), SETTINGS),
     )
     plan = reconcile(scene, now, SETTINGS)
     assert plan == reconcile(scene, now, SETTINGS), "the same makes the same plan"

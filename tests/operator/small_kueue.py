@@ -10,10 +10,11 @@ import copy
 from typing import Any
 
 from fake_api.store import merge
+from scenes import SETTINGS
 from small_cluster import Body, Cluster
 from small_operator import Operator
 
-from virtualflow_operator.api import Placement, Workload, format_time, read_pod, read_workload
+from virtualflow_operator.api import PodAdditions, Workload, format_time, read_pod, read_workload
 from virtualflow_operator.constants import (
     ANNOTATION_KUEUE_ELASTIC,
     ANNOTATION_KUEUE_REPLACES,
@@ -21,11 +22,12 @@ from virtualflow_operator.constants import (
     LABEL_KUEUE_QUEUE,
     WORKER,
 )
-from virtualflow_operator.jobs import CreateWorkload, DeleteWorkload, PatchWorkload
 from virtualflow_operator.jobs.actions import Action
-from virtualflow_operator.queues import Kueue
+from virtualflow_operator.jobs.admission import AT_ONCE, Admission
+from virtualflow_operator.kueue import CreateWorkload, DeleteWorkload, Kueue, KueueAdmission, PatchWorkload
+from virtualflow_operator.queues import QueueAdmission
 
-FLAVOR = Placement({"pool": "reserved"}, ({"key": "reserved", "operator": "Exists"},))
+FLAVOR = PodAdditions({"pool": "reserved"}, ({"key": "reserved", "operator": "Exists"},))
 
 
 def condition(body: Body, kind: str) -> Body:
@@ -251,11 +253,12 @@ class KueueOperator(Operator):
         super().sync()
         self.known = tuple(read_workload(copy.deepcopy(body)) for body in self.small_kueue.workloads.values())
 
-    def kueue(self) -> Kueue | None:
+    def admission(self) -> Admission:
+        otherwise = QueueAdmission() if self.cluster.job["spec"].get("queue") else AT_ONCE
         named = self.cluster.job["metadata"].get("labels", {}).get(LABEL_KUEUE_QUEUE)
         if not named and not self.known:
-            return None
-        return Kueue(self.known, {"gpus": FLAVOR}, trouble=self.trouble)
+            return otherwise
+        return KueueAdmission(Kueue(self.known, {"gpus": FLAVOR}, trouble=self.trouble), SETTINGS, otherwise)
 
     def carry_out(self, action: Action, fresh: bool) -> None:
         match action:

@@ -21,11 +21,11 @@ from virtualflow_operator.jobs.actions import (
     Plan,
     PointService,
 )
+from virtualflow_operator.jobs.admission import AT_ONCE, Admission
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene, Verdict
 from virtualflow_operator.k8s.cache import Store
-from virtualflow_operator.queues import Kueue
 
 
 class Operator:
@@ -74,9 +74,9 @@ class Operator:
         status = self.link.status if self.link is not None and self.link.pod == pod.uid else None
         return Link(pod.uid, False, self.lost_sight_at, status)
 
-    def kueue(self) -> Kueue | None:
-        """What is known of Kueue: there is none."""
-        return None
+    def admission(self) -> Admission:
+        """Who admits the job: nobody."""
+        return AT_ONCE
 
     def plan(self) -> tuple[Scene, Plan]:
         cluster = self.cluster
@@ -92,7 +92,7 @@ class Operator:
             nodes=self.store.node_map(),
             link=self.link,
             verdict=self.verdict,
-            kueue=self.kueue(),
+            admission=self.admission(),
         )
         plan = reconcile(scene, cluster.now, SETTINGS)
         assert plan == reconcile(scene, cluster.now, SETTINGS), "the same makes the same plan"

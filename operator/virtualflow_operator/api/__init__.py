@@ -2,7 +2,7 @@
 
 from virtualflow_operator.api.job_spec import JobSpec, Object, WorkerGroup, WorkerMemory, without_nulls
 from virtualflow_operator.api.job_status import (
-    Allocation,
+    AllocationStatus,
     Condition,
     ConditionType,
     EndedRun,
@@ -36,10 +36,10 @@ from virtualflow_operator.api.objects import (
 )
 from virtualflow_operator.api.quantities import parse_quantity, pod_requests, total
 from virtualflow_operator.api.queue import (
+    ANY_KIND,
     MAX_ALLOCATIONS,
     MAX_UNSORTED,
     CapacityStatus,
-    Demand,
     Given,
     JobCounts,
     KindSpec,
@@ -48,6 +48,7 @@ from virtualflow_operator.api.queue import (
     Queue,
     QueueSpec,
     QueueStatus,
+    Requirement,
     Selector,
     SelectorOperator,
     queue_of,
@@ -57,7 +58,7 @@ from virtualflow_operator.api.queue import (
 from virtualflow_operator.api.validation import OF_THE_COORDINATOR, find_problems
 from virtualflow_operator.api.workload import (
     Assignment,
-    Placement,
+    PodAdditions,
     PodSet,
     Workload,
     is_elastic,
@@ -69,15 +70,15 @@ from virtualflow_operator.api.workload import (
 )
 
 __all__ = [
+    "ANY_KIND",
     "MAX_ALLOCATIONS",
     "MAX_UNSORTED",
     "OF_THE_COORDINATOR",
-    "Allocation",
+    "AllocationStatus",
     "Assignment",
     "CapacityStatus",
     "Condition",
     "ConditionType",
-    "Demand",
     "EndedRun",
     "Failures",
     "ForeignPod",
@@ -96,12 +97,13 @@ __all__ = [
     "OfKind",
     "PastKind",
     "Phase",
-    "Placement",
     "Pod",
+    "PodAdditions",
     "PodSet",
     "Queue",
     "QueueSpec",
     "QueueStatus",
+    "Requirement",
     "Selector",
     "SelectorOperator",
     "Service",

@@ -7,6 +7,7 @@ read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -98,7 +99,7 @@ class Verify(Base, frozen=True):
     """In which share of the steps one virtual node is computed by a second worker."""
 
 
-class JobSpec(Base, frozen=True):
+class JobSpec(Base, frozen=True, dict=True):
     """``spec`` of a job."""
 
     worker_groups: Annotated[tuple[WorkerGroup, ...], msgspec.Meta(min_length=1)]
@@ -130,7 +131,7 @@ class JobSpec(Base, frozen=True):
         """What it may do across kinds of device: the bits of a bitwise job are those of the kind on which it began."""
         return self.elasticity.across_kinds or ("Stay" if self.reproducibility == "Bitwise" else "Move")
 
-    @property
+    @cached_property
     def most(self) -> int:
         """The most workers that the job may have."""
         limits = [self.virtual_nodes]
@@ -140,10 +141,15 @@ class JobSpec(Base, frozen=True):
             limits.append(sum(group.max_replicas or 0 for group in self.worker_groups))
         return min(limits)
 
-    @property
+    @cached_property
+    def least(self) -> int:
+        """The fewest workers with which the job trains."""
+        return min(self.min_replicas, self.most)
+
+    @cached_property
     def desired(self) -> int:
         """How many workers the job is to have."""
-        return max(min(self.replicas, self.most), min(self.min_replicas, self.most))
+        return max(min(self.replicas, self.most), self.least)
 
 
 def read_spec(spec: Mapping[str, Any]) -> JobSpec:

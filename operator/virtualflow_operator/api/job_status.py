@@ -54,7 +54,7 @@ class OfKind(Base, frozen=True):
     workers: int
 
 
-class Allocation(Base, frozen=True):
+class AllocationStatus(Base, frozen=True):
     """What its queue has given the job."""
 
     queue: str
@@ -155,7 +155,7 @@ class JobStatus(Base, frozen=True):
     generation: int = 0
     virtual_nodes: int | None = None
     reproducibility: Reproducibility | None = None
-    allocation: Allocation | None = None
+    allocation: AllocationStatus | None = None
     scaling: tuple[Measured, ...] = ()
     """The latest first."""
     assignment: tuple[Share, ...] = ()

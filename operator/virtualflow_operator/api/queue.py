@@ -23,7 +23,11 @@ SelectorOperator = Literal["In", "NotIn", "Exists", "DoesNotExist"]
 WorkerPlacement = Literal["Any", "BinPack"]
 
 
-class Demand(Base, frozen=True):
+ANY_KIND = ""
+"""The name of the only kind of device of a queue that tells none apart."""
+
+
+class Requirement(Base, frozen=True):
     """One of a label selector's ``matchExpressions``."""
 
     key: str
@@ -43,17 +47,17 @@ class Selector(Base, frozen=True):
     """A label selector; an empty one selects everything."""
 
     match_labels: dict[str, str] = msgspec.field(default_factory=dict)
-    match_expressions: tuple[Demand, ...] = ()
+    match_expressions: tuple[Requirement, ...] = ()
 
     @property
-    def demands(self) -> tuple[Demand, ...]:
-        """All that it demands, in one form."""
-        equal = (Demand(key, "In", (value,)) for key, value in sorted(self.match_labels.items()))
+    def requirements(self) -> tuple[Requirement, ...]:
+        """All that it requires, in one form."""
+        equal = (Requirement(key, "In", (value,)) for key, value in sorted(self.match_labels.items()))
         return (*equal, *self.match_expressions)
 
     def selects(self, labels: Mapping[str, str]) -> bool:
         """Whether it selects an object with these labels."""
-        return all(demand.met_by(labels) for demand in self.demands)
+        return all(requirement.met_by(labels) for requirement in self.requirements)
 
 
 class Limit(Base, frozen=True):

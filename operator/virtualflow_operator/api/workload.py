@@ -23,7 +23,7 @@ from virtualflow_operator.constants import (
 
 
 @dataclass(frozen=True)
-class Placement:
+class PodAdditions:
     """What pods must have beside what their template says."""
 
     node_selector: Mapping[str, str] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Workload:
     conditions: Mapping[str, WorkloadCondition]
     assignments: Mapping[str, Assignment]
     """What was admitted, by pod set; empty while nothing is."""
-    updates: tuple[tuple[str, str, Placement], ...]
+    updates: tuple[tuple[str, str, PodAdditions], ...]
     """What admission checks demand: the check, the pod set, and what its pods must have."""
     checks: tuple[str, ...]
     """Admission checks that are not ready, with what they say."""
@@ -216,14 +216,14 @@ def _assignments(admission: Mapping[str, Any], pod_sets: Mapping[str, PodSet]) -
     return found
 
 
-def read_flavor(body: Object) -> Placement:
+def read_flavor(body: Object) -> PodAdditions:
     """What a ResourceFlavor demands of the pods that are given it."""
     spec = _mapping(body.get("spec"))
-    return Placement(dict(_mapping(spec.get("nodeLabels"))), tuple(map(dict, _mappings(spec.get("tolerations")))))
+    return PodAdditions(dict(_mapping(spec.get("nodeLabels"))), tuple(map(dict, _mappings(spec.get("tolerations")))))
 
 
-def _read_placement(update: Mapping[str, Any]) -> Placement:
-    return Placement(
+def _read_placement(update: Mapping[str, Any]) -> PodAdditions:
+    return PodAdditions(
         dict(_mapping(update.get("nodeSelector"))),
         tuple(map(dict, _mappings(update.get("tolerations")))),
         dict(_mapping(update.get("labels"))),

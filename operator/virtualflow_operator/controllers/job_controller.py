@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from virtualflow.protocol.http_api import Call, DrainCall, GoneCall, WorkerSeconds
 from virtualflow_operator.api import (
@@ -23,21 +23,18 @@ from virtualflow_operator.api import (
     write_status,
 )
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
+from virtualflow_operator.controllers.admissions import Admissions
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.job_cleanup import JobCleanup
-from virtualflow_operator.controllers.kueue_controller import KueueController
 from virtualflow_operator.controllers.provisioner import Provisioner, Refusal, ignoring
-from virtualflow_operator.controllers.queue_controller import QueueController
 from virtualflow_operator.controllers.workqueue import RetryLater
 from virtualflow_operator.jobs import (
+    AdmissionAction,
     CheckTemplates,
     CreatePod,
     CreateService,
-    CreateWorkload,
     DeleteJob,
     DeletePod,
-    DeleteWorkload,
-    PatchWorkload,
     Plan,
     PointService,
     Scene,
@@ -98,8 +95,7 @@ class JobController:
         metrics: what is counted.
         key: the operator's, from which the jobs' tokens are derived.
         settings: the operator's.
-        queue_controller: says what queues have given jobs.
-        kueue_controller: says what Kueue has admitted.
+        admissions: says who admits a job.
     """
 
     def __init__(
@@ -112,11 +108,10 @@ class JobController:
         metrics: Metrics,
         key: bytes,
         settings: OperatorSettings,
-        queue_controller: QueueController,
-        kueue_controller: KueueController,
+        admissions: Admissions,
     ) -> None:
         self._api, self._store, self._links = api, store, links
-        self._queue_controller, self._kueue_controller = queue_controller, kueue_controller
+        self._admissions = admissions
         self._events, self._metrics, self._key, self._settings = events, metrics, key, settings
         self._provisioner = Provisioner(api, store, metrics, key, settings)
         self._cleanup = JobCleanup(api, store, links, settings)
@@ -152,23 +147,20 @@ class JobController:
         if memory is None or memory.uid != job.uid:
             memory = self._memories[key] = _Memory(job.uid)
         await self._cleanup.clear_predecessor(key, job)
-        kueue = await self._kueue_controller.view(key, job)
+        if not job.fault and (fault := self._admissions.fault(job)):
+            job = replace(job, fault=fault)
+        admission = await self._admissions.of(key, job)
         self._follow(key, job)
-        queue = self._store.queue(job.spec.queue) if job.spec.queue else None
         scene = Scene(
             job=job,
             pods=self._store.pods_of(key),
             former=self._store.former_of(key),
             service=self._store.service_of(key, manifests.coordinator_name(job)),
             nodes=self._store.node_map(),
-            crowds=self._store.crowds_of(key) if queue is not None and queue.spec.placement == "BinPack" else {},
             link=self._links.view(key),
             verdict=memory.verdict,
             trouble=memory.trouble,
-            grant=self._queue_controller.grant(key, job),
-            queue=queue.spec if queue is not None else None,
-            host_nodes=self._queue_controller.host_nodes(key, job),
-            kueue=kueue,
+            admission=admission,
         )
         now = time.time()
         plan = reconcile(scene, now, self._settings)
@@ -181,7 +173,7 @@ class JobController:
             failure = error  # what is known is written down all the same
         written = await self._write_status(key, job, plan)
         if written:
-            self._queue_controller.note_status(job, plan.status)
+            self._admissions.note_status(job, plan.status)
         retold = await self._tell(key, plan.written_calls, plan, memory, touched)
         for event in plan.events:
             await self._events.record(job.raw, "Warning" if event.warning else "Normal", event.reason, event.message)
@@ -261,8 +253,8 @@ class JobController:
                 case DeleteJob():
                     logger.info("deleting the job: it was over for ttlSecondsAfterFinished")
                     await ignoring(self._api.delete(JOBS, job.namespace, job.name, uid=job.uid), NotFound, Conflict)
-                case CreateWorkload() | PatchWorkload() | DeleteWorkload():
-                    if await self._kueue_controller.carry_out(job, action):
+                case AdmissionAction():
+                    if await self._admissions.carry_out(job, action):
                         again = 0.0
                 case CreatePod():
                     pass  # together, below

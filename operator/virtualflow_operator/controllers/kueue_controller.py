@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from virtualflow_operator.api import Job, Object, Placement, kueue_priority, kueue_queue, read_flavor
+from virtualflow_operator.api import Job, Object, PodAdditions, kueue_priority, kueue_queue, read_flavor
 from virtualflow_operator.controllers.workqueue import RetryLater
-from virtualflow_operator.jobs import CreateWorkload, DeleteWorkload, PatchWorkload, WorkloadAction
+from virtualflow_operator.jobs import Admission, AdmissionAction
 from virtualflow_operator.k8s import (
     FLAVORS,
     PRIORITY_CLASSES,
@@ -28,7 +28,7 @@ from virtualflow_operator.k8s import (
     Resource,
     WorkloadWatch,
 )
-from virtualflow_operator.queues import Kueue
+from virtualflow_operator.kueue import CreateWorkload, DeleteWorkload, Kueue, KueueAdmission, PatchWorkload
 from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,15 @@ class KueueController:
         self._refused: dict[str, str] = {}
         """What the API server does not take of a job's, in its words; by the job's uid."""
 
+    async def admission(self, key: Key, job: Job, otherwise: Admission) -> Admission:
+        """Who admits a job: Kueue, where it has a say in it.
+
+        Raises:
+            ApiError: a flavor or class could not be read.
+        """
+        known = await self.view(key, job)
+        return otherwise if known is None else KueueAdmission(known, self._settings, otherwise)
+
     async def view(self, key: Key, job: Job) -> Kueue | None:
         """What Kueue has decided about a job; ``None``: it has no say in it.
 
@@ -67,7 +76,7 @@ class KueueController:
             return None
         if self.workloads.trouble:
             return Kueue(workloads, trouble=self.workloads.trouble)
-        flavors: dict[str, Placement | None] = {}
+        flavors: dict[str, PodAdditions | None] = {}
         for name in {name for w in workloads for given in w.assignments.values() for name in given.flavors}:
             body = await self._named(FLAVORS, name)
             flavors[name] = read_flavor(body) if body is not None else None
@@ -89,7 +98,7 @@ class KueueController:
             self._read[resource, name] = time.monotonic(), body
         return body
 
-    async def carry_out(self, job: Job, action: WorkloadAction) -> bool:
+    async def carry_out(self, job: Job, action: AdmissionAction) -> bool:
         """Make, change or delete a Workload; whether something new is to be told of it: it is refused.
 
         Raises:
@@ -105,7 +114,7 @@ class KueueController:
         self._refused.pop(job.uid, None)
         return False
 
-    async def _carry_out(self, job: Job, action: WorkloadAction) -> None:
+    async def _carry_out(self, job: Job, action: AdmissionAction) -> None:
         match action:
             case CreateWorkload(manifest):
                 name = manifest["metadata"]["name"]

@@ -13,10 +13,9 @@ from typing import Any, Self
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.api import Object, kueue_wishes, queue_of
+from virtualflow_operator.controllers.admissions import Admissions, Wakes
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.job_controller import JobController
-from virtualflow_operator.controllers.kueue_controller import KueueController
-from virtualflow_operator.controllers.queue_controller import QueueController
 from virtualflow_operator.controllers.workqueue import QueueHooks, WorkQueue
 from virtualflow_operator.jobs import fingerprint
 from virtualflow_operator.k8s import (
@@ -71,16 +70,14 @@ class Manager:
         )
         self.links = CoordinatorLinks(key, self.queue.add, settings, metrics)
         events = EventRecorder(api, settings.events, instance=settings.lease.identity)
-        self.queue_controller = QueueController(
+        self.admissions = Admissions(
             api=api,
             store=self.store,
             links=self.links,
             metrics=metrics,
-            wake=self.wake,
-            wake_queue=self.wake_queue,
+            wakes=Wakes(self.wake, self.wake_queue, self.wake_admitted),
             settings=settings,
         )
-        self.kueue_controller = KueueController(api, self.wake_admitted, settings)
         self.job_controller = JobController(
             api=api,
             store=self.store,
@@ -89,8 +86,7 @@ class Manager:
             metrics=metrics,
             key=key,
             settings=settings,
-            queue_controller=self.queue_controller,
-            kueue_controller=self.kueue_controller,
+            admissions=self.admissions,
         )
         self.foreign_pods = ForeignPodWatch(api, self.store, self.wake_queues, settings)
         self.elector = election
@@ -140,14 +136,14 @@ class Manager:
         self._run("lease", self.elector.hold())
         await self._fill()
         self._follow_foreign_pods()
-        self.kueue_controller.workloads.want(self.settings.kueue)
+        self.admissions.start()
         self._run("queue", self.queue.run(self._process))
         self._run("relist", self._keep_listed())
         self._started = True
 
     async def _process(self, key: Key) -> float | None:
         """Decide about a job or a queue; in how many seconds to do it again, if so."""
-        return await (self.job_controller.process(key) if key[0] else self.queue_controller.decide(key))
+        return await (self.job_controller.process(key) if key[0] else self.admissions.decide(key))
 
     def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Have this done until :meth:`stop`; should it ever end by itself, so does the process, and starts again."""
@@ -173,7 +169,7 @@ class Manager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.foreign_pods.close()
-        await self.kueue_controller.workloads.close()
+        await self.admissions.close()
         await self.links.close()
         await self.elector.release()
         self.metrics.leader.set(0)
@@ -242,7 +238,7 @@ class Manager:
             self.wake(key)
         after = self.store.nodes.entries.get(("", metadata["name"]))
         if (before.value if before else None) != (after.value if after else None):
-            self.queue_controller.try_again()
+            self.admissions.note_nodes()
             self.wake_queues()
 
     def see_queue(self, kind: str | None, body: Object) -> None:

@@ -34,7 +34,16 @@ from virtualflow_operator.controllers.workqueue import RetryLater
 from virtualflow_operator.jobs import find_worker
 from virtualflow_operator.k8s import QUEUES, Conflict, Key, KubeApi, NotFound, Store
 from virtualflow_operator.observability import Metrics, QueueSample
-from virtualflow_operator.queues import Grant, Member, QueueScene, allocate, known_grant, requested, worker_units
+from virtualflow_operator.queues import (
+    Grant,
+    Member,
+    QueueAdmission,
+    QueueScene,
+    allocate,
+    known_grant,
+    requested,
+    worker_units,
+)
 from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
@@ -74,12 +83,24 @@ class QueueController:
         self._rests: dict[str, float] = {}
         """Until when (``time.monotonic``) a queue is left alone about which it takes long to decide."""
 
+    def admission(self, key: Key, job: Job) -> QueueAdmission:
+        """What was decided about a job, and what its pods must know of the queue."""
+        queue = self._store.queue(job.spec.queue or "")
+        gathers = queue is not None and queue.spec.placement == "BinPack"
+        return QueueAdmission(
+            self.grant(key, job),
+            queue.spec if queue is not None else None,
+            self._host_nodes(key, job),
+            self._store.crowds_of(key) if gathers else {},
+            self._settings.turns_directory,
+        )
+
     def grant(self, key: Key, job: Job) -> Grant | None:
         """What was decided about a job last; ``None``: nothing, by this operator."""
         grant = self._grants.get(key)
         return grant if grant is not None and grant.uid == job.uid else None
 
-    def host_nodes(self, key: Key, job: Job) -> frozenset[str]:
+    def _host_nodes(self, key: Key, job: Job) -> frozenset[str]:
         """Where workers are of the job on whose devices this one is to compute, if so."""
         grant = self.grant(key, job)
         if grant is None or not grant.host:

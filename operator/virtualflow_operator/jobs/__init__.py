@@ -3,37 +3,34 @@ manifests that they ask for.
 """
 
 from virtualflow_operator.jobs.actions import (
+    AdmissionAction,
     CheckTemplates,
     CreatePod,
     CreateService,
-    CreateWorkload,
     DeleteJob,
     DeletePod,
-    DeleteWorkload,
-    PatchWorkload,
     Plan,
     PointService,
-    WorkloadAction,
 )
+from virtualflow_operator.jobs.admission import AT_ONCE, Admission
 from virtualflow_operator.jobs.manifests import derive_token, fingerprint
 from virtualflow_operator.jobs.pod_classification import find_worker
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene, Verdict
 
 __all__ = [
+    "AT_ONCE",
+    "Admission",
+    "AdmissionAction",
     "CheckTemplates",
     "CreatePod",
     "CreateService",
-    "CreateWorkload",
     "DeleteJob",
     "DeletePod",
-    "DeleteWorkload",
-    "PatchWorkload",
     "Plan",
     "PointService",
     "Scene",
     "Verdict",
-    "WorkloadAction",
     "derive_token",
     "find_worker",
     "fingerprint",

@@ -1,13 +1,17 @@
-"""What a reconciliation decides: calls to the coordinator, changes in the cluster, and the job's next status."""
+"""What a reconciliation decides: calls to the coordinator, changes in the cluster, and the job's next status; and the
+draft in which the rules of one decision put it together.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
 
 from virtualflow.protocol.http_api import Call
 from virtualflow.protocol.messages import Change
-from virtualflow_operator.api import JobStatus, Object
+from virtualflow_operator.api import Job, JobStatus, Object, Pod
 
 # --- to the API server ------------------------------------------------------------------------------------------------
 
@@ -68,31 +72,11 @@ class DeleteJob:
 
 
 @dataclass(frozen=True)
-class CreateWorkload:
-    """Ask Kueue for quota."""
-
-    manifest: Object
+class AdmissionAction:
+    """Something that whoever admits the job is asked for, or told; the adapter that decides it carries it out."""
 
 
-@dataclass(frozen=True)
-class PatchWorkload:
-    """Change a Workload as it was seen, or its status; not a newer version of it, nor another one of its name."""
-
-    name: str
-    body: Object
-    subresource: Literal["status"] | None = None
-
-
-@dataclass(frozen=True)
-class DeleteWorkload:
-    """That very Workload, with the quota that it has."""
-
-    name: str
-    uid: str
-
-
-WorkloadAction = CreateWorkload | PatchWorkload | DeleteWorkload
-Action = CheckTemplates | CreateService | PointService | CreatePod | DeletePod | DeleteJob | WorkloadAction
+Action = CheckTemplates | CreateService | PointService | CreatePod | DeletePod | DeleteJob | AdmissionAction
 
 
 @dataclass(frozen=True)
@@ -124,3 +108,51 @@ class Plan:
     """Decide again then at the latest; Unix seconds."""
     workers_wanted: int = 0
     """How many workers the job is to have, by its user or its queue."""
+
+
+FAILED_GRACE = 2.0
+"""Seconds for a worker that the job goes on without: it has nothing to hand over."""
+
+
+class Draft:
+    """A plan in the making: the rules add to it, one after the other.
+
+    Args:
+        job: as it is admitted.
+        status: its status, with what is allocated to it.
+    """
+
+    def __init__(self, job: Job, status: JobStatus) -> None:
+        self.status = status
+        """As far as it is decided."""
+        self.calls: list[Call] = []
+        self.written_calls: list[Call] = []
+        """See :class:`Plan`."""
+        self.recoveries: set[str] = set()
+        """See :class:`Plan`."""
+        self.actions: list[Action] = []
+        self.events: list[EventMessage] = []
+        self.wakes: list[float] = []
+        self._job = job
+        self._doomed: set[str] = set()
+        """Uids of the pods that this decision deletes."""
+
+    def amend(self, **changes: Any) -> None:
+        """Change fields of the status."""
+        self.status = msgspec.structs.replace(self.status, **changes)
+
+    def delete(self, pod: Pod, reason: str, cause: str, grace: float | None = None) -> None:
+        """Delete a pod, with what it says itself or so many seconds between SIGTERM and SIGKILL."""
+        if pod.uid not in self._doomed:  # the first reason counts
+            self._doomed.add(pod.uid)
+            self.actions.append(DeletePod(pod.name, pod.uid, reason, cause, grace))
+
+    def wake(self, at: float | None) -> None:
+        """Decide again then; ``None``: no need."""
+        if at is not None:
+            self.wakes.append(at)
+
+    @property
+    def job(self) -> Job:
+        """The job with the status as it is about to be written."""
+        return replace(self._job, status=self.status)

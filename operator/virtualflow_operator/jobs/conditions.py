@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from virtualflow_operator.api import Condition, ConditionType, Job, JobStatus, Truth, format_time
-from virtualflow_operator.queues import MAX_MESSAGE
 
+MAX_MESSAGE = 4_096
+"""Characters of a condition's message; the API takes 32,768, people less."""
 Aspect = tuple[ConditionType, Truth, str, str]
 """A condition that is to be: its type, status, reason and message."""
 

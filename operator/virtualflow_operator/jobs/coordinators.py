@@ -7,12 +7,9 @@ from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow_operator.api import Pod
 from virtualflow_operator.constants import COORDINATOR
 from virtualflow_operator.jobs import event_messages, manifests, template_hashes
-from virtualflow_operator.jobs.actions import CreatePod, CreateService, PointService
+from virtualflow_operator.jobs.actions import FAILED_GRACE, CreatePod, CreateService, Draft, PointService
 from virtualflow_operator.jobs.beginnings import may_train
-from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
-from virtualflow_operator.jobs.kueue_pod_sets import place
 from virtualflow_operator.jobs.scene import Facts
-from virtualflow_operator.queues import decision
 
 _AGAIN = 10.0
 """Seconds between two coordinators of which the first ended by itself."""
@@ -44,8 +41,7 @@ def keep_coordinator(facts: Facts, draft: Draft, *, accepted: bool) -> None:
     else:
         ordinal = next(n for n in range(len(pods.names) + 1) if f"{prefix}-{n}" not in pods.names)
         manifest = manifests.coordinator_pod(draft.job, ordinal, facts.settings)
-        if COORDINATOR in facts.granted.placements:
-            place(manifest, facts.granted.placements[COORDINATOR])
+        facts.admitted.placement.place_coordinator(manifest)
         draft.actions.append(CreatePod(COORDINATOR, manifest))
         if pods.coordinators:
             draft.events.append(event_messages.coordinator_replaced())
@@ -97,8 +93,8 @@ def tell_scale(facts: Facts, draft: Draft) -> None:
     remote = facts.remote
     if not facts.connected or remote is None or remote.phase in ("done", "stopped", "failed"):
         return
-    desired, minimum = facts.spec.desired, min(facts.spec.min_replicas, facts.spec.most)
-    reason = decision(facts.granted)[:MAX_TEXT]
+    desired, minimum = facts.spec.desired, facts.spec.least
+    reason = facts.admitted.decision[:MAX_TEXT]
     told = remote.wanted_reason in (reason, None)  # a coordinator of an older version knows of no reasons
     if (remote.wanted, remote.minimum) != (desired, minimum) or not told:
         draft.calls.append(ScaleCall(desired, minimum, reason))

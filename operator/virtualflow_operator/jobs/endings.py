@@ -14,11 +14,10 @@ from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import JobStatus, Unfit, parse_time
 from virtualflow_operator.jobs import event_messages, phases
-from virtualflow_operator.jobs.actions import DeleteJob
+from virtualflow_operator.jobs.actions import FAILED_GRACE, DeleteJob, Draft
 from virtualflow_operator.jobs.backoff import count_crash, count_failed_attempt, count_refusal
 from virtualflow_operator.jobs.conditions import amend
-from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
-from virtualflow_operator.jobs.job_status_builder import build_status
+from virtualflow_operator.jobs.job_status_builder import build_status, known_step
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.scene import Facts
 from virtualflow_operator.jobs.template_hashes import template_hash
@@ -91,7 +90,9 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
         return _stopped(facts, draft, remote.non_finite)
     crashed = [worker.pod for worker in facts.pods.of("crashed")]
     crashes = facts.settings.crashes
-    failures = count_failed_attempt(draft.status.failures, crashed, draft.step, message, facts.now, crashes)
+    failures = count_failed_attempt(
+        draft.status.failures, crashed, _made_steps(facts, draft), message, facts.now, crashes
+    )
     draft.amend(failures=failures)
     if failures.count > facts.spec.backoff_limit:
         return _give_up(facts, draft, message)
@@ -103,6 +104,13 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
     status = build_status(facts.without_link(), draft.status)
     status = amend(status, facts.job, facts.now, *health)
     return phases.back_off(status, facts.job, facts.now)
+
+
+def _made_steps(facts: Facts, draft: Draft) -> int:
+    """How many steps the job is known to have made, in all runs of the script."""
+    remote = facts.remote
+    earlier = draft.status.earlier_steps if remote is None else remote.earlier_steps
+    return earlier + (known_step(draft.status, remote) or 0)
 
 
 def _ended_after_training(facts: Facts) -> str:
@@ -143,7 +151,7 @@ def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
     fresh_evicted = [worker for worker in evicted if worker.pod.uid not in known] + fresh_given_up
     message = next((worker.message for worker in (*fresh, *fresh_evicted)), "")
     pods, crashes = [worker.pod for worker in (*crashed, *evicted, *given_up)], facts.settings.crashes
-    failures = count_crash(draft.status.failures, pods, draft.step, message, facts.now, crashes)
+    failures = count_crash(draft.status.failures, pods, _made_steps(facts, draft), message, facts.now, crashes)
     why = fresh_refused[0].message if fresh_refused else message
     not_let_in = [worker.pod for worker in refused if worker not in evicted]
     failures = count_refusal(failures, pods, not_let_in, why, facts.now, crashes)

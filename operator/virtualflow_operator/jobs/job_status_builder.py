@@ -31,10 +31,10 @@ from virtualflow_operator.jobs.conditions import Aspect, with_conditions
 from virtualflow_operator.jobs.node_fit import never_fits
 from virtualflow_operator.jobs.phases import NO_MEMORY_COPY, limited
 from virtualflow_operator.jobs.pod_classification import PodClassification
+from virtualflow_operator.jobs.scaling_history import remember
 from virtualflow_operator.jobs.scene import Facts
 from virtualflow_operator.jobs.training_health import shown_loss, training_health
 from virtualflow_operator.jobs.worker_plan import WorkerPlan
-from virtualflow_operator.queues import remember
 
 
 def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None) -> JobStatus:
@@ -61,7 +61,7 @@ def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None
         assignment=_assignment(facts.pods, remote) if remote is not None and remote.workers else status.assignment,
     )
     if (spec.queue or spec.elasticity.min_efficiency) and not facts.shares_devices:
-        told_apart = facts.scene.queue is not None and facts.scene.queue.kinds
+        told_apart = facts.admitted.placement.kinds_differ
         kinds = {worker.pod.name: worker.kind for worker in workers} if told_apart else None
         scaling = remember(status.scaling, remote if facts.connected else None, kinds)
         status = msgspec.structs.replace(status, scaling=scaling)
@@ -71,7 +71,7 @@ def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None
         status,
         facts.job.generation,
         facts.now,
-        _ready(facts.link, begun, ready, min(spec.min_replicas, spec.most), unheard(facts)),
+        _ready(facts.link, begun, ready, spec.least, unheard(facts)),
         _progressing(facts, status, plan, begun),
         _degraded(facts, status, ready, begun),
         *training_health(status, remote),
@@ -79,7 +79,7 @@ def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None
         ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
         ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
     )
-    return limited(status, facts.job, facts.granted, facts.now) if facts.granted.limit else status
+    return limited(status, facts.job, facts.admitted, facts.now) if facts.admitted.limit else status
 
 
 def _phase(status: JobStatus, begun: bool, live: bool, now: float) -> Phase:

@@ -12,7 +12,7 @@ from virtualflow.protocol.http_api import DrainCall, GoneCall
 from virtualflow.protocol.settings import MAX_REASON
 from virtualflow_operator.api import Standing
 from virtualflow_operator.jobs import event_messages
-from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
+from virtualflow_operator.jobs.actions import FAILED_GRACE, Draft
 from virtualflow_operator.jobs.pod_classification import LEFT, ClassifiedPod, has_left
 from virtualflow_operator.jobs.scene import Facts
 

@@ -254,7 +254,7 @@ def _coordinator_container(job: Job, settings: OperatorSettings) -> Object:
             *("--host", "0.0.0.0"),  # a pod's own address is not known before it runs
             *("--port", str(COORDINATOR_PORT)),
             *("--wanted", str(job.spec.desired)),
-            *("--minimum", str(min(job.spec.min_replicas, job.spec.most))),
+            *("--minimum", str(job.spec.least)),
             *("--startup-grace", str(elasticity.startup_grace_seconds)),
             *("--heartbeat-limit", str(elasticity.heartbeat_limit_seconds)),
         ],

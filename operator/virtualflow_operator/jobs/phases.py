@@ -14,9 +14,9 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow.protocol.wording import describe_end
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, Job, JobStatus, format_time
-from virtualflow_operator.jobs.conditions import Aspect, amend
+from virtualflow_operator.jobs.admission import Admitted, Wait
+from virtualflow_operator.jobs.conditions import MAX_MESSAGE, Aspect, amend
 from virtualflow_operator.jobs.training_health import shown_loss, training_health
-from virtualflow_operator.queues import MAX_MESSAGE, Granted
 
 _OF_WHAT_RUNS: tuple[ConditionType, ...] = ("Ready", "Progressing", "Degraded")
 NO_MEMORY_COPY: dict[str, Any] = {"memory_copy_step": None, "memory_copy_time": None, "memory_copy_bytes": None}
@@ -29,13 +29,13 @@ def invalid(status: JobStatus, job: Job, faults: str, now: float) -> JobStatus:
     return amend(status, job, now, ("Progressing", "False", reasons.INVALID_SPEC, message))
 
 
-def limited(status: JobStatus, job: Job, granted: Granted, now: float) -> JobStatus:
+def limited(status: JobStatus, job: Job, admitted: Admitted, now: float) -> JobStatus:
     """It trains as it should, with fewer workers than its user asks for, and nothing else is to be said of it."""
     progressing = status.condition("Progressing")
     if progressing is None or progressing.reason != reasons.TRAINING:
         return status
     return amend(
-        status, job, now, ("Progressing", "True", granted.limit_code, f"Workers are training. {granted.limit}")
+        status, job, now, ("Progressing", "True", admitted.limit_reason, f"Workers are training. {admitted.limit}")
     )
 
 
@@ -101,26 +101,24 @@ def _resumes_from(status: JobStatus, job: Job) -> str:
     return f"No checkpoint of step {reached} was confirmed: it {again}, to the same bits."
 
 
-def queued(status: JobStatus, job: Job, granted: Granted, now: float) -> JobStatus:
+def queued(status: JobStatus, job: Job, wait: Wait, now: float) -> JobStatus:
     """The job has no workers because its queue gives it none: suspended if it ever ran, else still to begin."""
     ran = job.status.phase in ("Suspending", "Suspended") or (job.status.step or 0) > 0
     status = suspended(status, job, now)
     if not ran:
         status = msgspec.structs.replace(status, phase="Pending")
-    message = f"{granted.rest[:1].upper()}{granted.rest[1:]}"
-    code = granted.code if granted.kueue else reasons.QUEUED
-    whose = "to be admitted by Kueue" if granted.kueue else "for workers of its queue"
+    message = f"{wait.why[:1].upper()}{wait.why[1:]}"
     kept = _resumes_from(status, job)
     return amend(
         status,
         job,
         now,
-        *_at_rest(code, message[:MAX_MESSAGE]),
+        *_at_rest(wait.reason, message[:MAX_MESSAGE]),
         (
             "Suspended",
             "True" if ran else "False",
-            code,
-            f"It waits {whose}, and goes on by itself. {kept}",
+            wait.reason,
+            f"It waits {wait.whose}, and goes on by itself. {kept}",
         ),
     )
 

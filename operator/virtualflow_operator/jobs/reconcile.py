@@ -6,15 +6,17 @@ The first rule that applies says how the job stands; each rule is a function in 
 
 from __future__ import annotations
 
+import msgspec
+
 from virtualflow_operator import reasons
 from virtualflow_operator.api import JobStatus, format_time, parse_time
 from virtualflow_operator.constants import MANAGER
 from virtualflow_operator.jobs import endings, manifests, phases
-from virtualflow_operator.jobs.actions import Plan
+from virtualflow_operator.jobs.actions import Draft, Plan
+from virtualflow_operator.jobs.admission import with_allocation
 from virtualflow_operator.jobs.coordinators import keep_coordinator, tell_scale, tell_who_may_train
-from virtualflow_operator.jobs.draft import Draft
-from virtualflow_operator.jobs.job_status_builder import build_status
-from virtualflow_operator.jobs.kueue_workloads import keep_workloads
+from virtualflow_operator.jobs.event_messages import messages_of_change
+from virtualflow_operator.jobs.job_status_builder import build_status, fresh_changes
 from virtualflow_operator.jobs.losses import delete_ended, tell_losses
 from virtualflow_operator.jobs.scene import Facts, Scene, gather_facts
 from virtualflow_operator.jobs.suspension import suspend
@@ -27,10 +29,30 @@ def reconcile(scene: Scene, now: float, settings: OperatorSettings) -> Plan:
     if scene.job.spec.managed_by not in (None, "", MANAGER):
         return Plan(scene.job.status)
     facts = gather_facts(scene, now, settings)
-    draft = Draft(facts)
+    admitted, old = facts.admitted, scene.job.status
+    if admitted.allocation is not old.allocation:
+        old = msgspec.structs.replace(old, allocation=admitted.allocation)
+    draft = Draft(facts.job, old)
     status = _decide(facts, draft)
-    keep_workloads(facts, draft, status)
-    return draft.plan(status)
+    scene.admission.keep(scene.job, admitted, scene.pods, draft, status, sound=not facts.faults, now=now)
+    return _plan(facts, draft, with_allocation(status, facts.job, admitted, now))
+
+
+def _plan(facts: Facts, draft: Draft, status: JobStatus) -> Plan:
+    """All that was decided, with the job's next status."""
+    old = facts.scene.job.status
+    changes = fresh_changes(old, status, facts.remote)
+    return Plan(
+        status=msgspec.structs.replace(status, observed_generation=facts.job.generation),
+        calls=tuple(draft.calls),
+        written_calls=tuple(draft.written_calls),
+        recoveries=frozenset(draft.recoveries),
+        actions=tuple(draft.actions),
+        events=(*draft.events, *messages_of_change(old, status, changes)),
+        changes=tuple(changes),
+        wake_at=min((wake for wake in draft.wakes if wake > facts.now), default=None),
+        workers_wanted=0 if status.finished else facts.spec.desired,
+    )
 
 
 def _decide(facts: Facts, draft: Draft) -> JobStatus:
@@ -63,8 +85,8 @@ def _decide(facts: Facts, draft: Draft) -> JobStatus:
 
     # A specification that makes no sense changes nothing that runs; to suspend it is possible all the same.
     faults = "; ".join(facts.faults)
-    without_workers = facts.granted.waits and not facts.pods.workers
-    evicted = facts.granted.code == reasons.EVICTED_BY_KUEUE
+    without_workers = facts.admitted.wait is not None and not facts.pods.workers
+    evicted = facts.admitted.reason == reasons.EVICTED_BY_KUEUE
     if faults and not facts.scene.job.spec.suspend and not without_workers and not evicted:
         draft.wake(parse_time(draft.status.failures.retry_time))
         return phases.invalid(build_status(facts, draft.status), facts.job, faults, facts.now)
@@ -93,7 +115,7 @@ def _fix_for_life(facts: Facts, draft: Draft) -> None:
 def _run(facts: Facts, draft: Draft) -> JobStatus:
     """A coordinator, its service, and as many workers as the job is to have."""
     delete_former_attempts(facts, draft)
-    if facts.still:
+    if facts.admitted.still:
         return build_status(facts, draft.status)
     accepted = templates_accepted(facts, draft)
     if draft.status.template_hash is None:

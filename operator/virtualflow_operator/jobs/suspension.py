@@ -7,8 +7,8 @@ import msgspec
 from virtualflow.protocol.http_api import StopCall
 from virtualflow_operator.api import JobStatus, format_time, parse_time
 from virtualflow_operator.jobs import phases
+from virtualflow_operator.jobs.actions import Draft
 from virtualflow_operator.jobs.beginnings import unheard
-from virtualflow_operator.jobs.draft import Draft
 from virtualflow_operator.jobs.job_status_builder import build_status
 from virtualflow_operator.jobs.scene import Facts
 
@@ -69,6 +69,6 @@ def suspend(facts: Facts, draft: Draft) -> JobStatus:
         if not pod.terminating:
             draft.delete(pod, facts.rest, "suspend")
     status = _with_last_words(facts, build_status(facts, draft.status))
-    if facts.granted.waits:
-        return phases.queued(status, facts.job, facts.granted, now)
+    if facts.admitted.wait is not None:
+        return phases.queued(status, facts.job, facts.admitted.wait, now)
     return phases.suspended(status, facts.job, now)

@@ -45,35 +45,6 @@ def templates_hash(job: Job) -> str:
     return hash_of([coordinator_hash(job), *(template_hash(job, group) for group in job.spec.worker_groups)])
 
 
-_ASKED_FOR = (
-    "affinity", "nodeSelector", "overhead", "priorityClassName", "resourceClaims", "runtimeClassName", "tolerations",
-    "topologySpreadConstraints",
-)  # fmt: skip
-"""Fields of a pod template on which it depends whether and where its pods are admitted, beside its containers'
-resources."""
-
-
-def pod_sets_hash(job: Job) -> str:
-    """What of the job's pods Kueue is asked to admit: when it changes, they must be admitted anew.
-
-    By the users' templates alone. What a newer operator asks for its coordinators is no reason to stop a training.
-    """
-    templates = {group.name: group.template for group in job.spec.worker_groups}
-    return hash_of([_asked_for(job.spec.coordinator.template), {name: _asked_for(t) for name, t in templates.items()}])
-
-
-def _asked_for(template: Object) -> Object:
-    spec = template.get("spec")
-    spec = spec if isinstance(spec, dict) else {}
-    containers = [
-        [container.get("resources"), container.get("restartPolicy")]
-        for kind in ("initContainers", "containers")
-        for container in spec.get(kind) or []
-        if isinstance(container, dict)
-    ]
-    return {"containers": containers, **{field: spec[field] for field in _ASKED_FOR if spec.get(field) is not None}}
-
-
 def hash_of(value: Any) -> str:
     """Sixteen hexadecimal digits of what JSON can say."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]

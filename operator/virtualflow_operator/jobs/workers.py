@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from virtualflow.protocol.wording import counted
-from virtualflow_operator.api import Node, format_time, parse_time
+from virtualflow_operator.api import Node, Object, format_time, parse_time
 from virtualflow_operator.constants import TERMINATION_TAINTS, WORKER
 from virtualflow_operator.jobs import event_messages, manifests, template_hashes
-from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod
-from virtualflow_operator.jobs.device_kinds import lacking_kinds, unsuitable
-from virtualflow_operator.jobs.draft import FAILED_GRACE, Draft
-from virtualflow_operator.jobs.kueue_pod_sets import place
-from virtualflow_operator.jobs.lodging import lodge, take_turns
+from virtualflow_operator.jobs.actions import FAILED_GRACE, CheckTemplates, CreatePod, Draft
 from virtualflow_operator.jobs.losses import drain
-from virtualflow_operator.jobs.node_affinity import choose_grounds, confine, keep_off, keep_off_doubted, tells_apart
+from virtualflow_operator.jobs.node_fit import could_take
 from virtualflow_operator.jobs.scene import Facts
 from virtualflow_operator.jobs.worker_plan import WorkerPlan, plan_workers
+
+_PREFERENCE = 100
+"""The weight of a preference for nodes: the most that Kubernetes knows."""
+_UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
+"""The taint of a cordoned node."""
 
 
 def delete_former_attempts(facts: Facts, draft: Draft) -> None:
@@ -42,9 +44,8 @@ def templates_accepted(facts: Facts, draft: Draft) -> bool:
     pods = [
         manifests.worker_pod(draft.job, group, 0, "127.0.0.1", facts.settings) for group in facts.spec.worker_groups
     ]
-    if facts.scene.queue is not None and facts.scene.queue.jobs_per_device > 1:
-        for pod in pods:
-            take_turns(pod, facts.settings.turns_directory)
+    for pod in pods:
+        facts.admitted.placement.complete_template(pod)
     pods.append(manifests.coordinator_pod(draft.job, 0, facts.settings))
     for pod in pods:
         pod["metadata"]["name"] += "-check"  # no worker is called so: the dry run meets no existing pod
@@ -60,9 +61,8 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
         draft: what is decided.
         waiting: whether nothing is made yet, because of a crash.
     """
-    given, queue = facts.kinds, facts.scene.queue
-    lacking = lacking_kinds(given, facts.pods.workers)
-    apart = unsuitable([*given], facts.spec.worker_groups, queue, facts.scene.nodes) if queue and lacking else ()
+    placement = facts.admitted.placement
+    lacking, apart = placement.find_lacking(facts.pods.workers, facts.spec.worker_groups, facts.scene.nodes)
     plan = plan_workers(
         facts.spec.desired,
         facts.pods.workers,
@@ -70,13 +70,12 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
         facts.pods.names,
         facts.job.name,
         refused=bool(facts.scene.trouble),
-        # Kueue has admitted so many and no more. The state of a lone worker would go with it, so its successor comes
-        # first nevertheless.
-        surge=not facts.granted.kueue or facts.spec.desired == 1,
+        # The state of a lone worker would go with it, so its successor comes first in any case.
+        surge=placement.surges or facts.spec.desired == 1,
         unfit=[unfit.group for unfit in draft.status.failures.unfit],
         kinds=lacking,
         unsuitable=apart,
-        crowds=facts.scene.crowds,
+        crowds=placement.crowds,
     )
     address = facts.scene.service.address if facts.scene.service is not None else ""
     # One with another token refuses new workers as well; one of another version need not.
@@ -95,27 +94,16 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
 
 def _make(facts: Facts, draft: Draft, plan: WorkerPlan, address: str) -> list[str]:
     """Make new workers; their names."""
-    queue, leaving = facts.scene.queue, _leaving_nodes(facts)
-    grounds = [""] * len(plan.create)
-    if tells_apart(facts.spec, queue):
-        grounds = choose_grounds(len(plan.create), facts.spec, facts.pods.workers)
-    made = []
-    for (group, ordinal, kind), ground in zip(plan.create, grounds, strict=True):
-        manifest = manifests.worker_pod(draft.job, group, ordinal, address, facts.settings)
-        if queue is not None:
-            confine(manifest, queue, ground, kind)
-            if queue.jobs_per_device > 1:
-                take_turns(manifest, facts.settings.turns_directory)
-            if facts.host and queue.resource is not None:
-                lodge(manifest, facts.job, facts.host, queue.resource)
-        placement = facts.granted.placements.get(group.name)
-        if placement is not None:
-            place(manifest, placement)
+    made = [
+        (new, manifests.worker_pod(draft.job, new.group, new.ordinal, address, facts.settings)) for new in plan.create
+    ]
+    facts.admitted.placement.place_workers(made, facts.job, facts.pods.workers)
+    leaving = _leaving_nodes(facts)
+    for _, manifest in made:
         keep_off(manifest, leaving)
         keep_off_doubted(manifest, draft.status.failures.nodes, facts.scene.nodes)
         draft.actions.append(CreatePod(WORKER, manifest))
-        made.append(manifest["metadata"]["name"])
-    return made
+    return [manifest["metadata"]["name"] for _, manifest in made]
 
 
 def _leaving_nodes(facts: Facts) -> Mapping[str, Node]:
@@ -146,3 +134,61 @@ def _relieve(facts: Facts, draft: Draft, plan: WorkerPlan) -> None:
         # One that the coordinator does not know has nothing to hand over.
         grace = 1.0 if facts.connected and worker.standing == "absent" else None
         draft.delete(worker.pod, reason, "drain" if worker.fate == "planned" else "scale", grace)
+
+
+def keep_off(pod: Object, nodes: Mapping[str, Node]) -> None:
+    """Keep a new worker off nodes that workers are taken from, where its template tolerates what the taints say.
+
+    Without that, it may be scheduled to the very node that its predecessor leaves, again and again.
+    """
+    spec = pod["spec"]
+    tolerated = {toleration.get("key") for toleration in spec.get("tolerations") or []}
+    names = [
+        name
+        for name, node in nodes.items()
+        if None in tolerated or "" in tolerated or tolerated.intersection((*node.taints, _UNSCHEDULABLE))
+    ]
+    if not names:
+        return
+    _exclude(spec, names)
+
+
+def keep_off_doubted(pod: Object, doubted: Sequence[str], nodes: Mapping[str, Node] | None) -> None:
+    """Keep a new worker off nodes on which a worker was found to be wrong.
+
+    It is a demand where another node could take the worker one day, full or not: to wait is better than to be wrong.
+    Where none could, or none is known, it is a preference, so that a cluster of one node goes on.
+
+    Args:
+        pod: its manifest, which is changed.
+        doubted: their names.
+        nodes: by name; ``None``: the operator may not look at nodes.
+    """
+    if not doubted:
+        return
+    spec = pod["spec"]
+    if any(name not in doubted and could_take(spec, node) for name, node in (nodes or {}).items()):
+        _exclude(spec, doubted)
+        return
+    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(
+        {"weight": _PREFERENCE, "preference": {"matchFields": _other_than(doubted)}}
+    )
+
+
+def _exclude(spec: Object, names: Iterable[str]) -> None:
+    """Demand a node of another name."""
+    affinity = spec.setdefault("affinity", {})
+    required = affinity.setdefault("nodeAffinity", {}).setdefault(
+        "requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": []}
+    )
+    terms = required.setdefault("nodeSelectorTerms", [])
+    for term in terms or [{}]:  # the terms are alternatives: each must say it
+        term.setdefault("matchFields", []).extend(_other_than(names))
+        if not terms:
+            terms.append(term)
+
+
+def _other_than(names: Iterable[str]) -> list[dict[str, Any]]:
+    # The API server takes one value in each.
+    return [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in sorted(names)]

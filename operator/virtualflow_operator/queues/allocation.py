@@ -17,6 +17,8 @@ from math import gcd
 from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
 from virtualflow_operator.api import Job, KindSpec, Node, Queue, QueueSpec, QueueStatus
+from virtualflow_operator.jobs.node_fit import is_made_for
+from virtualflow_operator.jobs.scaling_history import no_further
 from virtualflow_operator.queues.capacity import (
     QueueCapacity,
     in_words,
@@ -30,11 +32,9 @@ from virtualflow_operator.queues.hindrances import Hindrance, find_hindrance, fi
 from virtualflow_operator.queues.kinds import kind_of, kinds_of
 from virtualflow_operator.queues.lodgers import find_seats
 from virtualflow_operator.queues.members import Holding, Key, Member, build_demand, find_holding
-from virtualflow_operator.queues.node_fit import is_made_for
 from virtualflow_operator.queues.past_jobs import count_ended, read_past, write_past
 from virtualflow_operator.queues.queue_status import build_queue_status
 from virtualflow_operator.queues.releases import find_stuck, release, stand_still
-from virtualflow_operator.queues.scaling_history import no_further
 from virtualflow_operator.scheduling import (
     FIXED_SIZES,
     Capacity,

@@ -11,12 +11,19 @@ from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 from virtualflow.protocol.wording import counted
-from virtualflow_operator.api import JobSpec, Node, Object, QueueSpec, WorkerGroup, parse_quantity, pod_requests, total
-from virtualflow_operator.constants import TERMINATION_TAINTS
-from virtualflow_operator.queues.kinds import ANY, kind_of, kinds_of
-
-KUBERNETES_TAINTS = "node.kubernetes.io/"
-"""Taints of this prefix tell what is the matter with a node; workers tolerate them only by accident."""
+from virtualflow_operator.api import (
+    ANY_KIND,
+    JobSpec,
+    Node,
+    Object,
+    QueueSpec,
+    WorkerGroup,
+    parse_quantity,
+    pod_requests,
+    total,
+)
+from virtualflow_operator.jobs.node_fit import tolerated_keys, unfitness
+from virtualflow_operator.queues.kinds import kind_of, kinds_of
 
 
 def scale_of(resource: str | None) -> int:
@@ -69,16 +76,6 @@ def _template_units(template: Object, resource: str) -> int:
 def tolerated(spec: JobSpec) -> frozenset[str]:
     """Keys of the taints that a job's workers tolerate; the empty key stands for all."""
     return frozenset(key for group in _used(spec) for key in tolerated_keys(group.template.get("spec")))
-
-
-def tolerated_keys(pod: object) -> frozenset[str]:
-    """Keys of the taints that a pod with this ``spec`` tolerates; the empty key stands for all."""
-    found = pod.get("tolerations") if isinstance(pod, Mapping) else None
-    return frozenset(
-        str(toleration.get("key") or "")
-        for toleration in (found if isinstance(found, list) else [])
-        if isinstance(toleration, Mapping) and toleration.get("effect") != "PreferNoSchedule"
-    )
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ def measure_capacity(
         leaving: keys of taints that announce a node's loss, beside the well-known ones.
     """
     if spec.resource is None:
-        return QueueCapacity({ANY: KindCapacity(spec.capacity or 0)})
+        return QueueCapacity({ANY_KIND: KindCapacity(spec.capacity or 0)})
     selected = {
         name: node
         for name, node in nodes.items()
@@ -184,7 +181,7 @@ def measure_capacity(
         else:
             count.on_demand += amount
     if spec.capacity is not None and not spec.kinds:
-        most, count = spec.capacity * scale_of(spec.resource), kinds[ANY]
+        most, count = spec.capacity * scale_of(spec.resource), kinds[ANY_KIND]
         count.on_demand = min(count.on_demand, most)
         count.spot = min(count.spot, most - count.on_demand)
     there = {name: KindCapacity(n.on_demand, n.spot, frozenset(n.nodes)) for name, n in kinds.items()}
@@ -198,20 +195,3 @@ class _Count:
     on_demand: int = 0
     spot: int = 0
     nodes: set[str] = field(default_factory=set)
-
-
-def unfitness(node: Node, tolerations: Collection[frozenset[str]], leaving: Collection[str] = ()) -> str:
-    """Why no worker is to be put on a node; empty: one may be."""
-    if not node.ready:
-        return "it is not ready"
-    if node.cordoned:
-        return "it is cordoned"
-    if node.shutting_down:
-        return "it is shutting down"
-    for taint in node.taints:
-        if taint in TERMINATION_TAINTS or taint in leaving or taint.startswith(KUBERNETES_TAINTS):
-            return f"it has the taint {taint}"
-    # With no job to ask, the taints that keep other pods away from accelerators are taken to be tolerated.
-    if node.taints and tolerations and not any("" in keys or keys.issuperset(node.taints) for keys in tolerations):
-        return f"no job tolerates its taint {node.taints[0]}"
-    return ""

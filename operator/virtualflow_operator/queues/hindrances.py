@@ -50,7 +50,7 @@ def find_hindrance(job: Job, ceiling: int | None, resource: str | None) -> Hindr
     if resource is not None and not worker_units(spec, resource):
         missing = f"its workers request no {resource}, which the queue counts; add it to resources.requests"
         return Hindrance(reasons.NEVER_FITS, missing)
-    least = max(min(spec.min_replicas, spec.most), 1)
+    least = max(spec.least, 1)
     if ceiling is not None and ceiling < least:
         homeless = (
             f"only {ceiling} of its minimum of {counted(least, 'worker')} found a node; it is tried again "

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from virtualflow_operator.api import Demand, KindSpec, QueueSpec, Selector, SelectorOperator
+from virtualflow_operator.api import ANY_KIND, KindSpec, QueueSpec, Requirement, Selector, SelectorOperator
 
-ANY = ""
-"""The name of the only kind of a queue that tells none apart."""
 MAX_TERMS = 64
 """Alternatives by which a worker may be told its kind: node affinity with more is nothing that people can read."""
 _OPPOSITE: dict[SelectorOperator, SelectorOperator] = {
@@ -25,7 +23,7 @@ _OPPOSITE: dict[SelectorOperator, SelectorOperator] = {
 
 def kinds_of(spec: QueueSpec) -> Sequence[KindSpec]:
     """The queue's kinds, in their order."""
-    return spec.kinds or (KindSpec(ANY, Selector()),)
+    return spec.kinds or (KindSpec(ANY_KIND, Selector()),)
 
 
 def kind_of(spec: QueueSpec, labels: Mapping[str, str]) -> str | None:
@@ -33,31 +31,31 @@ def kind_of(spec: QueueSpec, labels: Mapping[str, str]) -> str | None:
     return next((kind.name for kind in kinds_of(spec) if kind.node_selector.selects(labels)), None)
 
 
-def terms_of(spec: QueueSpec, name: str) -> list[list[Demand]]:
+def terms_of(spec: QueueSpec, name: str) -> list[list[Requirement]]:
     """Alternatives, of which a node meets one if it is of that kind, and only then.
 
     It is selected by the kind, and each kind before it demands something that does not hold of it.
     """
-    terms: list[list[Demand]] = [[]]
+    terms: list[list[Requirement]] = [[]]
     for kind in kinds_of(spec):
-        demands = kind.node_selector.demands
+        requirements = kind.node_selector.requirements
         if kind.name == name:
-            return [[*demands, *term] for term in terms]
-        if not _excluded(demands, _demands(spec, name)):
-            terms = [[*term, opposite(demand)] for term in terms for demand in demands][: MAX_TERMS + 1]
+            return [[*requirements, *term] for term in terms]
+        if not _excluded(requirements, _requirements(spec, name)):
+            terms = [[*term, opposite(one)] for term in terms for one in requirements][: MAX_TERMS + 1]
     return []
 
 
-def opposite(demand: Demand) -> Demand:
-    """What holds of a label where ``demand`` does not."""
-    return Demand(demand.key, _OPPOSITE[demand.operator], demand.values)
+def opposite(requirement: Requirement) -> Requirement:
+    """What holds of a label where ``requirement`` does not."""
+    return Requirement(requirement.key, _OPPOSITE[requirement.operator], requirement.values)
 
 
-def _demands(spec: QueueSpec, name: str) -> Sequence[Demand]:
-    return next((kind.node_selector.demands for kind in spec.kinds if kind.name == name), ())
+def _requirements(spec: QueueSpec, name: str) -> Sequence[Requirement]:
+    return next((kind.node_selector.requirements for kind in spec.kinds if kind.name == name), ())
 
 
-def _excluded(first: Iterable[Demand], second: Sequence[Demand]) -> bool:
+def _excluded(first: Iterable[Requirement], second: Sequence[Requirement]) -> bool:
     """Whether no node meets both, because they name different values of one label: so it is with most kinds."""
     return any(
         one.key == other.key and one.operator == other.operator == "In" and not set(one.values) & set(other.values)
@@ -92,4 +90,4 @@ def where_they_run(kinds: Iterable[str | None], most: int) -> tuple[str, dict[st
     there: dict[str, int] = {}
     for kind, count in order:
         there[kind] = min(count, most - sum(there.values()))
-    return (order[0][0] if order else ANY), {kind: count for kind, count in there.items() if count > 0}
+    return (order[0][0] if order else ANY_KIND), {kind: count for kind, count in there.items() if count > 0}

@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from virtualflow_operator.api import Node, QueueSpec
 from virtualflow_operator.queues.capacity import in_units
+from virtualflow_operator.queues.curves import phases_of
 from virtualflow_operator.queues.kinds import kinds_of
 from virtualflow_operator.queues.members import Member
-from virtualflow_operator.queues.scaling_history import phases_of
 from virtualflow_operator.scheduling import FIXED_SIZES, Allocation, Demand, KindAllocation, KindDemand, ScalingCurve
 from virtualflow_operator.scheduling.packing import Seat, pack
 from virtualflow_operator.scheduling.service_time import pattern

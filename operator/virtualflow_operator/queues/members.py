@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from virtualflow_operator.api import Job, Node, QueueSpec
+from virtualflow_operator.api import ANY_KIND, Job, Node, QueueSpec
+from virtualflow_operator.jobs.scaling_history import efficient_limit
+from virtualflow_operator.queues.curves import curve_of
 from virtualflow_operator.queues.grants import Grant
-from virtualflow_operator.queues.kinds import ANY, kind_of, where_they_run
+from virtualflow_operator.queues.kinds import kind_of, where_they_run
 from virtualflow_operator.queues.past_jobs import expected_left, least_workers
-from virtualflow_operator.queues.scaling_history import curve_of, efficient_limit
 from virtualflow_operator.scheduling import Demand, KindDemand, Mobility
 from virtualflow_operator.scheduling.service_time import Past
 
@@ -79,8 +80,10 @@ def find_holding(member: Member, spec: QueueSpec, nodes: Mapping[str, Node], fit
     grant = member.grant
     if not spec.kinds:
         counting = sum(1 for node in member.pods if spec.resource is None or not node or node in fit)
-        return Holding(ANY, {ANY: grant.workers} if grant.workers and not grant.host else {}, {ANY: counting})
-    made_for = member.made_for or [ANY] * len(member.pods)
+        return Holding(
+            ANY_KIND, {ANY_KIND: grant.workers} if grant.workers and not grant.host else {}, {ANY_KIND: counting}
+        )
+    made_for = member.made_for or [ANY_KIND] * len(member.pods)
     pods = list(zip(member.pods, made_for, strict=True))
     held = Counter(fit.get(node) if node else kind for node, kind in pods)
     names = {kind.name for kind in spec.kinds}

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, isfinite, log
 
-from virtualflow_operator.api import Job, PastKind, QueueStatus
-from virtualflow_operator.queues.kinds import ANY
-from virtualflow_operator.queues.scaling_history import curve_of
+from virtualflow_operator.api import ANY_KIND, Job, PastKind, QueueStatus
+from virtualflow_operator.queues.curves import curve_of
 from virtualflow_operator.scheduling.service_time import Kind, Past, left
 from virtualflow_operator.settings import SchedulingSettings
 
 
 def least_workers(job: Job) -> int:
     """The job's minimum, within what its groups can have."""
-    return max(min(job.spec.min_replicas, job.spec.most), 1)  # groups of none are refused by the schema
+    return max(job.spec.least, 1)  # groups of none are refused by the schema
 
 
 def served(job: Job, units: int) -> float | None:
@@ -31,7 +30,7 @@ def served(job: Job, units: int) -> float | None:
         units: of a worker.
     """
     known = job.status.scaling
-    curve, least = curve_of(known, known[0].kind if known else ANY), least_workers(job)
+    curve, least = curve_of(known, known[0].kind if known else ANY_KIND), least_workers(job)
     return (job.status.step or 0) / curve.speed(least) * least * units if curve.measured else None
 
 

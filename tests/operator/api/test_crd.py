@@ -29,7 +29,7 @@ from virtualflow_operator.api import validation
 from virtualflow_operator.api.job_spec import Checkpoint, Elasticity, JobSpec, WorkerGroup
 from virtualflow_operator.api.job_status import (
     PHASES,
-    Allocation,
+    AllocationStatus,
     Condition,
     ConditionType,
     Failures,
@@ -215,7 +215,7 @@ def encoded_fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.Fiel
         ("spec.checkpoint", Checkpoint),
         ("status", JobStatus),
         ("status.conditions[]", Condition),
-        ("status.allocation", Allocation),
+        ("status.allocation", AllocationStatus),
         ("status.scaling[]", Measured),
         ("status.assignment[]", Share),
         ("status.lastChange", LastChange),

@@ -23,14 +23,15 @@ from virtualflow_operator.constants import LABEL_GROUP, WORKER
 from virtualflow_operator.jobs.actions import CreatePod, DeletePod, Plan
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.scene import Scene
-from virtualflow_operator.queues import admitted_counts, follows_kueue
+from virtualflow_operator.kueue import KueueAdmission, admitted_counts, follows_kueue
 
 PLENTY = 100
 
 
 def check_pods(scene: Scene, plan: Plan, now: float) -> None:
     """No worker is made beyond what is admitted, by all that is known."""
-    if not follows_kueue(scene.job, scene.kueue):
+    kueue = scene.admission.kueue if isinstance(scene.admission, KueueAdmission) else None
+    if not follows_kueue(scene.job, kueue):
         return
     made: dict[str, int] = {}
     for action in plan.actions:
@@ -43,8 +44,8 @@ def check_pods(scene: Scene, plan: Plan, now: float) -> None:
                 made[name] = made.get(name, 0) + 1
     if not made:
         return
-    assert scene.kueue is not None
-    known = [w for w in scene.kueue.workloads if w.condition("Admitted").true and w.assignments and not w.evicted]
+    assert kueue is not None
+    known = [w for w in kueue.workloads if w.condition("Admitted").true and w.assignments and not w.evicted]
     assert known, "nothing is made before it is admitted"
     caps = max((admitted_counts(workload) for workload in known), key=lambda counts: sum(counts.values()))
     doomed = {action.uid for action in plan.actions if isinstance(action, DeletePod)}

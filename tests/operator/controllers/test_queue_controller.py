@@ -67,7 +67,7 @@ def test_after_a_decision_that_took_long_a_queue_is_left_alone(rest: float, deci
             server.add(QUEUE)
             server.add(job("digits", queue="shared"))
             await relist(api, manager.store, (), lambda _: None, lambda _: None)
-            again = [await manager.queue_controller.decide(queue_key("shared")) for _ in range(3)]
+            again = [await manager.admissions.decide(queue_key("shared")) for _ in range(3)]
             assert f"virtualflow_shared_decision_seconds_count {decisions:.1f}" in metrics.exposition().decode()
             assert all(seconds is not None and seconds > 0 for seconds in again), "it is decided about in the end"
 
@@ -84,7 +84,7 @@ def test_a_queue_is_shown_as_it_is_and_no_longer_once_it_is_gone() -> None:
                 visited.clear()
                 await relist(api, manager.store, (), visited.append, visited.append)
                 for key in {key for key in visited if not key[0]}:
-                    await manager.queue_controller.decide(key)
+                    await manager.admissions.decide(key)
 
             for definition in (DEFINITION, QUEUE_DEFINITION):
                 server.add(definition)
@@ -118,7 +118,7 @@ def test_a_queue_remembers_what_its_jobs_needed_when_they_are_gone() -> None:
 
             async def past() -> Object:
                 await relist(api, manager.store, (), lambda _: None, lambda _: None)
-                await manager.queue_controller.decide(queue_key("shared"))
+                await manager.admissions.decide(queue_key("shared"))
                 return (await api.get(QUEUES, None, "shared"))["status"]
 
             for definition in (DEFINITION, QUEUE_DEFINITION):

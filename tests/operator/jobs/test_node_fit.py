@@ -13,9 +13,8 @@ from scenes import training
 
 from virtualflow_operator.api.objects import Node
 from virtualflow_operator.api.quantities import parse_quantity
-from virtualflow_operator.jobs.node_affinity import keep_off
-from virtualflow_operator.jobs.node_fit import never_fits
-from virtualflow_operator.queues.node_fit import could_take
+from virtualflow_operator.jobs.node_fit import could_take, never_fits
+from virtualflow_operator.jobs.workers import keep_off
 
 POD = training(1).pods[1]
 

@@ -46,7 +46,7 @@ from virtualflow_operator.api.job_status import write_status
 from virtualflow_operator.api.objects import Node, Service, format_time
 from virtualflow_operator.jobs.actions import CheckTemplates, DeletePod
 from virtualflow_operator.jobs.reconcile import reconcile
-from virtualflow_operator.queues import Grant
+from virtualflow_operator.queues import Grant, QueueAdmission
 
 # --- the beginning ----------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,9 @@ def test_what_a_queue_decides_and_why_is_told_to_the_coordinator() -> None:
         assert stage.link is not None
         assert stage.link.status is not None
         status = structs.replace(stage.link.status, wanted_reason=told)
-        scene = dataclasses.replace(stage.scene, grant=given, link=dataclasses.replace(stage.link, status=status))
+        scene = dataclasses.replace(
+            stage.scene, admission=QueueAdmission(given), link=dataclasses.replace(stage.link, status=status)
+        )
         return reconcile(scene, NOW, stage.settings).calls
 
     assert calls("") == (ScaleCall(2, 1, said),)

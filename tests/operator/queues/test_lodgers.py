@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,9 @@ from tiers import examples
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node, read_job
 from virtualflow_operator.api.queue import Queue, read_queue
+from virtualflow_operator.queues.admission import QueueAdmission
 from virtualflow_operator.queues.allocation import QueueDecision, QueueScene, allocate
-from virtualflow_operator.queues.grants import Grant, known_grant, settle_grant
+from virtualflow_operator.queues.grants import Grant, known_grant
 from virtualflow_operator.queues.members import Member
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings
@@ -223,8 +225,10 @@ def test_an_operator_that_starts_anew_knows_who_lodges_where() -> None:
     decision = decide(member("a", PAIR), member("b"))
     for name in "ab":
         grant = decision.grants["ml", name]
-        status = settle_grant(member(name).job, grant).status
-        known = known_grant(dataclasses.replace(member(name).job, status=status), NOW)
+        job = member(name).job
+        admitted = QueueAdmission(grant).admit(job, sound=True, now=NOW)
+        status = msgspec.structs.replace(job.status, allocation=admitted.allocation)
+        known = known_grant(dataclasses.replace(job, status=status), NOW)
         assert (known.host, known.lodgers, known.code) == (grant.host, grant.lodgers, grant.code)
 
 

@@ -14,11 +14,11 @@ from scenes import SETTINGS, accepted, body, worker
 from virtualflow_operator.api import Node, QueueSpec, read_job
 from virtualflow_operator.constants import LABEL_KIND
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.device_kinds import kind_of_pod, lacking_kinds, sort_by_kind, unsuitable
-from virtualflow_operator.jobs.node_affinity import confine
+from virtualflow_operator.jobs.node_fit import is_made_for
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod, PodClassification
-from virtualflow_operator.queues import kind_of
-from virtualflow_operator.queues.node_fit import is_made_for
+from virtualflow_operator.queues.kinds import kind_of
+from virtualflow_operator.queues.misplaced import kind_of_pod, lacking_kinds, sort_by_kind, unsuitable
+from virtualflow_operator.queues.worker_pods import confine
 
 JOB = read_job(accepted(body(virtualNodes=64)))
 Spec = dict[str, Any]
@@ -163,7 +163,7 @@ def test_a_worker_may_be_on_exactly_the_nodes_of_its_kind(
     assert pod["metadata"]["labels"][LABEL_KIND] == name
     node = Node("a", labels=labels)
     required = pod["spec"]["affinity"].get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution")
-    everything = at.kinds[0].node_selector.demands == () and name == "k0"
+    everything = at.kinds[0].node_selector.requirements == () and name == "k0"
     assert (required is None) <= (everything or _nothing_can_be(at, name))
     if required is not None:
         only_affinity = {"affinity": {"nodeAffinity": pod["spec"]["affinity"]["nodeAffinity"]}}
@@ -173,4 +173,4 @@ def test_a_worker_may_be_on_exactly_the_nodes_of_its_kind(
 def _nothing_can_be(at: QueueSpec, name: str) -> bool:
     """Whether a kind before it selects all nodes: such a queue is not ready, and gives out nothing."""
     before = at.kinds[: [kind.name for kind in at.kinds].index(name)]
-    return any(kind.node_selector.demands == () for kind in before)
+    return any(kind.node_selector.requirements == () for kind in before)

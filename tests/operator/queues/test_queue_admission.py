@@ -16,11 +16,13 @@ from virtualflow_operator.api.queue import QueueSpec
 from virtualflow_operator.constants import LABEL_CAPACITY, LABEL_ROLE, ON_DEMAND, SPOT, WORKER
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import CreatePod, DeletePod, Plan
-from virtualflow_operator.jobs.node_affinity import choose_grounds, confine
+from virtualflow_operator.jobs.admission import AT_ONCE, Admitted
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene
-from virtualflow_operator.queues.grants import Grant, settle_grant
+from virtualflow_operator.queues.admission import QueueAdmission
+from virtualflow_operator.queues.grants import Grant
+from virtualflow_operator.queues.worker_pods import choose_grounds, confine
 from virtualflow_operator.settings import OperatorSettings
 
 SETTINGS = OperatorSettings(image="virtualflow-operator:test")
@@ -36,10 +38,15 @@ def grant(workers: int, reason: str = "its share", code: str = reasons.ALLOCATED
 
 
 def decide(raw: Spec, *pods: Pod, given: Grant | None = None, **facts: Any) -> Plan:
-    service = Service("10.0.0.1", 0)
-    return reconcile(
-        Scene(job=read_job(raw), pods=pods, service=service, nodes=nodes(*pods), grant=given, **facts), NOW, SETTINGS
-    )
+    service, job = Service("10.0.0.1", 0), read_job(raw)
+    admission = QueueAdmission(given) if job.spec.queue else AT_ONCE
+    scene = Scene(job=job, pods=pods, service=service, nodes=nodes(*pods), admission=admission, **facts)
+    return reconcile(scene, NOW, SETTINGS)
+
+
+def admit(raw: Spec, given: Grant | None = None) -> Admitted:
+    job = read_job(raw)
+    return (QueueAdmission(given) if job.spec.queue else AT_ONCE).admit(job, sound=True, now=NOW)
 
 
 def made(plan: Plan) -> int:
@@ -81,9 +88,9 @@ def test_what_was_decided_is_told_once() -> None:
 def test_after_a_restart_of_the_operator_a_job_goes_by_its_status() -> None:
     raw = accepted(queued())
     first = decide(raw, given=grant(3))
-    status = settle_grant(read_job(raw | {"status": write_status(first.status)}), None)
-    assert status.job.spec.desired == 3
-    assert status.status.allocation == first.status.allocation
+    admitted = admit(raw | {"status": write_status(first.status)})
+    assert admitted.job.spec.desired == 3
+    assert admitted.allocation == first.status.allocation
 
 
 def test_a_new_job_waits_until_its_queue_has_decided() -> None:
@@ -134,7 +141,9 @@ def test_a_job_suspended_by_its_user_stays_so_whatever_it_was_given() -> None:
 
 def test_a_grant_of_a_namesake_that_was_deleted_does_not_count() -> None:
     other = Grant("uid-0", "shared", 4, "x")
-    assert settle_grant(read_job(queued()), other).waits == "its queue has not decided yet"
+    admitted = admit(queued(), other)
+    assert admitted.wait is not None
+    assert admitted.wait.why == "the queue shared has no workers for it: its queue has not decided yet"
 
 
 def test_out_of_its_queue_a_job_has_what_it_asks_for() -> None:
@@ -143,21 +152,21 @@ def test_out_of_its_queue_a_job_has_what_it_asks_for() -> None:
     plan = decide(raw, given=grant(5))
     assert plan.status.allocation is None
     assert plan.status.condition("Allocated") is None
-    assert settle_grant(read_job(raw), grant(5)).job.spec.desired == 2
+    assert admit(raw, grant(5)).job.spec.desired == 2
 
 
 def test_a_job_without_a_queue_grows_no_further_than_it_is_efficient() -> None:
     points = [{"workers": 3, "stepsPerSecond": "10.5"}, {"workers": 2, "stepsPerSecond": "10"}]
     raw = body({"scaling": points}, replicas=4, elasticity={"minEfficiency": 50})
-    assert settle_grant(read_job(raw), None).job.spec.desired == 2
+    assert admit(raw).job.spec.desired == 2
     raw["spec"]["elasticity"] = {}
-    assert settle_grant(read_job(raw), None).job.spec.desired == 4
+    assert admit(raw).job.spec.desired == 4
 
 
 def test_efficiency_takes_nothing_of_the_minimum() -> None:
     points = [{"workers": 3, "stepsPerSecond": "10.5"}, {"workers": 2, "stepsPerSecond": "10"}]
     raw = body({"scaling": points}, replicas=4, minReplicas=3, elasticity={"minEfficiency": 50})
-    assert settle_grant(read_job(raw), None).job.spec.desired == 3, "with fewer it could not begin again"
+    assert admit(raw).job.spec.desired == 3, "with fewer it could not begin again"
 
 
 def test_a_job_says_that_it_is_its_efficiency_that_keeps_it_small_and_tells_it_once() -> None:

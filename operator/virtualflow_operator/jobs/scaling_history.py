@@ -10,9 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from virtualflow.protocol.http_api import Status
-from virtualflow_operator.api import Measured
-from virtualflow_operator.queues.kinds import ANY
-from virtualflow_operator.scheduling import ScalingCurve
+from virtualflow_operator.api import ANY_KIND, Measured
 
 MAX_MEASURED = 64
 """Numbers of workers that are remembered; the longest unused go first."""
@@ -36,14 +34,18 @@ def remember(
     if remote is None or remote.phase != "training" or remote.proposed is not None or not remote.step_ms:
         return tuple(known)
     training = [worker.worker for worker in remote.workers if worker.last > worker.first]
-    on = {ANY} if kinds is None else {kinds.get(name) for name in training}
+    on = {ANY_KIND} if kinds is None else {kinds.get(name) for name in training}
     workers, kind = len(training), on.pop() if len(on) == 1 else None
     if not workers or kind is None:
         return tuple(known)
     speed = 1_000 / remote.step_ms
     before = next((point for point in known if (point.kind, point.workers) == (kind, workers)), None)
     computing = f"{remote.computing_ms:.4g}" if remote.computing_ms else ""
-    if before is not None and _alike(speed, _speed(before)) and _alike(remote.computing_ms or 0.0, _computing(before)):
+    if (
+        before is not None
+        and _alike(speed, speed_of(before))
+        and _alike(remote.computing_ms or 0.0, computing_of(before))
+    ):
         if known[0] is before:
             return tuple(known)
         point = before
@@ -58,11 +60,13 @@ def _alike(measured: float, known: float) -> bool:
     return not measured or abs(measured - known) <= _WORTH_WRITING * known
 
 
-def _speed(point: Measured) -> float:
+def speed_of(point: Measured) -> float:
+    """Steps per second; 0: not measured."""
     return _positive(point.steps_per_second)
 
 
-def _computing(point: Measured) -> float:
+def computing_of(point: Measured) -> float:
+    """Milliseconds of a step in which the slowest worker computes; 0: not measured."""
     return _positive(point.computing_milliseconds)
 
 
@@ -75,27 +79,12 @@ def _positive(text: str) -> float:
     return number if math.isfinite(number) and number > 0 else 0.0
 
 
-def curve_of(known: Sequence[Measured], kind: str = ANY) -> ScalingCurve:
-    """The scaling curve through what was measured on a kind of device."""
-    return ScalingCurve.of((point.workers, _speed(point)) for point in known if point.kind == kind)
-
-
-def phases_of(known: Sequence[Measured], kind: str = ANY) -> ScalingCurve:
-    """The same, for what a step computes: beside the speeds with several workers, that of a lone one that computes as
-    they do together, all the time. (``scheduling.Phases.at`` takes the difference for no computing.)
-    """
-    points = [point for point in known if point.kind == kind]
-    alone = [1_000 / (_computing(point) * point.workers) for point in points if _computing(point)][:1]
-    several = [(point.workers, _speed(point)) for point in points if point.workers > 1 or not alone]
-    return ScalingCurve.of([*several, *((1, speed) for speed in alone)])
-
-
 def no_further(percent: int) -> str:
     """Why a job does not grow beyond its efficient limit, in words."""
     return f"a further worker brings, as measured, less than minEfficiency ({percent} %) of what one gave at first"
 
 
-def efficient_limit(known: Sequence[Measured], percent: int, most: int, kind: str = ANY) -> int:
+def efficient_limit(known: Sequence[Measured], percent: int, most: int, kind: str = ANY_KIND) -> int:
     """How many workers a job is to have at most so that each brings enough.
 
     A worker brings enough if, as measured, it adds at least ``percent`` of what one gave at the smallest number of
@@ -109,7 +98,7 @@ def efficient_limit(known: Sequence[Measured], percent: int, most: int, kind: st
         most: the most workers that the job may have otherwise.
         kind: of the device.
     """
-    points = sorted((point.workers, _speed(point)) for point in known if point.kind == kind and _speed(point) > 0)
+    points = sorted((point.workers, speed_of(point)) for point in known if point.kind == kind and speed_of(point) > 0)
     if not percent or len(points) < 2:
         return most
     least, enough = points[0][0], points[0][1] / points[0][0] * percent / 100

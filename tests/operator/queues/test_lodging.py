@@ -14,7 +14,7 @@ from virtualflow_operator.api import QueueSpec, read_pod
 from virtualflow_operator.constants import ANNOTATION_HOST, LABEL_JOB, LABEL_LODGER, LABEL_ROLE, TURNS_VOLUME
 from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod, Plan
 from virtualflow_operator.jobs.reconcile import reconcile
-from virtualflow_operator.queues import Grant
+from virtualflow_operator.queues import Grant, QueueAdmission
 
 GPU = "nvidia.com/gpu"
 NODE = "kubernetes.io/hostname"
@@ -28,7 +28,8 @@ def decide(
 ) -> Plan:
     """What is decided when the queue has given the job two workers, on devices of ``host`` if it is named."""
     grant = Grant(stage.job.uid, "shared", 2, "so it is", host=host, **facts)
-    scene = dataclasses.replace(stage.scene, grant=grant, queue=queue, host_nodes=frozenset(nodes))
+    admission = QueueAdmission(grant, queue, frozenset(nodes), turns_directory=stage.settings.turns_directory)
+    scene = dataclasses.replace(stage.scene, admission=admission)
     return reconcile(scene, NOW, stage.settings)
 
 

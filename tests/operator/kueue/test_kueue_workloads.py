@@ -28,7 +28,8 @@ from virtualflow_operator.constants import (
     LABEL_KUEUE_PRIORITY,
     LABEL_KUEUE_QUEUE,
 )
-from virtualflow_operator.jobs.actions import CreatePod, PatchWorkload, Plan
+from virtualflow_operator.jobs.actions import CreatePod, Plan
+from virtualflow_operator.kueue import PatchWorkload
 
 EVICTED = ("Evicted", "True", "Preempted")
 

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from virtualflow_operator.api import (
+    Job,
     JobStatus,
     Object,
+    Pod,
     PodSet,
     Workload,
     format_time,
@@ -37,35 +40,75 @@ from virtualflow_operator.constants import (
     WORKER,
 )
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.actions import CreatePod, CreateWorkload, DeleteWorkload, PatchWorkload
-from virtualflow_operator.jobs.draft import Draft
-from virtualflow_operator.jobs.kueue_pod_sets import ask_for, recount, spread, workload_name, write_pod_sets
-from virtualflow_operator.jobs.scene import Facts
-from virtualflow_operator.jobs.template_hashes import pod_sets_hash
-from virtualflow_operator.queues import Chain, Kueue, admitted_counts, chain_of, follows_kueue
+from virtualflow_operator.jobs.actions import AdmissionAction, CreatePod, Draft
+from virtualflow_operator.kueue.chains import Chain, Kueue, admitted_counts, chain_of, follows_kueue
+from virtualflow_operator.kueue.pod_sets import ask_for, pod_sets_hash, recount, spread, workload_name, write_pod_sets
+from virtualflow_operator.settings import OperatorSettings
 
 _PATIENT = ("Preempted", "NodeFailures")
 """Reasons of an eviction after which Kueue queues the Workload again at once; after others it waits for a cause."""
 
 
-def keep_workloads(facts: Facts, draft: Draft, status: JobStatus) -> None:
+@dataclass(frozen=True)
+class CreateWorkload(AdmissionAction):
+    """Ask Kueue for quota."""
+
+    manifest: Object
+
+
+@dataclass(frozen=True)
+class PatchWorkload(AdmissionAction):
+    """Change a Workload as it was seen, or its status; not a newer version of it, nor another one of its name."""
+
+    name: str
+    body: Object
+    subresource: Literal["status"] | None = None
+
+
+@dataclass(frozen=True)
+class DeleteWorkload(AdmissionAction):
+    """That very Workload, with the quota that it has."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job's dealings with Kueue at one moment."""
+
+    job: Job
+    """As its user has it."""
+    asked: Job
+    """As it is without Kueue: what Kueue is asked for."""
+    pods: tuple[Pod, ...]
+    kueue: Kueue
+    settings: OperatorSettings
+    now: float
+    sound: bool
+    """Whether the specification makes sense."""
+    waits: bool
+    """Whether the job is to have no workers until it is admitted."""
+
+
+def keep_workloads(request: Request, draft: Draft, status: JobStatus) -> None:
     """Ask Kueue for what the job is to have, give back what it has left, and say how it does.
 
     Args:
-        facts: what there is.
+        request: what is known of the job and of Kueue.
         draft: what is decided.
         status: of the job, as it is about to be written.
     """
-    kueue, job = facts.scene.kueue, facts.scene.job
-    if kueue is None or kueue.trouble:
+    kueue, job = request.kueue, request.job
+    if kueue.trouble:
         return
     chain = chain_of(kueue.workloads, job.uid)
     own = [w for w in kueue.workloads if w.owner == job.uid and not w.deleting]
-    pods = [pod for pod in facts.scene.pods if pod.owner == job.uid and not pod.finished]
+    pods = [pod for pod in request.pods if pod.owner == job.uid and not pod.finished]
     if status.finished:
         for workload in own:
             if not pods and not workload.finished:
-                _finish(draft, workload, status, facts.now)
+                _finish(draft, workload, status, request.now)
         return
     if job.spec.suspend or not follows_kueue(job, kueue):
         # Without quota it may go at once; one that has some goes with the last pod.
@@ -77,28 +120,28 @@ def keep_workloads(facts: Facts, draft: Draft, status: JobStatus) -> None:
         _delete(draft, workload)
     lacking = bool(kueue_priority(job)) and kueue.priority is None
     if lacking or kueue.refused or None in kueue.flavors.values():
-        draft.wake(facts.now + facts.settings.admission.reread)  # nothing tells when that is mended
-    if chain.holding is not None and (chain.holding.evicted or facts.granted.waits):
-        _leave(facts, draft, chain, alone=not pods)
-    elif facts.faults or lacking:
+        draft.wake(request.now + request.settings.admission.reread)  # nothing tells when that is mended
+    if chain.holding is not None and (chain.holding.evicted or request.waits):
+        _leave(request, draft, chain, alone=not pods)
+    elif not request.sound or lacking:
         return
     elif chain.holding is not None:
-        _keep(facts, draft, chain, status)
+        _keep(request, draft, chain, status)
     elif chain.asking is not None:
-        _renew(facts, draft, chain.asking, kueue)
+        _renew(request, draft, chain.asking, kueue)
     elif not pods:
-        _create(facts, draft, _first_sets(facts), None)
+        _create(request, draft, _first_sets(request), None)
 
 
-def _first_sets(facts: Facts) -> dict[str, PodSet]:
+def _first_sets(request: Request) -> dict[str, PodSet]:
     """What a job without quota asks for: all that it is to have, or fewer; an elastic one its minimum, to grow then."""
-    job, spec = facts.asked, facts.asked.spec
+    job, spec = request.asked, request.asked.spec
     elastic = is_elastic(job.raw)
     workers = min(max(spec.min_replicas, 1), spec.desired) if elastic else spec.desired
     return ask_for(job, spread(workers, spec.worker_groups), elastic=elastic)
 
 
-def _leave(facts: Facts, draft: Draft, chain: Chain, *, alone: bool) -> None:
+def _leave(request: Request, draft: Draft, chain: Chain, *, alone: bool) -> None:
     """The workers leave; the quota goes back with the last pod."""
     held = chain.holding
     assert held is not None
@@ -106,23 +149,23 @@ def _leave(facts: Facts, draft: Draft, chain: Chain, *, alone: bool) -> None:
         _delete(draft, chain.asking)
     if not alone:
         return
-    if held.shape != pod_sets_hash(facts.scene.job) and not facts.faults:
+    if held.shape != pod_sets_hash(request.job) and request.sound:
         _delete(draft, held)  # and the next decision asks for what is wanted now
     elif held.condition("Evicted").true:
-        _clear_admission(draft, held, facts.now)
+        _clear_admission(draft, held, request.now)
 
 
-def _keep(facts: Facts, draft: Draft, chain: Chain, status: JobStatus) -> None:
+def _keep(request: Request, draft: Draft, chain: Chain, status: JobStatus) -> None:
     """With quota: hand back what is left over, and ask for what is missing."""
     held = chain.holding
     assert held is not None
     if not held.admitted:
         return
     caps = {name: count for name, count in admitted_counts(held).items() if name != COORDINATOR}
-    total, desired = sum(caps.values()), facts.asked.spec.desired
-    kept = _kept(facts, draft, caps, total - desired)
+    total, desired = sum(caps.values()), request.asked.spec.desired
+    kept = _kept(request, draft, caps, total - desired)
     news: Object = {}
-    conditions = _with_readiness(held, status, facts.now)
+    conditions = _with_readiness(held, status, request.now)
     if conditions is not None:
         news["conditions"] = conditions
     if kept != caps and not held.elastic:
@@ -132,19 +175,19 @@ def _keep(facts: Facts, draft: Draft, chain: Chain, status: JobStatus) -> None:
     elif news:
         _patch(draft, held, {"status": news}, "status")
     if held.elastic and desired > total:
-        _grow(facts, draft, chain, caps)
+        _grow(request, draft, chain, caps)
     elif chain.asking is not None:
         _delete(draft, chain.asking)
 
 
-def _kept(facts: Facts, draft: Draft, caps: Mapping[str, int], surplus: int) -> dict[str, int]:
+def _kept(request: Request, draft: Draft, caps: Mapping[str, int], surplus: int) -> dict[str, int]:
     """How many of each group go on: quota is handed back of pods that are gone, of less preferred groups first."""
     kept = dict(caps)
-    here = (pod for pod in facts.scene.pods if pod.owner == facts.job.uid and pod.role == WORKER and not pod.finished)
+    here = (pod for pod in request.pods if pod.owner == request.job.uid and pod.role == WORKER and not pod.finished)
     present = Counter(pod.group for pod in here)
     made = (action for action in draft.actions if isinstance(action, CreatePod) and action.role == WORKER)
     present.update(action.manifest["metadata"]["labels"][LABEL_GROUP] for action in made)
-    for group in reversed(facts.asked.spec.worker_groups):
+    for group in reversed(request.asked.spec.worker_groups):
         free = max(min(kept.get(group.name, 0) - present[group.name], surplus), 0)
         kept[group.name] = kept.get(group.name, 0) - free
         surplus -= free
@@ -161,21 +204,21 @@ def _reclaimable(held: Workload, kept: Mapping[str, int]) -> list[Object]:
     return [{"name": name, "count": count} for name, count in counts.items()]
 
 
-def _grow(facts: Facts, draft: Draft, chain: Chain, caps: Mapping[str, int]) -> None:
+def _grow(request: Request, draft: Draft, chain: Chain, caps: Mapping[str, int]) -> None:
     """Ask for the missing workers by a Workload that is to take the place of the present one.
 
     First for all of them, and after each while without quota for half as many: what is free is used in the end, and a
     job that is to become large does not ask for one worker after the other.
     """
-    held, asking, spec = chain.holding, chain.asking, facts.asked.spec
+    held, asking, spec = chain.holding, chain.asking, request.asked.spec
     assert held is not None
     total = sum(caps.values())
-    patience = facts.settings.admission.patience
-    halvings = int(max(facts.now - asking.created, 0.0) // patience) if asking is not None else 0
+    patience = request.settings.admission.patience
+    halvings = int(max(request.now - asking.created, 0.0) // patience) if asking is not None else 0
     more = max((spec.desired - total) >> halvings, 1)
-    sets = ask_for(facts.asked, spread(total + more, spec.worker_groups, caps), elastic=True)
+    sets = ask_for(request.asked, spread(total + more, spec.worker_groups, caps), elastic=True)
     if asking is None:
-        _create(facts, draft, sets, held)
+        _create(request, draft, sets, held)
         return
     if more > 1:
         draft.wake(asking.created + patience * (halvings + 1))
@@ -184,17 +227,17 @@ def _grow(facts: Facts, draft: Draft, chain: Chain, caps: Mapping[str, int]) -> 
         _patch(draft, asking, {"spec": {"podSets": recount(asking.raw["spec"]["podSets"], counts)}})
 
 
-def _renew(facts: Facts, draft: Draft, asking: Workload, kueue: Kueue) -> None:
+def _renew(request: Request, draft: Draft, asking: Workload, kueue: Kueue) -> None:
     """Without quota everything may change: keep what is asked for as it is wanted now."""
-    job = facts.asked
+    job = request.asked
     if any(asking.reclaimable.values()):  # first: there must not be more of them than pods
         _patch(draft, asking, {"status": {"reclaimablePods": None}}, "status")
         return
-    sets = _first_sets(facts)
-    wanted = _spec(facts, sets, kueue)
+    sets = _first_sets(request)
+    wanted = _spec(request, sets, kueue)
     same = (
         dict(asking.pod_sets) == sets
-        and asking.shape == pod_sets_hash(facts.scene.job)
+        and asking.shape == pod_sets_hash(request.job)
         and asking.queue == kueue_queue(job)
         and asking.elastic == is_elastic(job.raw)
         and (asking.priority, asking.priority_class) == (wanted["priority"], kueue_priority(job))
@@ -202,18 +245,17 @@ def _renew(facts: Facts, draft: Draft, asking: Workload, kueue: Kueue) -> None:
     )
     if not same:
         first = asking.first or asking.name
-        annotations = {**_annotations(facts, first, elastic=is_elastic(job.raw)), ANNOTATION_KUEUE_REPLACES: None}
+        annotations = {**_annotations(request, first, elastic=is_elastic(job.raw)), ANNOTATION_KUEUE_REPLACES: None}
         spec = {"priorityClassRef": None, **wanted}
         _patch(draft, asking, {"metadata": {"annotations": annotations}, "spec": spec})
 
 
-def _create(facts: Facts, draft: Draft, sets: Mapping[str, PodSet], after: Workload | None) -> None:
-    job, kueue = facts.asked, facts.scene.kueue
-    assert kueue is not None
+def _create(request: Request, draft: Draft, sets: Mapping[str, PodSet], after: Workload | None) -> None:
+    job, kueue = request.asked, request.kueue
     name = workload_name(job, after.name if after is not None else "")
     first = name if after is None else after.first or after.name
-    annotations = _annotations(facts, first, elastic=after is not None or is_elastic(job.raw))
-    spec = _spec(facts, sets, kueue)
+    annotations = _annotations(request, first, elastic=after is not None or is_elastic(job.raw))
+    spec = _spec(request, sets, kueue)
     if after is not None:
         annotations[ANNOTATION_KUEUE_REPLACES] = after.key
         spec["queueName"] = after.queue
@@ -227,18 +269,18 @@ def _create(facts: Facts, draft: Draft, sets: Mapping[str, PodSet], after: Workl
     )
 
 
-def _annotations(facts: Facts, first: str, *, elastic: bool) -> dict[str, str | None]:
+def _annotations(request: Request, first: str, *, elastic: bool) -> dict[str, str | None]:
     """What a Workload says of itself; ``None``: it has no such annotation."""
     return {
-        ANNOTATION_POD_SETS: pod_sets_hash(facts.scene.job),
+        ANNOTATION_POD_SETS: pod_sets_hash(request.job),
         ANNOTATION_KUEUE_ELASTIC: "true" if elastic else None,
         ANNOTATION_KUEUE_SLICE: first if elastic else None,
     }
 
 
-def _spec(facts: Facts, sets: Mapping[str, PodSet], kueue: Kueue) -> Object:
-    job = facts.asked
-    spec: Object = {"queueName": kueue_queue(job), "podSets": write_pod_sets(job, sets, facts.settings)}
+def _spec(request: Request, sets: Mapping[str, PodSet], kueue: Kueue) -> Object:
+    job = request.asked
+    spec: Object = {"queueName": kueue_queue(job), "podSets": write_pod_sets(job, sets, request.settings)}
     name = kueue_priority(job)
     spec["priority"] = job.spec.priority if kueue.priority is None else kueue.priority
     if name:

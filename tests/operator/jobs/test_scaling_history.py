@@ -13,7 +13,8 @@ from scenes import accepted, body, remote, seen, worker
 from virtualflow.protocol.http_api import Status
 from virtualflow_operator.api.job_status import Measured
 from virtualflow_operator.api.objects import read_job
-from virtualflow_operator.queues.scaling_history import MAX_MEASURED, curve_of, efficient_limit, phases_of, remember
+from virtualflow_operator.jobs.scaling_history import MAX_MEASURED, efficient_limit, remember
+from virtualflow_operator.queues.curves import curve_of, phases_of
 from virtualflow_operator.scheduling.phases import Phases
 
 JOB = read_job(accepted(body(virtualNodes=64)))

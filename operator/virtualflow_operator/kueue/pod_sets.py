@@ -9,9 +9,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from virtualflow_operator.api import Job, Object, Placement, PodSet, WorkerGroup
+from virtualflow_operator.api import Job, Object, PodAdditions, PodSet, WorkerGroup
 from virtualflow_operator.constants import COORDINATOR, KIND
 from virtualflow_operator.jobs import manifests
+from virtualflow_operator.jobs.template_hashes import hash_of
 from virtualflow_operator.settings import OperatorSettings
 
 _OF_A_POD = (
@@ -19,6 +20,12 @@ _OF_A_POD = (
     "restartPolicy", "runtimeClassName", "schedulerName", "tolerations", "topologySpreadConstraints",
 )  # fmt: skip
 """Fields of a pod that Kueue looks at. Commands, environments and volumes are not its business."""
+_ASKED_FOR = (
+    "affinity", "nodeSelector", "overhead", "priorityClassName", "resourceClaims", "runtimeClassName", "tolerations",
+    "topologySpreadConstraints",
+)  # fmt: skip
+"""Fields of a pod template on which it depends whether and where its pods are admitted, beside its containers'
+resources."""
 _OF_A_CONTAINER = ("image", "name", "resources", "restartPolicy")
 _LONGEST_NAME = 63
 """Characters of a Workload's name: it may be the value of a label."""
@@ -53,7 +60,7 @@ def ask_for(job: Job, counts: Mapping[str, int], *, elastic: bool) -> dict[str, 
         return sets
     largest = max(counts, key=lambda name: counts[name])
     others = sum(counts.values()) - counts[largest]
-    least = max(min(job.spec.min_replicas, job.spec.most) - others, 1)
+    least = max(job.spec.least - others, 1)
     if least < counts[largest]:
         sets[largest] = PodSet(counts[largest], least)
     return sets
@@ -93,19 +100,40 @@ def workload_name(job: Job, after: str) -> str:
     return f"{f'{KIND.lower()}-{job.name}'[: _LONGEST_NAME - 9]}-{mark}"
 
 
-def place(pod: Object, placement: Placement) -> None:
+def add_to(pod: Object, more: PodAdditions) -> None:
     """Let a pod run where Kueue has given its job quota.
 
     Args:
         pod: its manifest, which is changed.
-        placement: what the flavors and admission checks demand.
+        more: what the flavors and admission checks demand.
     """
     spec, metadata = pod["spec"], pod["metadata"]
-    if placement.node_selector:
-        spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **placement.node_selector}
+    if more.node_selector:
+        spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **more.node_selector}
     own = spec.get("tolerations") or []
-    more = [toleration for toleration in placement.tolerations if toleration not in own]
-    if more:
-        spec["tolerations"] = [*own, *more]
-    metadata["labels"] = {**placement.labels, **metadata["labels"]}
-    metadata["annotations"] = {**placement.annotations, **metadata["annotations"]}
+    lacking = [toleration for toleration in more.tolerations if toleration not in own]
+    if lacking:
+        spec["tolerations"] = [*own, *lacking]
+    metadata["labels"] = {**more.labels, **metadata["labels"]}
+    metadata["annotations"] = {**more.annotations, **metadata["annotations"]}
+
+
+def pod_sets_hash(job: Job) -> str:
+    """What of the job's pods Kueue is asked to admit: when it changes, they must be admitted anew.
+
+    By the users' templates alone. What a newer operator asks for its coordinators is no reason to stop a training.
+    """
+    templates = {group.name: group.template for group in job.spec.worker_groups}
+    return hash_of([_asked_for(job.spec.coordinator.template), {name: _asked_for(t) for name, t in templates.items()}])
+
+
+def _asked_for(template: Object) -> Object:
+    spec = template.get("spec")
+    spec = spec if isinstance(spec, dict) else {}
+    containers = [
+        [container.get("resources"), container.get("restartPolicy")]
+        for kind in ("initContainers", "containers")
+        for container in spec.get(kind) or []
+        if isinstance(container, dict)
+    ]
+    return {"containers": containers, **{field: spec[field] for field in _ASKED_FOR if spec.get(field) is not None}}

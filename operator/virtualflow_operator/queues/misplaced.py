@@ -1,18 +1,19 @@
-"""Which kind of device each worker is on, and who is to be replaced by one on another kind. Pure.
+"""Which of a job's workers are where its queue does not have them, and who is lacking there. Pure.
 
-What the queue gives a job is so many workers of each kind. Those beyond it are replaced as others are that have to go:
-the successor comes first, and takes part before they leave.
+A queue gives a job so many workers of each kind of device, on devices of its own or of another job. The others are
+replaced: the successor comes first, and takes part before they leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from virtualflow_operator.api import Node, Pod, QueueSpec, WorkerGroup
 from virtualflow_operator.constants import ON_DEMAND
+from virtualflow_operator.jobs.node_fit import is_made_for
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod, PodClassification
-from virtualflow_operator.queues import is_made_for, kind_of
+from virtualflow_operator.queues.kinds import kind_of
 
 
 def kind_of_pod(pod: Pod, queue: QueueSpec, nodes: Mapping[str, Node] | None) -> str:
@@ -52,6 +53,26 @@ def sort_by_kind(
             for w in workers
         ),
     )
+
+
+def sort_by_host(pods: PodClassification, host: str, nodes: Collection[str]) -> PodClassification:
+    """Note that those workers are to be replaced which are not on the devices that the queue gives the job.
+
+    Args:
+        pods: of the job.
+        host: namespace and name of the job on whose devices it is to compute; empty: on its own.
+        nodes: where workers of the host are; empty: that is not known, and nobody goes because of it.
+    """
+    return replace(pods, workers=tuple(_placed(worker, host, nodes) for worker in pods.workers))
+
+
+def _placed(worker: ClassifiedPod, host: str, nodes: Collection[str]) -> ClassifiedPod:
+    pod = worker.pod
+    away = bool(host and nodes and pod.node) and pod.node not in nodes
+    if worker.fate not in ("healthy", "stuck") or (pod.host == host and not away):
+        return worker
+    reason = f"its queue has it compute on devices of {host}" if host else "its queue gives the job devices of its own"
+    return replace(worker, fate="planned", reason=reason, misplaced=True)
 
 
 def lacking_kinds(given: Mapping[str, int], workers: Sequence[ClassifiedPod]) -> list[str]:

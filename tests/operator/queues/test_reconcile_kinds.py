@@ -13,7 +13,7 @@ from virtualflow_operator.api import Node, QueueSpec
 from virtualflow_operator.constants import LABEL_KIND
 from virtualflow_operator.jobs.actions import CreatePod, Plan
 from virtualflow_operator.jobs.reconcile import reconcile
-from virtualflow_operator.queues import Grant
+from virtualflow_operator.queues import Grant, QueueAdmission
 
 QUEUE = msgspec.convert(
     {
@@ -27,7 +27,8 @@ QUEUE = msgspec.convert(
 def decide(stage: Stage, queue: QueueSpec | None = QUEUE, **kinds: int) -> Plan:
     """What is decided when the queue has given so many workers of each kind."""
     grant = Grant(stage.job.uid, "shared", sum(kinds.values()) or 2, "so it is", kind=next(iter(kinds), ""))
-    scene = dataclasses.replace(stage.scene, grant=dataclasses.replace(grant, kinds=tuple(kinds.items())), queue=queue)
+    grant = dataclasses.replace(grant, kinds=tuple(kinds.items()))
+    scene = dataclasses.replace(stage.scene, admission=QueueAdmission(grant, queue))
     return reconcile(scene, NOW, stage.settings)
 
 

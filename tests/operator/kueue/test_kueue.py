@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from kueue_cases import admitted, asked, created, decide, kueue_job, named, reserved, stored, told, view
-from scenes import NOW, Spec, body, group
+from scenes import NOW, SETTINGS, Spec, body, group
 
-from virtualflow_operator.api import Placement, read_job, read_workload
+from virtualflow_operator.api import PodAdditions, read_job, read_workload
 from virtualflow_operator.api.job_status import merge_patch, write_status
 from virtualflow_operator.jobs.actions import Plan
-from virtualflow_operator.jobs.template_hashes import pod_sets_hash
-from virtualflow_operator.queues import Granted, Kueue, chain_of, follows_kueue, settle_admission
-from virtualflow_operator.queues.grants import settle_grant
+from virtualflow_operator.jobs.admission import AT_ONCE, Admitted
+from virtualflow_operator.kueue import Kueue, KueueAdmission, chain_of, follows_kueue
+from virtualflow_operator.kueue.admission import KueuePlacement
 
 
-def settle(raw: Spec, *workloads: Spec, **facts: Any) -> Granted:
-    job = read_job(raw)
-    return settle_admission(settle_grant(job, None), view(*workloads, **facts), pod_sets_hash(job), NOW)
+def admit(raw: Spec, *workloads: Spec, **facts: Any) -> Admitted:
+    return KueueAdmission(view(*workloads, **facts), SETTINGS).admit(read_job(raw), sound=True, now=NOW)
+
+
+def waits(admitted: Admitted) -> str:
+    return "" if admitted.wait is None else admitted.wait.leave
+
+
+def additions(admitted: Admitted) -> Mapping[str, PodAdditions]:
+    assert isinstance(admitted.placement, KueuePlacement)
+    return admitted.placement.additions
 
 
 def allocated(plan: Plan) -> tuple[str, str, str]:
@@ -72,12 +81,11 @@ def test_topology_and_checks_that_contradict_one_another_are_waited_for() -> Non
     raw = kueue_job()
     placed = admitted(asked(raw))
     placed["status"]["admission"]["podSetAssignments"][1]["topologyAssignment"] = {"levels": ["rack"]}
-    assert "topology-aware" in settle(raw, placed).waits
+    assert "topology-aware" in waits(admit(raw, placed))
     update = {"name": "workers", "nodeSelector": {"pool": "other"}}
     check = {"name": "provision", "state": "Ready", "podSetUpdates": [update]}
-    assert (
-        "the admission check provision wants another value of pool"
-        in settle(raw, checks(admitted(asked(raw)), check)).waits
+    assert "the admission check provision wants another value of pool" in waits(
+        admit(raw, checks(admitted(asked(raw)), check))
     )
 
 
@@ -87,13 +95,13 @@ def test_topology_and_checks_that_contradict_one_another_are_waited_for() -> Non
 def test_an_admission_is_the_number_of_workers_of_each_group_and_where_they_run() -> None:
     groups = [group("a", maxReplicas=3), group("b")]
     raw = kueue_job(replicas=5, minReplicas=2, workerGroups=groups)
-    granted = settle(raw, admitted(asked(raw), a=1))
+    granted = admit(raw, admitted(asked(raw), a=1))
     spec = granted.job.spec
     assert [(g.name, g.max_replicas) for g in spec.worker_groups] == [("a", 1), ("b", 2)]
     assert (spec.desired, spec.most) == (3, 3)
-    assert set(granted.placements) == {"coordinator", "a", "b"}
-    assert granted.placements["a"].node_selector == {"pool": "reserved"}
-    assert granted.limit_code == "LimitedByKueue"
+    assert set(additions(granted)) == {"coordinator", "a", "b"}
+    assert additions(granted)["a"].node_selector == {"pool": "reserved"}
+    assert granted.limit_reason == "LimitedByKueue"
 
 
 def test_what_admission_checks_demand_comes_on_top_of_the_flavors() -> None:
@@ -107,8 +115,8 @@ def test_what_admission_checks_demand_comes_on_top_of_the_flavors() -> None:
         "annotations": {"consume": "request-1"},
     }
     check = {"name": "provision", "state": "Ready", "podSetUpdates": [update]}
-    placements = settle(raw, checks(admitted(asked(raw)), check)).placements
-    assert placements["workers"] == Placement(
+    placements = additions(admit(raw, checks(admitted(asked(raw)), check)))
+    assert placements["workers"] == PodAdditions(
         {"pool": "reserved", "zone": "a"}, (toleration, {"key": "other"}), {"l": "1"}, {"consume": "request-1"}
     )
     assert placements["coordinator"].node_selector == {"pool": "reserved"}
@@ -139,11 +147,11 @@ def test_the_allocation_is_written_once_and_says_since_when() -> None:
 
 def test_while_nothing_is_known_what_runs_goes_on_and_nothing_is_made() -> None:
     raw = kueue_job({"replicas": 3, "phase": "Running"}, replicas=5)
-    granted = settle(raw, trouble="the Workloads have not been listed yet")
-    assert (granted.waits, granted.still, granted.job.spec.desired) == ("", True, 3)
-    fresh = settle(kueue_job(replicas=5), trouble="the Workloads have not been listed yet")
-    assert fresh.waits == "the Workloads have not been listed yet"
-    assert (fresh.code, fresh.job.spec.suspend) == ("KueueNotReady", True)
+    granted = admit(raw, trouble="the Workloads have not been listed yet")
+    assert (waits(granted), granted.still, granted.job.spec.desired) == ("", True, 3)
+    fresh = admit(kueue_job(replicas=5), trouble="the Workloads have not been listed yet")
+    assert waits(fresh) == "the Workloads have not been listed yet"
+    assert (fresh.reason, fresh.job.spec.suspend) == ("KueueNotReady", True)
     plan = decide(raw, trouble="the Workloads have not been listed yet")
     assert plan.actions == ()
     assert plan.status.phase != "Suspending"
@@ -153,8 +161,8 @@ def test_a_flavor_that_cannot_be_read_any_more_stops_nothing() -> None:
     raw = kueue_job(replicas=2)
     workload = admitted(asked(raw))
     runs = raw | {"status": write_status(decide(raw, workload).status)}
-    granted = settle(runs, workload, flavors={"gpus": None})
-    assert (granted.still, granted.waits, granted.job.spec.desired) == (True, "", 2)
+    granted = admit(runs, workload, flavors={"gpus": None})
+    assert (granted.still, waits(granted), granted.job.spec.desired) == (True, "", 2)
 
 
 def test_a_specification_that_makes_no_sense_stops_nothing_but_an_eviction_does() -> None:
@@ -162,17 +170,17 @@ def test_a_specification_that_makes_no_sense_stops_nothing_but_an_eviction_does(
     held = admitted(asked(kueue_job()))
     job = read_job(raw)
     known = Kueue((read_workload(held),))
-    granted = settle_admission(settle_grant(job, None), known, None, NOW)
-    assert (granted.still, granted.waits) == (True, "")
+    granted = KueueAdmission(known, SETTINGS).admit(job, sound=False, now=NOW)
+    assert (granted.still, waits(granted)) == (True, "")
     evicted = Kueue((read_workload(told(held, ("Evicted", "True", "Preempted"))),))
-    assert settle_admission(settle_grant(job, None), evicted, None, NOW).code == "EvictedByKueue"
+    assert KueueAdmission(evicted, SETTINGS).admit(job, sound=False, now=NOW).reason == "EvictedByKueue"
 
 
-@pytest.mark.parametrize("kueue", [None, Kueue()], ids=["no Kueue", "nothing of this job's"])
-def test_a_job_without_the_label_is_not_kueues(kueue: Kueue | None) -> None:
+def test_a_job_without_the_label_is_not_kueues() -> None:
     job = read_job(body())
-    assert not follows_kueue(job, kueue)
-    assert settle_admission(settle_grant(job, None), kueue, "", NOW) == settle_grant(job, None)
+    assert not follows_kueue(job, Kueue())
+    at_once = AT_ONCE.admit(job, sound=True, now=NOW)
+    assert KueueAdmission(Kueue(), SETTINGS).admit(job, sound=True, now=NOW) == at_once
 
 
 def test_a_job_is_in_one_queue() -> None:
@@ -205,4 +213,4 @@ def test_those_of_a_namesake_and_those_that_are_deleted_do_not_count() -> None:
     gone = workload | {"metadata": workload["metadata"] | {"deletionTimestamp": "2026-01-01T00:00:00Z"}}
     assert chain_of([read_workload(gone)], "uid-1").holding is None
     assert chain_of([read_workload(workload)], "another").holding is None
-    assert settle(raw, gone).waits
+    assert waits(admit(raw, gone))

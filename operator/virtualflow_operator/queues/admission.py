@@ -1,0 +1,167 @@
+"""Admission by a queue of ours: as many workers as its latest decision gives the job, where it gives them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from virtualflow_operator import reasons
+from virtualflow_operator.api import (
+    AllocationStatus,
+    Job,
+    Node,
+    Object,
+    OfKind,
+    QueueSpec,
+    WorkerGroup,
+    format_time,
+)
+from virtualflow_operator.jobs.admission import Admission, Admitted, Placement, Wait, with_workers, without_workers
+from virtualflow_operator.jobs.pod_classification import ClassifiedPod, PodClassification
+from virtualflow_operator.jobs.worker_plan import NewWorker
+from virtualflow_operator.queues.grants import Grant, known_grant
+from virtualflow_operator.queues.misplaced import lacking_kinds, sort_by_host, sort_by_kind, unsuitable
+from virtualflow_operator.queues.worker_pods import choose_grounds, confine, lodge, take_turns, tells_apart
+
+
+@dataclass(frozen=True)
+class QueueAdmission(Admission):
+    """What its queue has decided about one job."""
+
+    grant: Grant | None = None
+    """The latest decision, if this operator has made one."""
+    queue: QueueSpec | None = None
+    """``None``: there is no queue of that name."""
+    host_nodes: frozenset[str] = frozenset()
+    """Where workers are of the job on whose devices this one is to compute, if so."""
+    crowds: Mapping[str, int] = field(default_factory=dict)
+    """Workers of all jobs on each node where the job has pods, if the queue wants nodes to fall idle."""
+    turns_directory: str = ""
+    """Where on a node its turn server listens."""
+
+    def admit(self, job: Job, *, sound: bool, now: float) -> Admitted:
+        """Say what the queue lets the job have; until it has decided, a job that runs goes on as it is."""
+        status = job.status
+        if status.finished:
+            return Admitted(job, reason=reasons.FINISHED)
+        grant = self.grant if self.grant is not None and self.grant.uid == job.uid else None
+        if grant is None and status.allocation is not None:
+            grant = known_grant(job, 0.0)
+        if grant is None and status.replicas and not job.spec.suspend:
+            placement = QueuePlacement(self, {}, "")
+            message = "Its queue has not decided yet."
+            return Admitted(job, placement, reason=reasons.QUEUED, message=message, still=placement.undecided)
+        if grant is None:
+            why = "its queue has not decided yet"
+            return Admitted(without_workers(job), wait=_wait(job, why), reason=reasons.QUEUED, message=why)
+        wait = None
+        if grant.workers:
+            given = with_workers(job, grant.workers)
+        elif job.spec.suspend:
+            given = job
+        else:
+            given, wait = without_workers(job), _wait(job, grant.reason)
+        placement = QueuePlacement(self, dict(grant.kinds) if grant.workers else {}, grant.host)
+        still = placement.unhosted or (placement.undecided and not given.spec.suspend)
+        return Admitted(given, placement, wait, _write(grant), grant.code, still=still)
+
+
+@dataclass(frozen=True)
+class QueuePlacement(Placement):
+    """Where a queue has its job's workers run."""
+
+    by: QueueAdmission
+    kinds: Mapping[str, int]
+    """Workers that the job is to have of each kind of device, its own kind first; empty: that is not decided."""
+    host: str
+    """Namespace and name of the job on whose devices it is to compute; empty: on its own."""
+
+    @property
+    def crowds(self) -> Mapping[str, int]:
+        """Workers on nodes that the queue wants to fall idle."""
+        return self.by.crowds
+
+    @property
+    def kinds_differ(self) -> bool:
+        """Whether the queue tells kinds of device apart."""
+        return self.by.queue is not None and bool(self.by.queue.kinds)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the queue has kinds of device, or other names for them, and has not decided about the job since."""
+        named = {kind.name for kind in self.by.queue.kinds} if self.by.queue is not None else set()
+        return bool(named) and not (self.kinds and self.kinds.keys() <= named)
+
+    @property
+    def unhosted(self) -> bool:
+        """Whether the job is on devices of another one, and its queue has jobs share devices no more."""
+        return bool(self.host) and not self._in_turns
+
+    @property
+    def _in_turns(self) -> bool:
+        return self.by.queue is not None and self.by.queue.jobs_per_device > 1
+
+    @property
+    def _given(self) -> Mapping[str, int]:
+        return self.kinds if self.kinds_differ else {}
+
+    def sort(self, pods: PodClassification, nodes: Mapping[str, Node] | None) -> PodClassification:
+        """Note who is on another kind of device, or on other devices, than the queue gives the job."""
+        pods = sort_by_kind(pods, self._given, self.by.queue, nodes)
+        return sort_by_host(pods, self.host, self.by.host_nodes)
+
+    def find_lacking(
+        self, workers: Sequence[ClassifiedPod], groups: Sequence[WorkerGroup], nodes: Mapping[str, Node] | None
+    ) -> tuple[Sequence[str], Collection[tuple[str, str]]]:
+        """Find the kinds of those that are lacking."""
+        lacking = lacking_kinds(self._given, workers)
+        apart = (
+            unsuitable([*self._given], groups, self.by.queue, nodes) if self.by.queue is not None and lacking else ()
+        )
+        return lacking, apart
+
+    def place_workers(
+        self, made: Sequence[tuple[NewWorker, Object]], job: Job, workers: Sequence[ClassifiedPod]
+    ) -> None:
+        """Confine new workers to the queue's nodes, to their kind of device, and beside their host."""
+        queue = self.by.queue
+        if queue is None:
+            return
+        apart = tells_apart(job.spec, queue)
+        grounds = choose_grounds(len(made), job.spec, workers) if apart else [""] * len(made)
+        for (worker, pod), ground in zip(made, grounds, strict=True):
+            confine(pod, queue, ground, worker.kind)
+            self.complete_template(pod)
+            if self.host and queue.resource is not None:
+                lodge(pod, job, self.host, queue.resource)
+
+    def complete_template(self, pod: Object) -> None:
+        """Tell a worker of its node's turn server, where jobs of the queue share devices."""
+        if self._in_turns:
+            take_turns(pod, self.by.turns_directory)
+
+
+def _wait(job: Job, why: str) -> Wait:
+    queue = job.spec.queue
+    return Wait(
+        f"the queue {queue} has no workers for it: {why}",
+        f"the queue {queue} gives it none",
+        "for workers of its queue",
+        reasons.QUEUED,
+    )
+
+
+def _write(grant: Grant) -> AllocationStatus:
+    """The decision as the job's status shows it."""
+    return AllocationStatus(
+        grant.queue,
+        grant.workers,
+        grant.reason,
+        format_time(grant.since),
+        format_time(grant.resized),
+        int(grant.waited),
+        grant.kind,
+        tuple(OfKind(*share) for share in grant.kinds),
+        grant.host,
+        grant.lodgers,
+    )
