@@ -121,7 +121,7 @@ def _external(name: str) -> Callable[[Sequence[str]], int]:
                 raise ConfigurationError(
                     f"virtualflow {name} needs {error.name}: pip install 'virtualflow[trainer]'"
                 ) from None
-            if not entry.module.startswith(f"{error.name}."):
+            if (error.name or "").partition(".")[0] != entry.module.partition(".")[0]:
                 raise
         else:
             return command
