@@ -11,9 +11,9 @@ from statuses import coordinator_status
 from virtualflow.protocol.http_api import Call, DrainCall, GoneCall, LostWorker, Status, WorkerStatus
 from virtualflow.protocol.messages import Change, Generation, encode
 from virtualflow.protocol.termination_message import TerminationMessage
-from virtualflow_operator.api.job_status import merge_patch, write_status
+from virtualflow_operator.api.job import merge_patch, write_status
 from virtualflow_operator.api.objects import Job, Link, Node, Pod, Service, format_time, read_job, read_pod
-from virtualflow_operator.jobs import manifests, template_hashes
+from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import Action, CreatePod, DeletePod, Plan
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene, Verdict
@@ -49,7 +49,7 @@ def accepted(raw: Spec, **status: Any) -> Spec:
     job = read_job(raw)
     known = {
         "phase": "Running",
-        "templateHash": template_hashes.templates_hash(job),
+        "templateHash": manifests.templates_hash(job),
         "coordinator": "digits-coordinator-0",
         "startTime": format_time(NOW - 100),
         "virtualNodes": job.spec.virtual_nodes,
@@ -151,7 +151,7 @@ def change(counter: int, cause: str = "join", **facts: Any) -> Change:
 
 
 def verdict_of(raw: Spec, error: str = "", at: float = NOW - 1) -> Verdict:
-    return Verdict(template_hashes.templates_hash(read_job(raw)), at, error)
+    return Verdict(manifests.templates_hash(read_job(raw)), at, error)
 
 
 def link(status: Status | None, *, connected: bool = True, since: float = NOW - 50, pod: str = "coordinator-0") -> Link:

@@ -9,7 +9,7 @@ from scenes import NOW, SETTINGS, given_up
 from small_cluster import KEY, Cluster
 
 from virtualflow.protocol.http_api import Call, DrainCall, GoneCall, ScaleCall
-from virtualflow_operator.api.job_status import merge_patch, write_status
+from virtualflow_operator.api.job import merge_patch, write_status
 from virtualflow_operator.api.objects import Link, read_job
 from virtualflow_operator.constants import WORKER
 from virtualflow_operator.jobs.actions import (
@@ -22,6 +22,7 @@ from virtualflow_operator.jobs.actions import (
     PointService,
 )
 from virtualflow_operator.jobs.admission import AT_ONCE, Admission
+from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import Scene, Verdict
@@ -168,7 +169,9 @@ def check(scene: Scene, plan: Plan, now: float) -> None:
     assert not {pod.name for pod in scene.pods} & set(made), "no name that is taken is made"
     uids = [action.uid for action in plan.actions if isinstance(action, DeletePod)]
     assert len(uids) == len(set(uids)), f"nothing is deleted twice: {plan.actions}"
-    pods = classify_pods(job, scene.pods, nodes=scene.nodes, link=link, now=now, settings=SETTINGS)
+    pods = classify_pods(
+        job, scene.pods, nodes=scene.nodes, link=link, now=now, settings=SETTINGS, templates=hash_templates(job).groups
+    )
     new = sum(1 for a in plan.actions if isinstance(a, CreatePod) and a.role == WORKER)
     if new:
         counted = [p for p in pods.of("healthy", "planned") if p.pod.uid not in uids]

@@ -1,21 +1,25 @@
 """The resources as the operator reads and writes them, and what their schema cannot say: pure, and open to all."""
 
-from virtualflow_operator.api.job_spec import JobSpec, Object, WorkerGroup, WorkerMemory, without_nulls
-from virtualflow_operator.api.job_status import (
+from virtualflow_operator.api.job import (
     AllocationStatus,
     Condition,
     ConditionType,
     EndedRun,
     Failures,
+    JobSpec,
     JobStatus,
     LastChange,
     Measured,
+    Object,
     OfKind,
     Phase,
     Share,
     Truth,
     Unfit,
+    WorkerGroup,
+    WorkerMemory,
     merge_patch,
+    without_nulls,
     write_status,
 )
 from virtualflow_operator.api.objects import (

@@ -15,9 +15,9 @@ import msgspec
 
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.termination_message import TerminationMessage, decode_termination_message
-from virtualflow_operator.api.job_spec import JobSpec, Object, read_spec
-from virtualflow_operator.api.job_status import JobStatus, read_status
+from virtualflow_operator.api.job import JobSpec, JobStatus, Object, read_spec, read_status
 from virtualflow_operator.api.quantities import Requests, pod_requests
+from virtualflow_operator.api.validation import find_problems
 from virtualflow_operator.constants import (
     ANNOTATION_CONTAINER,
     ANNOTATION_HOST,
@@ -183,19 +183,20 @@ class Job:
     status: JobStatus
     raw: Object
     """The whole object."""
-    fault: str = ""
-    """Why nothing is done about it: its ``spec`` cannot be read, or two queues would have it."""
+    faults: tuple[str, ...] = ()
+    """Why nothing is done about it, in sentences: its ``spec`` cannot be read, or makes no sense."""
 
 
 def read_job(body: Object) -> Job:
-    """Read a job; one with a spec that cannot be read bears the reason in ``fault``."""
-    metadata, fault = body["metadata"], ""
+    """Read a job; what is wrong with its spec is in ``faults``."""
+    metadata = body["metadata"]
     try:
         spec = read_spec(body.get("spec") or {})
+        faults = tuple(find_problems(spec))
     except msgspec.ValidationError as error:
-        spec, fault = _unreadable(body), f"spec cannot be read: {error}; correct it."
+        spec, faults = _unreadable(body), (f"spec cannot be read: {error}; correct it.",)
     if spec.queue and (metadata.get("labels") or {}).get(LABEL_KUEUE_QUEUE):
-        fault = f"a job waits in one queue: remove spec.queue, or the label {LABEL_KUEUE_QUEUE} of Kueue."
+        faults = (f"a job waits in one queue: remove spec.queue, or the label {LABEL_KUEUE_QUEUE} of Kueue.",)
     return Job(
         metadata["namespace"],
         metadata["name"],
@@ -204,7 +205,7 @@ def read_job(body: Object) -> Job:
         spec,
         read_status(body.get("status")),
         body,
-        fault,
+        faults,
     )
 
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from virtualflow_operator.api.job_spec import Base, Object
-from virtualflow_operator.api.job_status import Condition
+from virtualflow_operator.api.job import Base, Condition, Object
 from virtualflow_operator.constants import MANAGER
 
 DEFAULT_POLICY = "WeightedFairShare"

@@ -28,7 +28,7 @@ from virtualflow.protocol.settings import (
     ENV_VIRTUAL_NODES,
     ENV_WORKER,
 )
-from virtualflow_operator.api.job_spec import JobSpec, Object, WorkerMemory, without_nulls
+from virtualflow_operator.api.job import JobSpec, Object, WorkerMemory, without_nulls
 from virtualflow_operator.api.quantities import parse_quantity
 from virtualflow_operator.constants import CHECKPOINT_VOLUME, TURNS_VOLUME
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from virtualflow_operator.api.job_spec import Object
+from virtualflow_operator.api.job import Object
 from virtualflow_operator.api.objects import Job, parse_time
 from virtualflow_operator.constants import (
     ANNOTATION_KUEUE_ELASTIC,

@@ -77,8 +77,8 @@ class Admissions:
         if self._kueue is not None:
             await self._kueue.workloads.close()
 
-    def fault(self, job: Job) -> str:
-        """Why nobody can admit a job: what that takes is not installed; empty: it is."""
+    def missing(self, job: Job) -> str:
+        """What is not installed that it takes to admit a job, in a sentence; empty: nothing."""
         if job.spec.queue and self._load_queues() is None:
             return self._missing["queues"]
         return self._missing["kueue"] if kueue_queue(job) and self._load_kueue() is None else ""

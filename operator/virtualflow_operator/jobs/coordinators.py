@@ -1,4 +1,9 @@
-"""A running job has exactly one coordinator, with a service that leads to it."""
+"""A running job has exactly one coordinator, with a service that leads to it; and nothing begins beside a training.
+
+The first coordinator process of an attempt may begin with whoever comes. That it may is written into the status before
+it is told, by the number of the process; so what takes its place, in another pod or in the same one, is known to do so
+whatever this operator has missed. It begins nothing before all pods that may train have reached it or have ended.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,9 @@ from virtualflow.protocol.http_api import BeginCall, LivingWorker, ScaleCall
 from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow_operator.api import Pod
 from virtualflow_operator.constants import COORDINATOR
-from virtualflow_operator.jobs import event_messages, manifests, template_hashes
+from virtualflow_operator.jobs import event_messages, manifests
 from virtualflow_operator.jobs.actions import FAILED_GRACE, CreatePod, CreateService, Draft, PointService
-from virtualflow_operator.jobs.beginnings import may_train
+from virtualflow_operator.jobs.pod_classification import find_disruption
 from virtualflow_operator.jobs.scene import Facts
 
 _AGAIN = 10.0
@@ -54,7 +59,7 @@ def keep_coordinator(facts: Facts, draft: Draft, *, accepted: bool) -> None:
 
 def _is_lost(pod: Pod, facts: Facts, draft: Draft, accepted: bool) -> bool:
     """Whether a coordinator that should run is of no use any more."""
-    if accepted and pod.template != template_hashes.coordinator_hash(facts.job):
+    if accepted and pod.template != facts.hashes.coordinator:
         return True
     link = facts.link if facts.link is not None and facts.link.pod == pod.uid else None
     if link is not None and link.connected:
@@ -98,3 +103,41 @@ def tell_scale(facts: Facts, draft: Draft) -> None:
     told = remote.wanted_reason in (reason, None)  # a coordinator of an older version knows of no reasons
     if (remote.wanted, remote.minimum) != (desired, minimum) or not told:
         draft.calls.append(ScaleCall(desired, minimum, reason))
+
+
+# --- who may still be in a training -----------------------------------------------------------------------------------
+
+
+def unheard(facts: Facts) -> list[str]:
+    """Names of pods that may train, and that a coordinator waits for which knows of no training."""
+    remote, first = facts.remote, facts.job.status.start_ticket
+    if not facts.connected or remote is None or remote.start_ticket is None or first is None:
+        return []
+    here = {(worker.worker, worker.address) for worker in remote.workers if worker.state != "silent"}
+    pods = may_train(facts, of_this_attempt=first != remote.start_ticket)
+    return [pod.name for pod in pods if (pod.name, pod.ip) not in here]
+
+
+def may_train(facts: Facts, *, of_this_attempt: bool) -> list[Pod]:
+    """Pods that may be in a generation, or whose coordinator may let others begin.
+
+    Args:
+        facts: what there is.
+        of_this_attempt: whether those of the attempt under way may, and not only those of former ones.
+    """
+    pods = list(facts.pods.stale)
+    if of_this_attempt:
+        present = facts.link.pod if facts.link is not None else ""
+        pods += [worker.pod for worker in facts.pods.workers]
+        pods += [pod for pod in facts.pods.coordinators if pod.uid != present]
+    return [pod for pod in pods if _may_run(pod, facts)]
+
+
+def _may_run(pod: Pod, facts: Facts) -> bool:
+    """Whether a process of that pod may be alive, as far as it is not taken for lost (see ``losses``)."""
+    if pod.finished or not pod.node or pod.waiting:
+        return False
+    if pod.deleting_at is not None and facts.now >= pod.deleting_at:
+        return False
+    disruption = find_disruption(pod, (facts.scene.nodes or {}).get(pod.node), "absent", ())
+    return disruption is None or disruption.kind != "lost"

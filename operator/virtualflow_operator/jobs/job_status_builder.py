@@ -26,14 +26,13 @@ from virtualflow_operator.api import (
     format_time,
     parse_time,
 )
-from virtualflow_operator.jobs.beginnings import unheard
-from virtualflow_operator.jobs.conditions import Aspect, with_conditions
+from virtualflow_operator.jobs.conditions import Aspect, shown_loss, training_health, with_conditions
+from virtualflow_operator.jobs.coordinators import unheard
 from virtualflow_operator.jobs.node_fit import never_fits
 from virtualflow_operator.jobs.phases import NO_MEMORY_COPY, limited
 from virtualflow_operator.jobs.pod_classification import PodClassification
 from virtualflow_operator.jobs.scaling_history import remember
 from virtualflow_operator.jobs.scene import Facts
-from virtualflow_operator.jobs.training_health import shown_loss, training_health
 from virtualflow_operator.jobs.worker_plan import WorkerPlan
 
 

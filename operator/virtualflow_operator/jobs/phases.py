@@ -15,8 +15,7 @@ from virtualflow.protocol.wording import describe_end
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, Job, JobStatus, format_time
 from virtualflow_operator.jobs.admission import Admitted, Wait
-from virtualflow_operator.jobs.conditions import MAX_MESSAGE, Aspect, amend
-from virtualflow_operator.jobs.training_health import shown_loss, training_health
+from virtualflow_operator.jobs.conditions import MAX_MESSAGE, Aspect, amend, shown_loss, training_health
 
 _OF_WHAT_RUNS: tuple[ConditionType, ...] = ("Ready", "Progressing", "Degraded")
 NO_MEMORY_COPY: dict[str, Any] = {"memory_copy_step": None, "memory_copy_time": None, "memory_copy_bytes": None}

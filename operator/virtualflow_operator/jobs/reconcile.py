@@ -15,12 +15,17 @@ from virtualflow_operator.jobs import endings, manifests, phases
 from virtualflow_operator.jobs.actions import Draft, Plan
 from virtualflow_operator.jobs.admission import with_allocation
 from virtualflow_operator.jobs.coordinators import keep_coordinator, tell_scale, tell_who_may_train
+from virtualflow_operator.jobs.endings import suspend
 from virtualflow_operator.jobs.event_messages import messages_of_change
 from virtualflow_operator.jobs.job_status_builder import build_status, fresh_changes
-from virtualflow_operator.jobs.losses import delete_ended, tell_losses
 from virtualflow_operator.jobs.scene import Facts, Scene, gather_facts
-from virtualflow_operator.jobs.suspension import suspend
-from virtualflow_operator.jobs.workers import delete_former_attempts, keep_workers, templates_accepted
+from virtualflow_operator.jobs.workers import (
+    delete_ended,
+    delete_former_attempts,
+    keep_workers,
+    tell_losses,
+    templates_accepted,
+)
 from virtualflow_operator.settings import OperatorSettings
 
 

@@ -13,10 +13,9 @@ from virtualflow_operator.api import (
     Node,
     Pod,
     Service,
-    find_problems,
 )
-from virtualflow_operator.jobs import template_hashes
 from virtualflow_operator.jobs.admission import AT_ONCE, Admission, Admitted
+from virtualflow_operator.jobs.manifests import TemplateHashes, hash_templates
 from virtualflow_operator.jobs.pod_classification import PodClassification, classify_pods
 from virtualflow_operator.settings import OperatorSettings
 
@@ -60,6 +59,7 @@ class Facts:
     admitted: Admitted
     faults: tuple[str, ...]
     """What is wrong with the specification, in sentences."""
+    hashes: TemplateHashes
     pods: PodClassification
     link: Link | None
     """To the coordinator of the attempt under way."""
@@ -103,7 +103,7 @@ class Facts:
     def rejection(self) -> str:
         """Why the API server refuses the present templates; empty: it does not, for all that is known."""
         verdict = self.scene.verdict
-        current = verdict is not None and verdict.template_hash == template_hashes.templates_hash(self.job)
+        current = verdict is not None and verdict.template_hash == self.hashes.all
         return verdict.error if verdict is not None and current else ""
 
     @property
@@ -118,15 +118,26 @@ class Facts:
 
 def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
     """See what follows from a scene."""
-    faults = tuple([scene.job.fault] if scene.job.fault else find_problems(scene.job.spec))
+    faults = scene.job.faults
     admitted = scene.admission.admit(scene.job, sound=not faults, now=now)
     attempt = scene.job.status.attempt
     attempts = {pod.uid: pod.attempt for pod in scene.pods}
     earlier = scene.link is not None and attempts.get(scene.link.pod, attempt) != attempt
     link = None if earlier else scene.link
+    hashes = hash_templates(scene.job)
+    templates = None if faults else hashes.groups
     pods = classify_pods(
-        admitted.job, scene.pods, nodes=scene.nodes, link=link, now=now, settings=settings, changeable=not faults
+        admitted.job, scene.pods, nodes=scene.nodes, link=link, now=now, settings=settings, templates=templates
     )
     if not admitted.still:
         pods = admitted.placement.sort(pods, scene.nodes)
-    return Facts(scene=scene, now=now, settings=settings, admitted=admitted, faults=faults, pods=pods, link=link)
+    return Facts(
+        scene=scene,
+        now=now,
+        settings=settings,
+        admitted=admitted,
+        faults=faults,
+        hashes=hashes,
+        pods=pods,
+        link=link,
+    )

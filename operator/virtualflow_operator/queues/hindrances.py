@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.wording import counted
 from virtualflow_operator import reasons
-from virtualflow_operator.api import Job, Queue, find_problems
+from virtualflow_operator.api import Job, Queue
 from virtualflow_operator.queues.capacity import QueueCapacity, worker_units
 from virtualflow_operator.queues.kinds import find_fault
 from virtualflow_operator.scheduling import policy
@@ -44,9 +44,8 @@ def find_hindrance(job: Job, ceiling: int | None, resource: str | None) -> Hindr
     spec = job.spec
     if spec.suspend:
         return Hindrance(reasons.QUEUED, "the job is suspended by its user", keeps_workers=False)
-    problems = [job.fault] if job.fault else find_problems(spec)
-    if problems:
-        return Hindrance(reasons.INVALID_SPEC, f"its specification makes no sense: {problems[0]}")
+    if job.faults:
+        return Hindrance(reasons.INVALID_SPEC, f"its specification makes no sense: {job.faults[0]}")
     if resource is not None and not worker_units(spec, resource):
         missing = f"its workers request no {resource}, which the queue counts; add it to resources.requests"
         return Hindrance(reasons.NEVER_FITS, missing)

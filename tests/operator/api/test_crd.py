@@ -26,17 +26,20 @@ from virtualflow.protocol import messages
 from virtualflow.protocol.settings import MAX_VIRTUAL_NODES, MAX_WORKERS
 from virtualflow_operator import constants, reasons
 from virtualflow_operator.api import validation
-from virtualflow_operator.api.job_spec import Checkpoint, Elasticity, JobSpec, WorkerGroup
-from virtualflow_operator.api.job_status import (
+from virtualflow_operator.api.job import (
     PHASES,
     AllocationStatus,
+    Checkpoint,
     Condition,
     ConditionType,
+    Elasticity,
     Failures,
+    JobSpec,
     JobStatus,
     LastChange,
     Measured,
     Share,
+    WorkerGroup,
 )
 
 KEYWORDS_OF_1_20 = {

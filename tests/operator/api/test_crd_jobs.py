@@ -8,7 +8,7 @@ import pytest
 import yaml
 from resource_rules import ROOT, broken_rules, defaulted, job, structural_errors
 
-from virtualflow_operator.api.job_spec import read_spec
+from virtualflow_operator.api.job import read_spec
 from virtualflow_operator.api.validation import find_problems
 
 

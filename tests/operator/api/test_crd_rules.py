@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from resource_rules import broken_rules, defaulted, job, schema, structural_errors
 
-from virtualflow_operator.api.job_spec import read_spec
+from virtualflow_operator.api.job import read_spec
 from virtualflow_operator.api.validation import OF_THE_COORDINATOR, OPERATOR_VARIABLES, find_problems
 
 Spec = dict[str, Any]

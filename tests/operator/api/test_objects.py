@@ -14,7 +14,7 @@ from scenes import NOW, body, training
 
 from virtualflow.protocol.messages import encode
 from virtualflow.protocol.termination_message import TerminationMessage
-from virtualflow_operator.api.job_status import Failures, JobStatus, merge_patch, read_status, write_status
+from virtualflow_operator.api.job import Failures, JobStatus, merge_patch, read_status, write_status
 from virtualflow_operator.api.objects import format_time, parse_time, read_job, read_node, read_pod, read_service
 
 JSON = st.recursive(
@@ -85,7 +85,7 @@ def test_what_is_no_time_is_none(text: str | None) -> None:
 )
 def test_a_job_that_cannot_be_read_says_why_and_has_no_groups(spec: Any) -> None:
     job = read_job(body() | {"spec": spec})
-    assert job.fault.startswith("spec cannot be read: ")
+    assert job.faults[0].startswith("spec cannot be read: ")
     assert job.spec.worker_groups == ()
 
 

@@ -13,7 +13,7 @@ from resource_rules import QUEUE_CRD_FILE, ROOT, broken_rules, crd, defaulted, q
 from test_crd import KEYWORDS_OF_1_20, nodes
 
 from virtualflow_operator import constants, reasons
-from virtualflow_operator.api.job_status import Condition
+from virtualflow_operator.api.job import Condition
 from virtualflow_operator.api.queue import (
     DEFAULT_POLICY,
     MAX_ALLOCATIONS,

@@ -13,7 +13,7 @@ from resource_rules import crd, job
 
 from tiers import examples
 from virtualflow_operator.api.objects import read_job
-from virtualflow_operator.api.validation import MAX_DEPTH, MAX_TEMPLATE, find_problems
+from virtualflow_operator.api.validation import MAX_DEPTH, MAX_TEMPLATE
 from virtualflow_operator.constants import CHECKPOINT_VOLUME, TURNS_VOLUME
 
 Spec = dict[str, Any]
@@ -22,7 +22,7 @@ Spec = dict[str, Any]
 def problems_of(spec: object) -> list[str]:
     """What the operator says of a job with this specification, whatever it is."""
     read = read_job({"metadata": {"namespace": "ml", "name": "digits", "uid": "u"}, "spec": spec})
-    return [read.fault] if read.fault else find_problems(read.spec)
+    return list(read.faults)
 
 
 def container(**fields: Any) -> Spec:

@@ -17,10 +17,11 @@ from small_kueue import KueueOperator, SmallKueue, holds, small_job
 
 from tiers import examples
 from virtualflow.protocol.termination_message import TerminationMessage
-from virtualflow_operator.api.job_status import merge_patch, write_status
+from virtualflow_operator.api.job import merge_patch, write_status
 from virtualflow_operator.api.objects import read_job, read_pod
 from virtualflow_operator.constants import LABEL_GROUP, WORKER
 from virtualflow_operator.jobs.actions import CreatePod, DeletePod, Plan
+from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.scene import Scene
 from virtualflow_operator.kueue import KueueAdmission, admitted_counts, follows_kueue
@@ -49,7 +50,10 @@ def check_pods(scene: Scene, plan: Plan, now: float) -> None:
     assert known, "nothing is made before it is admitted"
     caps = max((admitted_counts(workload) for workload in known), key=lambda counts: sum(counts.values()))
     doomed = {action.uid for action in plan.actions if isinstance(action, DeletePod)}
-    pods = classify_pods(scene.job, scene.pods, nodes=scene.nodes, link=scene.link, now=now, settings=SETTINGS)
+    templates = hash_templates(scene.job).groups
+    pods = classify_pods(
+        scene.job, scene.pods, nodes=scene.nodes, link=scene.link, now=now, settings=SETTINGS, templates=templates
+    )
     for name, count in made.items():
         here = [p for p in pods.of("healthy", "planned", "stuck") if p.pod.group == name and p.pod.uid not in doomed]
         alone = min(scene.job.spec.desired, sum(caps.values()) - caps["coordinator"]) == 1

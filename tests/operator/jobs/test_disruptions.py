@@ -12,7 +12,7 @@ from scenes import NOW, ended, training
 
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.api.objects import Node, Pod, Standing
-from virtualflow_operator.jobs.disruptions import (
+from virtualflow_operator.jobs.pod_classification import (
     OUT_OF_SERVICE,
     TERMINATION_TAINTS,
     disrupted_by_cluster,

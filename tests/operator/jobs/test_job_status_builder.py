@@ -27,7 +27,7 @@ from scenes import (
 
 from virtualflow.protocol.messages import CheckpointState, Generation
 from virtualflow_operator import reasons
-from virtualflow_operator.api.job_status import JobStatus
+from virtualflow_operator.api.job import JobStatus
 from virtualflow_operator.api.objects import Node, format_time
 from virtualflow_operator.jobs.event_messages import messages_of_change
 

@@ -25,6 +25,7 @@ from scenes import (
 
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.api.objects import Node, Pod
+from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.jobs.pod_classification import (
     ClassifiedPod,
     PodClassification,
@@ -35,9 +36,8 @@ from virtualflow_operator.jobs.pod_classification import (
 
 
 def look(stage: Stage, now: float = NOW, **options: Any) -> PodClassification:
-    return classify_pods(
-        stage.job, stage.pods, nodes=stage.nodes, link=stage.link, now=now, settings=SETTINGS, **options
-    )
+    facts: dict[str, Any] = {"templates": hash_templates(stage.job).groups} | options
+    return classify_pods(stage.job, stage.pods, nodes=stage.nodes, link=stage.link, now=now, settings=SETTINGS, **facts)
 
 
 def fate_of(stage: Stage, name: str = "digits-workers-1", **options: Any) -> ClassifiedPod:
@@ -120,7 +120,7 @@ def test_without_a_connection_a_node_that_is_not_ready_is_lost() -> None:
 def test_a_specification_that_makes_no_sense_condemns_nobody(old: str) -> None:
     stage = edit(training(), workerGroups=[group(image="trainer:2") if old == "a template" else group("other")])
     assert fate_of(stage).fate == "planned"
-    assert fate_of(stage, changeable=False).fate == "healthy"
+    assert fate_of(stage, templates=None).fate == "healthy"
 
 
 def test_an_outdated_worker_without_a_node_is_one_to_be_replaced() -> None:

@@ -42,7 +42,7 @@ from scenes import (
 from virtualflow.protocol.http_api import GoneCall, ScaleCall
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
-from virtualflow_operator.api.job_status import write_status
+from virtualflow_operator.api.job import write_status
 from virtualflow_operator.api.objects import Node, Service, format_time
 from virtualflow_operator.jobs.actions import CheckTemplates, DeletePod
 from virtualflow_operator.jobs.reconcile import reconcile

@@ -36,7 +36,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node
 from virtualflow_operator.jobs.actions import DeletePod
-from virtualflow_operator.jobs.disruptions import OUT_OF_SERVICE, TERMINATION_TAINTS
+from virtualflow_operator.jobs.pod_classification import OUT_OF_SERVICE, TERMINATION_TAINTS
 
 # --- what is announced ------------------------------------------------------------------------------------------------
 

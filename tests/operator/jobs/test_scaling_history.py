@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scenes import accepted, body, remote, seen, worker
 
 from virtualflow.protocol.http_api import Status
-from virtualflow_operator.api.job_status import Measured
+from virtualflow_operator.api.job import Measured
 from virtualflow_operator.api.objects import read_job
 from virtualflow_operator.jobs.scaling_history import MAX_MEASURED, efficient_limit, remember
 from virtualflow_operator.queues.curves import curve_of, phases_of

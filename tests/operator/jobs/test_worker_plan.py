@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import training
 
-from virtualflow_operator.api.job_spec import WorkerGroup
+from virtualflow_operator.api.job import WorkerGroup
 from virtualflow_operator.api.objects import Standing
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod, Fate
 from virtualflow_operator.jobs.worker_plan import WorkerPlan, plan_workers

@@ -10,7 +10,7 @@ from kueue_cases import admitted, asked, created, decide, kueue_job, named, rese
 from scenes import NOW, SETTINGS, Spec, body, group
 
 from virtualflow_operator.api import PodAdditions, read_job, read_workload
-from virtualflow_operator.api.job_status import merge_patch, write_status
+from virtualflow_operator.api.job import merge_patch, write_status
 from virtualflow_operator.jobs.actions import Plan
 from virtualflow_operator.jobs.admission import AT_ONCE, Admitted
 from virtualflow_operator.kueue import Kueue, KueueAdmission, chain_of, follows_kueue
@@ -185,8 +185,8 @@ def test_a_job_without_the_label_is_not_kueues() -> None:
 
 def test_a_job_is_in_one_queue() -> None:
     job = read_job(named(body(queue="shared")))
-    assert job.fault == (
-        "a job waits in one queue: remove spec.queue, or the label kueue.x-k8s.io/queue-name of Kueue."
+    assert job.faults == (
+        "a job waits in one queue: remove spec.queue, or the label kueue.x-k8s.io/queue-name of Kueue.",
     )
     plan = decide(named(body(queue="shared")))
     condition = plan.status.condition("Progressing")

@@ -22,7 +22,7 @@ from kueue_cases import (
 from scenes import NOW, Spec, Stage, container, ended, group, homeless, training, verdict_of, worker
 
 from virtualflow.protocol.http_api import DrainCall
-from virtualflow_operator.api.job_status import write_status
+from virtualflow_operator.api.job import write_status
 from virtualflow_operator.constants import (
     ANNOTATION_KUEUE_REPLACES,
     LABEL_KUEUE_PRIORITY,

@@ -10,7 +10,7 @@ from scenes import NOW, accepted, body, container, coordinator, edit, group, nod
 
 from virtualflow.protocol.http_api import StopCall
 from virtualflow_operator import reasons
-from virtualflow_operator.api.job_status import merge_patch, write_status
+from virtualflow_operator.api.job import merge_patch, write_status
 from virtualflow_operator.api.objects import Job, Pod, Service, read_job
 from virtualflow_operator.api.queue import QueueSpec
 from virtualflow_operator.constants import LABEL_CAPACITY, LABEL_ROLE, ON_DEMAND, SPOT, WORKER

@@ -30,7 +30,7 @@ from virtualflow.launcher import cli
 from virtualflow.launcher.fault_schedule import parse_schedule
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow_operator import reasons
-from virtualflow_operator.api.job_spec import read_spec
+from virtualflow_operator.api.job import read_spec
 from virtualflow_operator.api.queue import read_queue
 from virtualflow_operator.api.validation import find_problems
 from virtualflow_operator.constants import TERMINATION_TAINTS
