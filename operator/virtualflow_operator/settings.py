@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from virtualflow.crashes import CrashWaits
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import SignalSettings
 
@@ -104,6 +105,11 @@ class CrashSettings:
     """Crashes that are further apart than this begin again with the first wait."""
     doubted_nodes: int = 8
     """Of the nodes on which a worker was found to be wrong, a job keeps off so many: the latest."""
+
+    @property
+    def waits(self) -> CrashWaits:
+        """As the policy of crashes has them."""
+        return CrashWaits(self.backoff_first, self.backoff_most, self.reset)
 
 
 @dataclass(frozen=True)

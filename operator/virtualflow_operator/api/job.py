@@ -18,6 +18,7 @@ from virtualflow.protocol.settings import (
     CHECKPOINT_SECONDS,
     DRAIN_GRACE,
     HEARTBEAT_LIMIT,
+    MANIFEST_BACKOFF_LIMIT,
     VIRTUAL_NODES,
     WORKERS,
     OnNonFinite,
@@ -121,7 +122,7 @@ class JobSpec(Base, frozen=True, dict=True):
     suspend: bool = False
     on_non_finite: OnNonFinite = "Continue"
     verify: Verify | None = None
-    backoff_limit: int = 3
+    backoff_limit: int = MANIFEST_BACKOFF_LIMIT
     active_deadline_seconds: int | None = None
     ttl_seconds_after_finished: int | None = None
     managed_by: str | None = None

@@ -1,16 +1,17 @@
-"""Crashes in the user's code: each is counted once, waited after, and in the end too many. Pure.
+"""Which ends of pods are crashes in the user's code, and a job's books of them: ``status.failures``. Pure.
 
-A crash without a step since the last one counts against ``backoffLimit``; crashes close to each other make the wait
-grow. A worker that the coordinator refused or declared lost (exit code 75), or that hangs or was found to be wrong,
-counts as one; disruptions never come here.
-Workers that were made before the last counted crash belong to the same round: eight workers that all miss a module are
-one failure, not eight.
+What a crash counts for, and how long is waited after it, is ``virtualflow.crashes``. A worker that the coordinator
+refused or declared lost (exit code 75), or that hangs or was found to be wrong, counts as one; disruptions never come
+here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+import msgspec
+
+from virtualflow.crashes import Crashes
 from virtualflow_operator.api import Failures, Pod, format_time, parse_time
 from virtualflow_operator.settings import CrashSettings
 
@@ -35,7 +36,7 @@ def count_crash(
     """
     uids = tuple(sorted({*failures.counted, *(pod.uid for pod in crashed)}))
     if not _of_another_round(failures, crashed):
-        return _replace(failures, counted=uids)
+        return msgspec.structs.replace(failures, counted=uids)
     # The first of a streak is replaced at once, as the kubelet restarts a container.
     return _count(failures, step, message, now, settings, uids, at_once=1)
 
@@ -62,9 +63,9 @@ def count_refusal(
     """
     uids = tuple(sorted(pod.uid for pod in (*crashed, *refused) if pod.uid in failures.counted or pod in refused))
     if not uncounted(failures, refused):
-        return _replace(failures, counted=uids)
+        return msgspec.structs.replace(failures, counted=uids)
     counted = _count(failures, failures.step, message, now, settings, uids, at_once=1)
-    return _replace(counted, count=failures.count)
+    return msgspec.structs.replace(counted, count=failures.count)
 
 
 def count_failed_attempt(
@@ -76,15 +77,14 @@ def count_failed_attempt(
     """
     raised = [pod for pod in crashed if pod.exit and pod.exit.last_word and pod.exit.last_word.kind == "failed"]
     if raised and not _of_another_round(failures, raised):
-        retry = now + _delay(failures.streak, settings, at_once=0)
-        return _replace(failures, counted=(), message=message, retry_time=format_time(retry))
+        waiting = _read(failures).waiting(now, settings.waits)
+        return _write(failures, waiting, message, ())
     return _count(failures, step, message, now, settings, (), at_once=0)
 
 
 def _of_another_round(failures: Failures, crashed: Collection[Pod]) -> bool:
     """Whether one of these is in no book and was made after the last crash that is."""
-    last = parse_time(failures.last_time)
-    return any(last is None or pod.created >= last for pod in uncounted(failures, crashed))
+    return _read(failures).begins_round(pod.created for pod in uncounted(failures, crashed))
 
 
 def _count(
@@ -96,29 +96,22 @@ def _count(
     uids: tuple[str, ...],
     at_once: int,
 ) -> Failures:
-    last = parse_time(failures.last_time)
-    streak = failures.streak + 1 if last is not None and now < last + settings.reset else 1
-    count = failures.count + 1 if step <= failures.step else 1
-    retry = now + _delay(streak, settings, at_once)
-    return Failures(
-        count=count,
-        streak=streak,
-        step=step,
-        last_time=format_time(now),
-        retry_time=format_time(retry),
+    return _write(failures, _read(failures).after(step, now, settings.waits, at_once=at_once), message, uids)
+
+
+def _read(failures: Failures) -> Crashes:
+    last, retry = parse_time(failures.last_time), parse_time(failures.retry_time)
+    return Crashes(failures.count, failures.streak, failures.step, last, retry)
+
+
+def _write(failures: Failures, crashes: Crashes, message: str, uids: tuple[str, ...]) -> Failures:
+    return msgspec.structs.replace(
+        failures,
+        count=crashes.count,
+        streak=crashes.streak,
+        step=crashes.step,
+        last_time=None if crashes.last is None else format_time(crashes.last),
+        retry_time=None if crashes.retry is None else format_time(crashes.retry),
         message=message,
         counted=uids,
-        nodes=failures.nodes,
-        unfit=failures.unfit,
     )
-
-
-def _delay(streak: int, settings: CrashSettings, at_once: int) -> float:
-    """Seconds to wait after the ``streak``-th crash in a row, of which the first ``at_once`` need no wait."""
-    doublings = streak - 1 - at_once
-    return 0.0 if doublings < 0 else float(min(settings.backoff_first * 2 ** min(doublings, 32), settings.backoff_most))
-
-
-def _replace(failures: Failures, **changes: object) -> Failures:
-    values = {name: getattr(failures, name) for name in failures.__struct_fields__}
-    return Failures(**(values | changes))

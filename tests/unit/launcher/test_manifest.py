@@ -67,6 +67,7 @@ def test_a_manifest_is_read(tmp_path: Path) -> None:
         command=("python", "examples/digits.py", "--steps", "120"),
         environment={"STEPS": "120"},
         groups=("workers",),
+        backoff_limit=3,
     )
 
 
@@ -94,6 +95,15 @@ def _manifest(directory: Path, **spec: Any) -> Path:
     path = directory / "job.yaml"
     path.write_text(yaml.safe_dump(document))
     return path
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"), [({}, 3), ({"backoffLimit": 0}, 0), ({"backoffLimit": 9}, 9)], ids=["as a cluster", "0", "9"]
+)
+def test_a_run_of_a_manifest_bears_as_many_crashes_as_a_cluster_would(
+    tmp_path: Path, spec: dict[str, int], limit: int
+) -> None:
+    assert _resolve(_manifest(tmp_path, **spec)).backoff_limit == limit
 
 
 CHECKPOINT = {"everySteps": 5, "everySeconds": 30, "keep": 2}
@@ -320,6 +330,7 @@ def _without(key: str) -> Any:
         pytest.param(lambda d: d.update(apiVersion="v1"), "virtualflow.dev", id="another group"),
         pytest.param(_without("spec"), "spec is missing", id="no spec"),
         pytest.param(lambda d: d["spec"].update(virtualNodes=0), "at least 1", id="no virtual nodes"),
+        pytest.param(lambda d: d["spec"].update(backoffLimit=-1), "at least 0", id="fewer crashes than none"),
         pytest.param(lambda d: d["spec"].update(replicas="3"), "whole number", id="replicas are a string"),
         pytest.param(lambda d: d["spec"].update(replicas=True), "whole number", id="replicas are a truth value"),
         pytest.param(lambda d: d["spec"].update(workerGroups=[]), "workerGroups is empty", id="no group"),

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 
 from statuses import coordinator_status
-from virtualflow.launcher.restart_backoff import RestartBackoff
 from virtualflow.launcher.shutdown import Conclusion, Facts, Shutdown, conclude, end_signals, next_shutdown
 from virtualflow.launcher.worker_table import Worker
 from virtualflow.protocol.http_api import Event, Phase
@@ -170,19 +169,3 @@ def test_a_signal_ends_scripts_that_go_on_after_the_training() -> None:
     shutdown = Shutdown("done", 0.0, impatient_since=10.0)
     assert not end_signals(shutdown, [worker()], 10.0 + GRACE, GRACE).kill
     assert end_signals(shutdown, [worker()], 11.0 + GRACE, GRACE).kill
-
-
-def test_restarts_without_progress_wait_ever_longer_and_progress_begins_anew() -> None:
-    backoff = RestartBackoff(first=0.1, most=0.3)
-    waits = []
-    for _ in range(4):
-        backoff.note_end(1, now=10.0)
-        waits.append(round(max(0.0, backoff.not_before - 10.0), 6))
-    assert waits == [0.0, 0.1, 0.2, 0.3]
-    assert backoff.note_end(2, now=10.0) == 1
-    backoff.advance(1, [1, 2])
-    assert backoff.note_end(1, now=20.0) == 1
-    backoff.advance(1, [1, 2])
-    assert backoff.note_end(1, now=20.0) == 2
-    backoff.advance(2, [2])
-    assert backoff.note_end(1, now=20.0) == 3, "it has made no step of it"

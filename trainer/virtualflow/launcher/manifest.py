@@ -17,9 +17,11 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.settings import (
     ACTIVATIONS,
+    BACKOFF_LIMIT,
     ENV_ACTIVATIONS,
     ENV_DEVICE_MEMORY,
     ENV_HOST_MEMORY,
+    MANIFEST_BACKOFF_LIMIT,
     ON_NON_FINITE,
     PLACEMENTS,
     REPRODUCIBILITY,
@@ -48,6 +50,8 @@ class JobManifest:
     verify: float | None = None
     """In which share of the steps one virtual node is computed by a second worker."""
     hang_seconds: int | None = None
+    backoff_limit: int = BACKOFF_LIMIT
+    """How often workers may crash without progress before the job has failed."""
     profile: str | None = None
     """Of its first group: the name of a file."""
     budget: Mapping[str, str] = field(default_factory=dict)
@@ -138,6 +142,7 @@ def read_manifest(document: object) -> JobManifest:
         on_non_finite=_choice(spec, "onNonFinite", ON_NON_FINITE),
         verify=_share(verify, "sample", "spec.verify."),
         hang_seconds=_count(elasticity, "hangSeconds", "spec.elasticity."),
+        backoff_limit=_backoff_limit(spec),
         profile=_profile(group),
         budget=_budget(group),
         optimizer_placement=_choice(spec, "optimizerPlacement", PLACEMENTS),
@@ -249,13 +254,18 @@ def _choice(spec: Mapping[str, object], key: str, choices: Collection[str], plac
     return wanted
 
 
-def _count(spec: Mapping[str, object], key: str, place: str = "spec.") -> int | None:
+def _count(spec: Mapping[str, object], key: str, place: str = "spec.", least: int = 1) -> int | None:
     number = spec.get(key)
     if number is None:
         return None
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ConfigurationError(f"{place}{key} must be a whole number of at least 1, not {number!r}")
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise ConfigurationError(f"{place}{key} must be a whole number of at least {least}, not {number!r}")
     return number
+
+
+def _backoff_limit(spec: Mapping[str, object]) -> int:
+    limit = _count(spec, "backoffLimit", least=0)
+    return MANIFEST_BACKOFF_LIMIT if limit is None else limit
 
 
 def _share(spec: Mapping[str, object], key: str, place: str) -> float | None:

@@ -70,6 +70,8 @@ class RunOptions:
     rebalance_gain: float
     hang_seconds: float | None
     """``None``: as the coordinator finds it from the job's steps."""
+    backoff_limit: int
+    """How often workers may crash without progress before the job has failed."""
     port: int
     web: bool
     """Say where the live page is."""
@@ -139,6 +141,7 @@ def resolve(arguments: Namespace) -> RunOptions:
         heartbeat_limit=arguments.heartbeat_limit,
         rebalance_gain=arguments.rebalance_gain,
         hang_seconds=arguments.hang_seconds if arguments.hang_seconds is not None else job.hang_seconds,
+        backoff_limit=job.backoff_limit,
         port=arguments.port,
         web=arguments.web,
         plain=arguments.plain,

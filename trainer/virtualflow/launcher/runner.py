@@ -200,6 +200,7 @@ class Runner:
             supervisor=self._supervisor,
             history=self._history,
             settings=self._settings,
+            backoff_limit=self._options.backoff_limit,
         )
 
     async def _news(self) -> None:

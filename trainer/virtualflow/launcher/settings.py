@@ -43,6 +43,8 @@ class LauncherSettings:
     backoff_first: float = 0.1
     backoff_most: float = 5.0
     """Delays of the second and later restarts in a row of something that keeps dying."""
+    backoff_reset: float = 10.0
+    """Workers that crash further apart than this begin again with the first delay."""
     verdict_grace: float = 2.0
     """A worker ended and the status does not say why: how long to wait for it before the exit itself is the reason."""
     failure_grace: float = 5.0

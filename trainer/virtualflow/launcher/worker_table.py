@@ -53,6 +53,8 @@ class Worker:
     unknown: bool = False
     """It has ended, and the coordinator's status of after that says nothing of it."""
     judged: bool = False
+    begun: float = 0.0
+    """When it was started, on the runner's clock."""
 
     @property
     def alive(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 
+from virtualflow.crashes import Crashes, CrashWaits
 from virtualflow.launcher.exit_policy import judge
 from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.report import JobHistory
-from virtualflow.launcher.restart_backoff import RestartBackoff
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.shutdown import Shutdown, end_signals
 from virtualflow.launcher.supervisor import Supervisor, describe_exit
@@ -28,6 +29,7 @@ class Workforce:
         supervisor: starts it.
         history: told of each process.
         settings: how long to wait for what.
+        backoff_limit: how often workers may crash without progress before the job has failed.
     """
 
     def __init__(
@@ -39,10 +41,14 @@ class Workforce:
         supervisor: Supervisor,
         history: JobHistory,
         settings: LauncherSettings,
+        backoff_limit: int = BACKOFF_LIMIT,
     ) -> None:
         self._control, self._job, self._command = control, job, command
         self._supervisor, self._history, self._settings = supervisor, history, settings
-        self._backoff = RestartBackoff(settings.backoff_first, settings.backoff_most)
+        self._backoff_limit = backoff_limit
+        self._waits = CrashWaits(settings.backoff_first, settings.backoff_most, settings.backoff_reset)
+        self._crashes = Crashes()
+        self._absent = AbsentEnds()
 
     def take(self, now: float) -> None:
         """Update the workers by what the coordinator says of them, and judge the ends of their processes."""
@@ -50,7 +56,7 @@ class Workforce:
         if status is not None:
             self._control.table.take(status, now)
             members = [worker.ordinal for worker in self._control.table.living() if worker.assigned]
-            self._backoff.advance(status.job_step, members)
+            self._absent.advance(status.job_step, members)
         self._judge_exits(now)
 
     def mend(self, now: float) -> None:
@@ -101,7 +107,7 @@ class Workforce:
             elif verdict.kind == "failed":
                 self._control.fail(verdict.reason, worker)
             elif verdict.kind == "fine":
-                self._backoff.forget(worker.ordinal)  # it has left in order, even if nobody saw it take part
+                self._absent.forget(worker.ordinal)  # it has left in order, even if nobody saw it take part
         if refused:
             self._do_without(refused, "would be refused again")
 
@@ -125,16 +131,18 @@ class Workforce:
             self._control.tell(f"{worker.name} ended before it joined: {how}")
         if worker.killed and not worker.declared_lost:
             return  # as a fault
-        ends = self._backoff.note_end(worker.ordinal, now)
-        if ends <= BACKOFF_LIMIT:
-            return
-        if any(other.assigned for other in self._control.table.living()):
-            self._backoff.forget(worker.ordinal)
+        ends, status = self._absent.note_end(worker.ordinal), self._control.state.status
+        if self._crashes.begins_round([worker.begun]):
+            step = status.job_step if status is not None else 0
+            self._crashes = self._crashes.after(step, now, self._waits, at_once=1)
+        others = any(other.assigned for other in self._control.table.living())
+        if others and ends > self._backoff_limit:
+            self._absent.forget(worker.ordinal)
             self._do_without([worker], f"ended {ends} times in a row without taking part in a step, at last by {how}")
-            return
-        self._control.fail(
-            f"{worker.name} ended {ends} times in a row without a step of progress, at last by: {how}", worker
-        )
+        elif not others and self._crashes.count > self._backoff_limit:
+            count = self._crashes.count
+            said = f"workers ended {count} times in a row without a step of progress, at last {worker.name}: {how}"
+            self._control.fail(said, worker)
 
     def _tell_elders(self) -> None:
         """Tell a new coordinator who may be in a generation of the one before: it begins nothing beside them."""
@@ -171,10 +179,43 @@ class Workforce:
 
     def _start_missing(self, now: float) -> None:
         table = self._control.table
-        while now >= self._backoff.not_before and len(table.staying()) < self._control.state.wanted:
+        while now >= (self._crashes.retry or 0.0) and len(table.staying()) < self._control.state.wanted:
             try:
                 worker = start_worker(self._command, self._supervisor, table, self._control.relay.line)
             except OSError as error:
                 self._control.fail(f"{self._command.command[0]} cannot be executed: {error.strerror}")
                 return
+            worker.begun = now
             self._history.add_process(worker.name, worker.process.pid)
+
+
+class AbsentEnds:
+    """Counts the ends of workers that have made no step, in a row, by their ordinals.
+
+    Progress of others says nothing of a worker that ends before it takes part: the job can do without that one.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}
+        self._highest_step = 0
+
+    def advance(self, step: int, members: Iterable[int]) -> None:
+        """The job has completed that step: if no step was higher, the counts of those who made it begin anew.
+
+        Args:
+            step: the latest.
+            members: ordinals of the workers that virtual nodes are assigned to.
+        """
+        if step > self._highest_step:
+            self._highest_step = step
+            for ordinal in members:
+                self._ends.pop(ordinal, None)
+
+    def forget(self, ordinal: int) -> None:
+        """The last one of that ordinal has left in order, or no more are started until it is asked for."""
+        self._ends.pop(ordinal, None)
+
+    def note_end(self, ordinal: int) -> int:
+        """A worker has ended; how many times in a row it has."""
+        self._ends[ordinal] = ends = self._ends.get(ordinal, 0) + 1
+        return ends

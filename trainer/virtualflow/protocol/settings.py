@@ -56,7 +56,9 @@ WORKERS = 2
 """Workers of ``virtualflow run`` without ``--workers``: the fewest that survive the loss of one."""
 
 BACKOFF_LIMIT = 6
-"""``virtualflow run``: replacements in a row without a step in between before the job has failed."""
+"""``virtualflow run`` with a script: replacements in a row without a step in between before the job has failed."""
+MANIFEST_BACKOFF_LIMIT = 3
+"""``spec.backoffLimit`` of a manifest that names none, in a cluster and by ``virtualflow run -f``."""
 
 MAX_VIRTUAL_NODES = 65_536
 MAX_WORKERS = 4_096
