@@ -7,7 +7,6 @@ keeps some goes on.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -23,8 +22,9 @@ from virtualflow_operator.scheduling import (
     mixed_speed,
 )
 from virtualflow_operator.settings import SchedulingSettings
+from virtualflow_operator.simulator.clock import Clock, JobBooks, Occasion
 from virtualflow_operator.simulator.device_deciders import Decider
-from virtualflow_operator.simulator.outcome import Outcome, Result
+from virtualflow_operator.simulator.outcome import Result
 from virtualflow_operator.simulator.simulation import Knowledge, PolicyError, ResizeCost
 from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent, Trace
 
@@ -40,60 +40,25 @@ class DeviceResult:
     """That jobs had, by kind."""
 
 
-@dataclass
-class _Job:
-    job: JobEvent
+@dataclass(kw_only=True)
+class _Job(JobBooks):
     demand: KindDemand
     running: Counter[str] = field(default_factory=Counter)
     """Workers that count, by kind."""
     joining: list[tuple[float, str, int]] = field(default_factory=list)
     """Those that are on their way: when they will be ready, where, and how many."""
-    done: float = 0.0
-    synced: float = 0.0
-    resumes: float = 0.0
-    plan: int = 0
-    started: float | None = None
-    finished: float | None = None
-    queued: float = 0.0
-    service: float = 0.0
-    resizes: int = 0
-    suspensions: int = 0
-    changes: list[tuple[float, int]] = field(default_factory=list)
     seen: dict[str, dict[int, float]] = field(default_factory=dict)
-    reason: str = ""
+
+    @property
+    def given(self) -> int:
+        return self.demand.total
+
+    @property
+    def works(self) -> bool:
+        return self.running.total() > 0
 
     def speed(self) -> float:
         return mixed_speed(lambda kind, workers: self.job.speed(workers, kind), +self.running)
-
-    def catch_up(self, now: float) -> None:
-        elapsed, has = now - self.synced, self.demand.total
-        self.service += has * elapsed
-        self.queued += 0.0 if has else elapsed
-        if self.running.total() and now > self.resumes:
-            gained = self.speed() * (now - max(self.synced, self.resumes))
-            self.done = min(float(self.job.steps), self.done + gained)
-        self.synced = now
-
-    def end(self) -> float:
-        if not self.running.total():
-            return math.inf
-        return max(self.synced, self.resumes) + (self.job.steps - self.done) / self.speed()
-
-    def outcome(self) -> Outcome:
-        return Outcome(
-            job=self.job,
-            started=self.started,
-            finished=self.finished,
-            queued=self.queued,
-            service=self.service,
-            resizes=self.resizes,
-            suspensions=self.suspensions,
-            changes=tuple(self.changes),
-            reason=self.reason,
-        )
-
-
-_TRACE, _END, _JOINED, _WAKE = range(4)
 
 
 def simulate_devices(
@@ -125,7 +90,8 @@ class _Simulation:
     ) -> None:
         self._decider, self._cost, self._settings, self._knowledge = decider, cost, settings, knowledge
         self._events = trace.events
-        self._now = self._charged = trace.events[0].time
+        self._clock = Clock(trace)
+        self._charged = self._clock.now
         self._all: list[_Job] = []
         self._active: dict[str, _Job] = {}
         self._nodes: dict[str, NodeEvent] = {}
@@ -133,71 +99,51 @@ class _Simulation:
         self._names = sorted({event.kind for event in trace.events if isinstance(event, NodeEvent)})
         self._capacity: list[tuple[float, int]] = []
         self._decisions = 0
-        self._wake = math.inf
         self._spent = 0.0
         self._unit_seconds = dict.fromkeys(self._names, 0.0)
-        self._queue: list[tuple[float, int, int, int | str, int]] = [
-            (event.time, index, _TRACE, index, 0) for index, event in enumerate(trace.events)
-        ]
-        self._serial = len(self._queue)
 
     def run(self) -> DeviceResult:
-        queue = self._queue  # already in order, which makes it a heap
-        while queue:
-            self._now = queue[0][0]
-            self._charge()
-            stirred = False
-            while queue and queue[0][0] <= self._now:
-                _, _, kind, subject, plan = heapq.heappop(queue)
-                stirred |= self._happen(kind, subject, plan)
-            if stirred:
-                self._decide()
+        self._clock.run(self._happen, self._decide, self._charge)
         outcomes = tuple(job.outcome() for job in self._all)
         result = Result(outcomes, tuple(self._capacity), self._decisions)
         return DeviceResult(result, self._spent, self._unit_seconds)
 
     def _charge(self) -> None:
         """Count what the jobs had since the last event."""
-        elapsed, self._charged = self._now - self._charged, self._now
+        elapsed, self._charged = self._clock.now - self._charged, self._clock.now
         for job in self._active.values():
             for kind, count in job.demand.workers.items():
                 units = count * job.job.units * elapsed
                 self._unit_seconds[kind] += units
                 self._spent += units * self._kinds[kind].unit_price(on_demand=False)
 
-    def _happen(self, kind: int, subject: int | str, plan: int) -> bool:
+    def _happen(self, kind: Occasion, subject: int | str, plan: int) -> bool:
         """Let one event happen; whether a decision is due."""
-        if kind == _TRACE:
+        if kind == "trace":
             self._arrive(int(subject))
-            return True
-        if kind == _WAKE:
-            if self._now < self._wake:
-                return False
-            self._wake = math.inf
+        if kind in ("trace", "wake"):
             return True
         job = self._active.get(str(subject))
-        if job is None or (kind == _END and job.plan != plan):
+        if job is None or (kind == "end" and job.plan != plan):
             return False
-        job.catch_up(self._now)
-        if kind == _JOINED:
+        job.catch_up(self._clock.now)
+        if kind == "joined":
             return self._join(job)
-        job.done = job.job.steps
-        job.finished = self._now
-        job.changes.append((self._now, 0))
+        job.end(self._clock.now)
         del self._active[job.job.name]
         return True
 
     def _join(self, job: _Job) -> bool:
-        ready = [(kind, count) for due, kind, count in job.joining if due <= self._now]
+        ready = [(kind, count) for due, kind, count in job.joining if due <= self._clock.now]
         if not ready:
             return False  # they were called off
-        job.joining = [joiner for joiner in job.joining if joiner[0] > self._now]
+        job.joining = [joiner for joiner in job.joining if joiner[0] > self._clock.now]
         if job.running.total():
-            job.resumes = max(job.resumes, self._now + self._cost.pause)
+            job.resumes = max(job.resumes, self._clock.now + self._cost.pause)
         for kind, count in ready:
             job.running[kind] += count
         self._learn(job)
-        self._schedule_end(job)
+        job.schedule_end(self._clock)
         return self._knowledge == "seen"
 
     def _arrive(self, index: int) -> None:
@@ -210,7 +156,7 @@ class _Simulation:
         else:
             self._nodes[event.name] = event
         self._kinds = {name: self._kind(name) for name in self._names}
-        self._capacity.append((self._now, sum(node.units for node in self._nodes.values())))
+        self._capacity.append((self._clock.now, sum(node.units for node in self._nodes.values())))
 
     def _kind(self, name: str) -> Kind:
         nodes = [node for node in self._nodes.values() if node.kind == name]
@@ -243,7 +189,7 @@ class _Simulation:
             steps_left=event.steps,
             minimum_on_demand=event.on_demand,
         )
-        found = _Job(event, KindDemand(job, curves, event.mobility), synced=self._now)
+        found = _Job(job=event, demand=KindDemand(job, curves, event.mobility), synced=self._clock.now)
         self._all.append(found)
         self._active[event.name] = found
 
@@ -261,51 +207,42 @@ class _Simulation:
     def _decide(self) -> None:
         for job in self._active.values():
             if job.running.total():
-                job.catch_up(self._now)
+                job.catch_up(self._clock.now)
                 left = max(1, math.ceil(job.job.steps - job.done))
                 job.demand = replace(job.demand, job=replace(job.demand.job, steps_left=left))
         demands = [job.demand for job in self._active.values()]
-        decision = self._decider.decide(self._now, demands, self._kinds, self._settings)
+        decision = self._decider.decide(self._clock.now, demands, self._kinds, self._settings)
         self._decisions += 1
         _check(decision, demands, self._kinds)
         for name, job in self._active.items():
             job.reason = decision[name].reason
             self._give(job, decision[name])
-        due = self._decider.again(self._now, [job.demand for job in self._active.values()], self._settings)
-        wake = math.inf if due is None else due
-        if wake != self._wake:
-            self._wake = wake
-            if wake < math.inf:
-                self._push(wake, _WAKE, "", 0)
+        due = self._decider.again(self._clock.now, [job.demand for job in self._active.values()], self._settings)
+        self._clock.wake(math.inf if due is None else due)
 
     def _give(self, job: _Job, allocation: KindAllocation) -> None:
         """Apply a decision to a job."""
-        now, before = self._now, job.demand.workers
+        now, before = self._clock.now, job.demand.workers
         if allocation.workers != before:
             job.catch_up(now)
         job.demand = job.demand.given(allocation, now)
         wanted = job.demand.workers
         if wanted == before:
             return
-        job.changes.append((now, job.demand.total))
-        if job.started is None:
-            job.started = now
-        else:
-            job.resizes += 1
-            job.suspensions += not wanted
+        job.change(now, job.demand.total)
         had = Counter(job.running)
         for kind in sorted({*wanted, *before}):
             change = wanted.get(kind, 0) - before.get(kind, 0)
             if change > 0:
                 ready = now + (self._cost.join if job.job.join is None else job.job.join)
                 job.joining.append((ready, kind, change))
-                self._push(ready, _JOINED, job.job.name, 0)
+                self._clock.push(ready, "joined", job.job.name)
             elif change < 0:
                 self._take(job, kind, -change)
         if job.running != had:
             job.resumes = max(job.resumes, now + self._cost.pause)
             self._learn(job)
-            self._schedule_end(job)
+            job.schedule_end(self._clock)
 
     def _take(self, job: _Job, kind: str, count: int) -> None:
         """Take workers of one kind away; the last to come are called off first, which costs nobody anything."""
@@ -317,16 +254,6 @@ class _Simulation:
         job.joining = [joiner for joiner in job.joining if joiner[2]]
         job.running[kind] -= count
         job.running = +job.running
-
-    def _schedule_end(self, job: _Job) -> None:
-        job.plan += 1
-        end = job.end()
-        if end < math.inf:
-            self._push(end, _END, job.job.name, job.plan)
-
-    def _push(self, time: float, kind: int, subject: str, plan: int) -> None:
-        self._serial += 1
-        heapq.heappush(self._queue, (time, self._serial, kind, subject, plan))
 
 
 def _check(decision: Mapping[str, KindAllocation], demands: list[KindDemand], kinds: Mapping[str, Kind]) -> None:

@@ -17,6 +17,7 @@ from virtualflow_operator.scheduling import Capacity, Demand, Policy, ScalingCur
 from virtualflow_operator.scheduling.packing import Packing, pack
 from virtualflow_operator.scheduling.phases import Phases
 from virtualflow_operator.settings import SchedulingSettings
+from virtualflow_operator.simulator.clock import Clock, Occasion
 from virtualflow_operator.simulator.trace import Event, JobEvent, NodeEvent, Trace
 
 _ALMOST = 1e-9
@@ -61,32 +62,38 @@ def play(trace: Trace, policy: Policy, most: int, settings: SchedulingSettings) 
     Raises:
         ConfigurationError: some job never ends.
     """
-    simulation = _Packed(policy, most, settings)
-    events = list(trace.events)
-    now = events[0].time
-    while events or simulation.active:
-        until = min(events[0].time if events else math.inf, simulation.next_end(now), simulation.wake)
-        if until == math.inf:
-            raise ConfigurationError(f"{', '.join(sorted(simulation.active))} would never end on this capacity")
-        simulation.pass_time(now, until)
-        now = until
-        while events and events[0].time <= now:
-            simulation.take(events.pop(0))
-        simulation.decide(now)
-    return simulation.result(trace)
+    return _Packed(trace, policy, most, settings).run()
 
 
 class _Packed:
-    def __init__(self, policy: Policy, most: int, settings: SchedulingSettings) -> None:
+    def __init__(self, trace: Trace, policy: Policy, most: int, settings: SchedulingSettings) -> None:
         self._policy, self._most, self._settings = policy, most, settings
-        self.active: dict[str, _Job] = {}
-        self.wake = math.inf
+        self._trace, self._clock = trace, Clock(trace)
+        self._since = self._clock.now
+        """Until then, all have made their steps."""
+        self._plan = 0
+        self._active: dict[str, _Job] = {}
         self._all: list[_Job] = []
         self._nodes: dict[str, NodeEvent] = {}
         self._computed = self._offered = 0.0
         self._longest = 1.0
 
-    def take(self, event: Event) -> None:
+    def run(self) -> Played:
+        self._clock.run(self._happen, self._decide)
+        if self._active:
+            raise ConfigurationError(f"{', '.join(sorted(self._active))} would never end on this capacity")
+        return self._result()
+
+    def _happen(self, kind: Occasion, subject: int | str, plan: int) -> bool:
+        """Let one event happen; whether a decision is due."""
+        if kind == "end" and plan != self._plan:
+            return False
+        self._pass_time()
+        if kind == "trace":
+            self._take(self._trace.events[int(subject)])
+        return True
+
+    def _take(self, event: Event) -> None:
         """A job comes, capacity comes or goes."""
         if isinstance(event, NodeEvent):
             self._nodes[event.name] = event
@@ -94,42 +101,45 @@ class _Packed:
             del self._nodes[event.name]
         else:
             job = _Job(event, _demand(event), float(event.steps))
-            self.active[event.name] = job
+            self._active[event.name] = job
             self._all.append(job)
 
-    def next_end(self, now: float) -> float:
-        """When the next job ends at the present rates."""
-        return min((now + job.left / job.rate for job in self.active.values() if job.rate), default=math.inf)
-
-    def pass_time(self, now: float, until: float) -> None:
+    def _pass_time(self) -> None:
         """Let all make their steps."""
-        self._offered += (until - now) * sum(node.units for node in self._nodes.values()) if self.active else 0.0
-        for name, job in list(self.active.items()):
+        now, until = self._since, self._clock.now
+        self._since = until
+        self._offered += (until - now) * sum(node.units for node in self._nodes.values()) if self._active else 0.0
+        for name, job in list(self._active.items()):
             made = min(job.left, job.rate * (until - now))
             job.left -= made
             self._computed += made * job.device_seconds * job.event.units
             job.queued += 0.0 if job.rate else until - now
             if job.left <= _ALMOST * job.event.steps:
                 job.finished = until
-                del self.active[name]
+                del self._active[name]
 
-    def decide(self, now: float) -> None:
+    def _decide(self) -> None:
         """Ask the policy, give those who wait seats, and set everybody's rate."""
+        now = self._clock.now
         spot = sum(node.units for node in self._nodes.values() if node.spot)
         capacity = Capacity(sum(node.units for node in self._nodes.values()) - spot, spot)
-        for job in self.active.values():
+        for job in self._active.values():
             job.demand = replace(job.demand, steps_left=max(1, math.ceil(job.left)))
-        demands = [job.demand for job in self.active.values()]
+        demands = [job.demand for job in self._active.values()]
         decision = self._policy(now, demands, capacity, self._settings)
         packed = Packing({}, {})
         if self._most > 1:
-            seated = {name: job.host for name, job in self.active.items() if job.host is not None}
+            seated = {name: job.host for name, job in self._active.items() if job.host is not None}
             packed = pack(demands, decision, self._most, self._settings.packing, seated)
-        for name, job in self.active.items():
+        for name, job in self._active.items():
             job.demand = job.demand.given(decision[name].workers, now)
             self._set_rate(job, packed)
-        due = next_change(now, (job.demand for job in self.active.values()), self._settings)
-        self.wake = math.inf if due is None else due
+        due = next_change(now, (job.demand for job in self._active.values()), self._settings)
+        self._clock.wake(math.inf if due is None else due)
+        self._plan += 1
+        ends = (now + job.left / job.rate for job in self._active.values() if job.rate)
+        if (first := min(ends, default=math.inf)) < math.inf:
+            self._clock.push(first, "end", plan=self._plan)
 
     def _set_rate(self, job: _Job, packed: Packing) -> None:
         name = job.event.name
@@ -143,9 +153,9 @@ class _Packed:
         if workers:
             job.device_seconds = workers * Phases.at(job.demand.curve, workers).compute
 
-    def result(self, trace: Trace) -> Played:
+    def _result(self) -> Played:
         """The figures, when all have ended."""
-        first, count = min(job.time for job in trace.jobs), len(self._all)
+        first, count = min(job.time for job in self._trace.jobs), len(self._all)
         return Played(
             makespan=max(job.finished for job in self._all) - first,
             mean_completion=sum(job.finished - job.event.time for job in self._all) / count,

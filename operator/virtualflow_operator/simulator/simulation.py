@@ -8,7 +8,6 @@ that vanishes is paid for by the jobs that the policy shrinks for it.
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -18,7 +17,8 @@ from virtualflow.protocol.wording import counted
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand, Policy, ScalingCurve, next_change
 from virtualflow_operator.scheduling.service_time import Past, left
 from virtualflow_operator.settings import SchedulingSettings
-from virtualflow_operator.simulator.outcome import Outcome, Result
+from virtualflow_operator.simulator.clock import Clock, JobBooks, Occasion
+from virtualflow_operator.simulator.outcome import Result
 from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent, Trace
 
 Knowledge = Literal["all", "seen", "past", "none"]
@@ -49,43 +49,27 @@ class ResizeCost:
             raise ConfigurationError(f"units are free after 0 seconds or more, not release={self.release:g}")
 
 
-@dataclass
-class _Job:
-    job: JobEvent
+@dataclass(kw_only=True)
+class _Job(JobBooks):
     demand: Demand
     running: int = 0
     """Workers that count."""
     joining: list[tuple[float, int]] = field(default_factory=list)
     """Those that are on their way: when they will be ready, and how many."""
-    done: float = 0.0
-    """Steps, at ``synced``."""
-    synced: float = 0.0
-    resumes: float = 0.0
-    """No progress before that."""
-    plan: int = 0
-    """Counts the expected ends: an event of an earlier one no longer counts."""
-    started: float | None = None
-    queued: float = 0.0
-    service: float = 0.0
-    resizes: int = 0
-    suspensions: int = 0
-    changes: list[tuple[float, int]] = field(default_factory=list)
     seen: dict[int, float] = field(default_factory=dict)
     expected: float | None = None
     needed: float | None = None
-    finished: float | None = None
-    reason: str = ""
 
-    def catch_up(self, now: float) -> None:
-        """Bring the books up to ``now``."""
-        allocated = self.demand.allocated
-        elapsed = now - self.synced
-        self.service += allocated * elapsed
-        self.queued += 0.0 if allocated else elapsed
-        if self.running and now > self.resumes:
-            gained = self.job.speed(self.running) * (now - max(self.synced, self.resumes))
-            self.done = min(float(self.job.steps), self.done + gained)
-        self.synced = now
+    @property
+    def given(self) -> int:
+        return self.demand.allocated
+
+    @property
+    def works(self) -> bool:
+        return self.running > 0
+
+    def speed(self) -> float:
+        return self.job.speed(self.running)
 
     def worth(self) -> float:
         """Unit-seconds at its minimum that its steps so far are worth, as far as its speed was seen."""
@@ -93,13 +77,6 @@ class _Job:
         if not demand.curve.measured:
             return 0.0
         return self.done / demand.curve.speed(demand.minimum) * demand.minimum * demand.units
-
-    def end(self) -> float:
-        """When it will have made its last step if nothing changes; call it when the books are up to date."""
-        if not self.running:
-            return math.inf
-        left = self.job.steps - self.done
-        return max(self.synced, self.resumes) + left / self.job.speed(self.running)
 
 
 def simulate(
@@ -136,9 +113,6 @@ class PolicyError(AssertionError):
     """A policy's decision cannot be applied: a defect of the policy, and no number of it may be trusted."""
 
 
-_TRACE, _END, _JOINED, _WAKE, _RETRY = range(5)
-
-
 class _Simulation:
     def __init__(
         self,
@@ -152,77 +126,53 @@ class _Simulation:
     ) -> None:
         self._policy, self._cost, self._settings = policy, cost, settings
         self._knowledge, self._every = knowledge, every
-        self._now = trace.events[0].time
+        self._clock = Clock(trace)
+        self._events = trace.events
         self._all: list[_Job] = []
         self._active: dict[str, _Job] = {}
         self._nodes: dict[str, NodeEvent] = {}
         self._capacity: list[tuple[float, int]] = []
         self._decisions = 0
-        self._wake = math.inf
         self._past = Past()
         self._pending: list[tuple[_Job, int]] = []
         """What was decided and not yet carried out."""
         self._resting: list[tuple[float, int]] = []
         """Until when how many units that were given up are nobody's."""
-        # (time, serial number, kind, index of the trace's event or the job's name, plan of the job)
-        self._queue: list[tuple[float, int, int, int | str, int]] = [
-            (event.time, index, _TRACE, index, 0) for index, event in enumerate(trace.events)
-        ]
-        self._events = trace.events
-        self._serial = len(self._queue)
-        self._to_come = len(self._queue)
 
     def run(self) -> Result:
-        queue = self._queue  # already in order, which makes it a heap
-        while queue:
-            self._now = queue[0][0]
-            stirred = False
-            while queue and queue[0][0] <= self._now:
-                _, _, kind, subject, plan = heapq.heappop(queue)
-                stirred |= self._happen(kind, subject, plan)
-            if stirred:
-                self._decide()
-        outcomes = tuple(self._outcome(job) for job in self._all)
+        self._clock.run(self._happen, self._decide)
+        outcomes = tuple(job.outcome(job.expected, job.needed) for job in self._all)
         return Result(outcomes, tuple(self._capacity), self._decisions)
 
-    def _happen(self, kind: int, subject: int | str, plan: int) -> bool:
+    def _happen(self, kind: Occasion, subject: int | str, plan: int) -> bool:
         """Let one event happen; whether a decision is due."""
-        if kind == _TRACE:
-            self._to_come -= 1
+        if kind == "trace":
             self._arrive(int(subject))
-            return True
-        if kind == _WAKE:
-            if self._now < self._wake:
-                return False  # a later decision saw no need for it
-            self._wake = math.inf
-            return True
-        if kind == _RETRY:
+        if kind in ("trace", "wake", "retry"):
             return True
         job = self._active.get(str(subject))
-        if job is None or (kind == _END and job.plan != plan):
+        if job is None or (kind == "end" and job.plan != plan):
             return False
-        job.catch_up(self._now)
-        if kind == _JOINED:
+        job.catch_up(self._clock.now)
+        if kind == "joined":
             return self._join(job)
-        job.done = job.job.steps
-        job.finished = self._now
+        job.end(self._clock.now)
         job.needed = job.worth()
         if self._knowledge == "past":
             self._past = self._past.after(job.job.namespace, job.job.name, job.needed, self._settings)
-        job.changes.append((self._now, 0))
         del self._active[job.job.name]
         return not self._rest(job.demand.allocated * job.job.units)
 
     def _join(self, job: _Job) -> bool:
-        ready = sum(workers for due, workers in job.joining if due <= self._now)
+        ready = sum(workers for due, workers in job.joining if due <= self._clock.now)
         if not ready:
             return False  # they were called off
-        job.joining = [(due, workers) for due, workers in job.joining if due > self._now]
+        job.joining = [(due, workers) for due, workers in job.joining if due > self._clock.now]
         if job.running:
             self._pause(job)
         job.running += ready
         self._learn(job)
-        self._schedule_end(job)
+        job.schedule_end(self._clock)
         return self._knowledge != "all" or bool(self._pending)
 
     def _arrive(self, index: int) -> None:
@@ -243,7 +193,7 @@ class _Simulation:
                 curve=curve,
                 minimum_on_demand=event.on_demand,
             )
-            job = _Job(event, demand, synced=self._now)
+            job = _Job(job=event, demand=demand, synced=self._clock.now)
             job.expected = self._past.expects(event.namespace, event.name)
             self._all.append(job)
             self._active[event.name] = job
@@ -252,7 +202,7 @@ class _Simulation:
             del self._nodes[event.name]
         else:
             self._nodes[event.name] = event
-        self._capacity.append((self._now, self._units()))
+        self._capacity.append((self._clock.now, self._units()))
         self._pending.clear()  # it was decided for another capacity
 
     def _learn(self, job: _Job) -> None:
@@ -280,10 +230,10 @@ class _Simulation:
         capacity = Capacity(self._units() - spot, spot)
         for job in self._active.values():
             if job.running:
-                job.catch_up(self._now)
+                job.catch_up(self._clock.now)
             self._inform(job)
         demands = [job.demand for job in self._active.values()]
-        decision = self._policy(self._now, demands, capacity, self._settings)
+        decision = self._policy(self._clock.now, demands, capacity, self._settings)
         self._decisions += 1
         _check(decision, demands, capacity)
         for name, job in self._active.items():
@@ -312,9 +262,9 @@ class _Simulation:
         held = sum(other.demand.allocated * other.job.units for other in self._active.values())
         if held > self._units():
             return workers < job.demand.allocated  # a node has taken them along
-        if job.joining or self._now < job.resumes:
+        if job.joining or self._clock.now < job.resumes:
             return False
-        self._resting = [(until, units) for until, units in self._resting if until > self._now]
+        self._resting = [(until, units) for until, units in self._resting if until > self._clock.now]
         held += sum(units for _, units in self._resting)
         return (workers - job.demand.allocated) * job.job.units <= self._units() - held
 
@@ -322,33 +272,27 @@ class _Simulation:
         """Whether the units that were given up are nobody's for a while."""
         if self._cost.release is None:
             return False
-        self._resting.append((self._now + self._cost.release, units))
-        self._push(self._now + self._cost.release, _RETRY, "", 0)
+        self._resting.append((self._clock.now + self._cost.release, units))
+        self._clock.push(self._clock.now + self._cost.release, "retry")
         return True
 
     def _ask_again(self) -> None:
-        due = next_change(self._now, (job.demand for job in self._active.values()), self._settings)
+        due = next_change(self._clock.now, (job.demand for job in self._active.values()), self._settings)
         wake = math.inf if due is None else due
-        if self._every is not None and (self._to_come or any(job.demand.allocated for job in self._active.values())):
-            wake = min(wake, self._now + self._every)
-        if wake != self._wake:
-            self._wake = wake
-            if wake < math.inf:
-                self._push(wake, _WAKE, "", 0)
+        if self._every is not None and (
+            self._clock.to_come or any(job.demand.allocated for job in self._active.values())
+        ):
+            wake = min(wake, self._clock.now + self._every)
+        self._clock.wake(wake)
 
     def _give(self, job: _Job, workers: int) -> None:
         """Apply a decision to a job whose number of workers it changes."""
-        now, cost = self._now, self._cost
+        now, cost = self._clock.now, self._cost
         job.catch_up(now)
         if workers < job.demand.allocated:
             self._rest((job.demand.allocated - workers) * job.job.units)
         job.demand = job.demand.given(workers, now)
-        job.changes.append((now, workers))
-        if job.started is None:
-            job.started = now
-        else:
-            job.resizes += 1
-            job.suspensions += not workers
+        job.change(now, workers)
         before = job.running
         if cost.stop or not workers:
             job.running = 0
@@ -367,39 +311,14 @@ class _Simulation:
         elif fewer < 0:
             ready = now + (cost.join if job.job.join is None else job.job.join)
             job.joining.append((ready, -fewer))
-            self._push(ready, _JOINED, job.job.name, 0)
+            self._clock.push(ready, "joined", job.job.name)
         if job.running != before:
-            self._schedule_end(job)
+            job.schedule_end(self._clock)
 
     def _pause(self, job: _Job) -> None:
-        job.resumes = max(job.resumes, self._now + self._cost.pause)
+        job.resumes = max(job.resumes, self._clock.now + self._cost.pause)
         if self._cost.release is not None:
-            self._push(job.resumes, _RETRY, "", 0)
-
-    def _schedule_end(self, job: _Job) -> None:
-        job.plan += 1
-        end = job.end()
-        if end < math.inf:
-            self._push(end, _END, job.job.name, job.plan)
-
-    def _push(self, time: float, kind: int, subject: str, plan: int) -> None:
-        self._serial += 1
-        heapq.heappush(self._queue, (time, self._serial, kind, subject, plan))
-
-    def _outcome(self, job: _Job) -> Outcome:
-        return Outcome(
-            job=job.job,
-            started=job.started,
-            finished=job.finished,
-            queued=job.queued,
-            service=job.service,
-            resizes=job.resizes,
-            suspensions=job.suspensions,
-            changes=tuple(job.changes),
-            reason=job.reason,
-            expected=job.expected,
-            needed=job.needed,
-        )
+            self._clock.push(job.resumes, "retry")
 
 
 def _check(decision: dict[str, Allocation], demands: list[Demand], capacity: Capacity) -> None:
