@@ -41,8 +41,9 @@ class LauncherSettings:
     coordinator_stop: float = 1.0
     """How long it may take to end once nobody needs it."""
     backoff_first: float = 0.1
+    """The delay of the second restart in a row of something that keeps dying; it doubles."""
     backoff_most: float = 5.0
-    """Delays of the second and later restarts in a row of something that keeps dying."""
+    """The longest such delay."""
     backoff_reset: float = 10.0
     """Workers that crash further apart than this begin again with the first delay."""
     verdict_grace: float = 2.0
@@ -63,6 +64,7 @@ class LauncherSettings:
     refresh: float = 8.0
     """On a terminal: frames per second."""
     events_shown: int = 6
+    """The latest events of the live view."""
     cells_shown: int = 64
     """A job of more virtual nodes than this shows them as ranges."""
     check_steps: int = 6

@@ -165,7 +165,9 @@ class SignalSettings:
     request_timeout: float = 5.0
     """One request, from connecting to its answer."""
     retry_first: float = 0.05
+    """The first wait between two tries of a request; it doubles."""
     retry_most: float = 0.5
+    """The longest such wait."""
     patience: float = 15.0
     """How long a request is repeated while no coordinator answers: it may be restarting."""
     max_answer: int = 64 << 20

@@ -19,6 +19,7 @@ class MemoryCopySettings:
     retry_first: float = 0.5
     """The first wait after one that did not get there; it doubles."""
     retry_most: float = 30.0
+    """The longest such wait."""
     attempts: int = 3
     """How often a worker that begins asks for the newest copy before an older checkpoint counts."""
 
@@ -32,6 +33,7 @@ class VolumeSettings:
     retry_first: float = 0.1
     """The first wait between two tries; it doubles."""
     retry_most: float = 2.0
+    """The longest such wait."""
 
 
 @dataclass(frozen=True)

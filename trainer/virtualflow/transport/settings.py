@@ -19,8 +19,11 @@ class LinkSettings:
     progress: float = 0.2
     """The leader reports its step at most this often."""
     connect_timeout: float = 3.0
+    """One attempt at connecting to the coordinator."""
     retry_first: float = 0.05
+    """The first wait between two attempts."""
     retry_most: float = 1.0
+    """The longest such wait."""
     lease: float = HEARTBEAT_LIMIT
     """So long after an exchange a worker takes its place for granted, until the coordinator has said how long."""
     lease_wait: float = 15.0
@@ -39,6 +42,7 @@ class CopySettings:
     """A copy of the state on its way to the coordinator's memory, or from there."""
 
     connect_timeout: float = 3.0
+    """Connecting to send or read a copy."""
     idle: float = 10.0
     """A transfer in which nothing moves for this long is ended."""
     piece: int = 8 << 20

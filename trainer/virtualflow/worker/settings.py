@@ -112,4 +112,6 @@ class WorkerSettings:
     """How long a worker that cannot begin tries to reach the coordinator to tell it why; the user has read it by
     then."""
     drain_grace: float = DRAIN_GRACE
+    """The deadline of a drain that names none."""
     stop_grace: float = STOP_GRACE
+    """How long a drain of the whole job may take."""
