@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.traces.workloads import FAMILIES
 from virtualflow_operator.scheduling import Mobility
-from virtualflow_operator.simulator.trace import Event, JobEvent, NodeEvent, Trace, check
+from virtualflow_operator.simulator.trace import Event, JobEvent, JobTrace, NodeEvent, check
 
 TABLES = Path(__file__).parent / "traces" / "throughputs"
 Table = Mapping[str, Mapping[str, Mapping[int, float]]]
@@ -68,7 +68,7 @@ def make(
     load: float,
     mobility: Mobility = "mixes",
     rated: bool = False,
-) -> Trace:
+) -> JobTrace:
     """A trace of jobs with Poisson arrivals.
 
     Lengths and sizes are drawn as Gavel's authors draw theirs: 10 to the 1.5 to 3 minutes on V100s (of a fifth of the

@@ -17,7 +17,7 @@ from virtualflow_operator.scheduling import ScalingCurve, policy
 from virtualflow_operator.scheduling.phases import Phases
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.packed import play
-from virtualflow_operator.simulator.trace import JobEvent, Trace
+from virtualflow_operator.simulator.trace import JobEvent, JobTrace
 
 TEXT = """\
 60 jobs like the published 20 on 16 devices, all present from the beginning; 20 seeds. A waiting job may compute on a
@@ -65,13 +65,13 @@ POLICIES = {"elastic": ("WeightedFairShare", "MaxThroughput")}
 """Of a kind; the others have FIFO."""
 
 
-def backlog(seed: int, kind: str, jobs: int = JOBS, devices: int = DEVICES) -> Trace:
+def backlog(seed: int, kind: str, jobs: int = JOBS, devices: int = DEVICES) -> JobTrace:
     """A trace whose jobs are all there from the beginning."""
     drawn, change = like_paper(seed, jobs, devices), KINDS[kind]
     events = (msgspec.structs.replace(e, time=0.0) if isinstance(e, JobEvent) else e for e in drawn.events)
     if change is not None:
         events = (_of_fixed_size(e, change) if isinstance(e, JobEvent) else e for e in events)
-    return Trace(tuple(events))
+    return JobTrace(tuple(events))
 
 
 def _of_fixed_size(job: JobEvent, change: Change) -> JobEvent:

@@ -27,7 +27,7 @@ from virtualflow_operator.scheduling import (
     POLICIES,
     Capacity,
     Demand,
-    Kind,
+    DeviceKind,
     KindDemand,
     Mobility,
     ScalingCurve,
@@ -38,7 +38,7 @@ from virtualflow_operator.simulator.device_deciders import Aware, Decider, Unawa
 from virtualflow_operator.simulator.device_simulation import simulate_devices
 from virtualflow_operator.simulator.measures import Measures, measure
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost
-from virtualflow_operator.simulator.trace import Event, NodeEvent, Trace, check
+from virtualflow_operator.simulator.trace import Event, JobTrace, NodeEvent, check
 
 SEEDS = 20
 JOBS = 60
@@ -76,7 +76,7 @@ class Row:
     by_seed: tuple[float, ...]
 
 
-def play(trace: Trace, decider: Decider, knowledge: Knowledge = "all") -> Measures:
+def play(trace: JobTrace, decider: Decider, knowledge: Knowledge = "all") -> Measures:
     """One decider on one trace.
 
     Raises:
@@ -144,7 +144,7 @@ def prices(seeds: int) -> list[dict[str, float]]:
     return rows
 
 
-def priced(trace: Trace) -> Trace:
+def priced(trace: JobTrace) -> JobTrace:
     """The trace with half of each kind on spot nodes, and prices."""
     events: list[Event] = [event for event in trace.events if not isinstance(event, NodeEvent)]
     for kind, units in GAVEL_DEVICES.items():
@@ -154,11 +154,11 @@ def priced(trace: Trace) -> Trace:
     return check(((event.name, event) for event in events), "a trace with prices")
 
 
-def queue(seed: int, jobs: int = 1_000) -> tuple[list[KindDemand], dict[str, Kind]]:
+def queue(seed: int, jobs: int = 1_000) -> tuple[list[KindDemand], dict[str, DeviceKind]]:
     """A queue of many jobs on four kinds, half of the speeds measured."""
     chance = random.Random(seed)
     speeds = {"H100": 8.0, "A100": 4.0, "V100": 2.0, "T4": 1.0}
-    kinds = {kind: Kind(Capacity(64, 64), rating=speed, price=speed) for kind, speed in speeds.items()}
+    kinds = {kind: DeviceKind(Capacity(64, 64), rating=speed, price=speed) for kind, speed in speeds.items()}
     found = []
     for index in range(jobs):
         curves = {}

@@ -22,7 +22,7 @@ from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
 from virtualflow_operator.simulator.measures import Measures, measure
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
-from virtualflow_operator.simulator.trace import JobEvent, Trace
+from virtualflow_operator.simulator.trace import JobEvent, JobTrace
 
 SPREADS = (0.1, 0.5, 1.0, 2.0)
 """Of the logarithm of the lengths of jobs that are alike: they differ by a tenth, by 1.6, by 2.7 and by 7.4 times."""
@@ -52,9 +52,9 @@ class Row:
     """The median factor by which that was wrong."""
 
 
-def fixed(trace: Trace) -> Trace:
+def fixed(trace: JobTrace) -> JobTrace:
     """The same jobs, none of which can shrink."""
-    return Trace(
+    return JobTrace(
         tuple(
             msgspec.structs.replace(event, min=event.maximum) if isinstance(event, JobEvent) else event
             for event in trace.events

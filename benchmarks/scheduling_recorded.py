@@ -30,7 +30,7 @@ from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.outcome import Outcome
 from virtualflow_operator.simulator.power_of_two import power_of_two_share
 from virtualflow_operator.simulator.simulation import ResizeCost, simulate
-from virtualflow_operator.simulator.trace import JobEvent, Trace, read
+from virtualflow_operator.simulator.trace import JobEvent, JobTrace, read
 
 LOGS = (TWENTY_SHARED, THREE_SHARED)
 
@@ -72,7 +72,7 @@ def _again(log: Log, now: float, had: dict[str, int]) -> dict[str, int]:
     return {name: given.workers for name, given in found.items() if given.workers}
 
 
-def as_logged(log: Log) -> Trace:
+def as_logged(log: Log) -> JobTrace:
     """The jobs with the speeds and start-ups of this log.
 
     Each job's speeds are scaled alike, so that it makes its steps in the time that it had each number of GPUs. Its new
@@ -97,7 +97,7 @@ def as_logged(log: Log) -> Trace:
         )
 
     events = read(DIRECTORY / log.trace).events
-    return Trace(tuple(scaled(event) if isinstance(event, JobEvent) else event for event in events))
+    return JobTrace(tuple(scaled(event) if isinstance(event, JobEvent) else event for event in events))
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Row:
     """The most seconds by which a job started at another time than in the log."""
 
 
-def compare(log: Log, played: str, trace: Trace, price: ResizeCost) -> Row:
+def compare(log: Log, played: str, trace: JobTrace, price: ResizeCost) -> Row:
     """Play a log's jobs, and hold them beside it."""
     outcomes = simulate(trace, power_of_two_share, price, SchedulingSettings()).outcomes
     arrivals = [float(job.arrival) for job in log.jobs]

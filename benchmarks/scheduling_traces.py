@@ -24,7 +24,7 @@ from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
 from virtualflow_operator.simulator.measures import Measures, measure, percentile
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
-from virtualflow_operator.simulator.trace import JobEvent, Trace, read
+from virtualflow_operator.simulator.trace import JobEvent, JobTrace, read
 
 BASELINE = "Priority"
 PAPER = 0.48
@@ -63,7 +63,7 @@ class Row:
     """Traces on which the bound is."""
 
 
-def play(trace: Trace, policy: str, cost: ResizeCost, knowledge: Knowledge = "all") -> Measures:
+def play(trace: JobTrace, policy: str, cost: ResizeCost, knowledge: Knowledge = "all") -> Measures:
     """One policy on one trace."""
     return measure(simulate(trace, POLICIES[policy], cost, SchedulingSettings(), knowledge=knowledge))
 
@@ -73,7 +73,7 @@ def less(value: float, baseline: float) -> float:
     return 1 - value / baseline if baseline else 0.0
 
 
-def alone(trace: Trace, cost: ResizeCost) -> float:
+def alone(trace: JobTrace, cost: ResizeCost) -> float:
     """The median completion if every job had its best number of workers from its arrival on."""
     return percentile(
         [
@@ -89,18 +89,18 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return min(values), median(values), max(values)
 
 
-def linear(trace: Trace) -> Trace:
+def linear(trace: JobTrace) -> JobTrace:
     """The same jobs, as long as they were at their maximum, if every worker brought as much as the next."""
 
     def straight(job: JobEvent) -> JobEvent:
         each = job.speed(job.maximum) / job.maximum
         return msgspec.structs.replace(job, throughput={n: each * n for n in range(1, job.maximum + 1)})
 
-    return Trace(tuple(straight(event) if isinstance(event, JobEvent) else event for event in trace.events))
+    return JobTrace(tuple(straight(event) if isinstance(event, JobEvent) else event for event in trace.events))
 
 
 def compare(
-    seeds: int, change: Callable[[Trace], Trace] = lambda trace: trace, knowledge: Knowledge = "all"
+    seeds: int, change: Callable[[JobTrace], JobTrace] = lambda trace: trace, knowledge: Knowledge = "all"
 ) -> list[Row]:
     """All policies with both costs.
 

@@ -23,7 +23,7 @@ from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
 from virtualflow_operator.simulator.device_deciders import Aware
 from virtualflow_operator.simulator.device_simulation import simulate_devices
 from virtualflow_operator.simulator.simulation import ResizeCost, simulate
-from virtualflow_operator.simulator.trace import Event, JobEvent, NodeEvent, Trace
+from virtualflow_operator.simulator.trace import Event, JobEvent, JobTrace, NodeEvent
 
 JOBS = DEVICES = 10_000
 A_NODE = 8
@@ -54,7 +54,7 @@ CASES = (
 )
 
 
-def make(jobs: int, devices: int, seed: int, *, kinds: bool) -> Trace:
+def make(jobs: int, devices: int, seed: int, *, kinds: bool) -> JobTrace:
     """Such a trace."""
     chance = random.Random(seed)
     events: list[Event] = [
@@ -74,7 +74,7 @@ def make(jobs: int, devices: int, seed: int, *, kinds: bool) -> Trace:
         events.append(JobEvent(round(now, 3), f"job-{index}", max(round(length * mean), 1), **by_kind))
         # A device of the mean speed is busy for its length with a job of one worker; wider ones lose a little.
         now += chance.expovariate(1.0) * 21_650 * 1.1 / (devices * BUSY)
-    return Trace(tuple(events))
+    return JobTrace(tuple(events))
 
 
 def play(case: Case, jobs: int, devices: int) -> dict[str, Any]:

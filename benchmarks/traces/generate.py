@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.traces.workloads import FAMILIES, THREE, TWENTY, Submission, Workload
-from virtualflow_operator.simulator.trace import Event, GoneEvent, JobEvent, NodeEvent, Trace, check, write
+from virtualflow_operator.simulator.trace import Event, GoneEvent, JobEvent, JobTrace, NodeEvent, check, write
 
 DIRECTORY = Path(__file__).parent
 PRIORITIES = (1, 5, 10)
@@ -23,7 +23,7 @@ JOBS_PER_HOUR = 12.0
 _COMMENT = "Written by python -m benchmarks.traces.generate; benchmarks/traces/README.md has the sources."
 
 
-def _trace(events: Iterable[Event], origin: str) -> Trace:
+def _trace(events: Iterable[Event], origin: str) -> JobTrace:
     return check(((origin, event) for event in events), origin)
 
 
@@ -41,12 +41,12 @@ def _jobs(submissions: Sequence[Submission]) -> list[Event]:
     ]
 
 
-def paper(submissions: Sequence[Submission], gpus: int) -> Trace:
+def paper(submissions: Sequence[Submission], gpus: int) -> JobTrace:
     """The published trace on one machine with ``gpus`` GPUs."""
     return _trace([NodeEvent(0.0, "v100", gpus), *_jobs(submissions)], "the published trace")
 
 
-def like_paper(seed: int, jobs: int = 20, gpus: int = 8) -> Trace:
+def like_paper(seed: int, jobs: int = 20, gpus: int = 8) -> JobTrace:
     """Another trace of the paper's kind: its workloads drawn with replacement, its priorities, its rate of arrivals."""
     random_ = random.Random(seed)
     arrival = 1.0
@@ -58,7 +58,7 @@ def like_paper(seed: int, jobs: int = 20, gpus: int = 8) -> Trace:
     return paper(submissions, gpus)
 
 
-def philly() -> Trace:
+def philly() -> JobTrace:
     """The jobs of one virtual cluster of the Philly trace, which may shrink to one GPU and scale linearly."""
     events: list[Event] = []
     for index, line in enumerate((DIRECTORY / "philly-103959.txt").read_text().splitlines()[1:]):
@@ -68,7 +68,7 @@ def philly() -> Trace:
     return _trace(events, "the Philly jobs")
 
 
-def recurring(seed: int, spread: float, jobs: int = 300, gpus: int = 32) -> Trace:
+def recurring(seed: int, spread: float, jobs: int = 300, gpus: int = 32) -> JobTrace:
     """Jobs that come again: 30 models of four teams, some trained often, whose lengths spread over hours.
 
     Args:
@@ -104,7 +104,7 @@ def _made_up(random_: random.Random, index: int, demand: int, hours: float) -> W
     return Workload(f"{index:04d}-{family}", family, demand, batch, steps, steps * step)
 
 
-def thousand(seed: int = 1_000) -> Trace:
+def thousand(seed: int = 1_000) -> JobTrace:
     """1,000 jobs on 128 GPUs: sizes from 1 to 16, durations from two minutes to eight hours (Pareto, shape 1.1)."""
     random_ = random.Random(seed)
     events: list[Event] = [NodeEvent(0.0, f"node-{number}", 8) for number in range(16)]
@@ -131,7 +131,7 @@ def thousand(seed: int = 1_000) -> Trace:
     return _trace(events, "the thousand jobs")
 
 
-def spot(seed: int = 40) -> Trace:
+def spot(seed: int = 40) -> JobTrace:
     """40 jobs on 8 on-demand GPUs and four spot nodes of 4, each withdrawn again and again (up 45 min, gone 15 min)."""
     random_ = random.Random(seed)
     events: list[Event] = [NodeEvent(0.0, "steady", 8)]

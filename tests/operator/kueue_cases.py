@@ -11,9 +11,9 @@ from scenes import NOW, SETTINGS, Spec, Stage, body
 
 from virtualflow_operator.api import PodAdditions, format_time, read_job, read_workload
 from virtualflow_operator.constants import ANNOTATION_KUEUE_ELASTIC, LABEL_KUEUE_QUEUE
-from virtualflow_operator.jobs.actions import Plan
+from virtualflow_operator.jobs.actions import JobPlan
 from virtualflow_operator.jobs.reconcile import reconcile
-from virtualflow_operator.jobs.scene import Scene, Verdict
+from virtualflow_operator.jobs.scene import Scene, TemplateVerdict
 from virtualflow_operator.k8s.resources import FLAVORS
 from virtualflow_operator.kueue import CreateWorkload, DeleteWorkload, Kueue, KueueAdmission, PatchWorkload
 
@@ -57,9 +57,9 @@ def decide(
     *workloads: Spec,
     now: float = NOW,
     stage: Stage | None = None,
-    verdict: Verdict | None = None,
+    verdict: TemplateVerdict | None = None,
     **facts: Any,
-) -> Plan:
+) -> JobPlan:
     """What is decided about a job with these Workloads, beside the pods of a stage."""
     pods = tuple(stage.pods) if stage is not None else ()
     scene = Scene(
@@ -76,17 +76,17 @@ def decide(
     return plan
 
 
-def created(plan: Plan) -> Spec:
+def created(plan: JobPlan) -> Spec:
     """The one Workload that is made."""
     (action,) = [action for action in plan.actions if isinstance(action, CreateWorkload)]
     return action.manifest
 
 
-def patched(plan: Plan) -> list[PatchWorkload]:
+def patched(plan: JobPlan) -> list[PatchWorkload]:
     return [action for action in plan.actions if isinstance(action, PatchWorkload)]
 
 
-def deleted(plan: Plan) -> list[str]:
+def deleted(plan: JobPlan) -> list[str]:
     return [action.name for action in plan.actions if isinstance(action, DeleteWorkload)]
 
 

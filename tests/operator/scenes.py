@@ -12,11 +12,11 @@ from virtualflow.protocol.http_api import Call, DrainCall, GoneCall, LostWorker,
 from virtualflow.protocol.messages import Change, Generation, encode
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.api.job import merge_patch, write_status
-from virtualflow_operator.api.objects import Job, Link, Node, Pod, Service, format_time, read_job, read_pod
+from virtualflow_operator.api.objects import CoordinatorLink, Job, Node, Pod, Service, format_time, read_job, read_pod
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.actions import Action, CreatePod, DeletePod, Plan
+from virtualflow_operator.jobs.actions import Action, CreatePod, DeletePod, JobPlan
 from virtualflow_operator.jobs.reconcile import reconcile
-from virtualflow_operator.jobs.scene import Scene, Verdict
+from virtualflow_operator.jobs.scene import Scene, TemplateVerdict
 from virtualflow_operator.settings import OperatorSettings
 
 NOW = 1_700_000_000.0
@@ -150,12 +150,14 @@ def change(counter: int, cause: str = "join", **facts: Any) -> Change:
     )
 
 
-def verdict_of(raw: Spec, error: str = "", at: float = NOW - 1) -> Verdict:
-    return Verdict(manifests.templates_hash(read_job(raw)), at, error)
+def verdict_of(raw: Spec, error: str = "", at: float = NOW - 1) -> TemplateVerdict:
+    return TemplateVerdict(manifests.templates_hash(read_job(raw)), at, error)
 
 
-def link(status: Status | None, *, connected: bool = True, since: float = NOW - 50, pod: str = "coordinator-0") -> Link:
-    return Link(pod, connected, since, status)
+def link(
+    status: Status | None, *, connected: bool = True, since: float = NOW - 50, pod: str = "coordinator-0"
+) -> CoordinatorLink:
+    return CoordinatorLink(pod, connected, since, status)
 
 
 @dataclasses.dataclass
@@ -166,8 +168,8 @@ class Stage:
     pods: list[Pod]
     service: Service | None
     nodes: dict[str, Node] | None
-    link: Link | None
-    verdict: Verdict | None = None
+    link: CoordinatorLink | None
+    verdict: TemplateVerdict | None = None
     trouble: str = ""
     settings: OperatorSettings = SETTINGS
     former: list[Pod] = dataclasses.field(default_factory=list)
@@ -190,13 +192,13 @@ class Stage:
             trouble=self.trouble,
         )
 
-    def decide(self, now: float = NOW) -> Plan:
+    def decide(self, now: float = NOW) -> JobPlan:
         """The plan; deciding twice about the same gives the same."""
         plan = reconcile(self.scene, now, self.settings)
         assert plan == reconcile(self.scene, now, self.settings)
         return plan
 
-    def write(self, plan: Plan) -> Spec:
+    def write(self, plan: JobPlan) -> Spec:
         """Keep the plan's status, as the API server would; the patch that it took."""
         patch = merge_patch(self.raw.get("status") or {}, write_status(plan.status))
         self.raw = self.raw | {"status": write_status(plan.status)}
@@ -239,19 +241,19 @@ def swap(stage: Stage, pod: Pod) -> Stage:
     return stage
 
 
-def created(plan: Plan) -> list[str]:
+def created(plan: JobPlan) -> list[str]:
     return [action.name for action in plan.actions if isinstance(action, CreatePod)]
 
 
-def deleted(plan: Plan) -> list[str]:
+def deleted(plan: JobPlan) -> list[str]:
     return [action.name for action in plan.actions if isinstance(action, DeletePod)]
 
 
-def drained(plan: Plan) -> list[str]:
+def drained(plan: JobPlan) -> list[str]:
     return [name for call in plan.calls if isinstance(call, DrainCall) for name in call.workers]
 
 
-def gone(plan: Plan) -> list[str]:
+def gone(plan: JobPlan) -> list[str]:
     return [call.worker for call in plan.calls if isinstance(call, GoneCall)]
 
 
@@ -259,15 +261,15 @@ def kinds(things: Sequence[Action | Call]) -> list[str]:
     return [type(thing).__name__ for thing in things]
 
 
-def reason_of(plan: Plan, kind: str) -> tuple[str, str]:
+def reason_of(plan: JobPlan, kind: str) -> tuple[str, str]:
     """Status and reason of a condition."""
     condition = next(c for c in plan.status.conditions if c.type == kind)
     return condition.status, condition.reason
 
 
-def message_of(plan: Plan, kind: str) -> str:
+def message_of(plan: JobPlan, kind: str) -> str:
     return next(c.message for c in plan.status.conditions if c.type == kind)
 
 
-def noticed(plan: Plan) -> list[str]:
+def noticed(plan: JobPlan) -> list[str]:
     return [event.reason for event in plan.events]

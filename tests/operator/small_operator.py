@@ -10,7 +10,7 @@ from small_cluster import KEY, Cluster
 
 from virtualflow.protocol.http_api import Call, DrainCall, GoneCall, ScaleCall
 from virtualflow_operator.api.job import merge_patch, write_status
-from virtualflow_operator.api.objects import Link, read_job
+from virtualflow_operator.api.objects import CoordinatorLink, read_job
 from virtualflow_operator.constants import WORKER
 from virtualflow_operator.jobs.actions import (
     Action,
@@ -18,14 +18,14 @@ from virtualflow_operator.jobs.actions import (
     CreatePod,
     CreateService,
     DeletePod,
-    Plan,
+    JobPlan,
     PointService,
 )
 from virtualflow_operator.jobs.admission import AT_ONCE, Admission
 from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.reconcile import reconcile
-from virtualflow_operator.jobs.scene import Scene, Verdict
+from virtualflow_operator.jobs.scene import Scene, TemplateVerdict
 from virtualflow_operator.k8s.cache import Store
 
 
@@ -35,9 +35,9 @@ class Operator:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.store = Store()
-        self.verdict: Verdict | None = None
+        self.verdict: TemplateVerdict | None = None
         self.lost_sight_at: float | None = None
-        self.link: Link | None = None
+        self.link: CoordinatorLink | None = None
         for pod in cluster.pods.values():
             self.store.put_pod(copy.deepcopy(pod))
         cluster.news.clear()
@@ -60,7 +60,7 @@ class Operator:
             else:
                 self.store.remove_pod(metadata["namespace"], metadata["name"], metadata["uid"])
 
-    def look(self) -> Link | None:
+    def look(self) -> CoordinatorLink | None:
         """The connection to the coordinator that the status names."""
         cluster, name = self.cluster, self.cluster.job["status"].get("coordinator")
         pod = next((p for p in self.store.pods_of(KEY) if p.name == name and p.live), None)
@@ -70,16 +70,16 @@ class Operator:
         process = cluster.processes.get(pod.uid)
         if real is not None and real["metadata"]["uid"] == pod.uid and process is not None and cluster.up(pod.node):
             self.lost_sight_at = None
-            return Link(pod.uid, True, NOW, process.status(cluster.step))
+            return CoordinatorLink(pod.uid, True, NOW, process.status(cluster.step))
         self.lost_sight_at = self.lost_sight_at or cluster.now
         status = self.link.status if self.link is not None and self.link.pod == pod.uid else None
-        return Link(pod.uid, False, self.lost_sight_at, status)
+        return CoordinatorLink(pod.uid, False, self.lost_sight_at, status)
 
     def admission(self) -> Admission:
         """Who admits the job: nobody."""
         return AT_ONCE
 
-    def plan(self) -> tuple[Scene, Plan]:
+    def plan(self) -> tuple[Scene, JobPlan]:
         cluster = self.cluster
         self.link = self.look()
         service = cluster.service
@@ -141,7 +141,7 @@ class Operator:
         cluster = self.cluster
         match action:
             case CheckTemplates(template_hash=wanted):
-                self.verdict = Verdict(wanted, cluster.now)
+                self.verdict = TemplateVerdict(wanted, cluster.now)
             case CreateService(manifest):
                 if cluster.service is None:
                     cluster.service = copy.deepcopy(manifest)
@@ -161,7 +161,7 @@ class Operator:
                 cluster.delete(action.name, action.uid, 30.0 if action.grace is None else action.grace)
 
 
-def check(scene: Scene, plan: Plan, now: float) -> None:
+def check(scene: Scene, plan: JobPlan, now: float) -> None:
     """What holds for every plan."""
     job, link = scene.job, scene.link
     made = [action.name for action in plan.actions if isinstance(action, CreatePod)]

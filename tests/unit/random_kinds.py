@@ -8,10 +8,10 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from random_queues import NAMESPACES, curves, demands
 
-from virtualflow_operator.scheduling import Capacity, Kind, KindAllocation, KindDemand
+from virtualflow_operator.scheduling import Capacity, DeviceKind, KindAllocation, KindDemand
 
 NAMES = ("V100", "P100", "K80")
-Queue = tuple[list[KindDemand], dict[str, Kind]]
+Queue = tuple[list[KindDemand], dict[str, DeviceKind]]
 
 
 @st.composite
@@ -42,12 +42,12 @@ def queues_with_kinds(draw: st.DrawFn, most: int = 8) -> Queue:
         limits = draw(st.dictionaries(st.sampled_from(NAMESPACES), st.integers(0, 12), max_size=1))
         there = Capacity(draw(st.integers(0, 12)), draw(st.sampled_from([0, 0, 4])), limits)
         rating, price = draw(st.sampled_from([0.2, 1.0, 3.0])), draw(st.sampled_from([0.5, 1.0, 4.0]))
-        kinds[name] = Kind(there, rating, price, draw(st.none() | st.just(0.25)))
+        kinds[name] = DeviceKind(there, rating, price, draw(st.none() | st.just(0.25)))
     return [draw(_jobs(index, names)) for index in range(draw(st.integers(0, most)))], kinds
 
 
 def complaint_of_kinds(
-    jobs: Sequence[KindDemand], found: Mapping[str, KindAllocation], kinds: Mapping[str, Kind]
+    jobs: Sequence[KindDemand], found: Mapping[str, KindAllocation], kinds: Mapping[str, DeviceKind]
 ) -> str:
     """What is wrong with these allocations; empty if they can all be had at once and hold every job's limits."""
     if set(found) != {demand.job.name for demand in jobs}:
@@ -70,7 +70,7 @@ def complaint_of_kinds(
     return _overfull(jobs, found, kinds)
 
 
-def _overfull(jobs: Sequence[KindDemand], found: Mapping[str, KindAllocation], kinds: Mapping[str, Kind]) -> str:
+def _overfull(jobs: Sequence[KindDemand], found: Mapping[str, KindAllocation], kinds: Mapping[str, DeviceKind]) -> str:
     for kind, there in kinds.items():
         used = [(d.job.namespace, found[d.job.name].workers.get(kind, 0) * d.job.units) for d in jobs]
         if sum(units for _, units in used) > there.capacity.total:

@@ -36,11 +36,11 @@ Object = dict[str, Any]
 """An object of the API server, as JSON has it."""
 
 
-class Base(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class ApiStruct(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """Common ground: immutable, camelCase outside, unknown fields ignored (a newer schema may have more)."""
 
 
-class WorkerMemory(Base, frozen=True):
+class WorkerMemory(ApiStruct, frozen=True):
     """How much memory a worker may use, as quantities."""
 
     device: str
@@ -48,7 +48,7 @@ class WorkerMemory(Base, frozen=True):
     activations: Activations | None = None
 
 
-class WorkerGroup(Base, frozen=True):
+class WorkerGroup(ApiStruct, frozen=True):
     """Workers made from one pod template; groups stand in order of preference."""
 
     name: str
@@ -59,13 +59,13 @@ class WorkerGroup(Base, frozen=True):
     memory: WorkerMemory | None = None
 
 
-class CoordinatorSpec(Base, frozen=True):
+class CoordinatorSpec(ApiStruct, frozen=True):
     """What the user wants different about the coordinator's pod."""
 
     template: Object = {}
 
 
-class Elasticity(Base, frozen=True):
+class Elasticity(ApiStruct, frozen=True):
     """How long changes of the membership may take (seconds), and how far and on what the job grows."""
 
     drain_grace_seconds: int = int(DRAIN_GRACE)
@@ -80,7 +80,7 @@ class Elasticity(Base, frozen=True):
     """``None``: as its reproducibility allows."""
 
 
-class Checkpoint(Base, frozen=True):
+class Checkpoint(ApiStruct, frozen=True):
     """Where checkpoints go, how often, how many stay, and how long a suspension waits for the last one (seconds)."""
 
     volume: Object
@@ -93,14 +93,14 @@ class Checkpoint(Base, frozen=True):
     """Whether a lone worker keeps a copy of the state in the coordinator's memory, too."""
 
 
-class Verify(Base, frozen=True):
+class Verify(ApiStruct, frozen=True):
     """How often workers check one another."""
 
     sample: Annotated[float, msgspec.Meta(ge=0, le=1)]
     """In which share of the steps one virtual node is computed by a second worker."""
 
 
-class JobSpec(Base, frozen=True, dict=True):
+class JobSpec(ApiStruct, frozen=True, dict=True):
     """``spec`` of a job."""
 
     worker_groups: Annotated[tuple[WorkerGroup, ...], msgspec.Meta(min_length=1)]
@@ -189,7 +189,7 @@ ConditionType = Literal[
 Truth = Literal["True", "False", "Unknown"]
 
 
-class Condition(Base, frozen=True):
+class Condition(ApiStruct, frozen=True):
     """One aspect of the job, as by the API conventions."""
 
     type: str
@@ -200,7 +200,7 @@ class Condition(Base, frozen=True):
     observed_generation: int = 0
 
 
-class Share(Base, frozen=True):
+class WorkerShare(ApiStruct, frozen=True):
     """The virtual nodes that are assigned to a worker."""
 
     worker: str
@@ -209,14 +209,14 @@ class Share(Base, frozen=True):
     node: str = ""
 
 
-class OfKind(Base, frozen=True):
+class OfKind(ApiStruct, frozen=True):
     """A job's workers on one kind of device."""
 
     kind: str
     workers: int
 
 
-class AllocationStatus(Base, frozen=True):
+class AllocationStatus(ApiStruct, frozen=True):
     """What its queue has given the job."""
 
     queue: str
@@ -237,7 +237,7 @@ class AllocationStatus(Base, frozen=True):
     """Those of jobs that compute on its own devices."""
 
 
-class Measured(Base, frozen=True):
+class Measured(ApiStruct, frozen=True):
     """How fast the job was with so many workers."""
 
     workers: int
@@ -248,7 +248,7 @@ class Measured(Base, frozen=True):
     """For how much of a step the slowest of them computed; empty: not measured."""
 
 
-class LastChange(Base, frozen=True):
+class LastChange(ApiStruct, frozen=True):
     """The latest membership change."""
 
     before: int = msgspec.field(name="from")
@@ -264,7 +264,7 @@ class LastChange(Base, frozen=True):
     """Of the coordinator that made the generation: together they grow for ever."""
 
 
-class Unfit(Base, frozen=True):
+class Unfit(ApiStruct, frozen=True):
     """A worker group into whose memory nothing fits."""
 
     group: str
@@ -274,7 +274,7 @@ class Unfit(Base, frozen=True):
     """What does not fit, and what would."""
 
 
-class Failures(Base, frozen=True):
+class Failures(ApiStruct, frozen=True):
     """Crashes without progress in between, and what is needed to count each once."""
 
     count: int = 0
@@ -295,7 +295,7 @@ class Failures(Base, frozen=True):
     """Worker groups in which no worker is made, as it would be refused again."""
 
 
-class EndedRun(Base, frozen=True):
+class EndedRun(ApiStruct, frozen=True):
     """A run of the script that was followed by another one."""
 
     run: int
@@ -303,7 +303,7 @@ class EndedRun(Base, frozen=True):
     digest: str = ""
 
 
-class JobStatus(Base, frozen=True):
+class JobStatus(ApiStruct, frozen=True):
     """``status`` of a job."""
 
     phase: Phase = "Pending"
@@ -320,7 +320,7 @@ class JobStatus(Base, frozen=True):
     allocation: AllocationStatus | None = None
     scaling: tuple[Measured, ...] = ()
     """The latest first."""
-    assignment: tuple[Share, ...] = ()
+    assignment: tuple[WorkerShare, ...] = ()
     run: int | None = None
     """Of the script, which may train several times."""
     ended_runs: tuple[EndedRun, ...] = ()

@@ -154,7 +154,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Link:
+class CoordinatorLink:
     """The operator's connection to a job's coordinator."""
 
     pod: str

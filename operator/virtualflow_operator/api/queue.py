@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from virtualflow_operator.api.job import Base, Condition, Object
+from virtualflow_operator.api.job import ApiStruct, Condition, Object
 from virtualflow_operator.constants import MANAGER
 
 DEFAULT_POLICY = "WeightedFairShare"
@@ -26,7 +26,7 @@ ANY_KIND = ""
 """The name of the only kind of device of a queue that tells none apart."""
 
 
-class Requirement(Base, frozen=True):
+class Requirement(ApiStruct, frozen=True):
     """One of a label selector's ``matchExpressions``."""
 
     key: str
@@ -42,7 +42,7 @@ class Requirement(Base, frozen=True):
         return (labels.get(self.key) in self.values) == (self.operator == "In")
 
 
-class Selector(Base, frozen=True):
+class Selector(ApiStruct, frozen=True):
     """A label selector; an empty one selects everything."""
 
     match_labels: dict[str, str] = msgspec.field(default_factory=dict)
@@ -59,7 +59,7 @@ class Selector(Base, frozen=True):
         return all(requirement.met_by(labels) for requirement in self.requirements)
 
 
-class Limit(Base, frozen=True):
+class Limit(ApiStruct, frozen=True):
     """The most that a namespace's jobs have together."""
 
     namespace: str
@@ -68,7 +68,7 @@ class Limit(Base, frozen=True):
     """Of which kind of device, in a queue that tells them apart."""
 
 
-class KindSpec(Base, frozen=True):
+class KindSpec(ApiStruct, frozen=True):
     """One kind of device in a queue."""
 
     name: str
@@ -81,14 +81,14 @@ class KindSpec(Base, frozen=True):
     """Of a unit on a spot node; ``None``: as on demand."""
 
 
-class PackingSpec(Base, frozen=True):
+class PackingSpec(ApiStruct, frozen=True):
     """How jobs share devices in turns."""
 
     max_jobs_per_device: Annotated[int, msgspec.Meta(ge=1, le=2)] = 2
     """1: none is shared. More than two cannot be: pods name the nodes that they want, and no devices there."""
 
 
-class QueueSpec(Base, frozen=True):
+class QueueSpec(ApiStruct, frozen=True):
     """``spec`` of a queue."""
 
     node_selector: Selector | None = None
@@ -112,7 +112,7 @@ class QueueSpec(Base, frozen=True):
         return self.packing.max_jobs_per_device if self.packing is not None else 1
 
 
-class CapacityStatus(Base, frozen=True):
+class CapacityStatus(ApiStruct, frozen=True):
     """What there is to share, in units of the resource."""
 
     total: str
@@ -123,7 +123,7 @@ class CapacityStatus(Base, frozen=True):
     nodes: int
 
 
-class KindStatus(Base, frozen=True):
+class KindStatus(ApiStruct, frozen=True):
     """What there is of one kind of device, in units of the resource."""
 
     name: str
@@ -134,14 +134,14 @@ class KindStatus(Base, frozen=True):
     nodes: int
 
 
-class JobCounts(Base, frozen=True, omit_defaults=False):
+class JobCounts(ApiStruct, frozen=True, omit_defaults=False):
     """Jobs in the queue."""
 
     running: int = 0
     waiting: int = 0
 
 
-class Given(Base, frozen=True):
+class Given(ApiStruct, frozen=True):
     """One job's part."""
 
     namespace: str
@@ -149,7 +149,7 @@ class Given(Base, frozen=True):
     workers: int
 
 
-class PastKind(Base, frozen=True):
+class PastKind(ApiStruct, frozen=True):
     """Jobs that are alike and have completed."""
 
     namespace: str
@@ -162,7 +162,7 @@ class PastKind(Base, frozen=True):
     """The factor by which the next one differed from that, usually."""
 
 
-class QueueStatus(Base, frozen=True):
+class QueueStatus(ApiStruct, frozen=True):
     """``status`` of a queue."""
 
     conditions: tuple[Condition, ...] = ()

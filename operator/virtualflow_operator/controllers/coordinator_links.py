@@ -26,7 +26,7 @@ from virtualflow.protocol.http_client import (
     CoordinatorUnreachable,
     ProtocolMismatch,
 )
-from virtualflow_operator.api import Link, Pod
+from virtualflow_operator.api import CoordinatorLink, Pod
 from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.jobs import derive_token
 from virtualflow_operator.k8s import Key
@@ -45,7 +45,7 @@ MAX_REASON = 400
 class _Line:
     """One connection."""
 
-    link: Link
+    link: CoordinatorLink
     address: str
     client: CoordinatorClient
     task: asyncio.Task[None] | None = None
@@ -70,7 +70,7 @@ class CoordinatorLinks:
         self._lines: dict[Key, _Line] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def view(self, key: Key) -> Link | None:
+    def view(self, key: Key) -> CoordinatorLink | None:
         """How the connection to that job's coordinator stands."""
         line = self._lines.get(key)
         return line.link if line is not None else None
@@ -89,7 +89,7 @@ class CoordinatorLinks:
         host = f"[{usable.ip}]" if ":" in usable.ip else usable.ip
         url, token = f"http://{host}:{COORDINATOR_PORT}", derive_token(self._key, uid)
         client = CoordinatorClient(url, token, self._settings.signals)
-        line = _Line(Link(usable.uid, False, time.time()), usable.ip, client)
+        line = _Line(CoordinatorLink(usable.uid, False, time.time()), usable.ip, client)
         self._lines[key] = line
         # Without this job's log context: what it wakes may be logged, and begun, on behalf of others.
         line.task = asyncio.create_task(

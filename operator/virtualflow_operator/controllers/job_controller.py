@@ -26,7 +26,7 @@ from virtualflow_operator.api import (
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.admissions import Admissions
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
-from virtualflow_operator.controllers.provisioner import Provisioner, Refusal, ignoring
+from virtualflow_operator.controllers.provisioner import CreationRefusal, Provisioner, ignoring
 from virtualflow_operator.controllers.workqueue import RetryLater
 from virtualflow_operator.jobs import (
     AdmissionAction,
@@ -35,10 +35,10 @@ from virtualflow_operator.jobs import (
     CreateService,
     DeleteJob,
     DeletePod,
-    Plan,
+    JobPlan,
     PointService,
     Scene,
-    Verdict,
+    TemplateVerdict,
     manifests,
     reconcile,
 )
@@ -70,8 +70,8 @@ class _Memory:
     """What is remembered of a job between two reconciliations, and may be lost."""
 
     uid: str
-    verdict: Verdict | None = None
-    refusals: dict[str, Refusal] = field(default_factory=lambda: {kind: Refusal() for kind in _KINDS})
+    verdict: TemplateVerdict | None = None
+    refusals: dict[str, CreationRefusal] = field(default_factory=lambda: {kind: CreationRefusal() for kind in _KINDS})
     """By what was refused: the service, the coordinator, workers."""
     lost_at: float | None = None
     """Since when (monotonic) a loss is known that nobody has recovered from."""
@@ -205,7 +205,7 @@ class JobController:
             self._links.drop(key)
 
     async def _tell(
-        self, key: Key, calls: Iterable[Call], plan: Plan, memory: _Memory, touched: float | None
+        self, key: Key, calls: Iterable[Call], plan: JobPlan, memory: _Memory, touched: float | None
     ) -> float | None:
         """Make calls to the coordinator; in how many seconds to try again, if it was not to be reached."""
         for call in calls:
@@ -222,7 +222,7 @@ class JobController:
 
     # --- the API server ----------------------------------------------------------------------------------------------
 
-    async def _act(self, key: Key, job: Job, plan: Plan, memory: _Memory) -> float | None:
+    async def _act(self, key: Key, job: Job, plan: JobPlan, memory: _Memory) -> float | None:
         """Carry out the actions; in how many seconds to reconcile again, if that is needed."""
         again: float | None = None
         answers = dict.fromkeys(_KINDS, "")
@@ -304,7 +304,7 @@ class JobController:
             self._store.remove_pod(namespace, action.name, action.uid)
         self._metrics.pods_deleted.labels(action.cause).inc()
 
-    async def _write_status(self, key: Key, job: Job, plan: Plan) -> bool:
+    async def _write_status(self, key: Key, job: Job, plan: JobPlan) -> bool:
         """Write the status if it differs, on top of the version that the decision was made from; whether it did."""
         old = job.raw.get("status") or {}
         patch = merge_patch(old, write_status(plan.status))
@@ -353,7 +353,7 @@ class JobController:
 
     # --- metrics -----------------------------------------------------------------------------------------------------
 
-    def _measure(self, key: Key, scene: Scene, plan: Plan, memory: _Memory) -> None:
+    def _measure(self, key: Key, scene: Scene, plan: JobPlan, memory: _Memory) -> None:
         for change in plan.changes:
             seconds = None if change.pause_ms is None else change.pause_ms / 1000
             self._metrics.change(change.cause, seconds, change.repeated_steps, change.repeated_virtual_nodes)

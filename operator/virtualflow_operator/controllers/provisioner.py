@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from virtualflow_operator.api import Job, Object
 from virtualflow_operator.constants import LABEL_JOB
-from virtualflow_operator.jobs import CheckTemplates, CreatePod, Verdict, manifests
+from virtualflow_operator.jobs import CheckTemplates, CreatePod, TemplateVerdict, manifests
 from virtualflow_operator.k8s import (
     NETWORK_POLICIES,
     PDBS,
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Refusal:
+class CreationRefusal:
     """What the API server refuses of one kind, and until when it makes no sense to ask again."""
 
     reason: str = ""
@@ -76,7 +76,7 @@ class Provisioner:
         """That job is no more."""
         self._supported.pop(uid, None)
 
-    async def check(self, job: Job, action: CheckTemplates) -> Verdict:
+    async def check(self, job: Job, action: CheckTemplates) -> TemplateVerdict:
         """Have the API server look at the templates without storing anything."""
         for manifest in action.manifests:
             try:
@@ -85,8 +85,8 @@ class Provisioner:
                 if "exceeded quota" in error.message:
                     continue  # which says nothing about the template
                 logger.info("the API server refuses a template: %s", error)
-                return Verdict(action.template_hash, time.time(), error.message)
-        return Verdict(action.template_hash, time.time())
+                return TemplateVerdict(action.template_hash, time.time(), error.message)
+        return TemplateVerdict(action.template_hash, time.time())
 
     async def service(self, job: Job, manifest: Object) -> str:
         """Make the coordinator's service; why not, if it cannot be."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from virtualflow_operator.api import (
+    CoordinatorLink,
     Job,
     JobStatus,
-    Link,
     Object,
     Pod,
     Queue,
@@ -36,8 +36,8 @@ from virtualflow_operator.k8s import QUEUES, Conflict, Key, KubeApi, NotFound, S
 from virtualflow_operator.observability import Metrics, QueueSample
 from virtualflow_operator.queues import (
     Grant,
-    Member,
     QueueAdmission,
+    QueueMember,
     QueueScene,
     allocate,
     known_grant,
@@ -206,7 +206,7 @@ class QueueController:
         self._seatless.pop(key, None)
         return False
 
-    def _member(self, key: Key, body: Object, now: float) -> Member:
+    def _member(self, key: Key, body: Object, now: float) -> QueueMember:
         job = read_job(body)
         created = parse_time(body["metadata"].get("creationTimestamp")) or 0.0
         grant = self.grant(key, job) or known_grant(job, created)
@@ -214,7 +214,7 @@ class QueueController:
             grant = replace(grant, queue=job.spec.queue or "")
         workers = [pod for pod in self._workers(key) if pod.owner == job.uid]
         pods, lodging = [pod for pod in workers if not pod.host], [pod for pod in workers if pod.host]
-        return Member(
+        return QueueMember(
             job,
             grant,
             created,
@@ -241,7 +241,7 @@ class QueueController:
                 taken[own_pod.node] += requested(own_pod.requests, resource)
         return taken
 
-    def _alive(self, members: Iterable[Member], resource: str, now: float) -> tuple[dict[str, int], float]:
+    def _alive(self, members: Iterable[QueueMember], resource: str, now: float) -> tuple[dict[str, int], float]:
         """Units of workers that train, for all that is known, on nodes that do not say that they are ready.
 
         A coordinator that was not asked yet may hear all of its workers: right after an outage of the API server, all
@@ -268,7 +268,7 @@ class QueueController:
                     alive[pod.node] += worker_units(member.job.spec, resource)
         return alive, until
 
-    def _asked_by(self, member: Member, link: Link | None, now: float) -> float:
+    def _asked_by(self, member: QueueMember, link: CoordinatorLink | None, now: float) -> float:
         """When the job's coordinator has answered if it ever does; Unix seconds, in the past if it does not."""
         patience = self._settings.coordinator_patience
         if link is not None:

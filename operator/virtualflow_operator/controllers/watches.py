@@ -38,7 +38,7 @@ class Undiffed(kopf.DiffBaseStorage):
         """Write nothing into the object."""
 
 
-class Session(kopf.AiohttpSession):
+class WatchSession(kopf.AiohttpSession):
     """What kopf itself would connect with, but for how deep it reads: without that, one object would end its watch.
 
     Equal to any other with the same credentials, by which kopf knows those that were refused before.
@@ -63,14 +63,14 @@ class Session(kopf.AiohttpSession):
         self._info: kopf.ConnectionInfo
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Session) and self._info == other._info
+        return isinstance(other, WatchSession) and self._info == other._info
 
     def __hash__(self) -> int:
         return hash(self._info)
 
 
 @kopf.on.login()
-async def log_in(memo: kopf.Memo, **about: Any) -> Session | None:
+async def log_in(memo: kopf.Memo, **about: Any) -> WatchSession | None:
     """Log in as the Kubernetes client would: as the pod's service account, or as a kubeconfig says."""
 
     def too_deep(kind: str, metadata: Object) -> None:
@@ -79,7 +79,7 @@ async def log_in(memo: kopf.Memo, **about: Any) -> Session | None:
             manager.too_deep(kind, metadata)
 
     info = await asyncio.to_thread(kopf.login_via_client, **about)
-    return Session(info, bounded_response(too_deep)) if info is not None else None
+    return WatchSession(info, bounded_response(too_deep)) if info is not None else None
 
 
 @kopf.on.startup()

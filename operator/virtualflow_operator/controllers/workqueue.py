@@ -100,7 +100,7 @@ class WorkQueue(Generic[K]):
         self._order = itertools.count()
         self._later: dict[K, tuple[float, int]] = {}
         self._heap: list[tuple[float, int, K]] = []  # holds stale entries; _later says which ones count
-        self._ready: Turns[K] = Turns(tenant_of)
+        self._ready: TenantTurns[K] = TenantTurns(tenant_of)
         self._moved_at = 0.0  # when a place was last taken
         self._running: dict[K, asyncio.Task[float | None]] = {}
         self._again: dict[K, float] = {}  # added while running
@@ -323,7 +323,7 @@ class WorkQueue(Generic[K]):
         return asyncio.get_running_loop().time()
 
 
-class Turns(Generic[K]):
+class TenantTurns(Generic[K]):
     """Whose turn it is: keys that wait for a place, by tenant, so that one with ten thousand of them delays no other.
 
     Tenants take turns, one key each; within a tenant the key that became due first goes first.

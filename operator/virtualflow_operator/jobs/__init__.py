@@ -9,14 +9,14 @@ from virtualflow_operator.jobs.actions import (
     CreateService,
     DeleteJob,
     DeletePod,
-    Plan,
+    JobPlan,
     PointService,
 )
 from virtualflow_operator.jobs.admission import AT_ONCE, Admission
 from virtualflow_operator.jobs.manifests import derive_token, fingerprint
 from virtualflow_operator.jobs.pod_classification import find_worker
 from virtualflow_operator.jobs.reconcile import reconcile
-from virtualflow_operator.jobs.scene import Scene, Verdict
+from virtualflow_operator.jobs.scene import Scene, TemplateVerdict
 
 __all__ = [
     "AT_ONCE",
@@ -27,10 +27,10 @@ __all__ = [
     "CreateService",
     "DeleteJob",
     "DeletePod",
-    "Plan",
+    "JobPlan",
     "PointService",
     "Scene",
-    "Verdict",
+    "TemplateVerdict",
     "derive_token",
     "find_worker",
     "fingerprint",

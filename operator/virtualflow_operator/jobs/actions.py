@@ -89,7 +89,7 @@ class EventMessage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """One decision of the reconciler, in the order in which it is carried out."""
 
     status: JobStatus
@@ -127,9 +127,9 @@ class Draft:
         """As far as it is decided."""
         self.calls: list[Call] = []
         self.written_calls: list[Call] = []
-        """See :class:`Plan`."""
+        """See :class:`JobPlan`."""
         self.recoveries: set[str] = set()
-        """See :class:`Plan`."""
+        """See :class:`JobPlan`."""
         self.actions: list[Action] = []
         self.events: list[EventMessage] = []
         self.wakes: list[float] = []

@@ -77,7 +77,7 @@ ANYWHERE = Placement()
 
 
 @dataclass(frozen=True)
-class Wait:
+class AdmissionWait:
     """Why a job has no workers although its user wants some."""
 
     why: str
@@ -97,7 +97,7 @@ class Admitted:
     job: Job
     """With so many replicas, so many of each worker group at most, or suspended."""
     placement: Placement = ANYWHERE
-    wait: Wait | None = None
+    wait: AdmissionWait | None = None
     """``None``: it runs, or is suspended by its user."""
     allocation: AllocationStatus | None = None
     """As its status shows it; ``None``: nobody but its user decides."""

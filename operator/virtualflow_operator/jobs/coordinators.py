@@ -14,13 +14,13 @@ from virtualflow_operator.constants import COORDINATOR
 from virtualflow_operator.jobs import event_messages, manifests
 from virtualflow_operator.jobs.actions import FAILED_GRACE, CreatePod, CreateService, Draft, PointService
 from virtualflow_operator.jobs.pod_classification import find_disruption
-from virtualflow_operator.jobs.scene import Facts
+from virtualflow_operator.jobs.scene import JobFacts
 
 _AGAIN = 10.0
 """Seconds between two coordinators of which the first ended by itself."""
 
 
-def keep_coordinator(facts: Facts, draft: Draft, *, accepted: bool) -> None:
+def keep_coordinator(facts: JobFacts, draft: Draft, *, accepted: bool) -> None:
     """Keep one coordinator.
 
     Args:
@@ -57,7 +57,7 @@ def keep_coordinator(facts: Facts, draft: Draft, *, accepted: bool) -> None:
     draft.amend(coordinator=f"{prefix}-{ordinal}")
 
 
-def _is_lost(pod: Pod, facts: Facts, draft: Draft, accepted: bool) -> bool:
+def _is_lost(pod: Pod, facts: JobFacts, draft: Draft, accepted: bool) -> bool:
     """Whether a coordinator that should run is of no use any more."""
     if accepted and pod.template != facts.hashes.coordinator:
         return True
@@ -79,7 +79,7 @@ def _is_lost(pod: Pod, facts: Facts, draft: Draft, accepted: bool) -> bool:
     return facts.now >= answer_by
 
 
-def tell_who_may_train(facts: Facts, draft: Draft) -> None:
+def tell_who_may_train(facts: JobFacts, draft: Draft) -> None:
     """Give a coordinator that waits for it the word who else may be in a generation."""
     remote = facts.remote
     if not facts.connected or remote is None or remote.start_ticket is None:
@@ -93,7 +93,7 @@ def tell_who_may_train(facts: Facts, draft: Draft) -> None:
     draft.written_calls.append(BeginCall(remote.start_ticket, others))
 
 
-def tell_scale(facts: Facts, draft: Draft) -> None:
+def tell_scale(facts: JobFacts, draft: Draft) -> None:
     """Tell the coordinator how many workers there are to be."""
     remote = facts.remote
     if not facts.connected or remote is None or remote.phase in ("done", "stopped", "failed"):
@@ -108,7 +108,7 @@ def tell_scale(facts: Facts, draft: Draft) -> None:
 # --- who may still be in a training -----------------------------------------------------------------------------------
 
 
-def unheard(facts: Facts) -> list[str]:
+def unheard(facts: JobFacts) -> list[str]:
     """Names of pods that may train, and that a coordinator waits for which knows of no training."""
     remote, first = facts.remote, facts.job.status.start_ticket
     if not facts.connected or remote is None or remote.start_ticket is None or first is None:
@@ -118,7 +118,7 @@ def unheard(facts: Facts) -> list[str]:
     return [pod.name for pod in pods if (pod.name, pod.ip) not in here]
 
 
-def may_train(facts: Facts, *, of_this_attempt: bool) -> list[Pod]:
+def may_train(facts: JobFacts, *, of_this_attempt: bool) -> list[Pod]:
     """Pods that may be in a generation, or whose coordinator may let others begin.
 
     Args:
@@ -133,7 +133,7 @@ def may_train(facts: Facts, *, of_this_attempt: bool) -> list[Pod]:
     return [pod for pod in pods if _may_run(pod, facts)]
 
 
-def _may_run(pod: Pod, facts: Facts) -> bool:
+def _may_run(pod: Pod, facts: JobFacts) -> bool:
     """Whether a process of that pod may be alive, as far as it is not taken for lost (see ``losses``)."""
     if pod.finished or not pod.node or pod.waiting:
         return False

@@ -23,10 +23,10 @@ from virtualflow_operator.jobs.conditions import amend, training_health
 from virtualflow_operator.jobs.coordinators import unheard
 from virtualflow_operator.jobs.job_status_builder import build_status, known_step
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
-from virtualflow_operator.jobs.scene import Facts
+from virtualflow_operator.jobs.scene import JobFacts
 
 
-def completed(facts: Facts, draft: Draft) -> JobStatus | None:
+def completed(facts: JobFacts, draft: Draft) -> JobStatus | None:
     """The training is complete and its script has ended, by the coordinator's word or else by its workers'."""
     remote = facts.remote
     ended = [worker for worker in facts.pods.workers if worker.pod.finished and worker.saw_the_end]
@@ -42,7 +42,7 @@ def completed(facts: Facts, draft: Draft) -> JobStatus | None:
     return phases.complete(build_status(facts, draft.status), facts.job, message, facts.now)
 
 
-def out_of_time(facts: Facts, draft: Draft) -> JobStatus | None:
+def out_of_time(facts: JobFacts, draft: Draft) -> JobStatus | None:
     """The job was not done in its time."""
     limit, started = facts.spec.active_deadline_seconds, parse_time(draft.status.start_time)
     if limit is None or started is None or facts.spec.suspend:
@@ -54,7 +54,7 @@ def out_of_time(facts: Facts, draft: Draft) -> JobStatus | None:
     return phases.failed(build_status(facts, draft.status), facts.job, reasons.DEADLINE, message, facts.now)
 
 
-def note_doubted_nodes(facts: Facts, draft: Draft) -> None:
+def note_doubted_nodes(facts: JobFacts, draft: Draft) -> None:
     """Write down where workers ran that were found to be wrong: their successors keep off these nodes."""
     failures = draft.status.failures
     found = (worker.pod.node for worker in facts.pods.workers if worker.convicted and worker.pod.node)
@@ -63,7 +63,7 @@ def note_doubted_nodes(facts: Facts, draft: Draft) -> None:
         draft.amend(failures=msgspec.structs.replace(failures, nodes=nodes))
 
 
-def note_unfit_groups(facts: Facts, draft: Draft) -> None:
+def note_unfit_groups(facts: JobFacts, draft: Draft) -> None:
     """Write down in which groups nothing fits into a worker's memory: no other is made there before that is changed."""
     if facts.faults:
         return
@@ -78,7 +78,7 @@ def note_unfit_groups(facts: Facts, draft: Draft) -> None:
         draft.amend(failures=msgspec.structs.replace(failures, unfit=unfit))
 
 
-def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
+def attempt_failed(facts: JobFacts, draft: Draft) -> JobStatus | None:
     """The coordinator says that the job has failed: all start again, or that was the last attempt.
 
     So it is with a script that ends in an error after its training: nobody knows what it has still to do.
@@ -108,14 +108,14 @@ def attempt_failed(facts: Facts, draft: Draft) -> JobStatus | None:
     return phases.back_off(status, facts.job, facts.now)
 
 
-def _made_steps(facts: Facts, draft: Draft) -> int:
+def _made_steps(facts: JobFacts, draft: Draft) -> int:
     """How many steps the job is known to have made, in all runs of the script."""
     remote = facts.remote
     earlier = draft.status.earlier_steps if remote is None else remote.earlier_steps
     return earlier + (known_step(draft.status, remote) or 0)
 
 
-def _ended_after_training(facts: Facts) -> str:
+def _ended_after_training(facts: JobFacts) -> str:
     """How the scripts of all workers ended behind the training, if none did as it should; empty: that is not so."""
     ended = [worker for worker in facts.pods.workers if worker.pod.finished and worker.saw_the_end]
     done = facts.remote is not None and facts.remote.phase == "done" and not facts.finishing
@@ -126,7 +126,7 @@ def _ended_after_training(facts: Facts) -> str:
     return f"{last.name} ended with exit code {code} after the training was complete, before the end of its script"
 
 
-def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
+def crashed_too_often(facts: JobFacts, draft: Draft) -> JobStatus | None:
     """Put crashed pods, and those that hang or are wrong, into the books; they are deleted once that is written."""
     crashed, refused = facts.pods.of("crashed"), facts.pods.of("refused")
     # One that the coordinator refused or declared lost counts as a crash; one that a kubelet did not let in never does.
@@ -165,13 +165,13 @@ def crashed_too_often(facts: Facts, draft: Draft) -> JobStatus | None:
     return None
 
 
-def _give_up(facts: Facts, draft: Draft, message: str) -> JobStatus:
+def _give_up(facts: JobFacts, draft: Draft, message: str) -> JobStatus:
     count, limit = draft.status.failures.count, facts.spec.backoff_limit
     text = f"it failed {counted(count, 'time')} without progress in between (backoffLimit {limit}): {message}"
     return phases.failed(build_status(facts, draft.status), facts.job, reasons.BACK_OFF_LIMIT, text, facts.now)
 
 
-def _stopped(facts: Facts, draft: Draft, found: NonFinite) -> JobStatus:
+def _stopped(facts: JobFacts, draft: Draft, found: NonFinite) -> JobStatus:
     """It would come to the same if it were tried again."""
     text = f"{found}, and the job is to stop then (onNonFinite)"
     return phases.failed(build_status(facts, draft.status), facts.job, reasons.METRIC_NOT_FINITE, text, facts.now)
@@ -186,7 +186,7 @@ def _explain_failure(remote: Status, convicted: Sequence[ClassifiedPod]) -> str:
     return "\n".join([message, *lines]) if lines else message
 
 
-def clear_up(facts: Facts, draft: Draft) -> None:
+def clear_up(facts: JobFacts, draft: Draft) -> None:
     """A job that is over: let its workers end, take the rest away, and in the end the job itself."""
     finished_at = parse_time(draft.status.completion_time) or facts.now
     grace_ends = finished_at + facts.settings.finish_grace
@@ -217,12 +217,12 @@ def clear_up(facts: Facts, draft: Draft) -> None:
 # --- a job that is to have no workers ---------------------------------------------------------------------------------
 
 
-def _patience(facts: Facts) -> int:
+def _patience(facts: JobFacts) -> int:
     """Seconds for the checkpoint, beside those for the step under way."""
     return facts.spec.checkpoint.timeout_seconds if facts.spec.checkpoint is not None else 0
 
 
-def _with_last_words(facts: Facts, status: JobStatus) -> JobStatus:
+def _with_last_words(facts: JobFacts, status: JobStatus) -> JobStatus:
     """``status`` with the newest checkpoint that workers tell of as they end: the coordinator may not have told it."""
     words = [worker.pod.exit.last_word for worker in facts.pods.workers if worker.pod.exit is not None]
     steps = [word.checkpoint for word in words if word is not None and word.checkpoint is not None]
@@ -233,7 +233,7 @@ def _with_last_words(facts: Facts, status: JobStatus) -> JobStatus:
     return status if newest < 0 else msgspec.structs.replace(status, checkpoint_step=newest, checkpoint_time=written)
 
 
-def _saving(facts: Facts, status: JobStatus) -> bool:
+def _saving(facts: JobFacts, status: JobStatus) -> bool:
     """Whether the workers have stopped, and one of them may still write the checkpoint of the last step."""
     remote = facts.remote
     if facts.spec.checkpoint is None or remote is None or remote.phase != "stopped" or not remote.step:
@@ -244,7 +244,7 @@ def _saving(facts: Facts, status: JobStatus) -> bool:
     return any(worker.pod.live and worker.standing != "absent" for worker in facts.pods.workers)
 
 
-def suspend(facts: Facts, draft: Draft) -> JobStatus:
+def suspend(facts: JobFacts, draft: Draft) -> JobStatus:
     """Stop the training, then take all pods away; the status on the way."""
     live = [worker for worker in facts.pods.workers if worker.pod.live]
     remote, now = facts.remote, facts.now

@@ -15,14 +15,14 @@ from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.messages import Change, CheckpointState
 from virtualflow_operator import reasons
 from virtualflow_operator.api import (
+    CoordinatorLink,
     EndedRun,
     JobStatus,
     LastChange,
-    Link,
     Node,
     Phase,
     Pod,
-    Share,
+    WorkerShare,
     format_time,
     parse_time,
 )
@@ -32,11 +32,11 @@ from virtualflow_operator.jobs.node_fit import never_fits
 from virtualflow_operator.jobs.phases import NO_MEMORY_COPY, limited
 from virtualflow_operator.jobs.pod_classification import PodClassification
 from virtualflow_operator.jobs.scaling_history import remember
-from virtualflow_operator.jobs.scene import Facts
+from virtualflow_operator.jobs.scene import JobFacts
 from virtualflow_operator.jobs.worker_plan import WorkerPlan
 
 
-def build_status(facts: Facts, status: JobStatus, plan: WorkerPlan | None = None) -> JobStatus:
+def build_status(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None = None) -> JobStatus:
     """The status of a job that is not over, from what there is and what the coordinator says.
 
     Args:
@@ -90,10 +90,10 @@ def _phase(status: JobStatus, begun: bool, live: bool, now: float) -> Phase:
     return "Running" if live and status.phase == "Running" else "Pending"
 
 
-def _assignment(pods: PodClassification, remote: Status) -> tuple[Share, ...]:
+def _assignment(pods: PodClassification, remote: Status) -> tuple[WorkerShare, ...]:
     nodes = {worker.pod.name: worker.pod.node for worker in pods.workers}
     assigned = [worker for worker in remote.workers if worker.last > worker.first]
-    shares = [Share(w.worker, _range(w.first, w.last), nodes.get(w.worker, "")) for w in assigned]
+    shares = [WorkerShare(w.worker, _range(w.first, w.last), nodes.get(w.worker, "")) for w in assigned]
     return tuple(sorted(shares, key=lambda share: (len(share.worker), share.worker)))
 
 
@@ -189,7 +189,7 @@ def _latest_change(status: JobStatus, remote: Status) -> LastChange | None:
     )
 
 
-def _ready(link: Link | None, begun: bool, ready: int, minimum: int, unheard: Sequence[str]) -> Aspect:
+def _ready(link: CoordinatorLink | None, begun: bool, ready: int, minimum: int, unheard: Sequence[str]) -> Aspect:
     if link is not None and link.incompatible:
         message = (
             f"The operator cannot talk to the coordinator ({link.refused}); workers that train go on. Suspended and "
@@ -224,7 +224,7 @@ def _ready(link: Link | None, begun: bool, ready: int, minimum: int, unheard: Se
     return ("Ready", "False", reasons.WAITING, message)
 
 
-def _progressing(facts: Facts, status: JobStatus, plan: WorkerPlan | None, begun: bool) -> Aspect:
+def _progressing(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None, begun: bool) -> Aspect:
     rejection, trouble = facts.rejection, facts.scene.trouble
     if rejection:
         message = f"The API server refuses the worker pod: {rejection}"
@@ -249,7 +249,7 @@ def _progressing(facts: Facts, status: JobStatus, plan: WorkerPlan | None, begun
     return ("Progressing", "True", reasons.TRAINING, "Workers are training.")
 
 
-def _obstacle(facts: Facts) -> tuple[str, str] | None:
+def _obstacle(facts: JobFacts) -> tuple[str, str] | None:
     """Why a worker that should run does not: a reason and a sentence."""
     pods = (*facts.pods.coordinators, *(worker.pod for worker in facts.pods.workers))
     live = [pod for pod in pods if pod.live]
@@ -263,7 +263,7 @@ def _obstacle(facts: Facts) -> tuple[str, str] | None:
     return None
 
 
-def _degraded(facts: Facts, status: JobStatus, ready: int, begun: bool) -> Aspect:
+def _degraded(facts: JobFacts, status: JobStatus, ready: int, begun: bool) -> Aspect:
     desired, retry = facts.spec.desired, parse_time(status.failures.retry_time)
     if not begun or ready >= desired:
         return ("Degraded", "False", reasons.AS_WANTED, "As many workers train as are wanted, or they are starting.")

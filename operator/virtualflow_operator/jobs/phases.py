@@ -14,7 +14,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow.protocol.wording import describe_end
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, Job, JobStatus, format_time
-from virtualflow_operator.jobs.admission import Admitted, Wait
+from virtualflow_operator.jobs.admission import AdmissionWait, Admitted
 from virtualflow_operator.jobs.conditions import MAX_MESSAGE, Aspect, amend, shown_loss, training_health
 
 _OF_WHAT_RUNS: tuple[ConditionType, ...] = ("Ready", "Progressing", "Degraded")
@@ -100,7 +100,7 @@ def _resumes_from(status: JobStatus, job: Job) -> str:
     return f"No checkpoint of step {reached} was confirmed: it {again}, to the same bits."
 
 
-def queued(status: JobStatus, job: Job, wait: Wait, now: float) -> JobStatus:
+def queued(status: JobStatus, job: Job, wait: AdmissionWait, now: float) -> JobStatus:
     """The job has no workers because its queue gives it none: suspended if it ever ran, else still to begin."""
     ran = job.status.phase in ("Suspending", "Suspended") or (job.status.step or 0) > 0
     status = suspended(status, job, now)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from virtualflow.protocol.http_api import LostWorker, Status, WorkerStatus
 from virtualflow.protocol.termination_message import EXIT_EVICTED
-from virtualflow_operator.api import Job, Link, Node, Pod, Standing
+from virtualflow_operator.api import CoordinatorLink, Job, Node, Pod, Standing
 from virtualflow_operator.constants import COORDINATOR, TERMINATION_TAINTS, WORKER
 from virtualflow_operator.settings import OperatorSettings
 
@@ -229,7 +229,7 @@ def classify_pods(
     pods: Sequence[Pod],
     *,
     nodes: Mapping[str, Node] | None,
-    link: Link | None,
+    link: CoordinatorLink | None,
     now: float,
     settings: OperatorSettings,
     templates: Mapping[str, str] | None,

@@ -12,13 +12,13 @@ from virtualflow_operator import reasons
 from virtualflow_operator.api import JobStatus, format_time, parse_time
 from virtualflow_operator.constants import MANAGER
 from virtualflow_operator.jobs import endings, manifests, phases
-from virtualflow_operator.jobs.actions import Draft, Plan
+from virtualflow_operator.jobs.actions import Draft, JobPlan
 from virtualflow_operator.jobs.admission import with_allocation
 from virtualflow_operator.jobs.coordinators import keep_coordinator, tell_scale, tell_who_may_train
 from virtualflow_operator.jobs.endings import suspend
 from virtualflow_operator.jobs.event_messages import messages_of_change
 from virtualflow_operator.jobs.job_status_builder import build_status, fresh_changes
-from virtualflow_operator.jobs.scene import Facts, Scene, gather_facts
+from virtualflow_operator.jobs.scene import JobFacts, Scene, gather_facts
 from virtualflow_operator.jobs.workers import (
     delete_ended,
     delete_former_attempts,
@@ -29,10 +29,10 @@ from virtualflow_operator.jobs.workers import (
 from virtualflow_operator.settings import OperatorSettings
 
 
-def reconcile(scene: Scene, now: float, settings: OperatorSettings) -> Plan:
+def reconcile(scene: Scene, now: float, settings: OperatorSettings) -> JobPlan:
     """Decide about a job at ``now`` (Unix seconds)."""
     if scene.job.spec.managed_by not in (None, "", MANAGER):
-        return Plan(scene.job.status)
+        return JobPlan(scene.job.status)
     facts = gather_facts(scene, now, settings)
     admitted, old = facts.admitted, scene.job.status
     if admitted.allocation is not old.allocation:
@@ -43,11 +43,11 @@ def reconcile(scene: Scene, now: float, settings: OperatorSettings) -> Plan:
     return _plan(facts, draft, with_allocation(status, facts.job, admitted, now))
 
 
-def _plan(facts: Facts, draft: Draft, status: JobStatus) -> Plan:
+def _plan(facts: JobFacts, draft: Draft, status: JobStatus) -> JobPlan:
     """All that was decided, with the job's next status."""
     old = facts.scene.job.status
     changes = fresh_changes(old, status, facts.remote)
-    return Plan(
+    return JobPlan(
         status=msgspec.structs.replace(status, observed_generation=facts.job.generation),
         calls=tuple(draft.calls),
         written_calls=tuple(draft.written_calls),
@@ -60,7 +60,7 @@ def _plan(facts: Facts, draft: Draft, status: JobStatus) -> Plan:
     )
 
 
-def _decide(facts: Facts, draft: Draft) -> JobStatus:
+def _decide(facts: JobFacts, draft: Draft) -> JobStatus:
     """Apply the rules in their order; the job's next status."""
     # A job that is over is cleared up, and nothing else happens to it.
     if draft.status.finished:
@@ -106,7 +106,7 @@ def _decide(facts: Facts, draft: Draft) -> JobStatus:
     return _run(facts, draft)
 
 
-def _fix_for_life(facts: Facts, draft: Draft) -> None:
+def _fix_for_life(facts: JobFacts, draft: Draft) -> None:
     """Write down what a job keeps for life, and since when it runs."""
     status, spec = draft.status, facts.spec
     draft.amend(
@@ -117,7 +117,7 @@ def _fix_for_life(facts: Facts, draft: Draft) -> None:
     )
 
 
-def _run(facts: Facts, draft: Draft) -> JobStatus:
+def _run(facts: JobFacts, draft: Draft) -> JobStatus:
     """A coordinator, its service, and as many workers as the job is to have."""
     delete_former_attempts(facts, draft)
     if facts.admitted.still:

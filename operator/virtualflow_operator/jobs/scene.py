@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from virtualflow.protocol.http_api import Status
 from virtualflow_operator.api import (
+    CoordinatorLink,
     Job,
     JobSpec,
-    Link,
     Node,
     Pod,
     Service,
@@ -21,7 +21,7 @@ from virtualflow_operator.settings import OperatorSettings
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TemplateVerdict:
     """What the API server said about the templates with that hash."""
 
     template_hash: str
@@ -41,8 +41,8 @@ class Scene:
     service: Service | None = None
     nodes: Mapping[str, Node] | None = None
     """``None``: the operator may not look at nodes."""
-    link: Link | None = None
-    verdict: Verdict | None = None
+    link: CoordinatorLink | None = None
+    verdict: TemplateVerdict | None = None
     trouble: str = ""
     """What the API server refused the last time, in words."""
     admission: Admission = AT_ONCE
@@ -50,7 +50,7 @@ class Scene:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class JobFacts:
     """A scene at one moment, as the rules see it."""
 
     scene: Scene
@@ -61,7 +61,7 @@ class Facts:
     """What is wrong with the specification, in sentences."""
     hashes: TemplateHashes
     pods: PodClassification
-    link: Link | None
+    link: CoordinatorLink | None
     """To the coordinator of the attempt under way."""
 
     @property
@@ -111,12 +111,12 @@ class Facts:
         """Why the job is to have no workers, in words."""
         return self.admitted.wait.leave if self.admitted.wait is not None else "the job is suspended"
 
-    def without_link(self) -> Facts:
+    def without_link(self) -> JobFacts:
         """The same when what the coordinator says is of an attempt that is over."""
         return replace(self, link=None)
 
 
-def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
+def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> JobFacts:
     """See what follows from a scene."""
     faults = scene.job.faults
     admitted = scene.admission.admit(scene.job, sound=not faults, now=now)
@@ -131,7 +131,7 @@ def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> Facts:
     )
     if not admitted.still:
         pods = admitted.placement.sort(pods, scene.nodes)
-    return Facts(
+    return JobFacts(
         scene=scene,
         now=now,
         settings=settings,

@@ -18,7 +18,7 @@ from virtualflow_operator.jobs import event_messages, manifests
 from virtualflow_operator.jobs.actions import FAILED_GRACE, CheckTemplates, CreatePod, Draft
 from virtualflow_operator.jobs.node_fit import could_take
 from virtualflow_operator.jobs.pod_classification import LEFT, ClassifiedPod, has_left
-from virtualflow_operator.jobs.scene import Facts
+from virtualflow_operator.jobs.scene import JobFacts
 from virtualflow_operator.jobs.worker_plan import WorkerPlan, plan_workers
 
 _RELIEVED: tuple[Standing, ...] = ("starting", "ready", "training")
@@ -32,14 +32,14 @@ _UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
 """The taint of a cordoned node."""
 
 
-def delete_former_attempts(facts: Facts, draft: Draft) -> None:
+def delete_former_attempts(facts: JobFacts, draft: Draft) -> None:
     """Pods of earlier attempts go before there are new ones."""
     for pod in facts.pods.stale:
         if not pod.terminating:
             draft.delete(pod, "of an earlier attempt", "attempt", None if pod.finished else FAILED_GRACE)
 
 
-def templates_accepted(facts: Facts, draft: Draft) -> bool:
+def templates_accepted(facts: JobFacts, draft: Draft) -> bool:
     """Whether the API server takes pods of these templates; without an answer, ask."""
     wanted, verdict = facts.hashes.all, facts.scene.verdict
     if draft.status.template_hash == wanted:
@@ -64,7 +64,7 @@ def templates_accepted(facts: Facts, draft: Draft) -> bool:
     return False
 
 
-def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
+def keep_workers(facts: JobFacts, draft: Draft, *, waiting: bool) -> WorkerPlan:
     """Make workers that are missing and relieve those that are not needed.
 
     Args:
@@ -103,7 +103,7 @@ def keep_workers(facts: Facts, draft: Draft, *, waiting: bool) -> WorkerPlan:
     return plan
 
 
-def _make(facts: Facts, draft: Draft, plan: WorkerPlan, address: str) -> list[str]:
+def _make(facts: JobFacts, draft: Draft, plan: WorkerPlan, address: str) -> list[str]:
     """Make new workers; their names."""
     made = [
         (new, manifests.worker_pod(draft.job, new.group, new.ordinal, address, facts.settings)) for new in plan.create
@@ -117,7 +117,7 @@ def _make(facts: Facts, draft: Draft, plan: WorkerPlan, address: str) -> list[st
     return [manifest["metadata"]["name"] for _, manifest in made]
 
 
-def _leaving_nodes(facts: Facts) -> Mapping[str, Node]:
+def _leaving_nodes(facts: JobFacts) -> Mapping[str, Node]:
     """Nodes from which workers are taken away."""
     taints = {*TERMINATION_TAINTS, *facts.settings.extra_taints}
     return {
@@ -127,7 +127,7 @@ def _leaving_nodes(facts: Facts) -> Mapping[str, Node]:
     }
 
 
-def _relieve(facts: Facts, draft: Draft, plan: WorkerPlan) -> None:
+def _relieve(facts: JobFacts, draft: Draft, plan: WorkerPlan) -> None:
     """Relieve workers: fewer are wanted, or a successor is ready. Both by a drain, so that no step is repeated."""
     fewer = any(worker.fate != "planned" for worker in plan.retire)
     delay = facts.spec.elasticity.scale_down_delay_seconds
@@ -211,7 +211,7 @@ def _other_than(names: Iterable[str]) -> list[dict[str, Any]]:
 # --- workers that will be lost, or are --------------------------------------------------------------------------------
 
 
-def tell_losses(facts: Facts, draft: Draft) -> None:
+def tell_losses(facts: JobFacts, draft: Draft) -> None:
     """Tell the coordinator whom it has lost and whom it will lose."""
     if not facts.connected:
         return
@@ -227,7 +227,7 @@ def tell_losses(facts: Facts, draft: Draft) -> None:
     drain(facts, draft, ((worker, worker.reason) for worker in facts.pods.of("leaving", "announced")))
 
 
-def _tell_deleted(facts: Facts, draft: Draft) -> None:
+def _tell_deleted(facts: JobFacts, draft: Draft) -> None:
     """Workers that the coordinator counts on, and whose pods do not exist any more."""
     names = {pod.name for pod in facts.scene.pods}
     # The coordinator's word that one has left may come later than the news that its pod is deleted.
@@ -244,7 +244,7 @@ def _tell_deleted(facts: Facts, draft: Draft) -> None:
             draft.events.append(event_messages.lost(known.worker, _POD_GONE))
 
 
-def _confirm_ends(facts: Facts, draft: Draft) -> None:
+def _confirm_ends(facts: JobFacts, draft: Draft) -> None:
     """Confirm the ends of workers that the coordinator has declared lost: survivors that are no majority wait for it.
 
     It is enough that the deletion of the pod is recorded: this operator is the only one who confirms, and it never
@@ -258,7 +258,7 @@ def _confirm_ends(facts: Facts, draft: Draft) -> None:
             draft.calls.append(GoneCall(lost.worker, lost.incarnation, lost.reason))
 
 
-def drain(facts: Facts, draft: Draft, leaving: Iterable[tuple[ClassifiedPod, str]]) -> None:
+def drain(facts: JobFacts, draft: Draft, leaving: Iterable[tuple[ClassifiedPod, str]]) -> None:
     """Tell the coordinator that it will lose these workers, each with the reason, unless it knows."""
     if not facts.connected:
         return
@@ -275,7 +275,7 @@ def drain(facts: Facts, draft: Draft, leaving: Iterable[tuple[ClassifiedPod, str
         draft.events.append(event_messages.draining(names, reason))
 
 
-def delete_ended(facts: Facts, draft: Draft) -> None:
+def delete_ended(facts: JobFacts, draft: Draft) -> None:
     """Delete the pods of workers that have ended, or that the job goes on without."""
     for worker in facts.pods.of("announced"):
         draft.delete(worker.pod, worker.reason, "drain")

@@ -90,7 +90,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Decision:
+class LeaseDecision:
     """What a candidate does next, and why."""
 
     action: Action
@@ -107,7 +107,7 @@ def observe(former: Observation | None, lease: dict[str, Any] | None, now: float
     return Observation(record, -math.inf if former is None and record is None else now)
 
 
-def decide(seen: Observation, acquired: str | None, now: float, settings: LeaseSettings) -> Decision:
+def decide(seen: Observation, acquired: str | None, now: float, settings: LeaseSettings) -> LeaseDecision:
     """Decide what a candidate does about the record that it has just read.
 
     Args:
@@ -122,12 +122,12 @@ def decide(seen: Observation, acquired: str | None, now: float, settings: LeaseS
         # the first look there is nothing to tell that from a new installation, which need not wait.
         left = seen.since + settings.duration - now
         if left <= 0:
-            return Decision("create", 0.0, "there is no lease")
-        return Decision("wait", min(left, settings.renew_interval), "the lease was deleted")
+            return LeaseDecision("create", 0.0, "there is no lease")
+        return LeaseDecision("wait", min(left, settings.renew_interval), "the lease was deleted")
     if not record.holder:
-        return Decision("take", 0.0, "the lease is free")
+        return LeaseDecision("take", 0.0, "the lease is free")
     if record.holder == settings.identity and acquired is not None and record.acquired == acquired:
-        return Decision("renew", 0.0, "the lease is held by this process")
+        return LeaseDecision("renew", 0.0, "the lease is held by this process")
     limit = record.duration or float(settings.duration)
     if record.holder == settings.identity:
         # A container that was restarted finds its predecessor's record, and need not wait for it to run out; a
@@ -135,8 +135,8 @@ def decide(seen: Observation, acquired: str | None, now: float, settings: LeaseS
         limit = min(limit, settings.renew_interval * NAMESAKE_SHARE)
     left = seen.since + limit - now
     if left <= 0:
-        return Decision("take", 0.0, f"{record.holder} has not renewed the lease for {limit:g} s")
-    return Decision("wait", min(left, settings.renew_interval), f"the lease is held by {record.holder}")
+        return LeaseDecision("take", 0.0, f"{record.holder} has not renewed the lease for {limit:g} s")
+    return LeaseDecision("wait", min(left, settings.renew_interval), f"the lease is held by {record.holder}")
 
 
 def micro_time(moment: datetime) -> str:
@@ -285,7 +285,7 @@ class Elector:
             async with asyncio.timeout(self._settings.release_timeout):
                 await self._read()
                 if self._decide().action == "renew":
-                    await self._write(Decision("renew", 0.0, "shutdown"), holder="")
+                    await self._write(LeaseDecision("renew", 0.0, "shutdown"), holder="")
                     logger.info("gave the lease back")
         except (ApiError, TimeoutError) as error:
             logger.warning("could not give the lease back, the next leader waits for it: %s", _sentence(error))
@@ -294,7 +294,7 @@ class Elector:
         """Write the record once more; return why it is no longer ours, if that is so."""
         if self._lease is not None:
             try:
-                await self._write(Decision("renew", 0.0, "it is held"))
+                await self._write(LeaseDecision("renew", 0.0, "it is held"))
             except (Conflict, NotFound):
                 pass  # somebody wrote it or removed it: see who
             else:
@@ -305,7 +305,9 @@ class Elector:
         if record is not None and self._is_anothers(record):
             return f"the lease is held by {record.holder}"
         # Another candidate may be quicker with what is free for a moment: a conflict, and the next round sees.
-        await self._write(self._decide() if record is not None else Decision("create", 0.0, "the lease was deleted"))
+        await self._write(
+            self._decide() if record is not None else LeaseDecision("create", 0.0, "the lease was deleted")
+        )
         return None
 
     def _is_anothers(self, record: Record) -> bool:
@@ -313,7 +315,7 @@ class Elector:
             record.holder == self._settings.identity and record.acquired == self._acquired
         )
 
-    def _decide(self) -> Decision:
+    def _decide(self) -> LeaseDecision:
         assert self._seen is not None
         return decide(self._seen, self._acquired, self._clock(), self._settings)
 
@@ -324,7 +326,7 @@ class Elector:
             self._lease = None
         self._seen = observe(self._seen, self._lease, self._clock())
 
-    async def _write(self, decision: Decision, holder: str | None = None) -> None:
+    async def _write(self, decision: LeaseDecision, holder: str | None = None) -> None:
         former = Record.of(self._lease or {})
         body = {
             "apiVersion": LEASES.api_version,

@@ -27,13 +27,13 @@ from virtualflow_operator.api import (
 )
 from virtualflow_operator.constants import ANNOTATION_KUEUE_ELASTIC, COORDINATOR
 from virtualflow_operator.jobs.actions import Draft
-from virtualflow_operator.jobs.admission import AT_ONCE, Admission, Admitted, Placement, Wait, without_workers
+from virtualflow_operator.jobs.admission import AT_ONCE, Admission, AdmissionWait, Admitted, Placement, without_workers
 from virtualflow_operator.jobs.conditions import MAX_MESSAGE
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.worker_plan import NewWorker
-from virtualflow_operator.kueue.chains import Chain, Kueue, admitted_counts, chain_of, follows_kueue
+from virtualflow_operator.kueue.chains import Kueue, WorkloadChain, admitted_counts, chain_of, follows_kueue
 from virtualflow_operator.kueue.pod_sets import add_to, pod_sets_hash
-from virtualflow_operator.kueue.workloads import Request, keep_workloads
+from virtualflow_operator.kueue.workloads import QuotaRequest, keep_workloads
 from virtualflow_operator.settings import OperatorSettings
 
 
@@ -66,7 +66,9 @@ class KueueAdmission(Admission):
     ) -> None:
         """Ask Kueue for quota, and give it back."""
         asked = self.otherwise.admit(job, sound=sound, now=now).job
-        request = Request(job, asked, tuple(pods), self.kueue, self.settings, now, sound, admitted.wait is not None)
+        request = QuotaRequest(
+            job, asked, tuple(pods), self.kueue, self.settings, now, sound, admitted.wait is not None
+        )
         keep_workloads(request, draft, status)
 
 
@@ -217,7 +219,7 @@ def _why_evicted(workload: Workload) -> str:
     return f"Kueue has evicted it ({evicted.reason}): {evicted.message}"
 
 
-def _why_not_yet(job: Job, kueue: Kueue, chain: Chain) -> str:
+def _why_not_yet(job: Job, kueue: Kueue, chain: WorkloadChain) -> str:
     """Why nothing is admitted, as far as Kueue tells."""
     name = kueue_priority(job)
     if name and kueue.priority is None:
@@ -250,7 +252,7 @@ def _as_it_is(job: Job, trouble: str, code: str, now: float, limit: str) -> Admi
 def _held_up(job: Job, why: str, code: str, now: float, limit: str) -> Admitted:
     """The job without workers: suspended, as by its user."""
     told = f"it waits for admission by Kueue: {why}" if code == reasons.WAITS_FOR_KUEUE else why
-    wait = Wait(told, why, "to be admitted by Kueue", code)
+    wait = AdmissionWait(told, why, "to be admitted by Kueue", code)
     return Admitted(
         without_workers(job),
         KueuePlacement({}),

@@ -25,7 +25,7 @@ class Kueue:
 
 
 @dataclass(frozen=True)
-class Chain:
+class WorkloadChain:
     """A job's Workloads, by what they are for: in the end they replace one another."""
 
     holding: Workload | None = None
@@ -38,7 +38,7 @@ class Chain:
     """Those that are of no use any more."""
 
 
-def chain_of(workloads: Sequence[Workload], uid: str) -> Chain:
+def chain_of(workloads: Sequence[Workload], uid: str) -> WorkloadChain:
     """Tell the Workloads of the job with that uid apart; a namesake's do not count, nor those being deleted."""
     own = sorted((w for w in workloads if w.owner == uid and not w.deleting), key=lambda w: (w.created, w.name))
     reserved = [w for w in own if w.reserved and not w.finished]
@@ -56,7 +56,7 @@ def chain_of(workloads: Sequence[Workload], uid: str) -> Chain:
     if holding is not None and holding.evicted:
         granting = None
     used = {w.name for w in (holding, asking, granting) if w is not None}
-    return Chain(holding, asking, granting, tuple(w for w in own if w.name not in used))
+    return WorkloadChain(holding, asking, granting, tuple(w for w in own if w.name not in used))
 
 
 def follows_kueue(job: Job, kueue: Kueue | None) -> bool:

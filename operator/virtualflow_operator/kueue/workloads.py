@@ -41,7 +41,7 @@ from virtualflow_operator.constants import (
 )
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import AdmissionAction, CreatePod, Draft
-from virtualflow_operator.kueue.chains import Chain, Kueue, admitted_counts, chain_of, follows_kueue
+from virtualflow_operator.kueue.chains import Kueue, WorkloadChain, admitted_counts, chain_of, follows_kueue
 from virtualflow_operator.kueue.pod_sets import ask_for, pod_sets_hash, recount, spread, workload_name, write_pod_sets
 from virtualflow_operator.settings import OperatorSettings
 
@@ -74,7 +74,7 @@ class DeleteWorkload(AdmissionAction):
 
 
 @dataclass(frozen=True)
-class Request:
+class QuotaRequest:
     """A job's dealings with Kueue at one moment."""
 
     job: Job
@@ -91,7 +91,7 @@ class Request:
     """Whether the job is to have no workers until it is admitted."""
 
 
-def keep_workloads(request: Request, draft: Draft, status: JobStatus) -> None:
+def keep_workloads(request: QuotaRequest, draft: Draft, status: JobStatus) -> None:
     """Ask Kueue for what the job is to have, give back what it has left, and say how it does.
 
     Args:
@@ -133,7 +133,7 @@ def keep_workloads(request: Request, draft: Draft, status: JobStatus) -> None:
         _create(request, draft, _first_sets(request), None)
 
 
-def _first_sets(request: Request) -> dict[str, PodSet]:
+def _first_sets(request: QuotaRequest) -> dict[str, PodSet]:
     """What a job without quota asks for: all that it is to have, or fewer; an elastic one its minimum, to grow then."""
     job, spec = request.asked, request.asked.spec
     elastic = is_elastic(job.raw)
@@ -141,7 +141,7 @@ def _first_sets(request: Request) -> dict[str, PodSet]:
     return ask_for(job, spread(workers, spec.worker_groups), elastic=elastic)
 
 
-def _leave(request: Request, draft: Draft, chain: Chain, *, alone: bool) -> None:
+def _leave(request: QuotaRequest, draft: Draft, chain: WorkloadChain, *, alone: bool) -> None:
     """The workers leave; the quota goes back with the last pod."""
     held = chain.holding
     assert held is not None
@@ -155,7 +155,7 @@ def _leave(request: Request, draft: Draft, chain: Chain, *, alone: bool) -> None
         _clear_admission(draft, held, request.now)
 
 
-def _keep(request: Request, draft: Draft, chain: Chain, status: JobStatus) -> None:
+def _keep(request: QuotaRequest, draft: Draft, chain: WorkloadChain, status: JobStatus) -> None:
     """With quota: hand back what is left over, and ask for what is missing."""
     held = chain.holding
     assert held is not None
@@ -180,7 +180,7 @@ def _keep(request: Request, draft: Draft, chain: Chain, status: JobStatus) -> No
         _delete(draft, chain.asking)
 
 
-def _kept(request: Request, draft: Draft, caps: Mapping[str, int], surplus: int) -> dict[str, int]:
+def _kept(request: QuotaRequest, draft: Draft, caps: Mapping[str, int], surplus: int) -> dict[str, int]:
     """How many of each group go on: quota is handed back of pods that are gone, of less preferred groups first."""
     kept = dict(caps)
     here = (pod for pod in request.pods if pod.owner == request.job.uid and pod.role == WORKER and not pod.finished)
@@ -204,7 +204,7 @@ def _reclaimable(held: Workload, kept: Mapping[str, int]) -> list[Object]:
     return [{"name": name, "count": count} for name, count in counts.items()]
 
 
-def _grow(request: Request, draft: Draft, chain: Chain, caps: Mapping[str, int]) -> None:
+def _grow(request: QuotaRequest, draft: Draft, chain: WorkloadChain, caps: Mapping[str, int]) -> None:
     """Ask for the missing workers by a Workload that is to take the place of the present one.
 
     First for all of them, and after each while without quota for half as many: what is free is used in the end, and a
@@ -227,7 +227,7 @@ def _grow(request: Request, draft: Draft, chain: Chain, caps: Mapping[str, int])
         _patch(draft, asking, {"spec": {"podSets": recount(asking.raw["spec"]["podSets"], counts)}})
 
 
-def _renew(request: Request, draft: Draft, asking: Workload, kueue: Kueue) -> None:
+def _renew(request: QuotaRequest, draft: Draft, asking: Workload, kueue: Kueue) -> None:
     """Without quota everything may change: keep what is asked for as it is wanted now."""
     job = request.asked
     if any(asking.reclaimable.values()):  # first: there must not be more of them than pods
@@ -250,7 +250,7 @@ def _renew(request: Request, draft: Draft, asking: Workload, kueue: Kueue) -> No
         _patch(draft, asking, {"metadata": {"annotations": annotations}, "spec": spec})
 
 
-def _create(request: Request, draft: Draft, sets: Mapping[str, PodSet], after: Workload | None) -> None:
+def _create(request: QuotaRequest, draft: Draft, sets: Mapping[str, PodSet], after: Workload | None) -> None:
     job, kueue = request.asked, request.kueue
     name = workload_name(job, after.name if after is not None else "")
     first = name if after is None else after.first or after.name
@@ -269,7 +269,7 @@ def _create(request: Request, draft: Draft, sets: Mapping[str, PodSet], after: W
     )
 
 
-def _annotations(request: Request, first: str, *, elastic: bool) -> dict[str, str | None]:
+def _annotations(request: QuotaRequest, first: str, *, elastic: bool) -> dict[str, str | None]:
     """What a Workload says of itself; ``None``: it has no such annotation."""
     return {
         ANNOTATION_POD_SETS: pod_sets_hash(request.job),
@@ -278,7 +278,7 @@ def _annotations(request: Request, first: str, *, elastic: bool) -> dict[str, st
     }
 
 
-def _spec(request: Request, sets: Mapping[str, PodSet], kueue: Kueue) -> Object:
+def _spec(request: QuotaRequest, sets: Mapping[str, PodSet], kueue: Kueue) -> Object:
     job = request.asked
     spec: Object = {"queueName": kueue_queue(job), "podSets": write_pod_sets(job, sets, request.settings)}
     name = kueue_priority(job)

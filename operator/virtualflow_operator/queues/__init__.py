@@ -7,13 +7,13 @@ from virtualflow_operator.queues.admission import QueueAdmission
 from virtualflow_operator.queues.allocation import QueueDecision, QueueScene, allocate
 from virtualflow_operator.queues.capacity import requested, worker_units
 from virtualflow_operator.queues.grants import Grant, known_grant
-from virtualflow_operator.queues.members import Member
+from virtualflow_operator.queues.members import QueueMember
 
 __all__ = [
     "Grant",
-    "Member",
     "QueueAdmission",
     "QueueDecision",
+    "QueueMember",
     "QueueScene",
     "allocate",
     "known_grant",

@@ -16,7 +16,14 @@ from virtualflow_operator.api import (
     WorkerGroup,
     format_time,
 )
-from virtualflow_operator.jobs.admission import Admission, Admitted, Placement, Wait, with_workers, without_workers
+from virtualflow_operator.jobs.admission import (
+    Admission,
+    AdmissionWait,
+    Admitted,
+    Placement,
+    with_workers,
+    without_workers,
+)
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod, PodClassification
 from virtualflow_operator.jobs.worker_plan import NewWorker
 from virtualflow_operator.queues.grants import Grant, known_grant
@@ -141,9 +148,9 @@ class QueuePlacement(Placement):
             take_turns(pod, self.by.turns_directory)
 
 
-def _wait(job: Job, why: str) -> Wait:
+def _wait(job: Job, why: str) -> AdmissionWait:
     queue = job.spec.queue
-    return Wait(
+    return AdmissionWait(
         f"the queue {queue} has no workers for it: {why}",
         f"the queue {queue} gives it none",
         "for workers of its queue",

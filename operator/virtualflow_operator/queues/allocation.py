@@ -31,14 +31,14 @@ from virtualflow_operator.queues.grants import Grant
 from virtualflow_operator.queues.hindrances import Hindrance, find_hindrance, find_obstacle
 from virtualflow_operator.queues.kinds import kind_of, kinds_of
 from virtualflow_operator.queues.lodgers import find_seats
-from virtualflow_operator.queues.members import Holding, Key, Member, build_demand, find_holding
+from virtualflow_operator.queues.members import JobHolding, Key, QueueMember, build_demand, find_holding
 from virtualflow_operator.queues.past_jobs import count_ended, read_past, write_past
 from virtualflow_operator.queues.queue_status import build_queue_status
 from virtualflow_operator.queues.releases import find_stuck, release, stand_still
 from virtualflow_operator.scheduling import (
     FIXED_SIZES,
     Capacity,
-    Kind,
+    DeviceKind,
     KindAllocation,
     KindDemand,
     decide_by_kind,
@@ -54,7 +54,7 @@ class QueueScene:
 
     queue: Queue | None
     """``None``: there is none of the name that the members give."""
-    members: Sequence[Member]
+    members: Sequence[QueueMember]
     """The jobs that name it and are not over."""
     nodes: Mapping[str, Node] | None = None
     """By name; ``None``: the operator may not look at nodes."""
@@ -127,7 +127,9 @@ def allocate(scene: QueueScene, *, now: float, settings: SchedulingSettings) -> 
     return QueueDecision(grants, status, wake_at)
 
 
-def _capacity(scene: QueueScene, spec: QueueSpec, members: Sequence[Member], units: Mapping[Key, int]) -> QueueCapacity:
+def _capacity(
+    scene: QueueScene, spec: QueueSpec, members: Sequence[QueueMember], units: Mapping[Key, int]
+) -> QueueCapacity:
     """What there is for these members."""
     if scene.nodes is None:
         return QueueCapacity()
@@ -142,7 +144,9 @@ def _capacity(scene: QueueScene, spec: QueueSpec, members: Sequence[Member], uni
     )
 
 
-def _usable_kinds(members: Sequence[Member], spec: QueueSpec, nodes: Mapping[str, Node]) -> dict[Key, frozenset[str]]:
+def _usable_kinds(
+    members: Sequence[QueueMember], spec: QueueSpec, nodes: Mapping[str, Node]
+) -> dict[Key, frozenset[str]]:
     """Names of the kinds that each job's templates may be on; jobs with the same templates are asked about once."""
     kinds = frozenset(kind.name for kind in kinds_of(spec))
     if not spec.kinds:
@@ -165,10 +169,10 @@ def _usable_kinds(members: Sequence[Member], spec: QueueSpec, nodes: Mapping[str
 
 
 def _grant_hindered(
-    members: Sequence[Member],
+    members: Sequence[QueueMember],
     hindered: Mapping[Key, Hindrance],
     units: Mapping[Key, int],
-    holdings: Mapping[Key, Holding],
+    holdings: Mapping[Key, JobHolding],
     now: float,
 ) -> tuple[dict[Key, Grant], dict[str, Counter[str]]]:
     """What jobs have that are not shared with, and what is not there for the others: units by kind and namespace."""
@@ -191,9 +195,9 @@ def _grant_hindered(
 
 def _share(
     queue: QueueSpec,
-    members: Sequence[Member],
+    members: Sequence[QueueMember],
     demands: Mapping[Key, KindDemand],
-    holdings: Mapping[Key, Holding],
+    holdings: Mapping[Key, JobHolding],
     there: QueueCapacity,
     reserved: Mapping[str, Counter[str]],
     nodes: Mapping[str, Node],
@@ -240,7 +244,7 @@ def _share(
     return grants, next_change(now, after, settings)
 
 
-def _kind(queue: QueueSpec, kind: KindSpec, there: QueueCapacity, reserved: Counter[str]) -> Kind:
+def _kind(queue: QueueSpec, kind: KindSpec, there: QueueCapacity, reserved: Counter[str]) -> DeviceKind:
     """What the policy has to share of a kind."""
     of, taken, scale = there.kinds.get(kind.name), reserved.total(), scale_of(queue.resource)
     on_demand, spot = (of.on_demand, of.spot) if of is not None else (0, 0)
@@ -248,10 +252,10 @@ def _kind(queue: QueueSpec, kind: KindSpec, there: QueueCapacity, reserved: Coun
     limits = {name: max(limit - reserved[name], 0) for name, limit in limits.items()}
     capacity = Capacity(max(on_demand - max(taken - spot, 0), 0), max(spot - taken, 0), limits)
     price = kind.price or 1.0
-    return Kind(capacity, kind.rating, price, kind.spot_price if kind.price is not None else None)
+    return DeviceKind(capacity, kind.rating, price, kind.spot_price if kind.price is not None else None)
 
 
-def _explain(member: Member, demand: KindDemand, allocation: KindAllocation, queue: QueueSpec) -> tuple[str, str]:
+def _explain(member: QueueMember, demand: KindDemand, allocation: KindAllocation, queue: QueueSpec) -> tuple[str, str]:
     """Why a job has so many workers: the reason of its condition, and a sentence."""
     if allocation.shortage is not None:
         return reasons.NEVER_FITS, allocation.shortage.told(lambda units: in_words(units, queue.resource))
@@ -262,7 +266,7 @@ def _explain(member: Member, demand: KindDemand, allocation: KindAllocation, que
     return code, allocation.reason + _no_more(member, demand, workers)
 
 
-def _no_more(member: Member, demand: KindDemand, workers: int) -> str:
+def _no_more(member: QueueMember, demand: KindDemand, workers: int) -> str:
     """What the reason of a policy does not say, as it sees no more than the most that a job can have."""
     if not workers or workers < demand.job.maximum or demand.job.maximum >= member.job.spec.most:
         return ""
@@ -271,11 +275,11 @@ def _no_more(member: Member, demand: KindDemand, workers: int) -> str:
     return f"; {no_further(member.job.spec.elasticity.min_efficiency)}"
 
 
-def _missing(member: Member) -> str:
+def _missing(member: QueueMember) -> str:
     return f"there is no VirtualFlowQueue {member.job.spec.queue}; create it, or correct spec.queue"
 
 
-def _keep(member: Member, code: str, reason: str, now: float) -> Grant:
+def _keep(member: QueueMember, code: str, reason: str, now: float) -> Grant:
     """The job goes on with what it has."""
     workers = 0 if member.job.spec.suspend else member.grant.workers
     kept = f"; until then it keeps its {counted(workers, 'worker')}" if workers else ""

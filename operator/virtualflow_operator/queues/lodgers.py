@@ -21,7 +21,7 @@ from virtualflow_operator.api import Node, QueueSpec
 from virtualflow_operator.queues.capacity import in_units
 from virtualflow_operator.queues.curves import phases_of
 from virtualflow_operator.queues.kinds import kinds_of
-from virtualflow_operator.queues.members import Member
+from virtualflow_operator.queues.members import QueueMember
 from virtualflow_operator.scheduling import FIXED_SIZES, Allocation, Demand, KindAllocation, KindDemand, ScalingCurve
 from virtualflow_operator.scheduling.packing import Seat, pack
 from virtualflow_operator.scheduling.service_time import pattern
@@ -30,7 +30,7 @@ from virtualflow_operator.settings import PackingSettings
 
 def find_seats(
     queue: QueueSpec,
-    members: Sequence[Member],
+    members: Sequence[QueueMember],
     demands: Sequence[KindDemand],
     wanted: Mapping[str, KindAllocation],
     given: Mapping[str, KindAllocation],
@@ -75,7 +75,7 @@ def find_seats(
     return found
 
 
-def _find_curves(members: Sequence[Member], kind: str) -> dict[str, ScalingCurve]:
+def _find_curves(members: Sequence[QueueMember], kind: str) -> dict[str, ScalingCurve]:
     """By which each job's phases on a kind of device are told; one that has not run goes by the eldest like it."""
     own = {member.name: phases_of(member.job.status.scaling, kind) for member in members}
     like: dict[tuple[str, str], ScalingCurve] = {}
@@ -90,13 +90,13 @@ def _find_curves(members: Sequence[Member], kind: str) -> dict[str, ScalingCurve
     }
 
 
-def _is_free(member: Member, wanted: KindAllocation) -> bool:
+def _is_free(member: QueueMember, wanted: KindAllocation) -> bool:
     """Whether a job without a seat may take one: nothing of it is left anywhere, and no devices are on their way."""
     return not (wanted.workers or member.pods or member.lodging)
 
 
 def _can_host(
-    member: Member,
+    member: QueueMember,
     demand: KindDemand,
     answer: KindAllocation,
     resource: str,

@@ -20,7 +20,7 @@ _MOBILITY: Mapping[str, Mobility] = {"Stay": "stays", "Move": "moves", "Mix": "m
 
 
 @dataclass(frozen=True)
-class Member:
+class QueueMember:
     """A job that names the queue."""
 
     job: Job
@@ -54,7 +54,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Holding:
+class JobHolding:
     """What a job of a queue has of each kind of device."""
 
     kind: str
@@ -65,7 +65,7 @@ class Holding:
     """Workers that are there, and take of what there is."""
 
 
-def find_holding(member: Member, spec: QueueSpec, nodes: Mapping[str, Node], fit: Mapping[str, str]) -> Holding:
+def find_holding(member: QueueMember, spec: QueueSpec, nodes: Mapping[str, Node], fit: Mapping[str, str]) -> JobHolding:
     """What the job has.
 
     Its grant says so, unless it comes from a queue that told no kinds apart, or named them otherwise: then it is what
@@ -80,7 +80,7 @@ def find_holding(member: Member, spec: QueueSpec, nodes: Mapping[str, Node], fit
     grant = member.grant
     if not spec.kinds:
         counting = sum(1 for node in member.pods if spec.resource is None or not node or node in fit)
-        return Holding(
+        return JobHolding(
             ANY_KIND, {ANY_KIND: grant.workers} if grant.workers and not grant.host else {}, {ANY_KIND: counting}
         )
     made_for = member.made_for or [ANY_KIND] * len(member.pods)
@@ -90,16 +90,16 @@ def find_holding(member: Member, spec: QueueSpec, nodes: Mapping[str, Node], fit
     there = {kind: count for kind, count in held.items() if kind is not None and kind in names}
     given = {} if grant.host else dict(grant.kinds)
     if given and given.keys() <= names and grant.kind in names:
-        return Holding(grant.kind, given, there)
+        return JobHolding(grant.kind, given, there)
     if not grant.workers or grant.host:
-        return Holding(grant.kind, {}, there)
+        return JobHolding(grant.kind, {}, there)
     on = (kind_of(spec, nodes[node].labels) if node in nodes else kind for node, kind in pods)
     kind, found = where_they_run((kind if kind in names else None for kind in on), grant.workers)
-    return Holding(kind or grant.kind, found, there)
+    return JobHolding(kind or grant.kind, found, there)
 
 
 def build_demand(
-    member: Member, holding: Holding, units: int, queue: QueueSpec, past: Past, usable: frozenset[str]
+    member: QueueMember, holding: JobHolding, units: int, queue: QueueSpec, past: Past, usable: frozenset[str]
 ) -> KindDemand:
     """The job as a policy sees it.
 

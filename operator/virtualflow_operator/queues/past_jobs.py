@@ -12,7 +12,7 @@ from math import exp, isfinite, log
 
 from virtualflow_operator.api import ANY_KIND, Job, PastKind, QueueStatus
 from virtualflow_operator.queues.curves import curve_of
-from virtualflow_operator.scheduling.service_time import Kind, Past, left
+from virtualflow_operator.scheduling.service_time import AlikeJobs, Past, left
 from virtualflow_operator.settings import SchedulingSettings
 
 
@@ -50,7 +50,9 @@ def read_past(status: QueueStatus, scale: int) -> Past:
     for kind in status.past:
         service, factor = _number(kind.unit_seconds), _number(kind.off_by)
         if service is not None and factor is not None:
-            kinds.append(Kind(kind.namespace, kind.pattern, kind.jobs, log(service * scale), log(max(factor, 1.0))))
+            kinds.append(
+                AlikeJobs(kind.namespace, kind.pattern, kind.jobs, log(service * scale), log(max(factor, 1.0)))
+            )
     return Past(tuple(kinds))
 
 

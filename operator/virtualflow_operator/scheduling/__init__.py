@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from virtualflow.errors import ConfigurationError
-from virtualflow_operator.scheduling.admission import next_change
 from virtualflow_operator.scheduling.by_kind import decide_by_kind
 from virtualflow_operator.scheduling.curve import ScalingCurve
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Policy
 from virtualflow_operator.scheduling.device_kinds import (
-    Kind,
+    DeviceKind,
     KindAllocation,
     KindDemand,
     Mobility,
@@ -23,6 +22,7 @@ from virtualflow_operator.scheduling.device_kinds import (
 )
 from virtualflow_operator.scheduling.fifo import fifo
 from virtualflow_operator.scheduling.max_throughput import max_throughput
+from virtualflow_operator.scheduling.minimums import next_change
 from virtualflow_operator.scheduling.priority import priority
 from virtualflow_operator.scheduling.shortest_first import shortest_first
 from virtualflow_operator.scheduling.weighted_fair_share import weighted_fair_share
@@ -33,7 +33,7 @@ __all__ = [
     "Allocation",
     "Capacity",
     "Demand",
-    "Kind",
+    "DeviceKind",
     "KindAllocation",
     "KindDemand",
     "Mobility",

@@ -18,13 +18,13 @@ from dataclasses import replace
 from virtualflow_operator.scheduling.demand import Allocation, Demand, Policy
 from virtualflow_operator.scheduling.device_kinds import (
     NONE,
-    Kind,
+    DeviceKind,
     KindAllocation,
     KindDemand,
     joined,
     mixed_speed,
 )
-from virtualflow_operator.scheduling.homes import Choice, choose_homes
+from virtualflow_operator.scheduling.homes import HomeChoice, choose_homes
 from virtualflow_operator.scheduling.kind_estimates import KnownCurves, know
 from virtualflow_operator.scheduling.room import Room
 from virtualflow_operator.settings import SchedulingSettings
@@ -37,7 +37,7 @@ def decide_by_kind(
     policy: Policy,
     now: float,
     demands: Sequence[KindDemand],
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, DeviceKind],
     settings: SchedulingSettings,
     *,
     elastic: bool = True,
@@ -88,7 +88,7 @@ def decide_by_kind(
 
 
 def _decide_for_all(
-    policy: Policy, now: float, demands: Sequence[KindDemand], kind: str, of: Kind, settings: SchedulingSettings
+    policy: Policy, now: float, demands: Sequence[KindDemand], kind: str, of: DeviceKind, settings: SchedulingSettings
 ) -> dict[str, KindAllocation]:
     """The policy's own answer, where all devices are of one kind."""
     able = [d for d in demands if kind in d.curves and not (d.mobility == "stays" and d.bound and d.home != kind)]
@@ -115,7 +115,7 @@ def _at_home(demand: KindDemand, kind: str, known: Mapping[str, KnownCurves]) ->
 
 def _lend(
     now: float,
-    choices: Sequence[Choice],
+    choices: Sequence[HomeChoice],
     found: Mapping[str, Allocation],
     rooms: Mapping[str, Room],
     known: Mapping[str, KnownCurves],
@@ -148,7 +148,7 @@ def _lend(
 
 
 def _guest(
-    choice: Choice, rooms: Mapping[str, Room], known: KnownCurves, settings: SchedulingSettings
+    choice: HomeChoice, rooms: Mapping[str, Room], known: KnownCurves, settings: SchedulingSettings
 ) -> dict[str, int]:
     """A place to run meanwhile for a job that waits for its home: where it is fastest."""
     job = choice.demand.job
@@ -169,7 +169,7 @@ def _guest(
 
 
 def _mix(
-    choice: Choice, at_home: int, elsewhere: Mapping[str, int], rooms: Mapping[str, Room], known: KnownCurves
+    choice: HomeChoice, at_home: int, elsewhere: Mapping[str, int], rooms: Mapping[str, Room], known: KnownCurves
 ) -> dict[str, int]:
     """What the job has elsewhere once it has all the workers that make it faster; the fastest kinds first."""
     job = choice.demand.job
@@ -190,7 +190,7 @@ def _mix(
 
 
 def _allocation(
-    choice: Choice,
+    choice: HomeChoice,
     answer: Allocation | None,
     lent: Mapping[str, int],
     known: Mapping[str, KnownCurves],

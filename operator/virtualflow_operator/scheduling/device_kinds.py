@@ -24,7 +24,7 @@ NONE: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Kind:
+class DeviceKind:
     """What a queue has of one kind of device."""
 
     capacity: Capacity

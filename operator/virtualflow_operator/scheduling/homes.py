@@ -25,9 +25,9 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from virtualflow_operator.scheduling.admission import is_overdue
-from virtualflow_operator.scheduling.device_kinds import Kind, KindDemand
+from virtualflow_operator.scheduling.device_kinds import DeviceKind, KindDemand
 from virtualflow_operator.scheduling.kind_estimates import KnownCurves
+from virtualflow_operator.scheduling.minimums import is_overdue
 from virtualflow_operator.scheduling.room import Room
 from virtualflow_operator.settings import SchedulingSettings
 
@@ -47,7 +47,7 @@ class _Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class HomeChoice:
     """A job, in the order in which they chose."""
 
     demand: KindDemand
@@ -58,12 +58,12 @@ class Choice:
 def choose_homes(
     now: float,
     demands: Sequence[KindDemand],
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, DeviceKind],
     known: Mapping[str, KnownCurves],
     settings: SchedulingSettings,
     *,
     turns: bool,
-) -> list[Choice]:
+) -> list[HomeChoice]:
     """Choose a kind for each job; the shortest first.
 
     Args:
@@ -84,7 +84,7 @@ def choose_homes(
     for place, demand in enumerate(ordered):
         offered = options[demand.job.name]
         if not offered:
-            chosen.append(Choice(demand, _unable(demand, kinds)))
+            chosen.append(HomeChoice(demand, _unable(demand, kinds)))
             continue
         after = (len(ordered) - place - 1) / whole
         times = {}
@@ -103,12 +103,12 @@ def choose_homes(
                 best = had
         load[best.kind] += best.work
         taken[best.kind] += best.units
-        chosen.append(Choice(demand, best.kind))
+        chosen.append(HomeChoice(demand, best.kind))
     return chosen
 
 
 def _settled(
-    now: float, demands: Sequence[KindDemand], kinds: Mapping[str, Kind], settings: SchedulingSettings
+    now: float, demands: Sequence[KindDemand], kinds: Mapping[str, DeviceKind], settings: SchedulingSettings
 ) -> set[str]:
     """Who stays where it is because of its long wait: it is next there, or it has its turn."""
     rooms = {kind: Room(of.capacity) for kind, of in kinds.items()}
@@ -124,7 +124,7 @@ def _settled(
     return settled
 
 
-def _unable(demand: KindDemand, kinds: Mapping[str, Kind]) -> str:
+def _unable(demand: KindDemand, kinds: Mapping[str, DeviceKind]) -> str:
     """Where a job is said that it can never run: on the one kind that it may use, or on the largest of them."""
     if demand.mobility == "stays" and demand.bound:
         return demand.home if demand.home in kinds else ""
@@ -136,7 +136,7 @@ def _unable(demand: KindDemand, kinds: Mapping[str, Kind]) -> str:
 
 
 def _options(
-    demand: KindDemand, kinds: Mapping[str, Kind], known: KnownCurves, usual: float, rooms: Mapping[str, Room]
+    demand: KindDemand, kinds: Mapping[str, DeviceKind], known: KnownCurves, usual: float, rooms: Mapping[str, Room]
 ) -> list[_Option]:
     """Where the job could run on the empty queue."""
     job = demand.job
@@ -174,7 +174,7 @@ def _shortest(options: Sequence[_Option]) -> float:
     return min((option.work for option in options), default=inf)
 
 
-def _value(kinds: Mapping[str, Kind], weights: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _value(kinds: Mapping[str, DeviceKind], weights: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """How fast a unit of each kind is for a job on average, the fastest kind of each being 1."""
     found = {}
     for kind in kinds:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from virtualflow_operator.scheduling.curve import ScalingCurve
-from virtualflow_operator.scheduling.device_kinds import Kind, KindDemand
+from virtualflow_operator.scheduling.device_kinds import DeviceKind, KindDemand
 
 _OPTIMISM = 1.25
 """More than a job has to gain before it moves (``SchedulingSettings.margin``)."""
@@ -50,7 +50,7 @@ class KnownCurves:
         return "" if curve.points else "; its speed is not measured yet"
 
 
-def know(demands: Iterable[KindDemand], kinds: Mapping[str, Kind]) -> dict[str, KnownCurves]:
+def know(demands: Iterable[KindDemand], kinds: Mapping[str, DeviceKind]) -> dict[str, KnownCurves]:
     """What is known of each job, by name."""
     demands = list(demands)
     sober, guessed = _ratings(demands, kinds)
@@ -58,7 +58,7 @@ def know(demands: Iterable[KindDemand], kinds: Mapping[str, Kind]) -> dict[str, 
     return {d.job.name: _curves(d, kinds, sober if d.mobility == "stays" else hopeful) for d in demands}
 
 
-def _ratings(demands: Iterable[KindDemand], kinds: Mapping[str, Kind]) -> tuple[dict[str, float], set[str]]:
+def _ratings(demands: Iterable[KindDemand], kinds: Mapping[str, DeviceKind]) -> tuple[dict[str, float], set[str]]:
     """How fast each kind is, beside the one on which most jobs were measured, and for which of them that is a guess."""
     measured = [
         {kind: curve.speed(1) for kind, curve in demand.curves.items() if kind in kinds and curve.points}
@@ -76,7 +76,7 @@ def _ratings(demands: Iterable[KindDemand], kinds: Mapping[str, Kind]) -> tuple[
     return found, guessed
 
 
-def _curves(demand: KindDemand, kinds: Mapping[str, Kind], ratings: Mapping[str, float]) -> KnownCurves:
+def _curves(demand: KindDemand, kinds: Mapping[str, DeviceKind], ratings: Mapping[str, float]) -> KnownCurves:
     allowed = sorted(kind for kind in demand.curves if kind in kinds)
     known = [kind for kind in allowed if demand.curves[kind].points]
     like = min(known, key=lambda kind: (-len(demand.curves[kind].points), kind), default="")

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from virtualflow_operator.scheduling.admission import Rank, admit, hold_back
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
+from virtualflow_operator.scheduling.minimums import Rank, grant_minimums, hold_back
 from virtualflow_operator.scheduling.room import Room, allocation
 from virtualflow_operator.settings import SchedulingSettings
 
@@ -43,7 +43,7 @@ def max_throughput(
         done = demand.weight * demand.curve.speedup(demand.minimum) / demand.minimum
         return (-done * (1 + settings.margin if demand.allocated else 1),)
 
-    admission = admit(now, demands, capacity, settings, rank)
+    admission = grant_minimums(now, demands, capacity, settings, rank)
     growing = [
         _Growth(demand, _gains(demand, admission.room.most(demand), settings.margin))
         for demand in sorted(admission.admitted, key=lambda demand: (demand.submitted, demand.name))

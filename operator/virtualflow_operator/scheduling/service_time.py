@@ -23,7 +23,7 @@ _GENERATED = re.compile("[bcdfghjklmnpqrstvwxz2456789]{5}")
 
 
 @dataclass(frozen=True)
-class Kind:
+class AlikeJobs:
     """Jobs that are alike."""
 
     namespace: str
@@ -40,12 +40,12 @@ class Kind:
 class Past:
     """What is remembered of the jobs that have ended: a bounded number of kinds, the latest first."""
 
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[AlikeJobs, ...] = ()
 
     @cached_property
     def _known(self) -> dict[tuple[str, str], float]:
         """What is usual, by namespace and pattern; an empty one stands for all."""
-        groups: dict[tuple[str, str], list[Kind]] = {}
+        groups: dict[tuple[str, str], list[AlikeJobs]] = {}
         for kind in self.kinds:
             for place in ((kind.namespace, _without_digits(kind.pattern)), (kind.namespace, ""), ("", "")):
                 groups.setdefault(place, []).append(kind)
@@ -65,7 +65,7 @@ class Past:
         like, needed = pattern(name), log(max(service, 1.0))
         before = next((kind for kind in self.kinds if (kind.namespace, kind.pattern) == (namespace, like)), None)
         if before is None:
-            kind = Kind(namespace, like, 1, needed)
+            kind = AlikeJobs(namespace, like, 1, needed)
         else:
             part = max(1 / (before.jobs + 1), settings.latest)
             off = needed - before.service

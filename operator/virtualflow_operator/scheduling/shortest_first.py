@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from virtualflow_operator.scheduling.admission import Rank, admit, hold_back
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
+from virtualflow_operator.scheduling.minimums import Rank, grant_minimums, hold_back
 from virtualflow_operator.scheduling.room import Room, allocation
 from virtualflow_operator.settings import SchedulingSettings
 
@@ -40,7 +40,7 @@ def shortest_first(
             return (0, left * (1 - settings.margin if runs else 1))
         return (1, 0) if _to_be_measured(demand) else (2, not runs)
 
-    admission = admit(now, demands, capacity, settings, rank)
+    admission = grant_minimums(now, demands, capacity, settings, rank)
     # Who runs or begins a turn is sure of its minimum, and who has yet to be measured, or it would never be. So is
     # everyone if someone lost its minimum to them; else that would have been for somebody's growth.
     sure = {

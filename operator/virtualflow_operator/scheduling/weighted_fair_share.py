@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, gcd, inf
 
-from virtualflow_operator.scheduling.admission import Rank, admit, hold_back
 from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
+from virtualflow_operator.scheduling.minimums import Rank, grant_minimums, hold_back
 from virtualflow_operator.scheduling.room import Room, allocation
 from virtualflow_operator.settings import SchedulingSettings
 
@@ -37,7 +37,7 @@ def weighted_fair_share(
     def rank(demand: Demand) -> Rank:
         return (-demand.priority, not demand.allocated)
 
-    admission = admit(now, demands, capacity, settings, rank)
+    admission = grant_minimums(now, demands, capacity, settings, rank)
     shares = fair_shares(admission.admitted, capacity)
     workers = _round(admission.admitted, shares, admission.room)
     result = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from virtualflow_operator.simulator.outcome import Outcome
-from virtualflow_operator.simulator.trace import JobEvent, Trace
+from virtualflow_operator.simulator.trace import JobEvent, JobTrace
 
 Occasion = Literal["trace", "end", "joined", "retry", "wake"]
 """``trace``: an event of the trace, by its index; ``end``: a job may have made its last step; ``joined``: joiners of a
@@ -30,7 +30,7 @@ class Clock:
         trace: its events come first of those of one moment.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: JobTrace) -> None:
         self.now = trace.events[0].time
         self.to_come = len(trace.events)
         """Events of the trace that have not happened."""

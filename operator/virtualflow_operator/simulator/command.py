@@ -30,7 +30,7 @@ from virtualflow_operator.simulator.outcome import Result
 from virtualflow_operator.simulator.plots import draw
 from virtualflow_operator.simulator.power_of_two import power_of_two_share
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
-from virtualflow_operator.simulator.trace import Trace, read
+from virtualflow_operator.simulator.trace import JobTrace, read
 
 BASELINES: Mapping[str, Policy] = MappingProxyType({"PowerOfTwoShare": power_of_two_share})
 """Policies that no queue can have."""
@@ -141,7 +141,7 @@ def parser(defaults: SimulationSettings) -> Parser:
     return parser
 
 
-def _check_kinds(given: argparse.Namespace, trace: Trace) -> None:
+def _check_kinds(given: argparse.Namespace, trace: JobTrace) -> None:
     """Refuse what a trace with or without kinds of device cannot be asked.
 
     Raises:
@@ -178,7 +178,7 @@ def _seen(decide: Policy, progress: Progress, before: int) -> Policy:
 
 def _play(
     given: argparse.Namespace,
-    trace: Trace,
+    trace: JobTrace,
     name: str,
     decide: Policy,
     cost: ResizeCost,

@@ -14,7 +14,7 @@ from typing import Protocol
 from virtualflow_operator.scheduling import (
     Capacity,
     Demand,
-    Kind,
+    DeviceKind,
     KindAllocation,
     KindDemand,
     Policy,
@@ -29,7 +29,7 @@ class Decider(Protocol):
     """What a simulation asks."""
 
     def decide(
-        self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, Kind], settings: SchedulingSettings
+        self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, DeviceKind], settings: SchedulingSettings
     ) -> dict[str, KindAllocation]:
         """What each job gets."""
 
@@ -44,7 +44,7 @@ class Aware:
         self._policy, self._elastic = policy, elastic
 
     def decide(
-        self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, Kind], settings: SchedulingSettings
+        self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, DeviceKind], settings: SchedulingSettings
     ) -> dict[str, KindAllocation]:
         """What each job gets."""
         return decide_by_kind(self._policy, now, demands, kinds, settings, elastic=self._elastic)
@@ -69,7 +69,7 @@ class Unaware:
         self._seen: dict[str, Demand] = {}
 
     def decide(
-        self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, Kind], settings: SchedulingSettings
+        self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, DeviceKind], settings: SchedulingSettings
     ) -> dict[str, KindAllocation]:
         """What each job gets."""
         pool = Capacity(
@@ -105,7 +105,7 @@ class Unaware:
         names = {demand.job.name for demand in demands}
         return next_change(now, (job for name, job in self._seen.items() if name in names), settings)
 
-    def _pooled(self, demand: KindDemand, kinds: Mapping[str, Kind]) -> Demand:
+    def _pooled(self, demand: KindDemand, kinds: Mapping[str, DeviceKind]) -> Demand:
         """The job as one who knows no kinds sees it."""
         seen = self._seen.get(demand.job.name, demand.job)
         known = {kind: curve for kind, curve in demand.curves.items() if curve.measured and kind in kinds}

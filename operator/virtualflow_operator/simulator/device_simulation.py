@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from virtualflow_operator.scheduling import (
     Capacity,
     Demand,
-    Kind,
+    DeviceKind,
     KindAllocation,
     KindDemand,
     ScalingCurve,
@@ -26,7 +26,7 @@ from virtualflow_operator.simulator.clock import Clock, JobBooks, Occasion
 from virtualflow_operator.simulator.device_deciders import Decider
 from virtualflow_operator.simulator.outcome import Result
 from virtualflow_operator.simulator.simulation import Knowledge, PolicyError, ResizeCost
-from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent, Trace
+from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, JobTrace, NodeEvent
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Job(JobBooks):
 
 
 def simulate_devices(
-    trace: Trace,
+    trace: JobTrace,
     decider: Decider,
     cost: ResizeCost,
     settings: SchedulingSettings,
@@ -86,7 +86,7 @@ def simulate_devices(
 
 class _Simulation:
     def __init__(
-        self, trace: Trace, decider: Decider, cost: ResizeCost, settings: SchedulingSettings, knowledge: Knowledge
+        self, trace: JobTrace, decider: Decider, cost: ResizeCost, settings: SchedulingSettings, knowledge: Knowledge
     ) -> None:
         self._decider, self._cost, self._settings, self._knowledge = decider, cost, settings, knowledge
         self._events = trace.events
@@ -95,7 +95,7 @@ class _Simulation:
         self._all: list[_Job] = []
         self._active: dict[str, _Job] = {}
         self._nodes: dict[str, NodeEvent] = {}
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, DeviceKind] = {}
         self._names = sorted({event.kind for event in trace.events if isinstance(event, NodeEvent)})
         self._capacity: list[tuple[float, int]] = []
         self._decisions = 0
@@ -158,7 +158,7 @@ class _Simulation:
         self._kinds = {name: self._kind(name) for name in self._names}
         self._capacity.append((self._clock.now, sum(node.units for node in self._nodes.values())))
 
-    def _kind(self, name: str) -> Kind:
+    def _kind(self, name: str) -> DeviceKind:
         nodes = [node for node in self._nodes.values() if node.kind == name]
         spot = [node for node in nodes if node.spot]
         steady = [node for node in nodes if not node.spot]
@@ -169,7 +169,7 @@ class _Simulation:
 
         there = Capacity(sum(node.units for node in steady), sum(node.units for node in spot))
         rating = max((node.rating for node in nodes), default=1.0)
-        return Kind(there, rating, price(steady) or price(spot) or 1.0, price(spot))
+        return DeviceKind(there, rating, price(steady) or price(spot) or 1.0, price(spot))
 
     def _submit(self, event: JobEvent) -> None:
         curves = {kind: ScalingCurve() for kind in event.kinds}
@@ -256,7 +256,7 @@ class _Simulation:
         job.running = +job.running
 
 
-def _check(decision: Mapping[str, KindAllocation], demands: list[KindDemand], kinds: Mapping[str, Kind]) -> None:
+def _check(decision: Mapping[str, KindAllocation], demands: list[KindDemand], kinds: Mapping[str, DeviceKind]) -> None:
     used: Counter[str] = Counter()
     for demand in demands:
         job, given = demand.job, decision[demand.job.name].workers

@@ -18,7 +18,7 @@ from virtualflow_operator.scheduling.packing import Packing, pack
 from virtualflow_operator.scheduling.phases import Phases
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.clock import Clock, Occasion
-from virtualflow_operator.simulator.trace import Event, JobEvent, NodeEvent, Trace
+from virtualflow_operator.simulator.trace import Event, JobEvent, JobTrace, NodeEvent
 
 _ALMOST = 1e-9
 """Of a job's steps: less is rounding."""
@@ -56,7 +56,7 @@ class _Job:
     was_lodger: bool = False
 
 
-def play(trace: Trace, policy: Policy, most: int, settings: SchedulingSettings) -> Played:
+def play(trace: JobTrace, policy: Policy, most: int, settings: SchedulingSettings) -> Played:
     """Play ``trace`` with at most ``most`` jobs on a device; 1: without packing.
 
     Raises:
@@ -66,7 +66,7 @@ def play(trace: Trace, policy: Policy, most: int, settings: SchedulingSettings) 
 
 
 class _Packed:
-    def __init__(self, trace: Trace, policy: Policy, most: int, settings: SchedulingSettings) -> None:
+    def __init__(self, trace: JobTrace, policy: Policy, most: int, settings: SchedulingSettings) -> None:
         self._policy, self._most, self._settings = policy, most, settings
         self._trace, self._clock = trace, Clock(trace)
         self._since = self._clock.now

@@ -19,7 +19,7 @@ from virtualflow_operator.scheduling.service_time import Past, left
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.clock import Clock, JobBooks, Occasion
 from virtualflow_operator.simulator.outcome import Result
-from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent, Trace
+from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, JobTrace, NodeEvent
 
 Knowledge = Literal["all", "seen", "past", "none"]
 """What a policy knows of a job: its steps and all the speeds of the trace; its steps and the speeds that it has already
@@ -80,7 +80,7 @@ class _Job(JobBooks):
 
 
 def simulate(
-    trace: Trace,
+    trace: JobTrace,
     policy: Policy,
     cost: ResizeCost,
     settings: SchedulingSettings,
@@ -116,7 +116,7 @@ class PolicyError(AssertionError):
 class _Simulation:
     def __init__(
         self,
-        trace: Trace,
+        trace: JobTrace,
         policy: Policy,
         cost: ResizeCost,
         settings: SchedulingSettings,

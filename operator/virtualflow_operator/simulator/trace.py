@@ -119,7 +119,7 @@ class GoneEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 Event = JobEvent | NodeEvent | GoneEvent
 
 
-class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JobTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a file says, by time; events of one time are in the order of the file."""
 
     events: tuple[Event, ...]
@@ -136,13 +136,13 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether its devices have kinds; if one has, all have."""
         return any(job.kinds for job in self.jobs)
 
-    def on(self, units: int) -> Trace:
+    def on(self, units: int) -> JobTrace:
         """The same jobs on ``units`` of steady on-demand capacity, in place of the nodes of the trace."""
         first = min((job.time for job in self.jobs), default=0.0)
-        return Trace((NodeEvent(first, "all", units), *self.jobs), self.comment)
+        return JobTrace((NodeEvent(first, "all", units), *self.jobs), self.comment)
 
 
-def read(path: Path) -> Trace:
+def read(path: Path) -> JobTrace:
     """Read a trace from a CSV file, or from JSON if the file's name ends like that.
 
     Raises:
@@ -157,7 +157,7 @@ def read(path: Path) -> Trace:
     return check(events, str(path))
 
 
-def check(events: Iterable[tuple[str, Event]], origin: str) -> Trace:
+def check(events: Iterable[tuple[str, Event]], origin: str) -> JobTrace:
     """A trace of these events, if it makes sense.
 
     Args:
@@ -193,7 +193,7 @@ def check(events: Iterable[tuple[str, Event]], origin: str) -> Trace:
             f"{origin}: some devices have kinds and others have none; give each node a kind, and each job its "
             "throughput by kind"
         )
-    return Trace(tuple(kept))
+    return JobTrace(tuple(kept))
 
 
 def _wrong(event: Event) -> str | None:
@@ -233,7 +233,7 @@ def _wrong(event: Event) -> str | None:
 
 def _json(path: Path, text: str) -> Iterator[tuple[str, Event]]:
     try:
-        trace = msgspec.json.decode(text, type=Trace)
+        trace = msgspec.json.decode(text, type=JobTrace)
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"{path}: {error}; see docs/explanation/simulator.md for the format") from None
     for index, event in enumerate(trace.events):
@@ -327,7 +327,7 @@ def _value(column: str, cell: str, kind: Any) -> Any:
         raise ValueError(f"{column}={cell}: {_CELLS.get(column, 'give a whole number')}") from None
 
 
-def write(trace: Trace, path: Path, comment: Iterable[str] = ()) -> None:
+def write(trace: JobTrace, path: Path, comment: Iterable[str] = ()) -> None:
     """Write a trace as CSV, leaving out what has its default.
 
     Args:

@@ -38,8 +38,8 @@ from virtualflow_operator.api.job import (
     JobStatus,
     LastChange,
     Measured,
-    Share,
     WorkerGroup,
+    WorkerShare,
 )
 
 KEYWORDS_OF_1_20 = {
@@ -220,7 +220,7 @@ def encoded_fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.Fiel
         ("status.conditions[]", Condition),
         ("status.allocation", AllocationStatus),
         ("status.scaling[]", Measured),
-        ("status.assignment[]", Share),
+        ("status.assignment[]", WorkerShare),
         ("status.lastChange", LastChange),
         ("status.failures", Failures),
     ],

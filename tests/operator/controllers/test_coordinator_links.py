@@ -19,7 +19,7 @@ from scenes import body, coordinator
 from statuses import coordinator_status
 from virtualflow.protocol.http_api import ScaleCall
 from virtualflow.protocol.messages import encode
-from virtualflow_operator.api.objects import Link, read_job
+from virtualflow_operator.api.objects import CoordinatorLink, read_job
 from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.observability import Metrics
@@ -63,7 +63,7 @@ class Operator:
         job = read_job(body())
         self.links.follow(("ml", name), job.uid, dataclasses.replace(coordinator(job), uid=name, ip=address))
 
-    def link(self, name: str) -> Link:
+    def link(self, name: str) -> CoordinatorLink:
         found = self.links.view(("ml", name))
         assert found is not None
         return found

@@ -20,7 +20,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator.api.job import merge_patch, write_status
 from virtualflow_operator.api.objects import read_job, read_pod
 from virtualflow_operator.constants import LABEL_GROUP, WORKER
-from virtualflow_operator.jobs.actions import CreatePod, DeletePod, Plan
+from virtualflow_operator.jobs.actions import CreatePod, DeletePod, JobPlan
 from virtualflow_operator.jobs.manifests import hash_templates
 from virtualflow_operator.jobs.pod_classification import classify_pods
 from virtualflow_operator.jobs.scene import Scene
@@ -29,7 +29,7 @@ from virtualflow_operator.kueue import KueueAdmission, admitted_counts, follows_
 PLENTY = 100
 
 
-def check_pods(scene: Scene, plan: Plan, now: float) -> None:
+def check_pods(scene: Scene, plan: JobPlan, now: float) -> None:
     """No worker is made beyond what is admitted, by all that is known."""
     kueue = scene.admission.kueue if isinstance(scene.admission, KueueAdmission) else None
     if not follows_kueue(scene.job, kueue):

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scenes import NOW, container, group, training
 from stage import DEFINITION, KEY, QUEUE_DEFINITION, job
 
-from virtualflow_operator.api.objects import Link, format_time, read_job
+from virtualflow_operator.api.objects import CoordinatorLink, format_time, read_job
 from virtualflow_operator.constants import LABEL_JOB, LABEL_ROLE
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.manager import Manager
@@ -152,14 +152,14 @@ class Api(KubeApi):
 class Silent(CoordinatorLinks):
     """Connections to coordinators none of which has answered yet."""
 
-    def __init__(self, *links: Link) -> None:
+    def __init__(self, *links: CoordinatorLink) -> None:
         self.known = links
 
-    def view(self, key: Key) -> Link | None:
+    def view(self, key: Key) -> CoordinatorLink | None:
         return next(iter(self.known), None)
 
 
-def unheard(*links: Link) -> tuple[QueueController, Store]:
+def unheard(*links: CoordinatorLink) -> tuple[QueueController, Store]:
     """What a new leader knows right after an outage: a job with two workers, on nodes that all look lost."""
     store = Store()
     store.foreign_pods_known = True
@@ -200,7 +200,7 @@ def unheard(*links: Link) -> tuple[QueueController, Store]:
 def test_workers_on_nodes_that_look_lost_count_until_their_coordinator_was_asked(
     silent: float | None, workers: int
 ) -> None:
-    links = [] if silent is None else [Link("coordinator-0", False, time.time() - silent, None)]
+    links = [] if silent is None else [CoordinatorLink("coordinator-0", False, time.time() - silent, None)]
     queue_controller, store = unheard(*links)
     again = asyncio.run(queue_controller.decide(queue_key("shared")))
     body = store.job(("ml", "digits"))

@@ -28,7 +28,7 @@ from scenes import (
 from virtualflow.protocol.http_api import BeginCall, LivingWorker, WorkerStatus
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node, Pod
-from virtualflow_operator.jobs.actions import Plan
+from virtualflow_operator.jobs.actions import JobPlan
 
 FIRST, SECOND = 71, 72
 OLD = [LivingWorker("digits-workers-0", "10.1.0.10"), LivingWorker("digits-workers-1", "10.1.0.11")]
@@ -48,7 +48,7 @@ def replaced(*known: WorkerStatus) -> Stage:
     return stage
 
 
-def said(plan: Plan) -> list[BeginCall]:
+def said(plan: JobPlan) -> list[BeginCall]:
     assert not any(isinstance(call, BeginCall) for call in plan.calls), "before what it is based on is written"
     return [call for call in plan.written_calls if isinstance(call, BeginCall)]
 

@@ -32,7 +32,7 @@ from virtualflow.protocol.http_api import LostWorker
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api import Node, Pod
-from virtualflow_operator.jobs.actions import CreatePod, Plan
+from virtualflow_operator.jobs.actions import CreatePod, JobPlan
 
 WRONG = "it came to other gradients of virtual node 5 in step 9 than a and c: look at its device and its memory"
 SAID = f"digits-workers-1 on node node-1: {WRONG}"
@@ -49,7 +49,7 @@ def convict(stage: Stage, pod: Pod, *others: Pod, step: int = 40) -> None:
     stage.link = link(remote(phase, *known, wanted=2, minimum=1, step=step, lost=(found_wrong(pod),)))
 
 
-def rules(plan: Plan) -> dict[str, Any]:
+def rules(plan: JobPlan) -> dict[str, Any]:
     """The node affinity of the worker that is made."""
     (made,) = [action for action in plan.actions if isinstance(action, CreatePod)]
     found: dict[str, Any] = made.manifest["spec"].get("affinity", {}).get("nodeAffinity", {})

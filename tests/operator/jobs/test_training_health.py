@@ -36,7 +36,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Pod, format_time
 from virtualflow_operator.controllers.job_controller import sample
-from virtualflow_operator.jobs.actions import Plan
+from virtualflow_operator.jobs.actions import JobPlan
 
 FOUND = NonFinite("loss", "NaN", 41)
 
@@ -251,7 +251,7 @@ MEASURES = MemoryReport(1, 0, 0)
 KEEPS = MemoryReport(1, 1, 0)
 
 
-def memory_of(plan: Plan) -> dict[str, tuple[str, str]]:
+def memory_of(plan: JobPlan) -> dict[str, tuple[str, str]]:
     """What a plan says of memory: status and reason of the two conditions that there are."""
     return {
         condition.type: (condition.status, condition.reason)

@@ -11,7 +11,7 @@ from scenes import NOW, SETTINGS, Spec, body, group
 
 from virtualflow_operator.api import PodAdditions, read_job, read_workload
 from virtualflow_operator.api.job import merge_patch, write_status
-from virtualflow_operator.jobs.actions import Plan
+from virtualflow_operator.jobs.actions import JobPlan
 from virtualflow_operator.jobs.admission import AT_ONCE, Admitted
 from virtualflow_operator.kueue import Kueue, KueueAdmission, chain_of, follows_kueue
 from virtualflow_operator.kueue.admission import KueuePlacement
@@ -30,7 +30,7 @@ def additions(admitted: Admitted) -> Mapping[str, PodAdditions]:
     return admitted.placement.additions
 
 
-def allocated(plan: Plan) -> tuple[str, str, str]:
+def allocated(plan: JobPlan) -> tuple[str, str, str]:
     condition = plan.status.condition("Allocated")
     assert condition is not None
     return condition.status, condition.reason, condition.message

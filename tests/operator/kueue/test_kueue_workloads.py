@@ -28,7 +28,7 @@ from virtualflow_operator.constants import (
     LABEL_KUEUE_PRIORITY,
     LABEL_KUEUE_QUEUE,
 )
-from virtualflow_operator.jobs.actions import CreatePod, Plan
+from virtualflow_operator.jobs.actions import CreatePod, JobPlan
 from virtualflow_operator.kueue import PatchWorkload
 
 EVICTED = ("Evicted", "True", "Preempted")
@@ -50,7 +50,7 @@ def conditions(patch: PatchWorkload) -> dict[str, tuple[str, str]]:
     return {c["type"]: (c["status"], c["reason"]) for c in patch.body["status"]["conditions"]}
 
 
-def made(plan: Plan) -> list[str]:
+def made(plan: JobPlan) -> list[str]:
     return [action.name for action in plan.actions if isinstance(action, CreatePod)]
 
 
@@ -174,7 +174,7 @@ def test_pods_that_are_gone_are_reclaimable_and_those_that_are_there_are_not() -
     workload = admitted(workload_of(stage.raw))
     smaller = stage.raw | {"spec": stage.raw["spec"] | {"replicas": 2}}
 
-    def reclaimed(plan: Plan) -> Any:
+    def reclaimed(plan: JobPlan) -> Any:
         return [p.body["status"]["reclaimablePods"] for p in patched(plan) if "reclaimablePods" in p.body["status"]]
 
     assert reclaimed(decide(smaller, workload, stage=stage)) == [], "they are yet to leave"

@@ -16,7 +16,7 @@ from virtualflow_operator.api.objects import Node, read_job
 from virtualflow_operator.api.queue import Queue, read_queue
 from virtualflow_operator.queues.allocation import QueueDecision, QueueScene, allocate
 from virtualflow_operator.queues.grants import Grant, known_grant
-from virtualflow_operator.queues.members import Member
+from virtualflow_operator.queues.members import QueueMember
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings
 
@@ -33,20 +33,22 @@ def queue(**spec: Any) -> Queue:
 
 def member(
     name: str, workers: int = 0, pods: list[str] | None = None, status: Spec | None = None, **spec: Any
-) -> Member:
+) -> QueueMember:
     """A job of which each worker takes a GPU; it has been given ``workers`` a minute ago."""
     pod = {"containers": [container(resources={"limits": {GPU: 1}})]}
     usual: Spec = {"queue": "shared", "virtualNodes": 64, "workerGroups": [group(pod=pod)]}
     job = read_job(body(status, name=name, uid=f"uid-{name}", **(usual | spec)))
     given = Grant(job.uid, "shared", workers, "", since=NOW - 60, resized=NOW - 60)
-    return Member(job, given, NOW - 100, tuple(pods if pods is not None else [f"node-{i % 3}" for i in range(workers)]))
+    return QueueMember(
+        job, given, NOW - 100, tuple(pods if pods is not None else [f"node-{i % 3}" for i in range(workers)])
+    )
 
 
 def nodes(count: int = 3, gpus: int = 2) -> dict[str, Node]:
     return {f"node-{i}": Node(f"node-{i}", allocatable={GPU: str(gpus)}) for i in range(count)}
 
 
-def decide(*members: Member, at: Queue | None = None, **facts: Any) -> QueueDecision:
+def decide(*members: QueueMember, at: Queue | None = None, **facts: Any) -> QueueDecision:
     how: Spec = {name: facts.pop(name) for name in ("now", "settings") if name in facts}
     scene = QueueScene(queue=at or queue(), members=members, **({"nodes": nodes()} | facts))
     return allocate(scene, **({"now": NOW, "settings": EAGER} | how))
@@ -56,7 +58,7 @@ def workers(shares: QueueDecision) -> dict[str, int]:
     return {name: grant.workers for (_, name), grant in shares.grants.items()}
 
 
-def applied(shares: QueueDecision, *members: Member) -> list[Member]:
+def applied(shares: QueueDecision, *members: QueueMember) -> list[QueueMember]:
     """The jobs once they have become what was decided."""
     return [
         dataclasses.replace(
@@ -320,7 +322,7 @@ POINT = st.fixed_dictionaries({"workers": st.integers(-1, 9), "stepsPerSecond": 
 
 
 @st.composite
-def odd_members(draw: st.DrawFn) -> list[Member]:
+def odd_members(draw: st.DrawFn) -> list[QueueMember]:
     found = []
     for index in range(draw(st.integers(1, 3))):
         spec = draw(st.dictionaries(FIELDS, ODD, max_size=3))
@@ -336,7 +338,7 @@ def odd_members(draw: st.DrawFn) -> list[Member]:
 
 @settings(max_examples=examples(300))
 @given(odd_members(), st.sampled_from(sorted(POLICIES)))
-def test_whatever_stands_in_a_job_its_queue_decides_about_all(members: list[Member], policy: str) -> None:
+def test_whatever_stands_in_a_job_its_queue_decides_about_all(members: list[QueueMember], policy: str) -> None:
     shares = decide(*members, member("sound"), at=queue(policy=policy), nodes=nodes(9, 2))
     assert len(shares.grants) == len(members) + 1
     assert code(shares) == reasons.SHARING

@@ -14,7 +14,7 @@ from scenes import NOW, body, container, group
 from tiers import examples
 from virtualflow_operator import reasons
 from virtualflow_operator.api import Node, Queue, read_job, read_queue
-from virtualflow_operator.queues import Grant, Member, QueueDecision, QueueScene, allocate, known_grant
+from virtualflow_operator.queues import Grant, QueueDecision, QueueMember, QueueScene, allocate, known_grant
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings
 
@@ -48,27 +48,27 @@ def nodes(gpus: int = 2, **counts: int) -> dict[str, Node]:
     return found
 
 
-def member(name: str, *, status: Spec | None = None, pods: list[str] | None = None, **spec: Any) -> Member:
+def member(name: str, *, status: Spec | None = None, pods: list[str] | None = None, **spec: Any) -> QueueMember:
     pod = spec.pop("pod", {}) | {"containers": [container(resources={"limits": {GPU: 1}})]}
     usual: Spec = {"queue": "shared", "virtualNodes": 64, "workerGroups": [group(pod=pod)]}
     job = read_job(body(status, name=name, uid=f"uid-{name}", **(usual | spec)))
-    return Member(job, Grant(job.uid, "shared", 0, "", since=NOW - 60, resized=NOW - 60), NOW - 100, pods or [])
+    return QueueMember(job, Grant(job.uid, "shared", 0, "", since=NOW - 60, resized=NOW - 60), NOW - 100, pods or [])
 
 
-def running(made: Member, kind: str = "", **kinds: int) -> Member:
+def running(made: QueueMember, kind: str = "", **kinds: int) -> QueueMember:
     """The job with workers of these kinds, the first of which is its own, and a pod for each."""
     home, workers = kind or next(iter(kinds)), sum(kinds.values())
     grant = dataclasses.replace(made.grant, workers=workers, kind=home, kinds=tuple(kinds.items()))
     return dataclasses.replace(made, grant=grant, pods=[f"{k}-0" for k, n in kinds.items() for _ in range(n)])
 
 
-def decide(*members: Member, at: Queue | None = None, **facts: Any) -> QueueDecision:
+def decide(*members: QueueMember, at: Queue | None = None, **facts: Any) -> QueueDecision:
     how: Spec = {name: facts.pop(name) for name in ("now", "settings") if name in facts}
     scene = QueueScene(queue=at or queue(), members=members, **({"nodes": nodes()} | facts))
     return allocate(scene, **({"now": NOW, "settings": EAGER} | how))
 
 
-def applied(shares: QueueDecision, *members: Member) -> list[Member]:
+def applied(shares: QueueDecision, *members: QueueMember) -> list[QueueMember]:
     """The jobs once they have become what was decided."""
     return [
         dataclasses.replace(
@@ -276,7 +276,7 @@ WAYS: list[Spec] = [{}, STATISTICAL, MIXES]
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[list[Member], dict[str, Node], str]:
+def clusters(draw: st.DrawFn) -> tuple[list[QueueMember], dict[str, Node], str]:
     """Jobs of all sorts, on nodes of three kinds and of none."""
     counts = draw(
         st.sampled_from([{"fast": 1}, {"fast": 1, "slow": 2}, {"fast": 2, "slow": 1, "none": 1}, {"slow": 1}])
@@ -304,7 +304,7 @@ def clusters(draw: st.DrawFn) -> tuple[list[Member], dict[str, Node], str]:
 @settings(max_examples=examples(80), deadline=None)
 @given(clusters())
 def test_on_any_cluster_a_queue_with_kinds_comes_to_rest_within_each_kind(
-    cluster: tuple[list[Member], dict[str, Node], str],
+    cluster: tuple[list[QueueMember], dict[str, Node], str],
 ) -> None:
     members, there, policy = cluster
     at = queue(policy=policy)

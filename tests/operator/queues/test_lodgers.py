@@ -19,7 +19,7 @@ from virtualflow_operator.api.queue import Queue, read_queue
 from virtualflow_operator.queues.admission import QueueAdmission
 from virtualflow_operator.queues.allocation import QueueDecision, QueueScene, allocate
 from virtualflow_operator.queues.grants import Grant, known_grant
-from virtualflow_operator.queues.members import Member
+from virtualflow_operator.queues.members import QueueMember
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings
 
@@ -42,7 +42,7 @@ def measured(away: float = 0.5, workers: int = 2, kind: str = "") -> list[Spec]:
 
 def member(
     name: str, pods: tuple[str, ...] = (), away: float | None = 0.5, created: float = 100, **spec: Any
-) -> Member:
+) -> QueueMember:
     """A job of two workers, a GPU each. It runs where its pods are, and waits if it has none."""
     facts: Spec = {key: spec.pop(key) for key in ("made_for", "takes_turns", "lodging", "seatless") if key in spec}
     kind = facts["made_for"][0] if facts.get("made_for") else ""
@@ -52,7 +52,7 @@ def member(
     raw = body(status, name=name, uid=f"uid-{name}", **(usual | {"workerGroups": [group(pod=pod)]} | spec))
     since, kinds = NOW - 60, ((kind, len(pods)),) if kind else ()
     grant = Grant(f"uid-{name}", "shared", len(pods), "", since=since, resized=since, kind=kind, kinds=kinds)
-    return Member(read_job(raw), grant, NOW - created, pods, **({"takes_turns": bool(pods)} | facts))
+    return QueueMember(read_job(raw), grant, NOW - created, pods, **({"takes_turns": bool(pods)} | facts))
 
 
 def nodes(count: int = 2, gpus: int = 1) -> dict[str, Node]:
@@ -62,7 +62,7 @@ def nodes(count: int = 2, gpus: int = 1) -> dict[str, Node]:
 PAIR = ("node-0", "node-1")
 
 
-def decide(*members: Member, at: Queue | None = None, **facts: Any) -> QueueDecision:
+def decide(*members: QueueMember, at: Queue | None = None, **facts: Any) -> QueueDecision:
     scene = QueueScene(queue=at or queue(), members=members, **({"nodes": nodes()} | facts))
     return allocate(scene, now=NOW, settings=EAGER)
 
@@ -71,7 +71,7 @@ def hosts(decision: QueueDecision) -> dict[str, str]:
     return {name: grant.host for (_, name), grant in decision.grants.items() if grant.host}
 
 
-def applied(decision: QueueDecision, *members: Member) -> list[Member]:
+def applied(decision: QueueDecision, *members: QueueMember) -> list[QueueMember]:
     """The jobs once they have become what was decided; those that were given devices are on free nodes."""
     free = [f"node-{i}" for i in range(9)]
     after = []
@@ -102,7 +102,7 @@ def test_a_job_that_waits_computes_on_the_devices_of_another() -> None:
     assert (decision.status.jobs.running, decision.status.jobs.waiting) == (2, 0)
 
 
-NEVER: dict[str, tuple[Member, Member, Spec]] = {
+NEVER: dict[str, tuple[QueueMember, QueueMember, Spec]] = {
     "its queue lets none share": (member("a", PAIR), member("b"), {"at": queue(None)}),
     "one job a device": (member("a", PAIR), member("b"), {"at": queue(1)}),
     "phases that nobody measured": (member("a", PAIR), member("b", away=None), {}),
@@ -120,7 +120,7 @@ NEVER: dict[str, tuple[Member, Member, Spec]] = {
 
 
 @pytest.mark.parametrize(("host", "waiting", "facts"), NEVER.values(), ids=NEVER.keys())
-def test_nobody_computes_on_others_devices_with(host: Member, waiting: Member, facts: Spec) -> None:
+def test_nobody_computes_on_others_devices_with(host: QueueMember, waiting: QueueMember, facts: Spec) -> None:
     if waiting.pods:
         waiting = dataclasses.replace(waiting, grant=dataclasses.replace(waiting.grant, workers=0))
     assert not hosts(decide(host, waiting, **facts))
@@ -233,7 +233,7 @@ def test_an_operator_that_starts_anew_knows_who_lodges_where() -> None:
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> tuple[list[Member], dict[str, Node], str]:
+def scenes(draw: st.DrawFn) -> tuple[list[QueueMember], dict[str, Node], str]:
     """Some jobs on some nodes of one device, others that wait."""
     count = draw(st.integers(2, 8))
     free = [f"node-{i}" for i in range(count)]
@@ -258,7 +258,7 @@ def scenes(draw: st.DrawFn) -> tuple[list[Member], dict[str, Node], str]:
 
 @settings(max_examples=examples(150))
 @given(scenes())
-def test_what_holds_of_every_decision_with_lodgers(case: tuple[list[Member], dict[str, Node], str]) -> None:
+def test_what_holds_of_every_decision_with_lodgers(case: tuple[list[QueueMember], dict[str, Node], str]) -> None:
     now, there, policy = case
     before: QueueDecision | None = None
     for _ in range(6):

@@ -12,7 +12,7 @@ from scenes import NOW, Stage, container, created, deleted, drained, group, home
 from virtualflow.protocol.settings import ENV_TURNS
 from virtualflow_operator.api import QueueSpec, read_pod
 from virtualflow_operator.constants import ANNOTATION_HOST, LABEL_JOB, LABEL_LODGER, LABEL_ROLE, TURNS_VOLUME
-from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod, Plan
+from virtualflow_operator.jobs.actions import CheckTemplates, CreatePod, JobPlan
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.queues import Grant, QueueAdmission
 
@@ -25,7 +25,7 @@ ONE_GPU = {"containers": [container(resources={"limits": {GPU: 1, "memory": "1Gi
 
 def decide(
     stage: Stage, host: str = "", queue: QueueSpec | None = QUEUE, nodes: tuple[str, ...] = (), **facts: Any
-) -> Plan:
+) -> JobPlan:
     """What is decided when the queue has given the job two workers, on devices of ``host`` if it is named."""
     grant = Grant(stage.job.uid, "shared", 2, "so it is", host=host, **facts)
     admission = QueueAdmission(grant, queue, frozenset(nodes), turns_directory=stage.settings.turns_directory)
@@ -47,7 +47,7 @@ def lodging(host: str = "ml/host", **spec: Any) -> Stage:
     return stage
 
 
-def manifests(plan: Plan) -> list[dict[str, Any]]:
+def manifests(plan: JobPlan) -> list[dict[str, Any]]:
     return [action.manifest for action in plan.actions if isinstance(action, CreatePod)]
 
 

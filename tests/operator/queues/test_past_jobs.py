@@ -10,7 +10,7 @@ import pytest
 from scenes import NOW, body, container, group
 
 from virtualflow_operator.api import Job, PastKind, Queue, format_time, read_job, read_queue
-from virtualflow_operator.queues.allocation import Member, QueueDecision, QueueScene, allocate
+from virtualflow_operator.queues.allocation import QueueDecision, QueueMember, QueueScene, allocate
 from virtualflow_operator.queues.grants import Grant
 from virtualflow_operator.queues.past_jobs import count_ended, read_past, served, write_past
 from virtualflow_operator.scheduling.service_time import Past
@@ -36,12 +36,12 @@ def completed(name: str, steps: int, at: float, phase: str = "Complete", speed: 
     return job(name, told)
 
 
-def waiting(name: str) -> Member:
+def waiting(name: str) -> QueueMember:
     made = job(name)
-    return Member(made, Grant(made.uid, "shared", 0, "", since=NOW - 60, resized=NOW - 60), NOW - 60)
+    return QueueMember(made, Grant(made.uid, "shared", 0, "", since=NOW - 60, resized=NOW - 60), NOW - 60)
 
 
-def decide(at: Queue, *members: Member, ended: tuple[Job, ...] = ()) -> QueueDecision:
+def decide(at: Queue, *members: QueueMember, ended: tuple[Job, ...] = ()) -> QueueDecision:
     return allocate(QueueScene(queue=at, members=members, nodes={}, completed=ended), now=NOW, settings=TOLD)
 
 

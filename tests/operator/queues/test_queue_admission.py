@@ -15,7 +15,7 @@ from virtualflow_operator.api.objects import Job, Pod, Service, read_job
 from virtualflow_operator.api.queue import QueueSpec
 from virtualflow_operator.constants import LABEL_CAPACITY, LABEL_ROLE, ON_DEMAND, SPOT, WORKER
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.actions import CreatePod, DeletePod, Plan
+from virtualflow_operator.jobs.actions import CreatePod, DeletePod, JobPlan
 from virtualflow_operator.jobs.admission import AT_ONCE, Admitted
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.reconcile import reconcile
@@ -37,7 +37,7 @@ def grant(workers: int, reason: str = "its share", code: str = reasons.ALLOCATED
     return Grant("uid-1", "shared", workers, reason, code if workers else reasons.QUEUED, NOW - 9, NOW - 5, 3.0)
 
 
-def decide(raw: Spec, *pods: Pod, given: Grant | None = None, **facts: Any) -> Plan:
+def decide(raw: Spec, *pods: Pod, given: Grant | None = None, **facts: Any) -> JobPlan:
     service, job = Service("10.0.0.1", 0), read_job(raw)
     admission = QueueAdmission(given) if job.spec.queue else AT_ONCE
     scene = Scene(job=job, pods=pods, service=service, nodes=nodes(*pods), admission=admission, **facts)
@@ -49,15 +49,15 @@ def admit(raw: Spec, given: Grant | None = None) -> Admitted:
     return (QueueAdmission(given) if job.spec.queue else AT_ONCE).admit(job, sound=True, now=NOW)
 
 
-def made(plan: Plan) -> int:
+def made(plan: JobPlan) -> int:
     return sum(1 for action in plan.actions if isinstance(action, CreatePod) and action.role == WORKER)
 
 
-def told(plan: Plan) -> list[str]:
+def told(plan: JobPlan) -> list[str]:
     return [event.reason for event in plan.events]
 
 
-def allocated(plan: Plan) -> tuple[str, str, str]:
+def allocated(plan: JobPlan) -> tuple[str, str, str]:
     condition = plan.status.condition("Allocated")
     assert condition is not None
     return condition.status, condition.reason, condition.message
@@ -115,10 +115,10 @@ def test_no_workers_any_more_is_a_suspension_with_a_checkpoint() -> None:
     job = read_job(raw)
     from scenes import remote, seen
 
-    from virtualflow_operator.api.objects import Link
+    from virtualflow_operator.api.objects import CoordinatorLink
 
     pods = (coordinator(job), worker(job, 0))
-    link = Link(pods[0].uid, True, NOW - 50, remote("training", seen(pods[1])))
+    link = CoordinatorLink(pods[0].uid, True, NOW - 50, remote("training", seen(pods[1])))
     plan = decide(raw, *pods, given=grant(0, "others are more entitled"), link=link)
     assert any(isinstance(call, StopCall) for call in plan.calls)
     assert plan.status.phase == "Suspending"

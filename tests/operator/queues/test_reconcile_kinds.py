@@ -11,7 +11,7 @@ from scenes import NOW, Stage, created, deleted, drained, training
 
 from virtualflow_operator.api import Node, QueueSpec
 from virtualflow_operator.constants import LABEL_KIND
-from virtualflow_operator.jobs.actions import CreatePod, Plan
+from virtualflow_operator.jobs.actions import CreatePod, JobPlan
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.queues import Grant, QueueAdmission
 
@@ -24,7 +24,7 @@ QUEUE = msgspec.convert(
 )
 
 
-def decide(stage: Stage, queue: QueueSpec | None = QUEUE, **kinds: int) -> Plan:
+def decide(stage: Stage, queue: QueueSpec | None = QUEUE, **kinds: int) -> JobPlan:
     """What is decided when the queue has given so many workers of each kind."""
     grant = Grant(stage.job.uid, "shared", sum(kinds.values()) or 2, "so it is", kind=next(iter(kinds), ""))
     grant = dataclasses.replace(grant, kinds=tuple(kinds.items()))
@@ -39,7 +39,7 @@ def on(*kinds: str, **spec: Any) -> Stage:
     return stage
 
 
-def made_for(plan: Plan) -> list[str]:
+def made_for(plan: JobPlan) -> list[str]:
     """The kind of each worker that is made."""
     manifests = [action.manifest for action in plan.actions if isinstance(action, CreatePod)]
     return [manifest["metadata"]["labels"].get(LABEL_KIND, "") for manifest in manifests]

@@ -10,7 +10,7 @@ from scheduling_cases import NOW, TOLD, job, running
 from virtualflow_operator.scheduling import (
     Capacity,
     Demand,
-    Kind,
+    DeviceKind,
     KindAllocation,
     KindDemand,
     ScalingCurve,
@@ -19,7 +19,7 @@ from virtualflow_operator.scheduling import (
 )
 from virtualflow_operator.settings import SchedulingSettings
 
-FAST_AND_SLOW = {"V100": Kind(Capacity(4)), "K80": Kind(Capacity(4))}
+FAST_AND_SLOW = {"V100": DeviceKind(Capacity(4)), "K80": DeviceKind(Capacity(4))}
 
 
 def line(speed: float) -> ScalingCurve:
@@ -34,7 +34,7 @@ def on(demand: Demand, v100: float, k80: float, **more: Any) -> KindDemand:
 
 
 def decide(
-    jobs: list[KindDemand], kinds: dict[str, Kind], told: SchedulingSettings = TOLD, name: str = "ShortestFirst"
+    jobs: list[KindDemand], kinds: dict[str, DeviceKind], told: SchedulingSettings = TOLD, name: str = "ShortestFirst"
 ) -> dict[str, KindAllocation]:
     found = decide_by_kind(policy(name), NOW, jobs, kinds, told)
     return {key.rpartition("/")[2]: given for key, given in found.items()}
@@ -95,26 +95,29 @@ def test_what_is_not_measured_is_assumed_as_for_other_jobs_and_said() -> None:
     ]
     found = decide(jobs, FAST_AND_SLOW)
     assert "its speed on V100 is assumed, 4 times that on K80" in found["new"].reason
-    ratings = {"V100": Kind(Capacity(4), rating=6.0), "K80": Kind(Capacity(4))}
+    ratings = {"V100": DeviceKind(Capacity(4), rating=6.0), "K80": DeviceKind(Capacity(4))}
     assert "assumed, 6 times that on K80" in decide(jobs[1:], ratings)["new"].reason
 
 
 def test_a_price_counts_as_much_as_it_is_told_to() -> None:
-    kinds = {"V100": Kind(Capacity(0, 4), price=10.0), "K80": Kind(Capacity(0, 4), price=10.0, spot_price=1.0)}
+    kinds = {
+        "V100": DeviceKind(Capacity(0, 4), price=10.0),
+        "K80": DeviceKind(Capacity(0, 4), price=10.0, spot_price=1.0),
+    }
     jobs = [on(job("only", 4, steps_left=40_000), 10.0, 5.0, mobility="stays")]
     assert decide(jobs, kinds)["only"].home == "V100"
     assert decide(jobs, kinds, SchedulingSettings(thrift=1.0))["only"].home == "K80"
 
 
 def test_a_minimum_on_demand_is_kept_on_the_kind_that_has_it() -> None:
-    kinds = {"V100": Kind(Capacity(0, 4)), "K80": Kind(Capacity(2, 2))}
+    kinds = {"V100": DeviceKind(Capacity(0, 4)), "K80": DeviceKind(Capacity(2, 2))}
     found = decide([on(job("only", 2, minimum=2, minimum_on_demand=True), 10.0, 1.0)], kinds)["only"]
     assert (found.workers, found.on_demand) == ({"K80": 2}, 2)
 
 
 def test_a_job_of_kinds_that_the_queue_has_not_is_told_so_and_keeps_its_own() -> None:
     begun = on(running("begun", 2), 1.0, 1.0, mobility="stays", home="K80", bound=True)
-    found = decide([begun], {"V100": Kind(Capacity(4))})["begun"]
+    found = decide([begun], {"V100": DeviceKind(Capacity(4))})["begun"]
     assert (found.workers, found.home) == ({}, "K80")
     assert "(K80)" in found.reason
     assert begun.given(found, NOW).job.allocated == 0
@@ -123,7 +126,7 @@ def test_a_job_of_kinds_that_the_queue_has_not_is_told_so_and_keeps_its_own() ->
 @pytest.mark.parametrize("rating", [0.0, -1.0, float("nan")])
 def test_a_kind_has_a_rating_and_prices_above_0(rating: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
-        Kind(Capacity(1), rating=rating)
+        DeviceKind(Capacity(1), rating=rating)
 
 
 def test_two_jobs_of_one_name_and_no_kinds_are_errors() -> None:
@@ -137,7 +140,7 @@ def test_two_jobs_of_one_name_and_no_kinds_are_errors() -> None:
 def test_fixed_sizes_give_no_turn_so_a_long_wait_binds_nobody_to_a_kind() -> None:
     """Found by hypothesis: the second job seemed to have a turn, was suspended for the first, and moved only then."""
     told = SchedulingSettings(starvation_bound=60.0, margin=0.0)
-    kinds = {kind: Kind(Capacity(0, 4)) for kind in ("P100", "K80")}
+    kinds = {kind: DeviceKind(Capacity(0, 4)) for kind in ("P100", "K80")}
     curves = {kind: ScalingCurve() for kind in kinds}
     jobs = [
         KindDemand(job("a", 1, units=4, allocated=1), curves, "stays", "K80", bound=True),

@@ -15,7 +15,7 @@ from tiers import examples, nightly
 from virtualflow_operator.scheduling import (
     FIXED_SIZES,
     POLICIES,
-    Kind,
+    DeviceKind,
     KindAllocation,
     KindDemand,
     decide_by_kind,
@@ -30,7 +30,7 @@ EVERY = pytest.mark.parametrize(
 
 
 def decide(
-    name: str, jobs: list[KindDemand], kinds: dict[str, Kind], told: SchedulingSettings, now: float = NOW
+    name: str, jobs: list[KindDemand], kinds: dict[str, DeviceKind], told: SchedulingSettings, now: float = NOW
 ) -> dict[str, KindAllocation]:
     return decide_by_kind(POLICIES[name], now, jobs, kinds, told, elastic=name not in FIXED_SIZES)
 

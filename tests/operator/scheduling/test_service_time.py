@@ -17,7 +17,7 @@ from virtualflow_operator.scheduling.service_time import Past, left, pattern
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.measures import measure
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
-from virtualflow_operator.simulator.trace import JobEvent, NodeEvent, Trace
+from virtualflow_operator.simulator.trace import JobEvent, JobTrace, NodeEvent
 
 
 def past(*jobs: tuple[str, str, float], told: SchedulingSettings = TOLD) -> Past:
@@ -132,7 +132,7 @@ def test_a_job_without_a_past_is_not_starved(comes: float) -> None:
     told = SchedulingSettings(starvation_bound=300.0, turn=100.0)
     again = [JobEvent(25.0 * index, f"short-{index}", 30, {1: 1.0}) for index in range(100)]
     odd = JobEvent(comes, "odd", 250, {1: 1.0}, namespace="other")
-    played = Trace((NodeEvent(0.0, "one", 1), *sorted((*again, odd), key=lambda event: event.time)))
+    played = JobTrace((NodeEvent(0.0, "one", 1), *sorted((*again, odd), key=lambda event: event.time)))
     result = simulate(played, POLICIES["ShortestFirst"], ResizeCost(0.0), told, knowledge="past")
     (found,) = [outcome for outcome in result.outcomes if outcome.job.name == "odd"]
     assert found.expected == (None if comes == 0 else pytest.approx(30.0))
@@ -144,7 +144,7 @@ def test_a_job_without_a_past_is_not_starved(comes: float) -> None:
 
 def test_a_simulation_shows_how_wrong_it_was() -> None:
     jobs = [JobEvent(100.0 * index, f"a-{index}", 10 if index % 2 else 40, {1: 1.0}) for index in range(9)]
-    played = Trace((NodeEvent(0.0, "one", 1), *jobs))
+    played = JobTrace((NodeEvent(0.0, "one", 1), *jobs))
     measured = measure(simulate(played, POLICIES["ShortestFirst"], ResizeCost(0.0), TOLD, knowledge="past"))
     assert measured.expected == 8
     assert 1.5 < measured.expected_factor < 4.0

@@ -12,13 +12,13 @@ from benchmarks import scheduling_devices as benchmark
 from benchmarks.device_traces import AUTHORS_DEVICES, GAVEL_DEVICES, authors, gavel, make
 
 from virtualflow import launcher
-from virtualflow_operator.scheduling import POLICIES, Kind, KindAllocation, KindDemand
+from virtualflow_operator.scheduling import POLICIES, DeviceKind, KindAllocation, KindDemand
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.command import run
 from virtualflow_operator.simulator.device_deciders import Aware, Unaware
 from virtualflow_operator.simulator.device_simulation import simulate_devices
 from virtualflow_operator.simulator.simulation import PolicyError, ResizeCost
-from virtualflow_operator.simulator.trace import Event, GoneEvent, JobEvent, NodeEvent, Trace, check, read, write
+from virtualflow_operator.simulator.trace import Event, GoneEvent, JobEvent, JobTrace, NodeEvent, check, read, write
 
 SCHEDULING = SchedulingSettings()
 FREE = ResizeCost(0.0)
@@ -38,7 +38,7 @@ def given(folder: Path, text: str, name: str = "kinds.csv") -> Path:
     return path
 
 
-def trace(*events: Event) -> Trace:
+def trace(*events: Event) -> JobTrace:
     return check((("here", event) for event in events), "here")
 
 
@@ -52,7 +52,7 @@ def node(kind: str, units: int, time: float = 0.0, price: float = 1.0) -> NodeEv
     return NodeEvent(time, kind.lower(), units, kind=kind, price=price)
 
 
-def ends(played: Trace, cost: ResizeCost = FREE, policy: str = "ShortestFirst") -> dict[str, float | None]:
+def ends(played: JobTrace, cost: ResizeCost = FREE, policy: str = "ShortestFirst") -> dict[str, float | None]:
     found = simulate_devices(played, Aware(POLICIES[policy]), cost, SCHEDULING).result
     return {outcome.job.name: outcome.finished for outcome in found.outcomes}
 
@@ -128,7 +128,7 @@ class Wrong:
         self._workers = workers
 
     def decide(
-        self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, Kind], settings: SchedulingSettings
+        self, now: float, demands: Sequence[KindDemand], kinds: Mapping[str, DeviceKind], settings: SchedulingSettings
     ) -> dict[str, KindAllocation]:
         del now, kinds, settings
         return {demand.job.name: KindAllocation(self._workers, "K80", "so") for demand in demands}

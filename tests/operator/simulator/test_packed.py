@@ -8,7 +8,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import PackingSettings, SchedulingSettings
 from virtualflow_operator.simulator.packed import Played, play
-from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent, Trace
+from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, JobTrace, NodeEvent
 
 HALF = {1: 1.0, 2: 1.0}
 """On two workers, devices compute for half of a step of one second."""
@@ -20,7 +20,7 @@ def job(name: str, time: float = 0.0, steps: int = 100, units: int = 1) -> JobEv
 
 def played(*events: JobEvent | NodeEvent | GoneEvent, most: int = 2, policy: str = "FIFO") -> Played:
     told = SchedulingSettings()
-    return play(Trace((NodeEvent(0.0, "node", 2), *events)), POLICIES[policy], most, told)
+    return play(JobTrace((NodeEvent(0.0, "node", 2), *events)), POLICIES[policy], most, told)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from virtualflow_operator.simulator.measures import jain, measure, percentile
 from virtualflow_operator.simulator.outcome import Outcome, Result
 from virtualflow_operator.simulator.power_of_two import power_of_two_share
 from virtualflow_operator.simulator.simulation import PolicyError, ResizeCost, simulate
-from virtualflow_operator.simulator.trace import Event, GoneEvent, JobEvent, NodeEvent, Trace, check
+from virtualflow_operator.simulator.trace import Event, GoneEvent, JobEvent, JobTrace, NodeEvent, check
 
 SCHEDULING = SchedulingSettings()
 
@@ -39,7 +39,7 @@ def greedy(
     return result
 
 
-def trace(*events: Event) -> Trace:
+def trace(*events: Event) -> JobTrace:
     return check((("here", event) for event in events), "here")
 
 
@@ -83,7 +83,7 @@ SUSPENDED = trace(node(0, 1), job(), GoneEvent(10, "n"), node(30, 1))
         pytest.param(SUSPENDED, HIDDEN, 132, 2, id="a suspended job starts again: 4 steps, then 96 from 36 on"),
     ],
 )
-def test_a_job_ends_when_one_would_compute_it(played: Trace, cost: ResizeCost, end: float, resizes: int) -> None:
+def test_a_job_ends_when_one_would_compute_it(played: JobTrace, cost: ResizeCost, end: float, resizes: int) -> None:
     (outcome,) = simulate(played, greedy, cost, SCHEDULING).outcomes
     assert outcome.finished == pytest.approx(end)
     assert outcome.resizes == resizes
@@ -192,7 +192,7 @@ def test_fairness(shares: list[float], expected: float) -> None:
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> Trace:
+def traces(draw: st.DrawFn) -> JobTrace:
     """Some jobs on a steady node, beside one on spot capacity that comes and goes."""
     events: list[Event] = [NodeEvent(0.0, "steady", draw(st.integers(1, 8)))]
     times = sorted(draw(st.lists(st.floats(0, 500), max_size=6)))
@@ -238,21 +238,21 @@ def used(result: Result, time: float) -> int:
 
 
 @given(traces(), policies)
-def test_a_job_makes_exactly_its_steps(played: Trace, policy: str) -> None:
+def test_a_job_makes_exactly_its_steps(played: JobTrace, policy: str) -> None:
     for outcome in simulate(played, POLICIES[policy], FREE, SCHEDULING).outcomes:
         if outcome.finished is not None:
             assert worked(outcome) == pytest.approx(outcome.job.steps, rel=1e-6)
 
 
 @given(traces(), policies, costs)
-def test_a_price_never_makes_a_step_cheaper(played: Trace, policy: str, cost: ResizeCost) -> None:
+def test_a_price_never_makes_a_step_cheaper(played: JobTrace, policy: str, cost: ResizeCost) -> None:
     for outcome in simulate(played, POLICIES[policy], cost, SCHEDULING).outcomes:
         if outcome.finished is not None:
             assert worked(outcome) >= outcome.job.steps * (1 - 1e-6)
 
 
 @given(traces(), policies, costs)
-def test_capacity_is_never_exceeded(played: Trace, policy: str, cost: ResizeCost) -> None:
+def test_capacity_is_never_exceeded(played: JobTrace, policy: str, cost: ResizeCost) -> None:
     result = simulate(played, POLICIES[policy], cost, SCHEDULING)
     moments = {time for outcome in result.outcomes for time, _ in outcome.changes} | {t for t, _ in result.capacity}
     for moment in moments:
@@ -261,7 +261,7 @@ def test_capacity_is_never_exceeded(played: Trace, policy: str, cost: ResizeCost
 
 
 @given(traces(), policies, costs, st.sampled_from(["all", "seen"]))
-def test_the_same_trace_gives_the_same_result(played: Trace, policy: str, cost: ResizeCost, knowledge: str) -> None:
+def test_the_same_trace_gives_the_same_result(played: JobTrace, policy: str, cost: ResizeCost, knowledge: str) -> None:
     first, second = (
         simulate(played, POLICIES[policy], cost, SCHEDULING, knowledge=knowledge)  # type: ignore[arg-type]
         for _ in range(2)
@@ -270,7 +270,7 @@ def test_the_same_trace_gives_the_same_result(played: Trace, policy: str, cost: 
 
 
 @given(traces(), policies, costs)
-def test_every_job_whose_minimum_fits_the_steady_node_ends(played: Trace, policy: str, cost: ResizeCost) -> None:
+def test_every_job_whose_minimum_fits_the_steady_node_ends(played: JobTrace, policy: str, cost: ResizeCost) -> None:
     steady = next(event.units for event in played.events if isinstance(event, NodeEvent))
     for outcome in simulate(played, POLICIES[policy], cost, SCHEDULING).unfinished:
         assert outcome.job.min * outcome.job.units > steady, outcome.reason

@@ -20,7 +20,7 @@ from virtualflow.launcher import cli
 from virtualflow.launcher.subcommands import EXTERNAL
 from virtualflow_operator.simulator import command
 from virtualflow_operator.simulator.command import main, run
-from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, NodeEvent, Trace, read, write
+from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, JobTrace, NodeEvent, read, write
 
 ROOT = Path(__file__).parents[3]
 GOOD = """\
@@ -48,13 +48,13 @@ def test_a_csv_trace_is_read_by_time(tmp_path: Path) -> None:
     first = JobEvent(1.5, "first", 100, {1: 1.0, 4: 3.0}, min=2, max=3, weight=2.5, priority=7, units=2, on_demand=True)
     second = JobEvent(3.0, "second", 10, {1: 2.0}, join=7.5)
     extra = NodeEvent(2.0, "extra", 8, spot=True)
-    assert trace == Trace((NodeEvent(0.0, "steady", 4), first, extra, second, GoneEvent(9.0, "extra")))
+    assert trace == JobTrace((NodeEvent(0.0, "steady", 4), first, extra, second, GoneEvent(9.0, "extra")))
     assert (first.maximum, second.maximum) == (3, 1)
 
 
 def test_a_json_trace_says_the_same(tmp_path: Path) -> None:
     trace = read(given(tmp_path, GOOD))
-    text = msgspec.json.encode(Trace(trace.events, ["made for a test"])).decode()
+    text = msgspec.json.encode(JobTrace(trace.events, ["made for a test"])).decode()
     assert read(given(tmp_path, text, "trace.json")) == trace
 
 

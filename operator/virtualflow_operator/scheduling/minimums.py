@@ -29,7 +29,7 @@ Rank = tuple[float, ...]
 
 
 @dataclass
-class Admission:
+class Minimums:
     """Those that can all have their minimum at once, and why the others cannot."""
 
     room: Room
@@ -57,13 +57,13 @@ class Admission:
         return lack
 
 
-def admit(
+def grant_minimums(
     now: float,
     demands: Sequence[Demand],
     capacity: Capacity,
     settings: SchedulingSettings,
     rank: Callable[[Demand], Rank],
-) -> Admission:
+) -> Minimums:
     """Find out who gets a minimum.
 
     Args:
@@ -74,7 +74,7 @@ def admit(
         ValueError: two jobs bear the same name.
     """
     able, never = sort_out(demands, capacity)
-    found = Admission(Room(capacity), waiting=never)
+    found = Minimums(Room(capacity), waiting=never)
     turns = [demand for demand in able if _has_turn(demand, now, settings)]
     overdue = [demand for demand in able if not demand.allocated and is_overdue(now, demand, settings)]
     for demand in sorted(turns, key=_by_time):
@@ -103,7 +103,7 @@ class _Ahead:
     within: dict[str, str] = field(default_factory=dict)
 
 
-def _begin_turns(found: Admission, overdue: Sequence[Demand], ahead: _Ahead, most: float) -> Sequence[Demand]:
+def _begin_turns(found: Minimums, overdue: Sequence[Demand], ahead: _Ahead, most: float) -> Sequence[Demand]:
     """Give turns in this order until they have ``most`` units together; those who are left when that is reached."""
     taken = sum(demand.minimum * demand.units for demand in found.admitted if demand.name in found.due)
     for at, demand in enumerate(overdue):
@@ -126,7 +126,7 @@ def _begin_turns(found: Admission, overdue: Sequence[Demand], ahead: _Ahead, mos
     return ()
 
 
-def hold_back(now: float, admission: Admission, wanted: dict[str, Allocation], settings: SchedulingSettings) -> None:
+def hold_back(now: float, admission: Minimums, wanted: dict[str, Allocation], settings: SchedulingSettings) -> None:
     """Hold back growth that comes too soon after the last change: the pods may have to go again at once.
 
     What is held back stays free for those seconds; nobody else gets it, or it would have to be taken back.
