@@ -36,12 +36,12 @@ class Guards:
 
     def __init__(self) -> None:
         self.on = True
-        guarded_begin = StateWatch.begin
+        take_up = StateWatch.take_up
 
-        def begin(one: StateWatch, step: int | None) -> None:
-            guarded_begin(one, step if self.on else None)
+        def take_up_or_not(one: StateWatch, step: int | None) -> None:
+            take_up(one, step if self.on else None)
 
-        StateWatch.begin = begin  # type: ignore[method-assign]
+        StateWatch.take_up = take_up_or_not  # type: ignore[method-assign]
 
     def turn(self, on: bool) -> None:
         """Hash from now on, or do not."""

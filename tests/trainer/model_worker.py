@@ -321,7 +321,6 @@ class Worker:
             cast(Checkpointer, NoCheckpoints()),
             {},
             Stopwatch(),
-            lambda: None,
         )
         self.membership.worker = self
         self.strand = Strand(self._live)

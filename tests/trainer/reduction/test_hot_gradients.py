@@ -125,7 +125,7 @@ class Worker:
         if self.drops and step in (4, 5):
             samples[2] -= 2
         if self.checker is not None:
-            self.checker.begin(step, holdings)
+            self.checker.choose(step, holdings)
         for node in nodes:
             if node == nodes[-1]:
                 sync.expect_last(seat, holdings, samples[node], planned)
@@ -140,7 +140,6 @@ class Worker:
                 sync.weigh(weight)
 
             self.script(Body(self.model, x, step, node, seen, weigh))
-            sync.computed()
             check = None if self.checker is None else self.checker.check
             if self.checker is not None and check is not None and check.virtual_node == node:
                 self.checker.note()

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from virtualflow.errors import ConfigurationError
-from virtualflow.step.switches import Switches
+from virtualflow.step.buffers import Switches
 
 STEPS = 6
 

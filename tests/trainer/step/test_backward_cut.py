@@ -26,14 +26,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import virtualflow as vf
 from tiers import examples, nightly
-from virtualflow.data import seed_virtual_node
+from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.memory.activations import find_blocks
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state import digests
 from virtualflow.state.settings import TransferSettings
-from virtualflow.step import BackwardCut, OptimizerOptions, Update
+from virtualflow.step import Attempt, BackwardCut, OptimizerOptions, Update
 
 WIDTH, BLOCKS, NODES, MICRO_BATCH = 6, 4, 6, 2
 RANGES = {1: [6], 2: [4, 6], 3: [1, 3, 6], 5: [1, 2, 4, 5, 6]}
@@ -73,6 +73,18 @@ def build(*, tied: bool = False) -> Net:
     return Net(tied=tied)
 
 
+@contextmanager
+def within(cut: BackwardCut, node: int, step: int) -> Iterator[None]:
+    """A virtual node runs, to its end or not."""
+    attempt = Attempt(step, batch=MicroBatch(node, None, ()))
+    cut.before_pass(attempt)
+    try:
+        yield
+        cut.after_pass(attempt)
+    finally:
+        cut.abandon()
+
+
 def cut_for(model: Net, backward: vf.PartialBackward, nodes: int = NODES) -> BackwardCut:
     names = {id(module): name for name, module in model.named_modules()}
     return BackwardCut(model, [(names[id(block)], block) for block in model.blocks], backward, nodes)
@@ -103,7 +115,7 @@ def plain_gradients(model: Net, x: Tensor, depth: int | None) -> dict[str, Tenso
 def test_a_mean_over_those_that_reach_a_parameter_goes_by_what_they_weigh() -> None:
     model = build()
     cut = cut_for(model, vf.PartialBackward((1, 0.5), rotate=False))
-    cut.begin(1)
+    cut.begin(Attempt(1))
     factors = cut.factors({0: 0.5, 1: 3.0, 2: 0.0, 3: 7.25, 4: 1.0, 5: 2.0})
     names = [name for name, _ in model.named_parameters()]
     assert factors[names.index("stem.weight")] == 13.75 / 3.5
@@ -172,7 +184,7 @@ def reduced_gradients(
         before = copy.deepcopy(model.state_dict())
         for step, counts in samples.items():
             update.begin(holdings[rank], max(map(len, holdings)))
-            cut.begin(step)
+            cut.begin(Attempt(step))
             for node in holdings[rank]:
                 count = counts[node]
                 if node == holdings[rank][-1]:
@@ -180,7 +192,7 @@ def reduced_gradients(
                 else:
                     update.sync.expect(count)
                 if count:
-                    with cut.within(node, step):
+                    with within(cut, node, step):
                         model(batch(step, node, count)).square().mean().backward()
                 update.sync.take(count, {})
             reduced = update.synchronize(seats[rank], holdings, step, NO_GENERATION, more=True)
@@ -290,7 +302,7 @@ def test_models_of_all_families_end_where_they_should(name: str, recomputed: boo
             wanted = gradients(model)
         cut = BackwardCut(model, blocks, vf.PartialBackward((1, fraction)), 2)
         node = 0 if fraction == 1 else 1
-        with cut.within(node, 2):
+        with within(cut, node, 2):
             through = partial(checkpoint, model, use_reentrant=False) if recomputed else model
             found = gradients(through)
         cut.check([gradient is not None for gradient in found])
@@ -317,7 +329,7 @@ def counted(fraction: float, rows: int = 32, width: int = 16, length: int = 8) -
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with cut.within(0 if fraction == 1 else 1, 2), saved_tensors_hooks(pack, lambda tensor: tensor):
+    with within(cut, 0 if fraction == 1 else 1, 2), saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(x).sum()
         with FlopCounterMode(display=False) as flops:
             loss.backward()
@@ -368,13 +380,13 @@ def test_all_ways_to_step_come_to_one_model(options: Callable[[], dict[str, Any]
             update.enter()
             for step in range(1, 6):
                 update.begin(holdings[rank], max(map(len, holdings)))
-                cut.begin(step)
+                cut.begin(Attempt(step))
                 for node in holdings[rank]:
                     if node == holdings[rank][-1]:
                         update.sync.expect_last(seats[rank], holdings, MICRO_BATCH, NODES * MICRO_BATCH)
                     else:
                         update.sync.expect(MICRO_BATCH)
-                    with cut.within(node, step):
+                    with within(cut, node, step):
                         models[rank](batch(step, node, MICRO_BATCH)).square().mean().backward()
                     update.sync.take(MICRO_BATCH, {})
                 reduced = update.synchronize(seats[rank], holdings, step, NO_GENERATION, more=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from elastic_jobs import trained
 from habit_scripts import mlp, sgd, squares, start
-from test_backward_cut import WIDTH, Net, batch, build, cut_for
+from test_backward_cut import WIDTH, Net, batch, build, cut_for, within
 from test_shares_at_any_break import Worker, enter
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -127,10 +127,10 @@ def reached(model: nn.Module) -> set[str]:
 
 def test_autograd_is_as_it_was_after_an_error_in_a_block_that_is_not_reached(net: tuple[Net, BackwardCut]) -> None:
     model, cut = net
-    with cut.within(1, 2), pytest.raises(RuntimeError):
+    with within(cut, 1, 2), pytest.raises(RuntimeError):
         model(torch.randn(2, WIDTH + 1))
     assert torch.is_grad_enabled()
-    with cut.within(1, 2):
+    with within(cut, 1, 2):
         model(batch(1, 0, 2)).sum().backward()
     assert reached(model) == {"first", "between", "last", "head"}
 
@@ -139,7 +139,7 @@ def test_a_model_that_is_called_twice_is_cut_twice_and_without_gradients_stays_s
     net: tuple[Net, BackwardCut],
 ) -> None:
     model, cut = net
-    with cut.within(1, 2):
+    with within(cut, 1, 2):
         with torch.no_grad():
             assert not model(batch(1, 0, 2)).requires_grad
         (model(batch(1, 0, 2)) - model(batch(1, 1, 2))).square().sum().backward()
@@ -160,7 +160,7 @@ def test_parts_of_a_model_may_be_called_again_and_computed_once_more(checkpointe
         return checkpoint(rest, y, use_reentrant=False) if checkpointed else rest(y)  # type: ignore[return-value]
 
     x = batch(1, 0, 2)
-    with cut.within(1, 2):
+    with within(cut, 1, 2):
         (call(x) - call(x + 1)).square().sum().backward()
     ours = [parameter.grad for parameter in model.parameters()]
     cut.close()
@@ -180,7 +180,7 @@ def test_autograd_is_as_it_was_after_an_interruption(net: tuple[Net, BackwardCut
         raise KeyboardInterrupt
 
     model.stem.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt), cut.within(1, 2):
+    with pytest.raises(KeyboardInterrupt), within(cut, 1, 2):
         model(batch(1, 0, 2))
     assert torch.is_grad_enabled()
 
@@ -188,7 +188,7 @@ def test_autograd_is_as_it_was_after_an_interruption(net: tuple[Net, BackwardCut
 def test_a_copy_of_the_model_is_somebody_elses(net: tuple[Net, BackwardCut]) -> None:
     model, cut = net
     other = copy.deepcopy(model)
-    with cut.within(1, 2):
+    with within(cut, 1, 2):
         other(batch(1, 0, 2)).sum().backward()
     assert reached(other) == {"stem", "first", "between", "last", "head"}
     assert reached(model) == set()
@@ -196,7 +196,7 @@ def test_a_copy_of_the_model_is_somebody_elses(net: tuple[Net, BackwardCut]) -> 
 
 def test_evaluations_between_virtual_nodes_are_whole(net: tuple[Net, BackwardCut]) -> None:
     model, cut = net
-    with cut.within(1, 2):
+    with within(cut, 1, 2):
         pass
     model(batch(1, 0, 2)).sum().backward()
     assert reached(model) == {"stem", "first", "between", "last", "head"}
@@ -206,7 +206,7 @@ def test_a_weight_that_was_cast_for_a_module_that_is_not_reached_is_cast_again()
     """Autocast remembers casts, and one that was made without a graph would end the backward pass of the head."""
     model = build(tied=True)
     cut = cut_for(model, vf.PartialBackward((1, 0.5)))
-    with cut.within(1, 2), torch.autocast("cpu", torch.bfloat16):
+    with within(cut, 1, 2), torch.autocast("cpu", torch.bfloat16):
         model(batch(1, 0, 4)).square().mean().backward()
     assert model.head.weight.grad is not None
 

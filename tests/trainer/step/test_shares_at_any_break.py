@@ -106,7 +106,7 @@ class Worker:
         session: Any = SimpleNamespace(state=self.state, reserve=Reserve(), say_entered=lambda **_: None)
         checkpointer: Any = SimpleNamespace(enter=lambda _: None)
         stopwatch: Any = SimpleNamespace(repeat=lambda _: None)
-        self.membership = Membership(session, self.training, checkpointer, signature or {}, stopwatch, lambda: None)
+        self.membership = Membership(session, self.training, checkpointer, signature or {}, stopwatch)
         self.holdings: tuple[Sequence[int], ...] = (range(NODES),)
         self.repairs = False
 

@@ -151,7 +151,7 @@ class Worker:
         update.begin(RANGES[rank], 3)
         check = None
         if checker is not None:
-            checker.begin(step, RANGES)
+            checker.choose(step, RANGES)
             check = checker.check
         if checker is not None and check is not None and check.checker == rank:
             self._compute(step, check.virtual_node, flipped)
@@ -163,7 +163,6 @@ class Worker:
             else:
                 update.sync.expect(SIZE)
             loss = self._compute(step, node, flipped)
-            update.sync.computed()
             if checker is not None and check is not None and check.virtual_node == node:
                 checker.note()
             update.sync.take(SIZE, {"loss": loss})

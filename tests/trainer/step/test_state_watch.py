@@ -72,7 +72,7 @@ def sweep(workers: list[StateWatch], steps: range) -> list[Divergence] | None:
     """What each worker finds in so many steps."""
     for step in steps:
         for one in workers:
-            one.begin(step)
+            one.take_up(step)
         values = [one.value for one in workers]
         if len(set(values)) == 1:
             continue
@@ -127,7 +127,7 @@ def test_the_first_step_of_a_generation_compares_all_buffers() -> None:
 
 def entering(watching: StateWatch) -> StateWatch:
     """Whose generation begins."""
-    watching.enter()
+    watching.enter(range(0))
     return watching
 
 
@@ -199,7 +199,7 @@ def sweep_shares(watches: list[StateWatch], first: int) -> Divergence | None:
     """What all workers find in a sweep, the same each."""
     for step in range(first, first + SWEEP):
         for one in watches:
-            one.begin(step)
+            one.take_up(step)
         values, table = [one.value for one in watches], Table(len(watches))
 
         def compare(rank: int, table: Table = table, values: list[int] = values) -> Divergence | None:

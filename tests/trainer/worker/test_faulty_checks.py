@@ -20,12 +20,13 @@ from broken_collectives import Counting
 from torch import Tensor
 
 from tiers import nightly
+from virtualflow.data import MicroBatch
 from virtualflow.errors import CommunicatorBroken, Convicted, VirtualFlowError
 from virtualflow.protocol.messages import NO_GENERATION
 from virtualflow.reduction import choose_summation
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import TransferSettings
-from virtualflow.step import Doubted, OptimizerOptions, Reduced, SpotChecker, Update
+from virtualflow.step import Attempt, Doubted, OptimizerOptions, Reduced, SpotChecker, Update
 from virtualflow.step.spot_checks import SpotCheck, choose_check
 from virtualflow.transport.interface import DONE, Message, Pending
 from virtualflow.worker.repair import Remains, plan_repair
@@ -117,7 +118,7 @@ class Worker:
         self.name, self.life, self._wrong = name, life, wrong
         self.notes: list[tuple[str, str]] = []
         self.model = copy.deepcopy(MODEL)
-        checker = SpotChecker(self.model, seed=5, virtual_nodes=NODES, sample=1.0)
+        checker = self.checker = SpotChecker(self.model, seed=5, virtual_nodes=NODES, sample=1.0)
         self.update = Update(
             self.model,
             OptimizerOptions(torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)),
@@ -137,12 +138,10 @@ class Worker:
                 note=lambda kind, text: self.notes.append((kind, text)),
             ),
             membership=self.membership,
-            pace=SimpleNamespace(disregard=nothing),
-            turns=SimpleNamespace(take=nothing),
             guard=SimpleNamespace(check=nothing),
-            loading=SimpleNamespace(fetch=lambda nodes: nodes.start),
+            loading=SimpleNamespace(fetch=lambda nodes: MicroBatch(nodes.start, None, ())),
         )
-        self.checking = SpotChecking(context, self._present, lambda: None)
+        self.checking = SpotChecking(checker, context, self._present)
         self._computed: dict[int, int] = {}
 
     def enter(self, wires: Wires, holdings: Sequence[Sequence[int]], computes: Sequence[int], repairs: bool) -> None:
@@ -162,18 +161,21 @@ class Worker:
     def _attempt(self, step: int) -> Reduced:
         state, update, wires = self.state, self.update, self.membership.communicator
         update.begin(state.computes, max(map(len, state.holdings)), resumes=state.repairs)
-        self._run(self.checking.begin(step), step)
+        attempt = Attempt(step, state.computes, state.holdings)
+        self.checker.begin(attempt)
+        self._run(self.checking.begin(attempt), step)
         for node in state.computes:
             if node == state.computes[-1]:
                 update.sync.expect_last(wires, state.holdings, SIZE, NODES * SIZE)
             loss = self._compute(step, node)
-            self.checking.note(node)
+            attempt.batch = MicroBatch(node, None, ())
+            self.checker.after_node(attempt)
             update.sync.take(SIZE, {"loss": loss})
         try:
             return update.synchronize(wires, state.holdings, step, NO_GENERATION, more=True, repairs=state.repairs)
         except Doubted as error:
             doubted = error
-        raise self._run(self.checking.settle(step, doubted), step)
+        raise self._run(self.checking.settle(attempt, doubted), step)
 
     def _run(self, generator: Iterator[int], step: int) -> Any:
         """Be the script."""
@@ -183,8 +185,8 @@ class Worker:
         except StopIteration as end:
             return end.value
 
-    def _present(self, node: Any, number: int) -> Iterator[int]:
-        yield node
+    def _present(self, attempt: Attempt) -> Iterator[int]:
+        yield attempt.present.virtual_node
 
     def _compute(self, step: int, node: int) -> Tensor:
         self.life.pass_moment()

@@ -20,7 +20,7 @@ from torch.optim import optimizer as base
 import virtualflow as vf
 from tiers import nightly
 from virtualflow.errors import ConfigurationError, VirtualFlowError
-from virtualflow.step import Guard, is_separable
+from virtualflow.step import Attempt, Guard, is_separable
 from virtualflow.step.settings import GuardSettings
 
 EQUAL = [
@@ -149,6 +149,9 @@ def test_a_loop_left_by_a_counter_is_found_when_others_go_on(start_job: Callable
     assert all("end the training by steps= or step.number" in text for text in told)
 
 
+ATTEMPT = Attempt(1)
+
+
 def guard_of(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: int) -> Guard:
     return Guard(
         model, optimizer, travels=lambda _: False, schedulers=(), sharded=False, settings=GuardSettings(**settings)
@@ -161,12 +164,12 @@ def test_a_change_in_a_late_step_is_found_within_the_steps_between_two_looks(thr
     guard = guard_of(model, torch.optim.SGD(model.parameters(), 0.1), first=1, every=7)
     found = None
     for attempt in range(1, 40):
-        guard.begin()
+        guard.begin(ATTEMPT)
         if attempt >= 9:
             target = model.weight.data if through_data else model.weight.detach()
             target.add_(1.0)
         try:
-            guard.check(last=True)
+            guard.computed(ATTEMPT)
         except ConfigurationError:
             found = attempt
             break
@@ -178,16 +181,16 @@ def test_a_change_that_is_put_back_before_the_last_virtual_node_is_found_in_the_
     model = nn.Linear(3, 1)
     guard = guard_of(model, torch.optim.SGD(model.parameters(), 0.1), first=1, every=100)
     before = model.weight.detach().clone()
-    guard.begin()
-    guard.check(last=True)
+    guard.begin(ATTEMPT)
+    guard.computed(ATTEMPT)
 
     def compute_three() -> None:
-        guard.begin()
+        guard.begin(ATTEMPT)
         guard.check()
         model.weight.detach().add_(1.0)
         guard.check()
         model.weight.detach().copy_(before)
-        guard.check(last=True)
+        guard.computed(ATTEMPT)
 
     compute_three()
     with pytest.raises(ConfigurationError, match="between the micro-batches"):
@@ -200,8 +203,10 @@ def test_watching_optimizers_leaves_them_separable_and_ends_with_the_run() -> No
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     guard = guard_of(model, optimizer)
     assert is_separable(optimizer, block=4_096)
-    with guard.within("inner loop"), pytest.raises(ConfigurationError):
+    guard.place = "inner loop"
+    with pytest.raises(ConfigurationError):
         optimizer.step()
+    guard.place = "library"
     optimizer.step()
     guard.close()
     assert not base._global_optimizer_pre_hooks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from virtualflow.worker.lease import Lease, awake_and_asleep
+from virtualflow.worker.member_state import Lease, awake_and_asleep
 
 
 class Clock:

@@ -2,7 +2,7 @@
 epoch, the step and the virtual node.
 """
 
-from virtualflow.data.counting import CountWatch
+from virtualflow.data.counting import ALL, CountWatch
 from virtualflow.data.iterable_source import fuse
 from virtualflow.data.loader_processes import hear_of_ends
 from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, open_source
@@ -13,6 +13,7 @@ from virtualflow.data.sampling import check_whole, chunks, micro_batch
 from virtualflow.data.staging import Staged, Staging
 
 __all__ = [
+    "ALL",
     "CountWatch",
     "LoaderOptions",
     "MicroBatch",

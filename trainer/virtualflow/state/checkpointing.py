@@ -143,6 +143,11 @@ class Checkpointer:
         return None if self._writer is None else self._writer.failure
 
     @property
+    def writes(self) -> bool:
+        """Whether anything is ever written, to a directory or to the coordinator's memory."""
+        return self._writer is not None or self._copies is not None
+
+    @property
     def keeps(self) -> bool:
         """Whether there is a place for them."""
         return self._policy is not None

@@ -5,26 +5,26 @@ run as one micro-batch.
 
 from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.buffer_sums import BufferKind, choose_sums
-from virtualflow.step.caches import forget_cached_weights
 from virtualflow.step.gradient_sync import Reduced
 from virtualflow.step.guard import Guard
 from virtualflow.step.header import Kind, Schema, StepHeader, read_headers
 from virtualflow.step.lost_state import find_lost_state
 from virtualflow.step.microbatch_fusion import BatchNorm, MicrobatchFusion
 from virtualflow.step.optimizer_step import OptimizerOptions, SchedulerInterval
+from virtualflow.step.part import Attempt, Parts, StepPart, Told
 from virtualflow.step.partial_backward import PartialBackward, agreed
 from virtualflow.step.partial_step import is_separable, why_not_separable
 from virtualflow.step.placement import HOST
-from virtualflow.step.repetition import LOOKS_AHEAD, Repetition, copy_data
+from virtualflow.step.repetition import LOOKS_AHEAD, Repetition, copy_data, forget_cached_weights
 from virtualflow.step.sharded_optimizer import Holding, Shards
-from virtualflow.step.spot_checker import Doubted, SpotChecker
-from virtualflow.step.spot_checks import choose_judges, describe_open_doubt, judge
+from virtualflow.step.spot_checks import Doubted, SpotChecker, choose_judges, describe_open_doubt, judge
 from virtualflow.step.state_watch import Diverged, Divergence
 from virtualflow.step.update import Update
 
 __all__ = [
     "HOST",
     "LOOKS_AHEAD",
+    "Attempt",
     "BackwardCut",
     "BatchNorm",
     "BufferKind",
@@ -37,6 +37,7 @@ __all__ = [
     "MicrobatchFusion",
     "OptimizerOptions",
     "PartialBackward",
+    "Parts",
     "Reduced",
     "Repetition",
     "SchedulerInterval",
@@ -44,6 +45,8 @@ __all__ = [
     "Shards",
     "SpotChecker",
     "StepHeader",
+    "StepPart",
+    "Told",
     "Update",
     "agreed",
     "choose_judges",

@@ -12,8 +12,7 @@ registered before all of them runs first. That this is so is checked with every 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,13 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.state import StayingHook
+from virtualflow.step.part import Attempt, StepPart
 from virtualflow.step.partial_backward import PartialBackward, blocks_reached, cost_of
 
 WHOLE = -1
 """The level of what comes before the first block, and where a whole pass ends."""
 
 
-class BackwardCut:
+class BackwardCut(StepPart):
     """The backward passes of one worker.
 
     A level is the number of a block, from 0, and of what is registered between it and the next one.
@@ -87,14 +87,16 @@ class BackwardCut:
 
     def close(self) -> None:
         """Leave the model as it was."""
+        self.abandon()
         for handle in self._handles:
             handle.remove()
 
     # --- the decision, in levels --------------------------------------------------------------------------------------
 
-    def begin(self, step: int) -> None:
+    def begin(self, attempt: Attempt) -> None:
         """An attempt at a step begins."""
-        self._step = step
+        self._step = attempt.number
+        attempt.work = self.work(attempt.computes, attempt.number)
 
     def cut(self, virtual_node: int, step: int) -> int:
         """The first level that a virtual node's pass reaches."""
@@ -130,18 +132,23 @@ class BackwardCut:
 
     # --- a virtual node -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def within(self, virtual_node: int, step: int) -> Iterator[bool]:
-        """The script computes a virtual node: whether with a whole backward pass."""
-        self._cut = self._last_cut = self.cut(virtual_node, step)
+    def before_pass(self, attempt: Attempt) -> None:
+        """The script computes a virtual node."""
+        self._cut = self._last_cut = self.cut(attempt.present.virtual_node, attempt.number)
         self._behind = ""
         self._former.clear()
-        try:
-            yield self._cut == WHOLE
-        finally:
-            self._cut = WHOLE
-            if self._former:  # interrupted in a module that is not reached: torch then calls no hooks behind it
-                torch.set_grad_enabled(self._former[0])
+        attempt.whole = self._cut == WHOLE
+
+    def after_pass(self, attempt: Attempt) -> None:
+        """It has."""
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Whatever runs now has a graph, also if the script was interrupted in a module that is not reached."""
+        self._cut = WHOLE
+        if self._former:  # torch calls no hooks behind an interrupted module
+            torch.set_grad_enabled(self._former[0])
+            self._former.clear()
 
     def check(self, given: Sequence[bool]) -> None:
         """The virtual node has run, and has a gradient for these of the parameters.

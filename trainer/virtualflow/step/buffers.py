@@ -1,14 +1,20 @@
-"""The model's buffers during a step: every virtual node starts from the same, and what each has changed is collected.
+"""What every virtual node of a step starts from alike: the model's buffers, and which parameters are trained.
+
+What each has changed is collected, and put back for the next one.
 
 A buffer of numbers that can be averaged (batch norm's statistics) is exchanged like a gradient; any other travels in
 the header, and one worker's counts. What the script has named as a sum is added up (``buffer_sums``).
+
+``requires_grad`` is treated as a buffer is, where a script freezes and unfreezes parameters in the inner loop: after
+the step, what the first virtual node has left holds. So it depends on no worker which parameters a virtual node trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +24,8 @@ from virtualflow.step.header import Schema
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size, types as which the bits of others can be compared."""
+_NONE: frozenset[int] = frozenset()
+_trained = attrgetter("requires_grad")
 
 
 @dataclass
@@ -334,3 +342,72 @@ def _as_bits(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if bits is not None:
         return a.detach().view(bits), b.detach().view(bits)
     return a.detach().contiguous().view(-1).view(torch.uint8), b.detach().contiguous().view(-1).view(torch.uint8)
+
+
+class Switches:
+    """``requires_grad`` of one worker's parameters.
+
+    Args:
+        named: all of the model's; they are known by their place among them.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.trained: tuple[bool, ...] = ()
+        """Which parameters are trained when a virtual node of the present attempt begins."""
+        self._named = named
+        self._parameters = [parameter for _, parameter in named]
+        self._ever: set[int] = set()
+        """Those that an inner loop has ever left otherwise than it found them: part of the state."""
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        self.trained = self._read()
+
+    def _read(self) -> tuple[bool, ...]:
+        return tuple(map(_trained, self._parameters))
+
+    def put_back(self) -> frozenset[int]:
+        """Let the next virtual node begin as each did; the places that the script has frozen or unfrozen meanwhile."""
+        now = self._read()
+        if now == self.trained:
+            return _NONE
+        places = frozenset(place for place, trained in enumerate(self.trained) if now[place] is not trained)
+        for place in places:
+            self._parameters[place].requires_grad_(self.trained[place])
+        return places
+
+    def refuse(self) -> None:
+        """Blocks have been loaded as they were frozen when the attempt began, for all virtual nodes.
+
+        Raises:
+            ConfigurationError: the script has frozen or unfrozen a parameter since.
+        """
+        for (name, parameter), before in zip(self._named, self.trained, strict=True):
+            if parameter.requires_grad is not before:
+                raise ConfigurationError(
+                    f"the loss of step.layer_major has {'frozen' if before else 'unfrozen'} parameter {name}, and in "
+                    "layer-major order all virtual nodes run through a block together; freeze and unfreeze by "
+                    "step.number, before step.layer_major"
+                )
+
+    def commit(self, switched: frozenset[int]) -> None:
+        """The step is made, and its first virtual node has frozen or unfrozen these."""
+        for place in switched:
+            self._parameters[place].requires_grad_(not self.trained[place])
+        self._ever |= switched
+
+    def steadily(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that are trained when a virtual node begins, with their names."""
+        return (named for named, trained in zip(self._named, self.trained, strict=True) if trained)
+
+    @property
+    def state(self) -> dict[str, bool]:
+        """Of the parameters that an inner loop has ever switched: which are trained."""
+        return {name: parameter.requires_grad for name, parameter in (self._named[n] for n in sorted(self._ever))}
+
+    def restore(self, state: Mapping[str, bool]) -> None:
+        """Take them over from a state that was restored."""
+        for place, (name, parameter) in enumerate(self._named):
+            if name in state:
+                self._ever.add(place)
+                parameter.requires_grad_(state[name])

@@ -23,7 +23,7 @@ from virtualflow.reduction import Overlap, Owners, Parts, Reducer, Settled, Summ
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.step.backward_cut import BackwardCut
 from virtualflow.step.buffer_sums import add_up_changes, write_changes
-from virtualflow.step.buffers import BufferTracker, summed_as
+from virtualflow.step.buffers import BufferTracker, Switches, summed_as
 from virtualflow.step.contributions import Contributions, take_gradients
 from virtualflow.step.header import (
     HeaderFormat,
@@ -37,9 +37,9 @@ from virtualflow.step.header import (
     read_headers,
     read_weights,
 )
-from virtualflow.step.spot_checker import SpotChecker
+from virtualflow.step.part import StepPart
+from virtualflow.step.spot_checks import Doubted, SpotChecker
 from virtualflow.step.state_watch import StateWatch
-from virtualflow.step.switches import Switches
 from virtualflow.transport import Collectives, as_bytes, gather_bytes
 
 Portion = Callable[[Mapping[int, Tensor]], None]
@@ -61,6 +61,8 @@ class Reduced:
     copied: tuple[str, ...]
     """Buffers of which one virtual node's value counts, since this step."""
 
+
+_UNTOUCHED = Settled()
 
 _WARY = 64
 """Synchronizations after one with dropped samples in which no gradient sets out with a scale that goes by a plan."""
@@ -91,10 +93,9 @@ class GradientSync:
         """Names that the present attempt exchanges."""
         self.settled = Schema()
         """Names that all workers knew when the last step was committed: part of the state."""
-        self.watch: StateWatch | None = None
-        """Compares the state before this synchronization with the others'."""
-        self.spot_checker: SpotChecker | None = None
-        """Compares the gradients of one virtual node with those that another worker came to."""
+        self._spot_checker: SpotChecker | None = None
+        self._telling: tuple[StepPart, ...] = ()
+        """What says something in the step header."""
         self.cut: BackwardCut | None = None
         """How far each backward pass goes; ``None``: all are whole."""
         self._named = list(model.named_parameters())
@@ -114,7 +115,7 @@ class GradientSync:
         self._taken = 0
         """How many of them have been."""
         self._reducer, self._overlap = reducer, Overlap(self._parameters, reducer, settings)
-        self._late, self._outcome = False, Settled()
+        self._late = False
         self.forget_contributions()
         self._planned: int | None = None
         """Samples of the present step, if none of them is dropped."""
@@ -124,6 +125,12 @@ class GradientSync:
         """Whether the scale of the next synchronization is open, since weights were told in the last one, and the
         number of that until which it is, since samples were dropped: all workers have read the same headers."""
         self._layout: tuple[object, int] = (None, 0)
+
+    def listen(self, watch: StateWatch | None, spot_checker: SpotChecker | None) -> None:
+        """Let what is on say something in the step header, and check what the others say."""
+        # States first: from different ones, workers come to different gradients, and nobody has computed wrong.
+        self._telling = tuple(part for part in (watch, spot_checker) if part is not None)
+        self._spot_checker = spot_checker
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
@@ -142,7 +149,7 @@ class GradientSync:
         if not resumes:
             self.forget_contributions()
         self._order, self._taken = computes, 0
-        self._late, self._outcome = False, Settled()  # what has come already of the last virtual node's gradients
+        self._late = False
         self._unit = self._summation.unit(self._micro_batch, most)
         self._buffers.begin()
         self._clear_gradients()
@@ -209,7 +216,7 @@ class GradientSync:
         self._overlap.weigh(weight / self._unit)
 
     def _is_checked(self, node: int) -> bool:
-        check = None if self.spot_checker is None else self.spot_checker.check
+        check = None if self._spot_checker is None else self._spot_checker.check
         return check is not None and check.virtual_node == node
 
     def begin_late(self) -> None:
@@ -221,15 +228,6 @@ class GradientSync:
         """Whether any gradient has come of the virtual node that runs."""
         return self._overlap.begun or any(parameter.grad is not None for parameter in self._parameters)
 
-    def computed(self) -> None:
-        """The script has run the next virtual node. From here on ``.grad`` holds what has not been added up already.
-
-        Raises:
-            AttemptSpoiled: the script has looked at gradients that were gone, or changed them.
-        """
-        if self._overlap.running:
-            self._outcome = self._overlap.settle()
-
     def take(
         self,
         samples: int,
@@ -239,14 +237,18 @@ class GradientSync:
     ) -> None:
         """Take over what the next virtual node has left in the model: gradients and changed buffers.
 
+        From here on ``.grad`` holds what has not been added up already.
+
         Args:
             samples: how many its micro-batch had; fewer than usual weigh less, none weigh nothing.
             metrics: what the user's code has logged for it.
             virtual_nodes: how many its micro-batch stands for.
             weight: what it counts by, if not by its samples.
+
+        Raises:
+            AttemptSpoiled: the script has looked at gradients that were gone, or changed them.
         """
-        self.computed()
-        settled, self._outcome = self._outcome, Settled()
+        settled = self._overlap.settle() if self._overlap.running else _UNTOUCHED
         record = self.collect(samples, metrics, virtual_nodes, weight)
         record.switched = self.switches.put_back()
         gradients, given = take_gradients(self._named, settled)
@@ -311,7 +313,7 @@ class GradientSync:
         Args:
             keep: what has been taken over, if the next attempt may begin with it.
         """
-        keep = keep and not (self._overlap.torn or self._outcome.added or self._outcome.sent)
+        keep = keep and not self._overlap.torn
         self._overlap.abandon()
         if self._buffers.begun:
             self.discard()
@@ -423,6 +425,9 @@ class GradientSync:
             form = self.header_format(holdings)
             mine = self._contributions.wanted_schema()
             records, sums = self._contributions.complete_records(self.schema), self._buffers.sum_templates
+            said: dict[str, int] = {}
+            for part in self._telling:
+                said |= part.header()
             told = form.tell(
                 Kind.TRAIN,
                 number,
@@ -432,8 +437,7 @@ class GradientSync:
                 more=more,
                 steady=self._overlap.steady and not self._late,
                 saves=saves,
-                state=0 if self.watch is None else self.watch.value,
-                check=0 if self.spot_checker is None else self.spot_checker.value,
+                said=said,
                 present=self._contributions.present(self.schema),
                 records=records,
                 summed=[write_changes(sums, [of.summed.get(name) for name in self._buffers.sums]) for of in records],
@@ -449,13 +453,12 @@ class GradientSync:
                     "the trainable parameters differ between workers in this step; freeze and unfreeze them by "
                     "step.number or step.epoch, so that all workers do the same"
                 )
-            if self.watch is not None:
-                self.watch.compare(communicator, [header.state for header in headers])
-            if self.spot_checker is not None:
-                doubted = self.spot_checker.differs([header.check for header in headers])
-                if doubted is not None:
-                    self._overlap.await_all()
-                    raise doubted
+            try:
+                for part in self._telling:
+                    part.check_headers(communicator, headers)
+            except Doubted:
+                self._overlap.await_all()
+                raise
             if not any(header.wishes for header in headers):
                 return headers, form
             merged = self.schema

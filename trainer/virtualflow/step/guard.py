@@ -9,7 +9,6 @@ a joiner gets no state for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -18,16 +17,19 @@ from torch.optim import optimizer as base
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.state import optimizers_of
+from virtualflow.step.part import Attempt, StepPart
 from virtualflow.step.partial_step import HARMLESS
 from virtualflow.step.settings import GuardSettings
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size of an element, types as which the bits of others can be added up."""
 
+_BETWEEN_NODES = "it has changed between the micro-batches of a step, so the result would depend on who computes which"
+
 Place = Literal["library", "inner loop", "between steps"]
 
 
-class Guard:
+class Guard(StepPart):
     """Watches the user's code in one worker.
 
     Args:
@@ -55,7 +57,7 @@ class Guard:
         self._schedulers, self._sharded, self._settings = schedulers, sharded, settings
         self._groups = self._describe_groups()
         self.place: Place = "library"
-        """Whose code runs."""
+        """Whose code runs; the loop says it."""
         self._attempts = 0
         self._versions: list[int] = []
         self._sums: list[Tensor] | None = None
@@ -65,13 +67,9 @@ class Guard:
         """Leave torch as it was."""
         self._hook.remove()
 
-    def within(self, place: Place) -> _Within:
-        """What runs meanwhile is the library's, or the script's."""
-        return _Within(self, place)
-
     # --- parameters ---------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, attempt: Attempt) -> None:
         """An attempt begins: until it ends nothing may change a parameter.
 
         Raises:
@@ -86,19 +84,36 @@ class Guard:
         self._attempts += 1
         self._note()
 
-    def check(self, *, last: bool = False, look: bool = False) -> None:
-        """A virtual node has been computed, perhaps the ``last`` one of an attempt; ``look`` at the contents anyway.
+    @property
+    def looks(self) -> bool:
+        """Whether contents are looked at in this attempt, so that :meth:`check` can name the virtual node."""
+        return self._sums is not None
+
+    def check(self, *, look: bool = False) -> None:
+        """A virtual node has been computed; ``look`` at the contents whether or not torch has counted a change.
 
         Raises:
             ConfigurationError: a parameter is not what it was.
         """
-        # Versions only grow: where nobody looks at the contents, the last virtual node tells of all of them.
-        if last or look or (self._sums is not None and self._changed()):
-            self._refuse_change(
-                "it has changed between the micro-batches of a step, so the result would depend on who computes which"
-            )
-        if last:
-            self.forget()
+        if look or (self._sums is not None and self._changed()):
+            self._refuse_change(_BETWEEN_NODES)
+
+    def computed(self, attempt: Attempt) -> None:
+        """All virtual nodes have been computed. Versions only grow, so they tell of all of them.
+
+        Raises:
+            ConfigurationError: a parameter is not what it was.
+        """
+        self._refuse_change(_BETWEEN_NODES)
+        self.forget()
+
+    def enter(self, assigned: range) -> None:
+        """The state may be a donor's."""
+        self.forget()
+
+    def abandon(self) -> None:
+        """The next attempt looks anew."""
+        self.forget()
 
     def committed(self) -> None:
         """The step is made; the script's code behind it runs next. It may change parameters, unless they are shared out
@@ -192,23 +207,6 @@ class Guard:
             f"the script has stepped an optimizer ({name}) that the library does not know, so a worker that joins "
             "would not get its state; pass it to vf.elastic, in a list with the other one, and remove the call"
         )
-
-
-class _Within:
-    """As long as something runs that is the library's, or the script's: once or more for each virtual node."""
-
-    __slots__ = ("_before", "_guard", "_place")
-
-    def __init__(self, guard: Guard, place: Place) -> None:
-        self._guard, self._place = guard, place
-
-    def __enter__(self) -> None:
-        self._before, self._guard.place = self._guard.place, self._place
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._guard.place = self._before
 
 
 def _watch_steps(told: Callable[[torch.optim.Optimizer], None]) -> Any:

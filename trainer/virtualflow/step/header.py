@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ _NODE = struct.Struct("<qd")
 _PAIR = struct.Struct("<dd")
 _UNTOLD = -1.0
 """In place of a weight, where the script has told none."""
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Kind(IntEnum):
@@ -168,13 +170,12 @@ class HeaderFormat:
         more: bool = False,
         steady: bool = True,
         saves: bool = False,
-        state: int = 0,
-        check: int = 0,
+        said: Mapping[str, int] = _NOTHING,
         present: Sequence[bool] = (),
         records: Sequence[NodeRecord] = (),
         summed: Sequence[bytes] = (),
     ) -> StepHeader:
-        """What this worker has to say."""
+        """What this worker has to say; ``said``: what its parts have to say, by the header's fields."""
         copied = b""
         first = next((record for record in records if record.samples), None)
         if self.copied_bytes and first is not None:
@@ -195,8 +196,8 @@ class HeaderFormat:
             more=more,
             steady=steady,
             saves=saves,
-            state=state,
-            check=check,
+            state=said.get("state", 0),
+            check=said.get("check", 0),
             samples=samples,
             told=tuple(record.told for record in records),
             present=tuple(present),

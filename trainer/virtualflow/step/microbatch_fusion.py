@@ -13,11 +13,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from virtualflow.data import MicroBatch, chunks
+from virtualflow.data import chunks
 from virtualflow.device import MemoryGauge, device_of
 from virtualflow.device.settings import MemorySettings
 from virtualflow.step.fusion_tuner import Tuner
 from virtualflow.step.ghost_batch_norm import GhostBatchNorm
+from virtualflow.step.part import Attempt, StepPart
 from virtualflow.step.settings import FusionSettings
 
 logger = logging.getLogger("virtualflow.worker")
@@ -26,7 +27,7 @@ BatchNorm = Literal["virtual-node", "micro-batch"]
 """Over which samples batch norm normalises."""
 
 
-class MicrobatchFusion:
+class MicrobatchFusion(StepPart):
     """How this worker's virtual nodes are put together.
 
     Args:
@@ -62,26 +63,26 @@ class MicrobatchFusion:
         """The most virtual nodes of a micro-batch at present."""
         return self._tuner.width
 
-    @property
-    def exploring(self) -> bool:
-        """Whether the coming attempt tries a size: how long it takes is no measure of the worker."""
-        return self._tuner.exploring
-
-    def assign(self, assigned: range) -> None:
+    def enter(self, assigned: range) -> None:
         """This worker is assigned these virtual nodes from now on."""
         self._assigned = assigned
         self._tuner.assign(len(assigned))
 
-    def begin(self) -> list[range]:
-        """An attempt begins: the stretches of virtual nodes that are to run as one micro-batch each."""
+    def begin(self, attempt: Attempt) -> None:
+        """An attempt begins: say which virtual nodes run as one micro-batch each, unless it mends another one."""
+        if self._tuner.exploring:
+            attempt.timed = False  # how long a size takes that is tried is no measure of the worker
+        if attempt.repairs:
+            return
         if self._tuner.exploring:
             if self._tuner.fresh == self._gauge.slows:
                 self._gauge.begin()
             self._began, self._samples = time.perf_counter(), 0
-        return chunks(self._assigned, self._tuner.width)
+        attempt.portions = chunks(self._assigned, self._tuner.width)
 
-    def present(self, batch: MicroBatch) -> None:
+    def before_pass(self, attempt: Attempt) -> None:
         """The user's code gets this micro-batch."""
+        batch = attempt.present
         if self._ghost is not None:
             self._ghost.sizes = tuple(size for size in batch.counts if size)
         self._samples += batch.size
@@ -90,7 +91,7 @@ class MicrobatchFusion:
         """So much of the attempt was waiting for a device that others had."""
         self._began += seconds
 
-    def end(self) -> None:
+    def computed(self, attempt: Attempt) -> None:
         """The last micro-batch of the attempt has been computed."""
         if self._ghost is not None:
             self._ghost.sizes = ()

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 
 from virtualflow.errors import VirtualFlowError
 from virtualflow.state import Piece, share_out
+from virtualflow.step.header import StepHeader
+from virtualflow.step.part import Attempt, StepPart
 from virtualflow.step.settings import StateWatchSettings
 from virtualflow.transport import Collectives, gather_bytes
 
@@ -83,7 +85,7 @@ class Diverged(VirtualFlowError):
         self.found = found
 
 
-class StateWatch:
+class StateWatch(StepPart):
     """Hashes parts of one worker's state.
 
     Args:
@@ -130,15 +132,27 @@ class StateWatch:
         self._balance = 0
         """What this worker's hashes of its shares add to its number."""
 
-    def enter(self) -> None:
+    def enter(self, assigned: range) -> None:
         """A generation begins, and each of its members has just got its state, or put it back."""
         self._enters = True
 
-    def commit(self) -> None:
+    def commit(self, attempt: Attempt) -> None:
         """A step was applied."""
         self._enters = False
 
-    def begin(self, step: int | None) -> None:
+    def begin(self, attempt: Attempt) -> None:
+        """Take up what is compared in this step, if there is somebody to compare with."""
+        self.take_up(attempt.number if len(attempt.holdings) > 1 else None)
+
+    def header(self) -> Mapping[str, int]:
+        """The hash of this step's part."""
+        return {"state": self.value}
+
+    def check_headers(self, communicator: Collectives, headers: Sequence[StepHeader]) -> None:
+        """See that all are equal; see :meth:`compare`."""
+        self.compare(communicator, [header.state for header in headers])
+
+    def take_up(self, step: int | None) -> None:
         """Take up this step's part of the present state; ``None``: there is nobody to compare with."""
         self._hashes, self._kept, self._balance = [], [], 0
         self._step = step or 0

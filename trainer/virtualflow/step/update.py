@@ -20,7 +20,7 @@ from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import Schema
 from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
 from virtualflow.step.settings import StateWatchSettings
-from virtualflow.step.spot_checker import SpotChecker
+from virtualflow.step.spot_checks import SpotChecker
 from virtualflow.step.state_watch import StateWatch
 from virtualflow.transport import Collectives
 
@@ -35,7 +35,7 @@ class Update:
         micro_batch: samples of a virtual node.
         reduction: how gradients travel.
         transfer: how states of a sharded optimizer travel.
-        watch: how often states are compared.
+        watch: how often states are compared; ``None``: never.
         spot_checker: lets another worker compute a virtual node now and then; ``None``: nobody does.
         choose: chooses how each bucket of gradients travels.
         cut: lets backward passes end early; ``None``: all are whole.
@@ -70,12 +70,14 @@ class Update:
         self.sync = GradientSync(model, summation, micro_batch, reduction, self.reducer, sums)
         """Takes what each virtual node has left in the model."""
         self.optimizer_step = OptimizerStep(model, options, reduction, transfer)
-        self.watch = self.sync.watch = StateWatch(
-            model, options.optimizer, shares=self.optimizer_step.shards, settings=watch or StateWatchSettings()
-        )
+        self.watch: StateWatch | None = None
         """Compares the workers' states."""
-        self.spot_checker = self.sync.spot_checker = spot_checker
+        if watch is not None:
+            self.watch = StateWatch(model, options.optimizer, shares=self.optimizer_step.shards, settings=watch)
+        self.spot_checker = spot_checker
+        """Compares the gradients of one virtual node with those that another worker came to."""
         self.cut = self.sync.cut = cut
+        self.sync.listen(self.watch, spot_checker)
         self.shards = self.optimizer_step.shards
         """This worker's share of a sharded optimizer."""
         self.contributed = False
@@ -93,14 +95,9 @@ class Update:
         most: int = 1,
         *,
         resumes: bool = False,
-        watched: int | None = None,
         planned: int | None = None,
     ) -> None:
-        """Start an attempt; see :meth:`GradientSync.begin`.
-
-        ``watched`` is the number of the step if all workers are to have the same state to the bit.
-        """
-        self.watch.begin(watched)
+        """Start an attempt; see :meth:`GradientSync.begin`."""
         self.sync.begin(computes, most, resumes=resumes, planned=planned)
         self.optimizer_step.begin()
 
@@ -168,7 +165,6 @@ class Update:
             self.optimizer_step.step(reduced.gradients)
         self.optimizer_step.commit(reduced.gradients)
         self.sync.commit(reduced.buffers, reduced.switched)
-        self.watch.commit()
         self.optimizer_step.schedule(epoch_ends)
 
     def complete_pending(self, norm: float | None) -> Reduced:
@@ -207,12 +203,9 @@ class Update:
 
     def enter(self) -> None:
         """A generation begins."""
-        self.watch.enter()
         self.sync.enter(None if self.shards is None else self.shards.shares.owners)
 
     def close(self) -> None:
         """Leave the model as it was."""
         self.sync.close()
         self.optimizer_step.undo()
-        if self.cut is not None:
-            self.cut.close()

@@ -16,7 +16,7 @@ from virtualflow.protocol.wording import counted
 from virtualflow.state import codec
 from virtualflow.step import Kind, read_headers
 from virtualflow.transport import gather_bytes
-from virtualflow.worker.loop import Loop
+from virtualflow.worker.loop import BETWEEN, Loop
 from virtualflow.worker.run import active_loop
 
 Rows = Any
@@ -104,7 +104,7 @@ def _alone(source: Source, compute: Compute) -> list[Any]:
 
 def _together(loop: Loop, source: Source, compute: Compute) -> list[Any]:
     """One exchange a batch; the rows of virtual node v are the v-th slice of the batch."""
-    loop.begin_evaluation()
+    _begin(loop)
     training, membership, state = loop.context.training, loop.context.membership, loop.context.session.state
     found: list[Any] = []
     assigned = range(0)
@@ -126,29 +126,51 @@ def _together(loop: Loop, source: Source, compute: Compute) -> list[Any]:
         for block in training.evaluated:
             by_node |= codec.unpack(block)
         found += [by_node[node] for node in sorted(by_node)]
-    loop.end_evaluation()
+    loop.seed_between_steps()
+    loop.context.session.activity.mark(BETWEEN, training.completed_steps)
+    loop.context.reporter.phase("training")  # joiners may come
     return found
+
+
+def _begin(loop: Loop) -> None:
+    """Refuse an evaluation where a joiner could not take part in it; tell that one begins.
+
+    Raises:
+        VirtualFlowError: it is called before a step's micro-batches.
+    """
+    if loop.inside_step:
+        raise VirtualFlowError("call vf.evaluate after the micro-batches of a step, or after the last step")
+    if not loop.context.session.state.has_state:
+        raise VirtualFlowError("call vf.evaluate after the first step: a worker that joins later cannot repeat it")
+    loop.context.reporter.phase("evaluating")
 
 
 def _gather(loop: Loop, source: Source, compute: Compute, step: int, number: int) -> None:
     context, state = loop.context, loop.context.session.state
-    communicator = context.membership.communicator
+    membership, turns, step_made = context.membership, context.turns, context.training.completed_steps
+    communicator = membership.communicator
     mine: dict[int, Any] = {}
-    with context.turns.within():
+    try:
         for node in state.assigned:
-            context.membership.check()
-            context.session.activity.mark("evaluating", context.training.completed_steps)
+            membership.check()
+            context.session.activity.mark("evaluating", step_made)
             batch = source.fetch(0, step, node)
             if batch.size:
-                context.turns.take(context.training.completed_steps, context.membership.check)
-                context.session.activity.mark("evaluating", context.training.completed_steps)
+                if turns is not None:
+                    turns.take(step_made, membership.check)
+                    context.session.activity.mark("evaluating", step_made)
                 seed_virtual_node(context.request.options.seed, -number, node)
                 mine[node] = compute(batch)
+    finally:
+        if turns is not None:
+            turns.give_back()
     form = context.update.sync.header_format(state.ranges)
     header = form.write(form.tell(Kind.EVALUATE, number, context.session.offer(evaluating=True)))
     headers = read_headers(form, communicator.all_gather(header), Kind.EVALUATE, number)
     blocks = gather_bytes(communicator, codec.pack(mine))
-    loop.commit_evaluation(blocks, headers)
+    context.training.complete_exchange(blocks)
+    membership.note_offers(header.offer for header in headers)
+    membership.switch_if_agreed()  # members that drain leave now
 
 
 def _checked(rows: Rows, samples: int) -> Rows:

@@ -5,7 +5,6 @@ The script's part is its loss. So what is yielded to ``Step.layer_major`` is wha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +14,10 @@ from torch import Tensor
 from virtualflow.data import MicroBatch, seed_virtual_node
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
 from virtualflow.memory.activations import Chain, Flight, LayerMajor, Summed
-from virtualflow.step import forget_cached_weights
+from virtualflow.step import Attempt, Told, forget_cached_weights
 from virtualflow.worker.setup import Context
 from virtualflow.worker.spans import span
-from virtualflow.worker.step import Loss, Told
+from virtualflow.worker.step import Loss
 
 
 class LayeredAttempts:
@@ -34,18 +33,17 @@ class LayeredAttempts:
     def __init__(self, context: Context, chain: Chain, layers: LayerMajor, listen: Callable[[Any], Told]) -> None:
         self._context, self._chain, self._layers, self._listen = context, chain, layers, listen
 
-    def attempt(self, computes: Sequence[int], number: int) -> Iterator[Any]:
-        """Compute these virtual nodes for the step ``number``, and contribute what comes of them."""
-        sync = self._context.update.sync
-        work = _Work([self._load(node, number) for node in computes])
+    def attempt(self, attempt: Attempt) -> Iterator[Any]:
+        """Compute the attempt's virtual nodes, and contribute what comes of them."""
+        sync, check = self._context.update.sync, self._context.membership.check
+        work = _Work([self._load(node, attempt) for node in attempt.computes])
         if not work.flights:
             return
         sync.begin_late()
-        self._context.turns.take(number, self._context.membership.check)
-        self._context.session.activity.mark("computing", number)
-        yield from self._run(work, number, self._context.membership.check)
-        self._context.guard.check(last=True)
-        self._context.pace.end(time.monotonic())
+        for before in self._context.parts.before_pass:
+            before(attempt)
+        self._context.session.activity.mark("computing", attempt.number)
+        yield from self._run(work, attempt.number, check)
         records = {}
         for flight in work.flights:
             self._chain.put_buffers(flight.buffers)
@@ -54,20 +52,22 @@ class LayeredAttempts:
         assert work.summed is not None
         sync.take_summed(records, work.summed.parts, work.summed.given)
 
-    def warm_up(self, batch: MicroBatch) -> Iterator[Any]:
-        """Compute a micro-batch as virtual node 0, and forget it."""
-        yield from self._run(_Work([self._flight(batch)]), 0, lambda: None)
+    def warm_up(self, attempt: Attempt) -> Iterator[Any]:
+        """Compute the micro-batch in hand as virtual node 0, and forget it."""
+        for before in self._context.parts.before_pass:
+            before(attempt)
+        self._context.session.activity.mark("warming up", 0)
+        yield from self._run(_Work([self._flight(attempt.present)]), 0, lambda: None)
 
-    def _load(self, node: int, number: int) -> Flight:
+    def _load(self, node: int, attempt: Attempt) -> Flight:
         context = self._context
         context.membership.check()
-        context.session.activity.mark("loading samples", number)
-        batch = context.loading.fetch(range(node, node + 1))
+        context.session.activity.mark("loading samples", attempt.number)
+        batch = attempt.batch = context.loading.fetch(range(node, node + 1))
         if batch.size < context.request.micro_batch:
-            context.pace.disregard()
-        if context.audit is not None:
-            for of, samples in batch.apart():
-                context.audit.computed(context.session.generation, context.training.position[0], number, of, samples)
+            attempt.timed = False
+        for before in context.parts.before_node:
+            before(attempt)
         return self._flight(batch)
 
     def _flight(self, batch: MicroBatch) -> Flight:
@@ -105,8 +105,12 @@ class LayeredAttempts:
             except CommunicatorBroken as error:
                 work.broken = error  # which is not the script's
 
-        with span("virtual nodes"), self._context.guard.within("inner loop"):
-            yield compute
+        self._context.guard.place = "inner loop"
+        try:
+            with span("virtual nodes"):
+                yield compute
+        finally:
+            self._context.guard.place = "library"
         if work.broken is not None:
             raise work.broken
         if work.summed is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from virtualflow.data import MicroBatch, Source, Staged, Staging, chunks, fuse
-from virtualflow.step import MicrobatchFusion
+from virtualflow.step import MicrobatchFusion, StepPart
 from virtualflow.worker.contents import check_reading
 from virtualflow.worker.options import Options
 from virtualflow.worker.train_state import Training
@@ -29,19 +29,19 @@ class _Ahead(NamedTuple):
     staged: Staged
 
 
-class Loading:
+class Loading(StepPart):
     """Reads for one training from its source.
 
     Args:
         source: of micro-batches.
-        fusion: says which virtual nodes run together.
+        fusion: says which virtual nodes run together; ``None``: none do.
         training: says where all workers are.
         options: how long it takes.
         staging: brings micro-batches to the device.
     """
 
     def __init__(
-        self, source: Source, fusion: MicrobatchFusion, training: Training, options: Options, staging: Staging
+        self, source: Source, fusion: MicrobatchFusion | None, training: Training, options: Options, staging: Staging
     ) -> None:
         self._source = source
         self._fusion = fusion
@@ -61,17 +61,15 @@ class Loading:
     def enter(self, assigned: range) -> None:
         """Other virtual nodes are assigned to this worker, or it begins again from where the others are."""
         self._peeked.clear()
-        self._fusion.assign(assigned)
         self._assigned = assigned
         if not self._over:
-            self._width = self._fusion.width
+            self._width = 1 if self._fusion is None else self._fusion.width
             self._assign()
 
-    def adjust(self, assigned: range) -> None:
-        """Load the coming steps in other portions, if other virtual nodes are now put together."""
-        width = self._fusion.width
+    def adjust(self, width: int) -> None:
+        """Load the coming steps in portions of so many virtual nodes."""
         if width != self._width and self._source.steps_per_epoch is not None and not self._over:
-            self._assigned, self._width = assigned, width
+            self._width = width
             self._assign()
 
     def _assign(self) -> None:
@@ -105,10 +103,14 @@ class Loading:
         peeked = [self._peeked.pop((epoch, epoch_step, node), None) for node in nodes]
         return fuse([at or self._source.fetch(epoch, epoch_step, node) for node, at in zip(nodes, peeked, strict=True)])
 
+    @property
+    def copies_beside(self) -> bool:
+        """Whether micro-batches are copied to the device beside its computation, so that one is best sent ahead."""
+        return self._staging.beside
+
     def send_ahead(self, nodes: range) -> None:
         """The device computes on the micro-batch of these virtual nodes: send it the one to come."""
-        if self._staging.beside:
-            self._fetch_early(nodes)
+        self._fetch_early(nodes)
 
     def read_ahead(self) -> None:
         """This worker's part of the step is under way to the others: read the first micro-batch of the next step."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from virtualflow.state import (
     plan_transfer,
     someone_has_state,
 )
+from virtualflow.step import Parts
 from virtualflow.transport import Communicator, gather_bytes
 from virtualflow.worker.contents import other_contents
 from virtualflow.worker.repair import Remains, Repair, count_repeated, plan_repair
@@ -68,7 +69,6 @@ class Membership:
         checkpointer: Checkpointer,
         signature: dict[str, Any],
         stopwatch: Stopwatch,
-        on_entry: Callable[[], None],
     ) -> None:
         self._session = session
         self._state = session.state
@@ -76,7 +76,8 @@ class Membership:
         self._checkpointer = checkpointer
         self._signature = signature
         self._stopwatch = stopwatch
-        self._on_entry = on_entry
+        self.parts = Parts(())
+        """Of each step; they hear of generations, and of attempts that are aborted."""
         self._agreed: m.Plan | None = None
         shards = training.update.shards
         self._resharding = None if shards is None else Resharding(training, shards)
@@ -159,6 +160,8 @@ class Membership:
         pending = self._training.update.pending is not None
         # What was damaged on its way may have been so before it set out.
         self._training.update.abandon(keep=not isinstance(error, Damaged))
+        for abandon in self.parts.abandon:
+            abandon()
         self._note_damage(error)
         convicted = error.incarnation if isinstance(error, Convicted) else None
         self._state.convicted = self._state.convicted or convicted == session.incarnation
@@ -196,7 +199,8 @@ class Membership:
         self._state.ranges = tuple(member.virtual_nodes for member in plan.members)
         self._agreed = None
         self._training.update.enter()
-        self._on_entry()
+        for enter in self.parts.enter:
+            enter(self._state.assigned)
 
     def _note_damage(self, error: CommunicatorBroken) -> None:
         """Tell who sent what arrived damaged: cards and memory that do so are to be found."""

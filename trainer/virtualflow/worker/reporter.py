@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Literal
 
+from virtualflow.data import CountWatch, MicroBatch
 from virtualflow.errors import DoesNotFit, NonFiniteMetric, ScriptExited, StatesDiffer, VirtualFlowError, describe
 from virtualflow.memory import Action, Plan
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.state import digests
+from virtualflow.step import StepPart, Told
 from virtualflow.worker.machine_faults import is_machine_fault
 from virtualflow.worker.pace import Estimate, PaceReportPolicy
 from virtualflow.worker.settings import WorkerSettings
@@ -20,7 +23,7 @@ from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.train_state import Training
 
 
-class Reporter:
+class Reporter(StepPart):
     """Reports one worker's training."""
 
     def __init__(
@@ -85,7 +88,7 @@ class Reporter:
         told = self._session.state.memory = m.MemoryPlan(kept, swapped, recomputed, plan.reason[:MAX_TEXT])
         self._session.send(m.Note("info", f"{self._session.worker}: {plan.reason}"[:MAX_TEXT], told))
 
-    def entered(self) -> None:
+    def enter(self, assigned: range) -> None:
         """A generation is entered."""
         self._pace_policy.enter()
         self.progress(now=True)
@@ -110,6 +113,43 @@ class Reporter:
             non_finite=training.non_finite,
             stopped_early=stopped_early,
         )
+
+
+class Cautions:
+    """What a script may not have meant, told once: what a micro-batch counts by, and buffers that count.
+
+    Args:
+        session: tells the user.
+    """
+
+    def __init__(self, session: AnySession) -> None:
+        self._session = session
+        self._counts: CountWatch | None = CountWatch()
+        """``None``: there was a doubt, and it was told."""
+
+    def look_at(self, batch: MicroBatch, told: Told) -> None:
+        """A micro-batch has been computed: does it hold as many samples as it counts by?"""
+        if self._counts is None or told.weight is not None:
+            return
+        doubt = self._counts.doubts(batch.size, batch.count)
+        if doubt is not None:
+            self._counts = None
+            self._session.note(
+                "warning",
+                f"{doubt}, and a micro-batch counts by the samples that were loaded for it; if collate_fn drops some, "
+                "say how many are left, by weight=lambda batch: len(batch[0]) in vf.elastic or by step.weight",
+            )
+
+    def tell_of_copied(self, names: Sequence[str]) -> None:
+        """A step is made in which these buffers have changed, of types that have no mean; each is told of once."""
+        if names and self._session.state.leader:
+            buffers, have = ("buffer", "has") if len(names) == 1 else ("buffers", "have")
+            self._session.note(
+                "warning",
+                f"the forward pass changes the {buffers} {', '.join(names)}, which {have} no mean: of each step the "
+                "first virtual node's change alone counts; where a buffer counts samples or calls, let the changes be "
+                f'added up by vf.elastic(..., buffers={{"{names[0]}": "sum"}})',
+            )
 
 
 def report_failure(session: AnySession, error: Exception, training: Training | None = None) -> None:

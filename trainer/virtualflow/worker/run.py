@@ -36,13 +36,13 @@ from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.termination_message import TerminationMessageWriter
 from virtualflow.protocol.wording import describe_end
 from virtualflow.state import join_optimizers
-from virtualflow.worker.ending import read_exit
-from virtualflow.worker.finish import agree_on_end, complete_leader
 from virtualflow.worker.identity import NameTaken, claim_name
 from virtualflow.worker.loop import Loop
 from virtualflow.worker.options import Options, check_model
 from virtualflow.worker.reporter import report_failure
 from virtualflow.worker.request import FormerRun, Request
+from virtualflow.worker.saving import agree_on_end, complete_leader
+from virtualflow.worker.script import read_exit
 from virtualflow.worker.session import RunIsOver
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.setup import Context, connect, open_session, set_up
@@ -162,7 +162,8 @@ class Run:
     ) -> None:
         _active.clear()
         context = self.context
-        context.turns.give_back()  # the script may have left its inner loop in the middle of one
+        for abandon in context.parts.abandon:  # the script may have left its inner loop in the middle
+            abandon()
         with self._resources:
             raised = error
             if isinstance(error, SystemExit) and not isinstance(error, Leave):
@@ -206,14 +207,15 @@ class Run:
 
     def _fail(self, context: Context, error: BaseException) -> None:
         """The ``with`` block ended with an exception: say so, first where no coordinator is needed for it."""
-        context.fusion.explain(error)
+        if context.fusion is not None:
+            context.fusion.explain(error)
         advise(error)
         if context.profiling is not None:
             context.profiling.explain(error)
         self._say_last(context, error)
         if isinstance(error, Exception):
             report_failure(context.session, error, context.training)
-        if not isinstance(error, Drained | Evicted):  # whose place others have taken
+        if context.tracking is not None and not isinstance(error, Drained | Evicted):  # whose place others have taken
             context.tracking.flush(now=True)
 
     def _give_up(self, context: Context, leave: Leave) -> NoReturn:
@@ -254,12 +256,14 @@ class Run:
         if early and not session.coordinated:
             logger.warning("%s", describe_end(training.completed_steps, context.total_steps, stopped_early=True))
         training.arrive()
-        context.tracking.note()
+        if context.tracking is not None:
+            context.tracking.note()
         if not trained:
             self._loop.save_if_due()
         complete_leader(membership, training)
         agree_on_end(session, membership, training, trained, context.tracking)
-        context.tracking.end()
+        if context.tracking is not None:
+            context.tracking.end()
         digest, over = "", self._request.over
         if session.coordinated or self._termination_message.wanted or over is not None:
             result = context.reporter.result(early)
@@ -350,7 +354,8 @@ class Run:
         numbers = {name: float(value) for name, value in metrics.items()}
         training.logged.update(numbers)
         training.note_non_finite(numbers)
-        self.context.tracking.log(numbers)
+        if self.context.tracking is not None:
+            self.context.tracking.log(numbers)
         if self._loop is not None:
             self._loop.check_finite()
 

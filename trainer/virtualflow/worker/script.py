@@ -1,17 +1,21 @@
-"""What the script that iterates over a run has at hand, as far as it says by its type that it ought to be known."""
+"""What the library knows of a script: what it has at hand that ought to be known, and why it ends itself. Pure."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
 from torch.optim.swa_utils import AveragedModel
 
-from virtualflow.errors import ConfigurationError
+from virtualflow.errors import ConfigurationError, Drained, ScriptExited
 
 _OURS = "virtualflow."
+_IN_ORDER = (None, 0, 128 + signal.SIGTERM)
+"""Exit codes of a script that ends because SIGTERM has told it to."""
 
 
 def check_averages(known: Callable[[object], bool]) -> None:
@@ -40,3 +44,37 @@ def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
                 if not isinstance(value, ModuleType | type):
                     yield from getattr(value, "__dict__", {}).items()
         frame = frame.f_back
+
+
+def read_exit(
+    error: SystemExit, completed_steps: int, total_steps: int | None, draining: bool, coordinated: bool
+) -> BaseException:
+    """What ends the training, as the library understands it.
+
+    Args:
+        error: what the script raised inside its ``with`` block.
+        completed_steps: updates that have been applied.
+        total_steps: of the whole training, if that is known.
+        draining: whether this worker was asked to leave.
+        coordinated: whether others may train with it.
+
+    Returns:
+        ``Drained`` for one that was to leave; ``error`` itself for a script that runs alone, which may end when it
+        likes; else ``ScriptExited``.
+    """
+    if draining and error.code in _IN_ORDER:
+        drained = Drained("the script ended itself while this worker drained")
+        drained.__cause__ = error
+        return drained
+    if not coordinated:
+        return error
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    of_all = "" if total_steps is None else f" of {total_steps}"
+    exited = ScriptExited(
+        f"the script ended itself by sys.exit({'' if error.code is None else repr(error.code)}) after step "
+        f"{completed_steps}{of_all}{where}, before the training was complete: leave the loop with break to stop all "
+        "workers early, or raise an error"
+    )
+    exited.__cause__ = error
+    return exited

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -37,69 +37,69 @@ from virtualflow.step import (
     Guard,
     MicrobatchFusion,
     OptimizerOptions,
+    Parts,
     SpotChecker,
+    StepPart,
     Update,
     choose_sums,
     find_lost_state,
 )
 from virtualflow.transport import CopyClient
 from virtualflow.verify import Opened
-from virtualflow.worker.audit import Audit
 from virtualflow.worker.contents import describe_contents
 from virtualflow.worker.loading import Loading
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.membership import Membership
 from virtualflow.worker.options import describe_samples
-from virtualflow.worker.pace import Pace
+from virtualflow.worker.pace import Pacing
+from virtualflow.worker.parts import PlannedActivations, in_order
 from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace
+from virtualflow.worker.records import Audit, Explanation, TraceWriter
 from virtualflow.worker.reporter import Reporter
 from virtualflow.worker.request import Request, check_request
 from virtualflow.worker.session import Session
 from virtualflow.worker.standalone import AnySession, PastRunSession, StandaloneSession
 from virtualflow.worker.stopwatch import Stopwatch
-from virtualflow.worker.trace import TraceWriter
 from virtualflow.worker.tracking import Tracking
 from virtualflow.worker.train_state import Training
 from virtualflow.worker.turns import DeviceTurns, open_turns
 
+_Part = TypeVar("_Part", bound=StepPart | None)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Context:
-    """The parts of a run, all of them ready."""
+    """What every run has; what is on besides is among its ``parts``."""
 
     request: Request
     total_steps: int | None
     """Updates that the training takes; ``None`` when the length of the streams decides."""
     session: AnySession
-    loading: Loading
-    fusion: MicrobatchFusion
-    update: Update
-    training: Training
-    checkpointer: Checkpointer
-    membership: Membership
-    reporter: Reporter
-    stopwatch: Stopwatch
-    pace: Pace
-    audit: Audit | None
-    """``None``: nobody asked for one."""
-    trace: TraceWriter | None
-    """``None``: nobody asked for one."""
-    profiling: Profiling | None
-    """``None``: the script trains."""
-    on_entry: Callable[[], None]
-    """To be called when this worker begins again from where all are."""
     situation: Situation
     """What is about to run, as far as profiles go."""
+    loading: Loading
+    update: Update
+    training: Training
+    membership: Membership
+    checkpointer: Checkpointer
+    reporter: Reporter
+    stopwatch: Stopwatch
     guard: Guard
     """Watches the user's code."""
-    activations: Activations | None
-    """``None``: nothing was said of memory, or that blocks run in layer-major order,"""
+    parts: Parts
+    """Of a step."""
+    fusion: MicrobatchFusion | None
+    """``None``: virtual nodes run one by one."""
+    turns: DeviceTurns | None
+    """``None``: no other job has its device."""
+    pacing: Pacing | None
+    """``None``: nobody asks how fast it is."""
+    tracking: Tracking | None
+    """``None``: there are no trackers."""
     layers: tuple[Chain, LayerMajor] | None
-    """and here otherwise."""
-    turns: DeviceTurns
-    """On its device, if other jobs have it, too."""
-    tracking: Tracking
-    """What goes to experiment trackers."""
+    """``None``: virtual nodes go through the whole model one after the other."""
+    profiling: Profiling | None
+    """``None``: the script trains."""
 
     @property
     def is_over(self) -> bool:
@@ -145,8 +145,8 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     # First what forks loader processes, then what opens connections that they should not inherit.
     orders = open_orders(options.sampler, request.dataset, options.seed)
     source = _open_source(request, orders, resources)
-    update = _open_update(request, resources)
-    fusion = _open_fusion(request, source, resources)
+    update = _open_update(request, session, resources)
+    fusion = _held(resources, _open_fusion(request, source))
     companions = Companions(options.state)
     _check_states(request, session)
     training = Training(
@@ -172,21 +172,31 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     identity = JobIdentity(request.virtual_nodes, options.seed, options.batch_size, samples, described)
     checkpointer = _open_checkpointer(request, identity, session, profiling is None, resources)
     total_steps = options.total_steps(source.steps_per_epoch)
-    stopwatch, pace = Stopwatch(), Pace(settings.pace)
+    stopwatch = Stopwatch()
     # "cuda" alone may be another one than the model's.
     staging = Staging(None if options.device is None or request.layer_major else device_of(request.model))
     loading = Loading(source, fusion, training, options, staging)
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
-    guard = _open_guard(request, companions, resources)
-    turns = open_turns(environment, session, request.device, settings, pace, fusion)
-    resources.callback(turns.close)
-
-    def on_entry() -> None:
-        guard.forget()
-        loading.enter(session.state.assigned)
-        pace.enter()
-        reporter.entered()
-
+    guard = _held(resources, _open_guard(request, companions))
+    pacing = Pacing(settings.pace, reporter.pace) if session.coordinated else None
+    clocks = [clock.exclude for clock in (None if pacing is None else pacing.pace, fusion) if clock is not None]
+    turns = _held(resources, open_turns(environment, session, request.device, settings, clocks))
+    tracking = _held(resources, _open_tracking(request, session, training))
+    activations = None if profiling is not None else _held(resources, _open_activations(request, reporter))
+    parts = in_order(
+        guard=guard,
+        turns=turns,
+        update=update,
+        fusion=fusion,
+        loading=loading,
+        activations=activations,
+        audit=_held(resources, _open_audit(request, session, training)),
+        trace=_held(resources, _open_trace(request, session, training)),
+        tracking=tracking,
+        explanation=Explanation(environment.explain_out, session, training) if environment.explain_out else None,
+        pacing=pacing,
+        reporter=reporter,
+    )
     if options.shard_optimizer:  # which checkpoints need not know
         signature = {**signature, "optimizer": f"{signature['optimizer']}, sharded"}
     if update.spot_checker is not None:  # all choose the same virtual nodes
@@ -194,34 +204,39 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     signature = {**signature, "samples": describe_samples(options, samples)}
     if session.coordinated and request.bitwise and samples is not None:
         signature["contents"] = describe_contents(request.dataset, source, samples=samples, settings=settings.contents)
-    membership = Membership(session, training, checkpointer, signature, stopwatch, on_entry)
+    membership = Membership(session, training, checkpointer, signature, stopwatch)
+    membership.parts = parts
     state = session.state
     state.total_steps, state.changes = total_steps, training.changes
     state.floor = checkpointer.floor
     return Context(
-        request,
-        total_steps,
-        session,
-        loading,
-        fusion,
-        update,
-        training,
-        checkpointer,
-        membership,
-        reporter,
-        stopwatch,
-        pace,
-        _open_audit(request, session, resources),
-        _open_trace(request, session, training, resources),
-        profiling,
-        on_entry,
-        situation,
-        guard,
-        _open_activations(request, profiling is None, resources),
-        _open_layers(request),
-        turns,
-        _open_tracking(request, session, training, resources),
+        request=request,
+        total_steps=total_steps,
+        session=session,
+        situation=situation,
+        loading=loading,
+        update=update,
+        training=training,
+        membership=membership,
+        checkpointer=checkpointer,
+        reporter=reporter,
+        stopwatch=stopwatch,
+        guard=guard,
+        parts=parts,
+        fusion=fusion,
+        turns=turns,
+        pacing=pacing,
+        tracking=tracking,
+        layers=_open_layers(request),
+        profiling=profiling,
     )
+
+
+def _held(resources: ExitStack, part: _Part) -> _Part:
+    """A part that is on, to be closed with the run, however far its set-up comes."""
+    if part is not None:
+        resources.callback(part.close)
+    return part
 
 
 def _check_states(request: Request, session: AnySession) -> None:
@@ -281,7 +296,7 @@ def _open_source(request: Request, orders: Orders | None, resources: ExitStack) 
     return source
 
 
-def _open_update(request: Request, resources: ExitStack) -> Update:
+def _open_update(request: Request, session: AnySession, resources: ExitStack) -> Update:
     options = request.options
     optimizing = OptimizerOptions(
         request.optimizer,
@@ -306,9 +321,10 @@ def _open_update(request: Request, resources: ExitStack) -> Update:
         micro_batch=request.micro_batch,
         reduction=options.reduction(request.settings.reduction),
         transfer=request.settings.transfer,
-        watch=request.settings.watch,
+        # Alone, or where other bits are as good, there is nobody to compare with.
+        watch=request.settings.watch if request.bitwise and session.coordinated else None,
         spot_checker=spot_checker,
-        cut=_open_cut(request),
+        cut=_held(resources, _open_cut(request)),
         sums=choose_sums(request.model, options.buffers),
     )
     resources.callback(update.close)
@@ -328,9 +344,9 @@ def _open_cut(request: Request) -> BackwardCut | None:
     return BackwardCut(request.model, blocks, backward, request.virtual_nodes)
 
 
-def _open_guard(request: Request, companions: Companions, resources: ExitStack) -> Guard:
+def _open_guard(request: Request, companions: Companions) -> Guard:
     options = request.options
-    guard = Guard(
+    return Guard(
         request.model,
         request.optimizer,
         travels=companions.knows,
@@ -338,13 +354,11 @@ def _open_guard(request: Request, companions: Companions, resources: ExitStack) 
         sharded=options.shard_optimizer,
         settings=request.settings.guard,
     )
-    resources.callback(guard.close)
-    return guard
 
 
-def _open_activations(request: Request, trains: bool, resources: ExitStack) -> Activations | None:
+def _open_activations(request: Request, reporter: Reporter) -> PlannedActivations | None:
     memory, device = request.memory, device_of(request.model)
-    if memory is None or not memory.plans_activations or not trains:
+    if memory is None or not memory.plans_activations:
         return None
     activations = Activations(
         request.model,
@@ -355,8 +369,7 @@ def _open_activations(request: Request, trains: bool, resources: ExitStack) -> A
         optimizer_bytes=lambda: bytes_of_state(request.optimizer, HOST if memory.optimizer == "host" else device),
         settings=request.settings.activations,
     )
-    resources.callback(activations.close)
-    return activations
+    return PlannedActivations(activations, reporter)
 
 
 def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
@@ -368,14 +381,13 @@ def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
     return chain, LayerMajor(chain, Carrier(request.device), summation, memory.budget)
 
 
-def _open_fusion(request: Request, source: Source, resources: ExitStack) -> MicrobatchFusion:
+def _open_fusion(request: Request, source: Source) -> MicrobatchFusion | None:
     cap = request.environment.max_fused or request.options.max_fused
-    memory = request.memory
+    memory, settings = request.memory, request.settings
     by_themselves = request.backward is not None or (memory is not None and memory.device is not None)
-    if request.bitwise or not source.fuses or by_themselves:
-        cap = 1
-    settings = request.settings
-    fusion = MicrobatchFusion(
+    if request.bitwise or not source.fuses or by_themselves or cap == 1:
+        return None
+    return MicrobatchFusion(
         request.model,
         cap,
         request.micro_batch,
@@ -383,8 +395,6 @@ def _open_fusion(request: Request, source: Source, resources: ExitStack) -> Micr
         settings=settings.fusion,
         memory=settings.memory,
     )
-    resources.callback(fusion.close)
-    return fusion
 
 
 def _open_checkpointer(
@@ -450,24 +460,20 @@ def _open_profiling(request: Request, source: Source, samples: int | None, situa
     )
 
 
-def _open_audit(request: Request, session: AnySession, resources: ExitStack) -> Audit | None:
+def _open_audit(request: Request, session: AnySession, training: Training) -> Audit | None:
     directory = request.environment.audit_dir
     if not session.coordinated or directory is None:
         return None
-    audit = Audit(directory, session.worker, session.incarnation, request.run)
-    resources.callback(audit.close)
-    return audit
+    return Audit(directory, session, training, request.run)
 
 
-def _open_tracking(request: Request, session: AnySession, training: Training, resources: ExitStack) -> Tracking:
-    told = request.environment
+def _open_tracking(request: Request, session: AnySession, training: Training) -> Tracking | None:
+    told, trackers = request.environment, request.options.trackers
     trains = told.trace_dir is None and told.profile_out is None and told.explain_out is None and request.over is None
-    tracking = Tracking(request.options.trackers if trains else (), session, training, request.settings.tracking)
-    resources.callback(tracking.close)
-    return tracking
+    return Tracking(trackers, session, training, request.settings.tracking) if trackers and trains else None
 
 
-def _open_trace(request: Request, session: AnySession, training: Training, resources: ExitStack) -> TraceWriter | None:
+def _open_trace(request: Request, session: AnySession, training: Training) -> TraceWriter | None:
     environment = request.environment
     if environment.trace_dir is None or environment.profile_out is not None or request.over is not None:
         return None
@@ -482,6 +488,4 @@ def _open_trace(request: Request, session: AnySession, training: Training, resou
         os.environ.get("PYTHONHASHSEED", ""),
     )
     earlier = sum(former.result.step for former in request.former)
-    trace = TraceWriter(environment.trace_dir, opened, training, environment.trace_repeat, earlier)
-    resources.callback(trace.close)
-    return trace
+    return TraceWriter(environment.trace_dir, opened, training, environment.trace_repeat, earlier)

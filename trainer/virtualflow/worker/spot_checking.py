@@ -11,51 +11,37 @@ from typing import Any
 
 import torch
 
-from virtualflow.data import MicroBatch
 from virtualflow.errors import CommunicatorBroken, Convicted, VirtualFlowError
-from virtualflow.step import Doubted, choose_judges, describe_open_doubt, judge
+from virtualflow.step import Attempt, Doubted, SpotChecker, choose_judges, describe_open_doubt, judge
 from virtualflow.worker.setup import Context
 
-Present = Callable[[MicroBatch, int], Iterator[Any]]
-"""Gives a micro-batch to the script, for a step."""
+Present = Callable[[Attempt], Iterator[Any]]
+"""Gives the micro-batch in hand to the script."""
 
 
 class SpotChecking:
     """One worker's spot checks.
 
     Args:
-        context: the parts of the run.
+        checker: says what is checked, and hashes it.
+        context: the run.
         present: see :data:`Present`.
-        weight: what the script has told that the micro-batch counts by.
     """
 
-    def __init__(self, context: Context, present: Present, weight: Callable[[], float | None]) -> None:
-        self._context = context
-        self._present = present
-        self._weight = weight
-        self._checker = context.update.spot_checker
+    def __init__(self, checker: SpotChecker, context: Context, present: Present) -> None:
+        self._checker, self._context, self._present = checker, context, present
         self._state = context.session.state
 
-    def begin(self, number: int) -> Iterator[Any]:
-        """An attempt at the step ``number`` begins: compute another worker's virtual node, if this one is to."""
-        if self._checker is None:
-            return
-        self._checker.begin(number, self._state.holdings)
+    def begin(self, attempt: Attempt) -> Iterator[Any]:
+        """An attempt begins: compute another worker's virtual node, if this one is to."""
         check = self._checker.check
         if check is not None and check.checker == self._state.rank:
             self._context.membership.check()
-            self._context.pace.disregard()
-            self._context.turns.take(number, self._context.membership.check)
-            yield from self._compute(check.virtual_node, number)
+            attempt.timed = False
+            yield from self._compute(check.virtual_node, attempt)
             self._context.guard.check()
 
-    def note(self, virtual_node: int) -> None:
-        """A virtual node that this worker contributes has been computed; its gradients are as autograd left them."""
-        check = None if self._checker is None else self._checker.check
-        if self._checker is not None and check is not None and check.virtual_node == virtual_node:
-            self._checker.note(self._weight())
-
-    def settle(self, number: int, doubted: Doubted) -> Generator[Any, None, VirtualFlowError]:
+    def settle(self, attempt: Attempt, doubted: Doubted) -> Generator[Any, None, VirtualFlowError]:
         """Two workers came to different gradients: have the virtual node computed once more, and see who was wrong.
 
         Returns:
@@ -66,13 +52,12 @@ class SpotChecking:
                 then contributed, if another worker is left to compute it.
         """
         check, checker, communicator = doubted.check, self._checker, self._context.membership.communicator
-        assert checker is not None
         judges = choose_judges(check, communicator.size)
         if self._state.rank == check.holder:
             self._context.update.abandon()  # what is in doubt is not kept, whatever comes of it
         if self._state.rank in judges:
-            yield from self._compute(check.virtual_node, number)
-        self._context.session.activity.mark("synchronizing", number)
+            yield from self._compute(check.virtual_node, attempt)
+        self._context.session.activity.mark("synchronizing", attempt.number)
         mine = torch.tensor([checker.value], dtype=torch.int64).view(torch.uint8)
         members = communicator.plan.members
         names = [member.worker for member in members]
@@ -87,13 +72,11 @@ class SpotChecking:
             return VirtualFlowError(verdict.reason)
         return Convicted(members[verdict.odd].incarnation, verdict.reason)
 
-    def _compute(self, virtual_node: int, number: int) -> Iterator[Any]:
+    def _compute(self, virtual_node: int, attempt: Attempt) -> Iterator[Any]:
         """Hash the gradients of a virtual node that this worker does not contribute now, and forget all else."""
         context = self._context
-        assert self._checker is not None
-        context.session.activity.mark("loading samples", number)
-        batch = context.loading.fetch(range(virtual_node, virtual_node + 1))
-        context.session.activity.mark("computing", number)
-        yield from self._present(batch, number)
-        self._checker.note(self._weight())
+        context.session.activity.mark("loading samples", attempt.number)
+        attempt.batch = context.loading.fetch(range(virtual_node, virtual_node + 1))
+        yield from self._present(attempt)
+        self._checker.note(attempt.told.weight)
         context.update.sync.discard()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,15 +16,6 @@ Loss = Callable[..., Tensor]
 
 Weight = Callable[[Any], float | Tensor]
 """Gets a micro-batch, and says what it counts by."""
-
-
-@dataclass
-class Told:
-    """What the script has told of a micro-batch."""
-
-    metrics: dict[str, float | Tensor] = field(default_factory=dict)
-    weight: float | None = None
-    """What it counts by, if not by its samples."""
 
 
 class Attempts(Protocol):

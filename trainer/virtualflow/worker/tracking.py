@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from virtualflow.step import Attempt, StepPart
 from virtualflow.worker.settings import TrackingSettings
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.tracker import Entry, NotWritten, Tracker
 from virtualflow.worker.train_state import Training
 
 
-class Tracking:
+class Tracking(StepPart):
     """The trackers of one run, in one worker.
 
     Args:
@@ -46,17 +47,21 @@ class Tracking:
         """The step noted last, and when."""
         self._tried_at = float("-inf")
 
-    def begin(self, step: int) -> None:
-        """This worker is about to make ``step``, or to get it from others that have."""
-        if self._writers and self._begun != step:
-            self._begun = step
+    def begin(self, attempt: Attempt) -> None:
+        """This worker is about to make a step, or to get it from others that have."""
+        if self._begun != attempt.number:
+            self._begun = attempt.number
             groups = self._training.optimizer.param_groups
             self._rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
 
     def log(self, numbers: dict[str, float]) -> None:
         """The script has logged these behind a step."""
-        if self._writers:
-            self._logged |= numbers
+        self._logged |= numbers
+
+    def after_script(self, *, leaves: bool) -> None:
+        """Note the step. Who leaves, or no longer leads, hands over nothing that it could have written."""
+        self.note()
+        self.flush(now=leaves)
 
     def note(self) -> None:
         """Note the last step, now that all code behind it has run; said again, what was logged since is added to it."""

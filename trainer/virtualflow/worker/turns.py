@@ -9,45 +9,35 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 
+from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import MAX_NAME
-from virtualflow.step import MicrobatchFusion
+from virtualflow.step import Attempt, StepPart
 from virtualflow.transport import Turns
-from virtualflow.worker.pace import Pace
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.standalone import AnySession
 
 
-class DeviceTurns:
+class DeviceTurns(StepPart):
     """One worker's turns.
 
     Args:
-        turns: on its device; ``None``: it shares none.
-        pace: does not count what is waited for one,
-        fusion: nor does this.
+        turns: on its device.
+        session: says when it is not to be waited for any longer.
+        excluded: are told how long was waited: these seconds are nobody's speed.
     """
 
-    def __init__(self, turns: Turns | None, pace: Pace, fusion: MicrobatchFusion) -> None:
-        self._turns, self._pace, self._fusion = turns, pace, fusion
+    def __init__(self, turns: Turns, session: AnySession, excluded: Sequence[Callable[[float], None]]) -> None:
+        self._turns, self._session, self._excluded = turns, session, excluded
 
-    @property
-    def shared(self) -> bool:
-        """Whether there may be others on the device."""
-        return self._turns is not None
-
-    @contextmanager
-    def within(self) -> Iterator[None]:
-        """What computes; however it ends, the device is given back."""
-        try:
-            yield
-        finally:
-            self.give_back()
+    def before_pass(self, attempt: Attempt) -> None:
+        """Have the device for whatever computes."""
+        self.take(attempt.number, self._check if attempt.number else _wait_on)
 
     def take(self, step: int, check: Callable[[], object]) -> None:
         """Have the device; returns at once where this worker has it.
@@ -56,20 +46,34 @@ class DeviceTurns:
             step: which it is for.
             check: is called while it is waited for, and may raise.
         """
-        if self._turns is not None:
-            waited = self._turns.take(step, check)
-            self._pace.exclude(waited)
-            self._fusion.exclude(waited)
+        waited = self._turns.take(step, check)
+        for exclude in self._excluded:
+            exclude(waited)
+
+    def _check(self) -> None:
+        reason = self._session.interruption(self._session.state.plan)
+        if reason is not None:
+            raise CommunicatorBroken(reason)
 
     def give_back(self) -> None:
         """Let others compute."""
-        if self._turns is not None:
-            self._turns.give_back()
+        self._turns.give_back()
+
+    def computed(self, attempt: Attempt) -> None:
+        """Let others compute."""
+        self._turns.give_back()
+
+    def abandon(self) -> None:
+        """Let others compute."""
+        self._turns.give_back()
 
     def close(self) -> None:
         """Share nothing any more."""
-        if self._turns is not None:
-            self._turns.close()
+        self._turns.close()
+
+
+def _wait_on() -> None:
+    """Of a joiner that warms up nobody wants anything else."""
 
 
 def open_turns(
@@ -77,12 +81,11 @@ def open_turns(
     session: AnySession,
     device: torch.device,
     settings: WorkerSettings,
-    pace: Pace,
-    fusion: MicrobatchFusion,
-) -> DeviceTurns:
+    excluded: Sequence[Callable[[float], None]],
+) -> DeviceTurns | None:
     """A worker's turns, if its environment names a turn server; nothing is connected yet."""
     if environment.turns is None or environment.profile_out is not None:
-        return DeviceTurns(None, pace, fusion)
+        return None
     turns = Turns(
         environment.turns,
         _name_job(environment),
@@ -91,7 +94,7 @@ def open_turns(
         session.activity,
         lambda text: session.note("warning", text),
     )
-    return DeviceTurns(turns, pace, fusion)
+    return DeviceTurns(turns, session, excluded)
 
 
 def _name_job(environment: WorkerEnvironment) -> str:

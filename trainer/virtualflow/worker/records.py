@@ -1,38 +1,138 @@
-"""What this worker computes, step by step, as hashes: for ``virtualflow check`` and ``bisect`` to compare.
+"""What a worker writes down of its steps where somebody asks for it: an audit, a trace, how gradients travelled.
 
-Like the audit, each worker writes a file of its own, each line in one write before the attempt can count. A trace reads
-all gradients and the whole state in every step, so it costs as much as writing a checkpoint in each; without one, there
-is nothing of this module in a step.
+Each worker writes files of its own, each line in one write before the attempt can count, so that a SIGKILL loses
+nothing. Without these parts there is nothing of this module in a step.
+
+The *audit* says which worker ran which samples: a line for each attempt at a virtual node, and one for each attempt
+that counted. What a worker has kept of an aborted attempt, it writes again for the next one, to which it contributes
+it, too. Which attempts counted is known to any worker that applied the update; ``virtualflow run --audit`` joins both.
+
+The *trace* has all that is computed as hashes, for ``virtualflow check`` and ``bisect`` to compare. It reads all
+gradients and the whole state in every step, so it costs as much as writing a checkpoint in each.
+
+The *explanation* is for ``virtualflow explain``.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from virtualflow.data import MicroBatch
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, write_report
+from virtualflow.reduction import AttemptSpoiled, Scheduled
 from virtualflow.state import content_hash, optimizers_of
+from virtualflow.step import Attempt, StepPart
 from virtualflow.verify import BESIDE, Began, Committed, Computed, Opened, Record, encode
-from virtualflow.worker.step import Told
+from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.train_state import Training
 
 _COLLECTED_WITHIN = 5.0
 """Seconds that a collection of another thread may take: what it finalizes may be slow, or never come to an end."""
 
 
-class TraceWriter:
+class Audit(StepPart):
+    """The audit file of one worker process.
+
+    Args:
+        directory: of all files of this run's audit.
+        session: says who this worker is.
+        training: whose steps these are.
+        run: of the script: each has a first step.
+    """
+
+    def __init__(self, directory: Path, session: AnySession, training: Training, run: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{session.worker}-{session.incarnation}.jsonl"
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._worker, self._training, self._run = session.worker, training, run
+        self._latest: dict[int, dict[str, Any]] = {}
+        """What this worker has run last of each virtual node."""
+
+    def begin(self, attempt: Attempt) -> None:
+        """Write again what is kept of an earlier generation's attempt."""
+        for node in self._training.update.sync.kept if attempt.repairs else ():
+            # One without samples was not run.
+            if node in self._latest and self._latest[node]["step"] == attempt.number:
+                self._write("kept", attempt.generation, **self._latest[node])
+
+    def before_node(self, attempt: Attempt) -> None:
+        """This worker runs these samples."""
+        facts: dict[str, Any] = {"epoch": attempt.epoch, "step": attempt.number}
+        for node, samples in attempt.present.apart():
+            told = facts | {"virtual_node": node, "worker": self._worker, "samples": list(samples)}
+            self._latest[node] = told
+            self._write("computed", attempt.generation, **told)
+
+    def counted(self, generation: m.Generation, number: int) -> None:
+        """The attempt at that step has counted: its update is applied here."""
+        self._write("committed", generation, step=number)
+
+    def _write(self, kind: str, generation: m.Generation, **values: Any) -> None:
+        number = [generation.incarnation, generation.counter]
+        os.write(
+            self._descriptor, (json.dumps({kind: {"run": self._run, "generation": number, **values}}) + "\n").encode()
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+class Explanation(StepPart):
+    """Writes down how the exchange of the latest step went, on the leader.
+
+    Args:
+        path: of the file; each step overwrites the one before.
+        session: says who leads.
+        training: whose steps these are.
+    """
+
+    def __init__(self, path: Path, session: AnySession, training: Training) -> None:
+        self._path, self._state, self._training = path, session.state, training
+
+    def commit(self, attempt: Attempt) -> None:
+        """A step is made."""
+        if not self._state.leader:
+            return
+        update = self._training.update
+        terms, schedule = update.reducer.terms, update.reducer.schedule
+        names = [*(name for name, _ in self._training.model.named_parameters()), *update.sync.settled.averaged]
+        rows = list(schedule[0].shape.rows) if schedule else [1]
+        buckets = [_describe(one, names) for one in schedule]
+        report = ExchangeReport(attempt.number, rows, terms.measured, asdict(terms.network), buckets)
+        write_report(self._path, report)
+
+
+def _describe(one: Scheduled, names: Sequence[str]) -> BucketReport:
+    choice = one.choice
+    return BucketReport(
+        tensors=[names[place] for place in one.bucket.places],
+        bytes=one.shape.size,
+        dtype=str(one.bucket.dtype).removeprefix("torch."),
+        program=str(choice.program),
+        way=str(choice.route.way),
+        overlapped=choice.route.overlapped,
+        reason=choice.reason,
+        predicted=dict(choice.predicted),
+        refused=dict(choice.refused),
+    )
+
+
+class TraceWriter(StepPart):
     """The trace of one worker process.
 
     Args:
@@ -57,8 +157,16 @@ class TraceWriter:
         self._begun = 0
         self._write(opened)
 
-    def began(self, step: int) -> None:
-        """All code before the first attempt at ``step`` has run; said again, it is known."""
+    def after_script(self, *, leaves: bool) -> None:
+        """All code before the first attempt at the coming step has run."""
+        self._began(self._training.completed_steps + 1)
+
+    def begin(self, attempt: Attempt) -> None:
+        """Gradients are read when all of them are there. A joiner has run no code behind a step."""
+        attempt.late = True
+        self._began(attempt.number)
+
+    def _began(self, step: int) -> None:
         if step <= self._begun:
             return
         self._begun = step
@@ -66,12 +174,14 @@ class TraceWriter:
             self._companions = list(_find_companions(self._training))
         self._write(Began(self._earlier + step, {**self._state(), **self._beside()}))
 
-    def loaded(self, batch: MicroBatch) -> None:
+    def before_node(self, attempt: Attempt) -> None:
         """The samples of a virtual node are here, and the user's code has not seen them yet."""
+        batch = attempt.present
         self._inputs = content_hash(batch.samples), content_hash(batch.data)
 
-    def computed(self, generation: m.Generation, step: int, virtual_node: int, told: Told) -> None:
+    def after_node(self, attempt: Attempt) -> None:
         """The user's code has run a virtual node: its gradients and buffers are as it has left them."""
+        told, generation = attempt.told, attempt.generation
         model = self._training.model
         gradients = {name: content_hash(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         buffers = {name: content_hash(buffer) for name, buffer in model.named_buffers()}
@@ -80,8 +190,8 @@ class TraceWriter:
         self._write(
             Computed(
                 (generation.incarnation, generation.counter),
-                self._earlier + step,
-                virtual_node,
+                self._earlier + attempt.number,
+                attempt.present.virtual_node,
                 samples,
                 data,
                 _hash_generators(),
@@ -91,18 +201,17 @@ class TraceWriter:
             )
         )
 
-    def repeats(self, step: int) -> bool:
-        """Whether the attempt at ``step`` that has just been made is to be made once more."""
-        if self._earlier + step != self._repeated_step:
-            return False
-        self._repeated_step = None
-        return True
+    def computed(self, attempt: Attempt) -> None:
+        """The step that is to be attempted twice has been attempted once."""
+        if self._earlier + attempt.number == self._repeated_step:
+            self._repeated_step = None
+            raise AttemptSpoiled
 
-    def committed(self, generation: m.Generation, step: int) -> None:
-        """The update of ``step`` is applied."""
+    def counted(self, generation: m.Generation, number: int) -> None:
+        """The update of that step is applied."""
         metrics = {name: _number(value) for name, value in self._training.metrics.items()}
-        number = generation.incarnation, generation.counter
-        self._write(Committed(number, self._earlier + step, self._state(), metrics))
+        place = generation.incarnation, generation.counter
+        self._write(Committed(place, self._earlier + number, self._state(), metrics))
 
     def close(self) -> None:
         """Close the file."""
