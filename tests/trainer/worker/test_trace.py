@@ -122,7 +122,7 @@ def test_a_model_that_nobody_keeps_is_not_beside_while_another_thread_collects_g
     forgotten = Forgotten()
     forgotten.itself = [forgotten]
     del forgotten
-    monkeypatch.setattr("virtualflow.worker.trace.gc.collect", collect)
+    monkeypatch.setattr("virtualflow.worker.records.gc.collect", collect)
     gc.disable()  # nobody else collects it
     try:
         before = next(iter(trace_of("none").before[2].values()))

@@ -38,7 +38,7 @@ from virtualflow.step.header import (
     read_weights,
 )
 from virtualflow.step.part import StepPart
-from virtualflow.step.spot_checks import Doubted, SpotChecker
+from virtualflow.step.spot_checker import Doubted, SpotChecker
 from virtualflow.step.state_watch import StateWatch
 from virtualflow.transport import Collectives, as_bytes, gather_bytes
 

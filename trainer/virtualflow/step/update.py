@@ -20,7 +20,7 @@ from virtualflow.step.gradient_sync import GradientSync, Reduced
 from virtualflow.step.header import Schema
 from virtualflow.step.optimizer_step import OptimizerOptions, OptimizerStep
 from virtualflow.step.settings import StateWatchSettings
-from virtualflow.step.spot_checks import SpotChecker
+from virtualflow.step.spot_checker import SpotChecker
 from virtualflow.step.state_watch import StateWatch
 from virtualflow.transport import Collectives
 

@@ -7,18 +7,16 @@ that is stopped and continued many times a second (a CPU quota) is slow in some 
 therefore short steps are put together, and the middle of several such samples counts, with the quartiles for those who
 want to be careful.
 
-:class:`Pace` is pure: times come in, in seconds of one steady clock. :class:`Pacing` gives them to it.
+Pure: times come in, in seconds of one steady clock (``parts``).
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from virtualflow.step import Attempt, StepPart
 from virtualflow.worker.settings import PaceSettings
 
 
@@ -111,43 +109,6 @@ class Pace:
             return None
         low, median, high = quartiles([pace for pace, _ in self._samples])
         return Estimate(median, low, high, statistics.median(rest for _, rest in self._samples), len(self._samples))
-
-
-class Pacing(StepPart):
-    """The pace of this worker, measured in each step.
-
-    Args:
-        settings: what counts as a sample.
-        tell: gets the estimate behind each step.
-    """
-
-    def __init__(self, settings: PaceSettings, tell: Callable[[Estimate | None], None]) -> None:
-        self.pace = Pace(settings)
-        self._tell = tell
-
-    def enter(self, assigned: range) -> None:
-        """What was measured was under other circumstances."""
-        self.pace.enter()
-
-    def begin(self, attempt: Attempt) -> None:
-        """All is ready to compute."""
-        self.pace.begin(time.monotonic(), attempt.work)
-
-    def computed(self, attempt: Attempt) -> None:
-        """The last backward pass of the attempt is over."""
-        if attempt.timed:
-            self.pace.end(time.monotonic())
-        else:
-            self.pace.disregard()
-
-    def commit(self, attempt: Attempt) -> None:
-        """The attempt counts."""
-        self.pace.commit(time.monotonic())
-        self._tell(self.pace.estimate)
-
-    def abandon(self) -> None:
-        """What the next attempt takes is no measure of a step."""
-        self.pace.enter()
 
 
 class PaceReportPolicy:

@@ -51,8 +51,7 @@ from virtualflow.worker.loading import Loading
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.membership import Membership
 from virtualflow.worker.options import describe_samples
-from virtualflow.worker.pace import Pacing
-from virtualflow.worker.parts import PlannedActivations, in_order
+from virtualflow.worker.parts import Pacing, PlannedActivations, in_order
 from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace
 from virtualflow.worker.records import Audit, Explanation, TraceWriter
 from virtualflow.worker.reporter import Reporter
