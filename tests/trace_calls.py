@@ -79,16 +79,18 @@ def train(out: Path, *, kill: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     walk = Walk(RECOVERY if kill else None)
     with vf.elastic(model, optimizer, samples, batch_size=64, steps=LAST) as run:
-        for step in run:
+        leads = None
+        for number, step in enumerate(run, 1):  # nobody joins before it is over
             for x, y in step:
-                if kill and step.number == WARM + 1 and not run.leader:
+                leads = run.leader if leads is None else leads
+                if kill and number == WARM + 1 and not leads:
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
                 step.log(loss=loss)
-            if run.completed_steps == WARM:
+            if number == WARM:
                 walk.begin()
-            elif run.completed_steps == WARM + 1:
+            elif number == WARM + 1:
                 walk.end()
         if run.leader:
             out.write_text(json.dumps(walk.calls))

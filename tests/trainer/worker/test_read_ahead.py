@@ -42,20 +42,18 @@ class Position:
 
     position: tuple[int, int] = (0, 0)
     completed_steps: int = 0
+    last_step: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """See there."""
+        return self.position[0] >= EPOCHS
 
     def advance(self) -> None:
         """A step is committed."""
         epoch, step = self.position
         self.completed_steps += 1
         self.position = (epoch, step + 1) if step + 1 < STEPS_PER_EPOCH else (epoch + 1, 0)
-
-
-class Length:
-    """Stands for the options."""
-
-    def is_over(self, completed_steps: int, epoch: int) -> bool:
-        """See there."""
-        return epoch >= EPOCHS
 
 
 class Beside(Staging):
@@ -83,9 +81,9 @@ class Counted:
         return self.source.fetch(*place)
 
 
-def loading(source: Any, staging: Staging, width: int = 1) -> tuple[Loading, Position]:
+def loading(source: Any, staging: Staging | None, width: int = 1) -> tuple[Loading, Position]:
     position = Position()
-    return Loading(source, Width(width), position, Length(), staging), position  # type: ignore[arg-type]
+    return Loading(source, Width(width), position, staging), position  # type: ignore[arg-type]
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -96,7 +94,7 @@ def test_each_fetch_gives_what_the_samples_are_now_whatever_was_fetched_before(
     """Resizes, aborted attempts, other workers' virtual nodes in between, and a script that writes to its samples."""
     draw, data, plan = random.Random(script), rows(), plan_of()
     with opened(data, epochs=EPOCHS) as source:
-        read, training = loading(source, Beside(None) if beside else Staging(None), width)
+        read, training = loading(source, Beside(None) if beside else None, width)
 
         def some_range() -> range:
             first = draw.randrange(NODES)
@@ -111,11 +109,12 @@ def test_each_fetch_gives_what_the_samples_are_now_whatever_was_fetched_before(
                 assert all(torch.equal(got, of[wanted]) for got, of in zip(batch.data, data.tensors, strict=True))
                 for tensor in batch.data:
                     tensor.zero_()  # it is the script's
-            read.send_ahead(nodes)
+            if read.copies_beside:
+                read.send_ahead(nodes)
 
         assigned = range(NODES)
         read.enter(assigned)
-        while not Length().is_over(0, training.position[0]):
+        while not training.is_over:
             while draw.random() < 0.3:
                 for nodes in chunks(assigned, width)[: draw.randint(0, NODES)]:
                     compute(nodes)
@@ -140,11 +139,12 @@ def test_each_fetch_gives_what_the_samples_are_now_whatever_was_fetched_before(
 def test_the_first_micro_batch_of_a_step_is_there_before_the_step(beside: bool) -> None:
     with opened(rows()) as source:
         counted = Counted(source)
-        read, training = loading(counted, Beside(None) if beside else Staging(None))
+        read, training = loading(counted, Beside(None) if beside else None)
         read.enter(range(2))
         for node in range(2):
             read.fetch(range(node, node + 1))
-            read.send_ahead(range(node, node + 1))
+            if read.copies_beside:
+                read.send_ahead(range(node, node + 1))
         read.read_ahead()
         before = counted.fetched
         training.advance()
@@ -192,7 +192,7 @@ def test_only_what_runs_none_of_the_users_code_here_is_fetched_before_its_turn(
 def test_nothing_is_fetched_beyond_the_end_of_an_epoch() -> None:
     with opened(rows()) as source:
         counted = Counted(source)
-        read, training = loading(counted, Staging(None))
+        read, training = loading(counted, None)
         training.position = (0, STEPS_PER_EPOCH - 1)
         read.enter(range(1))
         read.fetch(range(1))

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, Protocol, TypedDict
 
@@ -72,7 +73,7 @@ class MicroBatch:
         """What was really loaded, in order: indices into the dataset; for a stream, positions in its shard."""
         return self.loaded if isinstance(self.loaded, tuple) else tuple(self.loaded.tolist())
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many samples were loaded for it."""
         return sum(self.sizes) if self.sizes else len(self.loaded)

@@ -51,7 +51,8 @@ def seed_process(value: int) -> None:
     value %= _LIMIT
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(value)
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(value)
     random.seed(value)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -80,7 +81,8 @@ def seeded(value: int) -> Iterator[None]:
 def seed_virtual_node(seed: int, step: int, virtual_node: int) -> None:
     """Seed this process for the computation of ``virtual_node`` in ``step`` (counted from 1) of a job."""
     # The encoding of derive_seed("virtual-node", seed, step, virtual_node), spelt out: it is called all the time.
-    seed_process(_hash(b"s12:virtual-node;i%d;i%d;i%d;" % (seed, step, virtual_node)))
+    path = b"s12:virtual-node;i%d;i%d;i%d;" % (seed, step, virtual_node)
+    seed_process(int.from_bytes(blake2b(path, digest_size=8).digest(), "big"))
 
 
 def seed_samples(seed: int, epoch: int, epoch_step: int, virtual_node: int) -> None:

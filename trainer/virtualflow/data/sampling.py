@@ -108,6 +108,8 @@ class Plan:
         self.seed = seed
         self.shuffle = shuffle
         self.steps_per_epoch = samples // batch_size if drop_last else -(-samples // batch_size)
+        self._divided = 0
+        """A number of virtual nodes over which the batch is known to divide evenly."""
         self._given = orders
         self._orders: dict[int, torch.Tensor] = {}
 
@@ -139,7 +141,9 @@ class Plan:
         return self._order(epoch)[begin:end]
 
     def _bounds(self, epoch_step: int, virtual_node: int, virtual_nodes: int) -> tuple[int, int]:
-        micro_batch(self.batch_size, virtual_nodes)
+        if virtual_nodes != self._divided:
+            micro_batch(self.batch_size, virtual_nodes)
+            self._divided = virtual_nodes
         if not 0 <= epoch_step < self.steps_per_epoch:
             raise IndexError(f"step {epoch_step} of an epoch that has {self.steps_per_epoch}")
         if not 0 <= virtual_node < virtual_nodes:

@@ -73,7 +73,7 @@ class Lineage:
 
     def __init__(self) -> None:
         self._counted: Plan | None = None
-        self._stage: Stage = "attempted"
+        self.stage: Stage = "attempted"
         self._attempted: dict[Generation, Plan] = {}
         self._ended: frozenset[str] = frozenset()
 
@@ -89,14 +89,14 @@ class Lineage:
 
     def count(self, plan: Plan, stage: Stage) -> None:
         """``plan`` counts: it was agreed on (``attempted``), or all of its members have come (``counted``)."""
-        self._counted, self._stage = plan, stage
+        self._counted, self.stage = plan, stage
         self._attempted = {n: known for n, known in self._attempted.items() if n > plan.generation}
         known = (self._counted, *self._attempted.values())
         self._ended &= frozenset(member.incarnation for plan in known for member in plan.members)
 
     def settle(self) -> None:
         """An exchange of the newest generation that counts is complete."""
-        self._stage = "settled"
+        self.stage = "settled"
 
     def claim(self, plan: Plan) -> Claim:
         """What to tell the other members of ``plan``."""
@@ -112,7 +112,7 @@ class Lineage:
             counted.generation if counted is not None else NO_GENERATION,
             counted is None
             or counted.generation == plan.generation
-            or not open_members(counted, self._stage, present, ended),
+            or not open_members(counted, self.stage, present, ended),
             max(opposed, default=NO_GENERATION),
         )
 

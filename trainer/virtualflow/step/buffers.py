@@ -119,6 +119,8 @@ class BufferTracker:
                 self._buffers[name] = _Buffer(module, attribute, tensor, tensor.detach().clone())
         self._sums = {name: self._buffers[name] for name in sums}
         """Those whose changes are added up."""
+        self.sums: Sequence[str] = tuple(self._sums)
+        """Their names."""
 
     def begin(self) -> None:
         """Take the present values as those that every virtual node of the coming step starts from."""
@@ -196,11 +198,6 @@ class BufferTracker:
             torch.empty(buffer.tensor.shape, dtype=summed_as(buffer.tensor.dtype), device="meta")
             for buffer in self._sums.values()
         ]
-
-    @property
-    def sums(self) -> Sequence[str]:
-        """Their names."""
-        return tuple(self._sums)
 
     def added(self, changes: Sequence[Tensor]) -> dict[str, Tensor]:
         """Their values behind a step that has changed them by so much."""

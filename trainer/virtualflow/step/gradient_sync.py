@@ -270,7 +270,8 @@ class GradientSync:
         """What a virtual node has left behind beside gradients; the buffers are put back."""
         record = NodeRecord(samples, metrics, virtual_nodes=virtual_nodes, told=weight)
         if samples:
-            record.summed = self._buffers.collect_sums()
+            if self._buffers.sums:
+                record.summed = self._buffers.collect_sums()
             record.averaged, record.copied = self._buffers.collect(self.schema)
         else:
             self._buffers.restore()
@@ -424,7 +425,8 @@ class GradientSync:
         while True:
             form = self.header_format(holdings)
             mine = self._contributions.wanted_schema()
-            records, sums = self._contributions.complete_records(self.schema), self._buffers.sum_templates
+            records = self._contributions.complete_records(self.schema)
+            names, sums = self._buffers.sums, self._buffers.sum_templates
             said: dict[str, int] = {}
             for part in self._telling:
                 said |= part.header()
@@ -440,7 +442,7 @@ class GradientSync:
                 said=said,
                 present=self._contributions.present(self.schema),
                 records=records,
-                summed=[write_changes(sums, [of.summed.get(name) for name in self._buffers.sums]) for of in records],
+                summed=[write_changes(sums, [of.summed.get(name) for name in names]) for of in records if names],
             )
             headers: tuple[StepHeader, ...] = (told,)
             if communicator.size > 1:

@@ -54,6 +54,7 @@ class Guard(StepPart):
         named = list(model.named_parameters())
         self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
         self._optimizer, self._travels = optimizer, travels
+        self._optimizers = optimizers_of(optimizer)
         self._schedulers, self._sharded, self._settings = schedulers, sharded, settings
         self._groups = self._describe_groups()
         self.place: Place = "library"
@@ -61,6 +62,8 @@ class Guard(StepPart):
         self._attempts = 0
         self._versions: list[int] = []
         self._sums: list[Tensor] | None = None
+        self.looks = False
+        """Whether contents are looked at, so that :meth:`check` can tell which virtual node has changed them."""
         self._hook = _watch_steps(self._on_step)
 
     def close(self) -> None:
@@ -83,11 +86,6 @@ class Guard(StepPart):
             )
         self._attempts += 1
         self._note()
-
-    @property
-    def looks(self) -> bool:
-        """Whether contents are looked at in this attempt, so that :meth:`check` can name the virtual node."""
-        return self._sums is not None
 
     def check(self, *, look: bool = False) -> None:
         """A virtual node has been computed; ``look`` at the contents whether or not torch has counted a change.
@@ -140,11 +138,11 @@ class Guard(StepPart):
 
     def forget(self) -> None:
         """The state is another one, for good reason."""
-        self._versions, self._sums = [], None
+        self._versions, self._sums, self.looks = [], None, False
 
     def _note(self) -> None:
         settings = self._settings
-        looks = self._attempts <= settings.first or self._attempts % settings.every == 0
+        looks = self.looks = self._attempts <= settings.first or self._attempts % settings.every == 0
         self._versions = [parameter._version for parameter in self._parameters]
         self._sums = [add_bits(parameter) for parameter in self._parameters] if looks else None
 
@@ -179,7 +177,7 @@ class Guard(StepPart):
                 "joins has those of the start: give the optimizer all parameters from the start, and freeze them with "
                 "requires_grad_(False) until their step.number has come"
             )
-        parts = optimizers_of(self._optimizer)
+        parts = self._optimizers
         for part in parts:
             step: Any = vars(part).get("step")
             wrapped = hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")
@@ -198,7 +196,7 @@ class Guard(StepPart):
         name = type(optimizer).__name__
         if self.place == "library" or (self.place == "between steps" and self._travels(optimizer)):
             return
-        if any(optimizer is part for part in optimizers_of(self._optimizer)):
+        if any(optimizer is part for part in self._optimizers):
             raise ConfigurationError(
                 f"the script has called {name}.step(), and the library steps the optimizer when the gradients of all "
                 "micro-batches are there; remove the call"

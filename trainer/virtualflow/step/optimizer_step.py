@@ -57,7 +57,8 @@ class OptimizerStep:
         self._wanted = options
         self._norm_block = reduction.norm_block
         self._clips = options.clip_norm is not None or options.clip_value is not None
-        self._in_portions = StepInPortions(options.optimizer)
+        self._in_portions: StepInPortions | None = None
+        """What has been stepped already of a step that does not count yet; ``None``: nothing."""
         self._placement: OptimizerPlacement = DevicePlacement()
         if options.host is not None:
             self._placement = HostPlacement(
@@ -97,21 +98,25 @@ class OptimizerStep:
         if is_separable(self._wanted.optimizer, self._norm_block, self._placement.device):
             given = {self._parameters[place]: gradient for place, gradient in gradients.items()}
 
+            portions = self._in_portions = self._in_portions or StepInPortions(self._wanted.optimizer)
+
             def work(parameters: Sequence[nn.Parameter]) -> None:
-                self._in_portions.step(parameters, [given[parameter] for parameter in parameters])
+                portions.step(parameters, [given[parameter] for parameter in parameters])
 
             self._placement.visit(list(given), work, at_once=False)
 
     def step(self, gradients: Tensors) -> None:
         """Clip and step whatever no portion has stepped."""
-        wanted, stepped = self._wanted, set(self._in_portions.stepped)
+        wanted = self._wanted
+        stepped = set[Tensor]() if self._in_portions is None else set[Tensor](self._in_portions.stepped)
         given: dict[nn.Parameter, Tensor] = {}
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = None
             if gradient is not None and parameter not in stepped:
                 given[parameter] = gradient
-        self._placement.await_gradients()
-        if wanted.scaler is None:
+        if wanted.host is not None:
+            self._placement.await_gradients()
+        if wanted.scaler is None and self._clips:
             self._clip(list(given.values()))
 
         def work(parameters: Sequence[nn.Parameter]) -> None:
@@ -122,7 +127,10 @@ class OptimizerStep:
             else:
                 self._step_scaled(list(given.values()))
 
-        self._placement.visit(list(given), work, at_once=wanted.scaler is not None)
+        if wanted.host is None:
+            work(list(given))
+        else:
+            self._placement.visit(list(given), work, at_once=wanted.scaler is not None)
 
     def _clip(self, gradients: list[Tensor]) -> None:
         wanted = self._wanted
@@ -148,7 +156,7 @@ class OptimizerStep:
         """The step counts: leave the gradients for the user to look at, if they are on the device."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient if self._placement.shows_gradients else None
-        self._in_portions = StepInPortions(self._wanted.optimizer)
+        self._in_portions = None
 
     def schedule(self, epoch_ends: bool) -> None:
         """Let the scheduler go on, if it is its time."""
@@ -158,7 +166,8 @@ class OptimizerStep:
 
     def undo(self) -> None:
         """The attempt is aborted: put back what a portion has stepped."""
-        self._in_portions.undo()
+        if self._in_portions is not None:
+            self._in_portions.undo()
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

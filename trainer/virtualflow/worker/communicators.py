@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from virtualflow.device import FreedMemory
 from virtualflow.errors import CommunicatorBroken
@@ -44,7 +45,7 @@ class Communicators:
         self._interruption = interruption
         self._offered = offered
         self._prepared: dict[m.Generation, Communicator] = {}
-        self._retired: list[Communicator] = []
+        self.retired: list[Communicator] = []
         self._closers: list[threading.Thread] = []
         self._closed = False
         self._freed = FreedMemory(settings.memory.kept)
@@ -69,13 +70,13 @@ class Communicators:
             if communicator is None:
                 raise CommunicatorBroken(f"the communicator of generation {generation} is not there")
             if former is not None:
-                self._retired.append(former)
+                self.retired.append(former)
         return communicator
 
     def tidy(self) -> None:
         """Take down communicators of former generations."""
         with self._link.changed:
-            finished, self._retired = self._retired, []
+            finished, self.retired = self.retired, []
         self._close_behind(finished)
 
     def let_go(self, newest: m.Generation) -> None:
@@ -104,8 +105,8 @@ class Communicators:
         """Take all of them down, and the ``running`` one."""
         with self._link.changed:
             self._closed = True
-            communicators = [*self._retired, *self._prepared.values()]
-            self._retired, self._prepared = [], {}
+            communicators = [*self.retired, *self._prepared.values()]
+            self.retired, self._prepared = [], {}
         for communicator in (*communicators, running):
             if communicator is not None:
                 communicator.close()
@@ -132,7 +133,7 @@ class Communicators:
             make_room(link, plan, self.reserve, superseded, settings.transfer.reserve_wait)
         try:
             communicator = Communicator.open(
-                plan, rank, link, superseded, lambda: self._interruption(plan), settings.communicator
+                plan, rank, link, superseded, partial(self._interruption, plan), settings.communicator
             )
         except CommunicatorBroken as error:
             if not superseded():
@@ -146,7 +147,7 @@ class Communicators:
                 offered = self._offered()
                 kept = offered.generation if offered is not None else m.NO_GENERATION
                 old = [g for g in self._prepared if g < plan.generation and g != kept]
-                self._retired.extend(self._prepared.pop(g) for g in old)
+                self.retired.extend(self._prepared.pop(g) for g in old)
                 link.changed.notify_all()
         if wanted:
             link.send(m.Prepared(plan.generation), keep=True)

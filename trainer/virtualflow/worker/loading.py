@@ -7,12 +7,12 @@ and a change of the workers or of the position empties it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from virtualflow.data import MicroBatch, Source, Staged, Staging, chunks, fuse
 from virtualflow.step import MicrobatchFusion, StepPart
 from virtualflow.worker.contents import check_reading
-from virtualflow.worker.options import Options
 from virtualflow.worker.train_state import Training
 
 
@@ -36,27 +36,33 @@ class Loading(StepPart):
         source: of micro-batches.
         fusion: says which virtual nodes run together; ``None``: none do.
         training: says where all workers are.
-        options: how long it takes.
-        staging: brings micro-batches to the device.
+        staging: brings micro-batches to the device; ``None``: they stay where they are.
+        collate: the script's own ``collate_fn``, if it has one.
     """
 
     def __init__(
-        self, source: Source, fusion: MicrobatchFusion | None, training: Training, options: Options, staging: Staging
+        self,
+        source: Source,
+        fusion: MicrobatchFusion | None,
+        training: Training,
+        staging: Staging | None,
+        collate: Callable[[Any], Any] | None = None,
     ) -> None:
         self._source = source
         self._fusion = fusion
         self._training = training
-        self._options = options
         self._staging = staging
+        self._collate = collate
         self._ahead: _Ahead | None = None
         self._peeked: dict[tuple[int, int, int], MicroBatch] = {}
         self._assigned = range(0)
         self._width = 1
+        self._portions: Sequence[range] = ()
         """What the source has been told of the portions to come."""
 
     @property
     def _over(self) -> bool:
-        return self._options.is_over(self._training.completed_steps, self._training.position[0])
+        return self._training.is_over
 
     def enter(self, assigned: range) -> None:
         """Other virtual nodes are assigned to this worker, or it begins again from where the others are."""
@@ -73,7 +79,7 @@ class Loading(StepPart):
             self._assign()
 
     def _assign(self) -> None:
-        self._ahead = None
+        self._ahead, self._portions = None, chunks(self._assigned, self._width)
         self._source.assign(self._assigned, *self._training.position, self._width)
 
     @property
@@ -92,9 +98,10 @@ class Loading(StepPart):
         if ahead is not None and ahead.place == place:
             self._ahead = None
             if ahead.version == self._source.version:
-                return self._staging.finish(ahead.staged)
+                return ahead.staged.batch if self._staging is None else self._staging.finish(ahead.staged)
             self._assign()  # the script has written to its samples: what was read before is forgotten
-        return self._staging.move(self._read(place))
+        batch = self._read(place)
+        return batch if self._staging is None else self._staging.move(batch)
 
     def _read(self, place: _Place) -> MicroBatch:
         epoch, epoch_step, nodes = place
@@ -106,7 +113,7 @@ class Loading(StepPart):
     @property
     def copies_beside(self) -> bool:
         """Whether micro-batches are copied to the device beside its computation, so that one is best sent ahead."""
-        return self._staging.beside
+        return self._staging is not None and self._staging.beside
 
     def send_ahead(self, nodes: range) -> None:
         """The device computes on the micro-batch of these virtual nodes: send it the one to come."""
@@ -114,14 +121,15 @@ class Loading(StepPart):
 
     def read_ahead(self) -> None:
         """This worker's part of the step is under way to the others: read the first micro-batch of the next step."""
-        if not self._staging.beside and self._assigned:
-            self._fetch_early(chunks(self._assigned, self._width)[-1])
+        if self._portions and (self._staging is None or not self._staging.beside):
+            self._fetch_early(self._portions[-1])
 
     def _fetch_early(self, nodes: range) -> None:
         place = self._following(nodes)
         if place is not None and (self._ahead is None or self._ahead.place != place):
             batch = self._source.fetch(place.epoch, place.epoch_step, place.nodes.start, len(place.nodes))
-            self._ahead = _Ahead(place, self._source.version, self._staging.start(batch))
+            staged = Staged(batch) if self._staging is None else self._staging.start(batch)
+            self._ahead = _Ahead(place, self._source.version, staged)
 
     def _following(self, nodes: range) -> _Place | None:
         """What comes behind the micro-batch of these virtual nodes, as far as it may be fetched now."""
@@ -129,7 +137,7 @@ class Loading(StepPart):
         if early == "nothing":
             return None
         epoch, epoch_step = self._training.position
-        portions = chunks(self._assigned, self._width)
+        portions = self._portions
         if nodes not in portions:
             return None  # one of another worker's, or of an attempt that was repaired
         after = portions.index(nodes) + 1
@@ -137,7 +145,8 @@ class Loading(StepPart):
             return _Place(epoch, epoch_step, portions[after])
         steps = self._source.steps_per_epoch
         last = steps is None or epoch_step + 1 >= steps
-        if early == "step" or last or self._options.is_over(self._training.completed_steps + 1, epoch):
+        limit = self._training.last_step
+        if early == "step" or last or (limit is not None and self._training.completed_steps + 1 >= limit):
             return None
         return _Place(epoch, epoch_step + 1, portions[0])
 
@@ -156,10 +165,11 @@ class Loading(StepPart):
         Raises:
             ConfigurationError: it is not.
         """
-        check_reading(dataset, self._options.loader.get("collate_fn"), self._source, batch, *self._training.position)
+        check_reading(dataset, self._collate, self._source, batch, *self._training.position)
 
     def first(self) -> MicroBatch:
         """The very first micro-batch, which a joiner warms up with."""
         self._ahead = None
         self._source.assign(range(1), 0, 0)
-        return self._staging.move(self._source.fetch(0, 0, 0))
+        batch = self._source.fetch(0, 0, 0)
+        return batch if self._staging is None else self._staging.move(batch)

@@ -101,7 +101,7 @@ class Loop:
         else:
             context.membership.join()
             self._look_ahead()
-        while not self._state.has_state or not context.is_over:
+        while not self._state.has_state or not context.training.is_over:
             self._between_steps()
             step = self._open_step = Step(self)
             self._guard.place = "between steps"
@@ -132,7 +132,7 @@ class Loop:
         """
         context, done = self.context, self.context.training.completed_steps
         options, epoch = context.request.options, context.training.position[0]
-        if context.is_over:
+        if context.training.is_over:
             if self._state.leader:
                 context.session.note(
                     "info",
@@ -167,7 +167,7 @@ class Loop:
     def save_if_due(self) -> None:
         """Write a checkpoint when the user's code after a step has run."""
         if self._saving is not None:
-            self._saving.save_if_due(over=self.context.is_over)
+            self._saving.save_if_due(over=self.context.training.is_over)
 
     def join(self) -> tuple[int, int]:
         """Become a member, if this worker is none yet; the number of the step to come, and its epoch."""
@@ -234,42 +234,38 @@ class Loop:
 
     def make(self, number: int) -> Iterator[Any]:
         """Attempt the step ``number`` until it is committed here or brought by a donor."""
+        context, training, membership = self.context, self.context.training, self.context.membership
         self._guard.place = "library"
         try:
-            yield from self._make(number)
+            if context.profiling is not None:
+                yield from context.profiling.measure()
+            while training.completed_steps < number and not training.is_over:
+                try:
+                    self._wait_while_held()
+                    attempt = yield from self._attempt(number)
+                    reduced = yield from self._synchronize(attempt)
+                except CommunicatorBroken as error:
+                    context.stopwatch.fail()
+                    generation = context.session.generation
+                    if membership.recover(error):
+                        for counts in self._parts.counted:
+                            counts(generation, number)
+                except Diverged as error:
+                    members = membership.communicator.plan.members
+                    raise end_by_divergence(error.found, members, context.checkpointer) from None
+                except AttemptSpoiled:
+                    self._abandon()
+                    context.loading.enter(self._state.assigned)
+                else:
+                    with span("commit") if profiled() else _NOTHING:
+                        self._commit(attempt, reduced)
+            if self._saving is not None:
+                self._saving.step_is_new = True
+            self._guard.committed()
+            self.seed_between_steps()
+            self._activity.mark(BETWEEN, number)
         finally:
             self._guard.place = "between steps"
-
-    def _make(self, number: int) -> Iterator[Any]:
-        context, training = self.context, self.context.training
-        if context.profiling is not None:
-            yield from context.profiling.measure()
-        membership = context.membership
-        while training.completed_steps < number and not context.is_over:
-            try:
-                self._wait_while_held()
-                attempt = yield from self._attempt(number)
-                reduced = yield from self._synchronize(attempt)
-            except CommunicatorBroken as error:
-                context.stopwatch.fail()
-                generation = context.session.generation
-                if membership.recover(error):
-                    for counts in self._parts.counted:
-                        counts(generation, number)
-            except Diverged as error:
-                members = membership.communicator.plan.members
-                raise end_by_divergence(error.found, members, context.checkpointer) from None
-            except AttemptSpoiled:
-                self._abandon()
-                context.loading.enter(self._state.assigned)
-            else:
-                with span("commit"):
-                    self._commit(attempt, reduced)
-        if self._saving is not None:
-            self._saving.step_is_new = True
-        self._guard.committed()
-        self.seed_between_steps()
-        self._activity.mark(BETWEEN, number)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -408,8 +404,8 @@ class Loop:
     def _present(self, attempt: Attempt) -> Iterator[Any]:
         """Give the micro-batch in hand to the user's code, with the random streams of its (first) virtual node."""
         self._told = attempt.told = Told()
-        batch = attempt.present
-        if not batch.size:
+        batch = attempt.batch
+        if batch is None or not batch.size:
             return
         for before in self._parts.before_pass:
             before(attempt)
@@ -450,7 +446,7 @@ class Loop:
         offer = m.NO_GENERATION if number == context.total_steps else context.session.offer(evaluating=False)
         self._state.lease.begin()
         try:
-            with span("exchange"):
+            with span("exchange") if profiled() else _NOTHING:
                 return context.update.synchronize(
                     context.membership.communicator,
                     attempt.holdings,
@@ -473,7 +469,7 @@ class Loop:
             self._state.lease.renew()
         # An optimizer may draw at random, and so may the user's code after the step: the same on all workers.
         seed_virtual_node(self._seed, number, self._virtual_nodes)
-        with span("update"):
+        with span("update") if profiled() else _NOTHING:
             training.commit(reduced, members)
             forget_cached_weights()  # the script's code after the step sees the new ones
         self._state.repair = None
@@ -492,7 +488,7 @@ class Loop:
             session.remember(change)
         context.membership.note_offers(header.offer for header in reduced.headers)
         self.check_finite()
-        context.reporter.progress(now=context.is_over)
+        context.reporter.progress(now=context.training.is_over)
         session.tidy()
         if self._saving is not None:
             self._saving.commit(reduced)

@@ -71,6 +71,8 @@ class Membership:
         stopwatch: Stopwatch,
     ) -> None:
         self._session = session
+        self.check = session.check
+        """Whether the attempt still makes sense."""
         self._state = session.state
         self._training = training
         self._checkpointer = checkpointer
@@ -101,16 +103,6 @@ class Membership:
         if not self._state.has_state:
             self._session.be_ready()
             self._enter(self._session.await_entry())
-
-    def check(self) -> None:
-        """Look whether the attempt still makes sense.
-
-        Raises:
-            CommunicatorBroken: a recovery is called for.
-        """
-        reason = self._session.interruption(self._state.plan)
-        if reason is not None:
-            raise CommunicatorBroken(reason)
 
     def note_offers(self, offers: Iterable[m.Generation]) -> None:
         """An exchange is complete: remember the plan that all have offered to enter, if there is one."""

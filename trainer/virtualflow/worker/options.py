@@ -77,12 +77,6 @@ class Options:
         """How gradients travel, where ``settings`` say it by default."""
         return settings if self.exchange == "auto" else replace(settings, exchange=self.exchange)
 
-    def is_over(self, completed_steps: int, epoch: int) -> bool:
-        """Whether a training that stands there is through."""
-        return (self.steps is not None and completed_steps >= self.steps) or (
-            self.epochs is not None and epoch >= self.epochs
-        )
-
 
 def refuse_launchers(environment: WorkerEnvironment) -> None:
     """See that nobody but the library divides the work among processes.

@@ -363,7 +363,7 @@ class Run:
         """Yield the steps that remain; a worker that leaves is ended here, see :class:`virtualflow.Drained`."""
         if self not in _active or self._loop is None:
             raise VirtualFlowError("iterate over the run inside its with block: with vf.elastic(...) as run: ...")
-        yield from self._loop.steps()
+        return self._loop.steps()
 
 
 def _compare(over: m.RunOver, digest: str, *, bitwise: bool) -> None:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from msgspec import structs
 
-from virtualflow.errors import ConfigurationError, Drained, Evicted, JobEnded, JobFailed, Leave
+from virtualflow.errors import CommunicatorBroken, ConfigurationError, Drained, Evicted, JobEnded, JobFailed, Leave
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_RUNS, MAX_TEXT, MAX_TRACEBACK, RECORD_KEEPERS
@@ -77,7 +77,6 @@ class Session:
             self.link, state, self.incarnation, settings, self.interruption, lambda: self._offered
         )
         self.reserve = self.communicators.reserve
-        self.tidy = self.communicators.tidy
 
     # --- for the training thread --------------------------------------------------------------------------------------
 
@@ -115,6 +114,11 @@ class Session:
     def generation(self) -> m.Generation:
         """The number of the generation that this worker is in."""
         return m.NO_GENERATION if self.state.plan is None else self.state.plan.generation
+
+    def tidy(self) -> None:
+        """Take down communicators of former generations."""
+        if self.communicators.retired:
+            self.communicators.tidy()
 
     @property
     def draining(self) -> bool:
@@ -160,7 +164,8 @@ class Session:
         with self.link.changed:
             plan = self._offered
         lineage = self.state.lineage
-        lineage.settle()
+        if lineage.stage != "settled":
+            lineage.settle()
         if plan is None:
             return None
         if not all(offer == plan.generation for offer in offers):
@@ -303,6 +308,16 @@ class Session:
         if newest.mode == "recovery" or not self.state.has_state:
             return f"generation {newest.generation} takes over: {newest.reason}"
         return None
+
+    def check(self) -> None:
+        """Look whether what goes on in the present generation still makes sense.
+
+        Raises:
+            CommunicatorBroken: a recovery is called for.
+        """
+        reason = self.interruption(self.state.plan)
+        if reason is not None:
+            raise CommunicatorBroken(reason)
 
     def raise_if_over(self) -> None:
         """Raise when this process is not to go on.

@@ -103,10 +103,7 @@ class Context:
     @property
     def is_over(self) -> bool:
         """Whether the training is through."""
-        completed, over = self.training.completed_steps, self.request.over
-        if over is not None and over.result is not None and completed >= over.result.step:
-            return True
-        return self.request.options.is_over(completed, self.training.position[0])
+        return self.training.is_over
 
 
 def open_session(request: Request, resources: ExitStack, incarnation: str) -> AnySession:
@@ -149,7 +146,15 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     companions = Companions(options.state)
     _check_states(request, session)
     training = Training(
-        request.model, request.optimizer, options.scheduler, options.scaler, update, settings.transfer, companions
+        request.model,
+        request.optimizer,
+        options.scheduler,
+        options.scaler,
+        update,
+        settings.transfer,
+        companions,
+        last_step=_last_step(request),
+        epochs=options.epochs,
     )
     signature = signature_of(request.model, request.optimizer)
     if companions:
@@ -173,8 +178,9 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     total_steps = options.total_steps(source.steps_per_epoch)
     stopwatch = Stopwatch()
     # "cuda" alone may be another one than the model's.
-    staging = Staging(None if options.device is None or request.layer_major else device_of(request.model))
-    loading = Loading(source, fusion, training, options, staging)
+    moves = options.device is not None and not request.layer_major
+    staging = Staging(device_of(request.model)) if moves else None
+    loading = Loading(source, fusion, training, staging, options.loader.get("collate_fn"))
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
     guard = _held(resources, _open_guard(request, companions))
     pacing = Pacing(settings.pace, reporter.pace) if session.coordinated else None
@@ -229,6 +235,13 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         layers=_open_layers(request),
         profiling=profiling,
     )
+
+
+def _last_step(request: Request) -> int | None:
+    """The last step of the training, as far as it does not follow from its epochs."""
+    over = request.over
+    ends = [request.options.steps, over.result.step if over is not None and over.result is not None else None]
+    return min((end for end in ends if end is not None), default=None)
 
 
 def _held(resources: ExitStack, part: _Part) -> _Part:

@@ -128,6 +128,9 @@ class StandaloneSession:
         """Nothing interrupts it."""
         return None
 
+    def check(self) -> None:
+        """All that goes on makes sense."""
+
     def leave(self, generation: m.Generation, reason: str = "") -> NoReturn:
         """End.
 

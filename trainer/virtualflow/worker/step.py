@@ -126,7 +126,7 @@ class Step:
                 'with vf.Memory(..., order="layer-major") a step has no micro-batches to iterate over; call '
                 "step.layer_major(loss)"
             )
-        yield from self._iterate()
+        return self._iterate()
 
     def layer_major(self, loss: Loss) -> None:
         """Make this update block by block, in place of the loop over the micro-batches.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,10 @@ class Training:
     """How a state travels."""
     companions: Companions = field(default_factory=lambda: Companions({}))
     """What the script keeps beside them."""
+    last_step: int | None = None
+    """After which it is through,"""
+    epochs: int | None = None
+    """or after so many."""
     completed_steps: int = 0
     """Updates that have been applied."""
     position: tuple[int, int] = (0, 0)
@@ -75,6 +80,13 @@ class Training:
         """
         self.completed_steps = self.exchanges = step
         self.position = divmod(step, steps_per_epoch)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training is through."""
+        return (self.last_step is not None and self.completed_steps >= self.last_step) or (
+            self.epochs is not None and self.position[0] >= self.epochs
+        )
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -124,7 +136,7 @@ class Training:
         """Remember the first of the training's metrics that is NaN or infinite, with the present step."""
         if self.non_finite is None:
             for name, value in numbers.items():
-                word = not_finite(value)
+                word = None if math.isfinite(value) else not_finite(value)
                 if word is not None:
                     self.non_finite = m.NonFinite(name[:MAX_NAME], word, self.completed_steps)
                     return

@@ -14,7 +14,6 @@ from itertools import pairwise
 
 import torch
 
-from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import MAX_NAME
 from virtualflow.step import Attempt, StepPart
@@ -37,7 +36,7 @@ class DeviceTurns(StepPart):
 
     def before_pass(self, attempt: Attempt) -> None:
         """Have the device for whatever computes."""
-        self.take(attempt.number, self._check if attempt.number else _wait_on)
+        self.take(attempt.number, self._session.check if attempt.number else _wait_on)
 
     def take(self, step: int, check: Callable[[], object]) -> None:
         """Have the device; returns at once where this worker has it.
@@ -49,11 +48,6 @@ class DeviceTurns(StepPart):
         waited = self._turns.take(step, check)
         for exclude in self._excluded:
             exclude(waited)
-
-    def _check(self) -> None:
-        reason = self._session.interruption(self._session.state.plan)
-        if reason is not None:
-            raise CommunicatorBroken(reason)
 
     def give_back(self) -> None:
         """Let others compute."""
