@@ -21,7 +21,7 @@ from benchmarks.tasks import TASKS, VIRTUAL_NODES, loss_of
 from virtualflow.step.settings import StateWatchSettings
 from virtualflow.step.state_watch import StateWatch
 from virtualflow.transport import channel, communicator
-from virtualflow.transport.checksum import checksum
+from virtualflow.transport.channel import checksum
 
 SWEEP = StateWatchSettings().sweep
 

@@ -348,7 +348,8 @@ class Worker:
             self.session.raise_if_over()
             self.membership.join()
             while True:
-                self.membership.switch_if_agreed()
+                if self.membership.agreed is not None:
+                    self.membership.switch()
                 self._step(self.history.completed_steps + 1)
         except Leave as error:
             self.ending = error

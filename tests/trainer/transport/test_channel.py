@@ -16,8 +16,7 @@ from meshes import mesh
 
 from tiers import examples
 from virtualflow.errors import CommunicatorBroken, Damaged, VirtualFlowError
-from virtualflow.transport.channel import CLOSED, Channel, Exchange
-from virtualflow.transport.checksum import checksum
+from virtualflow.transport.channel import CLOSED, Channel, Exchange, checksum
 
 HEAD = 24
 

@@ -18,7 +18,7 @@ from virtualflow.reduction.reducer import Exchanger, Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.reduction.summation import CanonicalSummation
 from virtualflow.transport import communicator
-from virtualflow.transport.checksum import checksum
+from virtualflow.transport.channel import checksum
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import Message
 from virtualflow.transport.settings import CommunicatorSettings

@@ -79,7 +79,8 @@ class Found:
     """Whether all stayed as they were left."""
 
 
-_UNWATCHED = Found(frozenset(), frozenset(), steady=True)
+UNWATCHED = Found(frozenset(), frozenset(), steady=True)
+"""Of a virtual node that nobody has watched."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class Handover:
     def end(self) -> Found:
         """The virtual node has run, and ``.grad`` holds what is still there: what has come of its gradients."""
         if not self._watching and self._steady:
-            return _UNWATCHED
+            return UNWATCHED
         self._watching, self._receiver = False, None
         seen, gone = frozenset(self._seen), frozenset(place for place, left in self._seen.items() if left.gone)
         stand_ins = [(weakref.ref(left.left), left.gone) for left in self._seen.values() if type(left.left) is StandIn]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from virtualflow.reduction.accumulation import Accumulator, Addition, multiply
 from virtualflow.reduction.early import Early
-from virtualflow.reduction.handover import Handover
+from virtualflow.reduction.handover import UNWATCHED, Handover
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.transport import Collectives
@@ -68,7 +68,7 @@ class Overlap:
         self._parameters = parameters
         self._reducer = reducer
         size = sum(p.numel() * p.itemsize for p in parameters)
-        self._one_by_one = size >= settings.one_by_one * len(parameters) and len({p.device for p in parameters}) == 1
+        self.one_by_one = size >= settings.one_by_one * len(parameters) and len({p.device for p in parameters}) == 1
         """Whether they are so large, each, that it pays to take it as soon as it is there: additions find it in a
         cache, the first bucket sets out before the last is full, and the last addition writes the message. Else all
         are taken together behind the backward pass; so are those of several devices, for each of which autograd has a
@@ -90,7 +90,10 @@ class Overlap:
         self._early: Early | None = None
         self._addition: Addition | None = None
         self._deferred = False
-        self._running = False
+        self.running = False
+        """Whether a virtual node runs of which it knows."""
+        self._hands_over = False
+        """Whether the handover has to do with the gradients of the virtual node that runs."""
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
@@ -101,15 +104,16 @@ class Overlap:
             resumes: whether with sums of another one, which could not be made once more.
         """
         self.abandon()
-        if self._one_by_one:
+        if self.one_by_one:
             self._handover.hook()
         self._hot = self._learned and not resumes
         self._watched, self._steady, self._all_steady = False, True, True
 
     def abandon(self) -> None:
         """The attempt is aborted, or the next one begins."""
-        if self._running:
-            self._running = False
+        self.running = False
+        if self._hands_over:
+            self._hands_over = False
             self._handover.end()
         self._addition = None
         if self._early is not None:
@@ -137,15 +141,15 @@ class Overlap:
             plain: whether they are to be seen in ``.grad``.
             told: whether others are told if they stay as they are.
         """
-        self._running = True
+        self.running = True
         if self._hot:
             addition = accumulator.prepare(virtual_node, count, weight=weight)
             self._addition = addition if addition.merged else None
         adds = self._addition is not None
         # Gradients that become a sum as they are need nobody's attention, once their script is known.
-        if self._one_by_one and (adds or told or not self._hot):
+        if self.one_by_one and (adds or told or not self._hot):
             self._handover.begin(self._addition, plain=plain or (self._hot and not adds))
-            self._watched = True
+            self._watched = self._hands_over = True
 
     def watch_last(
         self,
@@ -185,14 +189,14 @@ class Overlap:
             )
         if self._early is None:
             # Others need to know of gradients that could set out early in a step to come.
-            told = self._one_by_one and self._reducer.overlaps(collectives, holdings, self._parameters)
+            told = self.one_by_one and self._reducer.overlaps(collectives, holdings, self._parameters)
             self.watch(accumulator, last, count=count, weight=weight, plain=plain, told=told)
             return
-        self._running, self._deferred = True, scale is None
-        if self._one_by_one:
+        self.running, self._deferred = True, scale is None
+        if self.one_by_one:
             # Until it is known that the script looks at none, it gets to see all.
             self._handover.begin(self._early, plain=plain or not self._hot)
-            self._watched = True
+            self._watched = self._hands_over = True
 
     def weigh(self, weight: float) -> None:
         """The virtual node that runs counts by a factor that its script has told only now.
@@ -200,10 +204,11 @@ class Overlap:
         Those of its gradients that were handed over before count as changed behind the backward pass. So do all that
         set out with a scale that goes by samples.
         """
-        if not self._running:
+        if not self.running:
             return
-        if self._handover.begun or (self._early is not None and not self._deferred):
+        if self.begun or (self._early is not None and not self._deferred):
             self._handover.unsettle()
+            self._hands_over = True
         elif self._early is not None:
             self._early.weigh(weight)
         elif self._addition is not None:
@@ -212,7 +217,7 @@ class Overlap:
     @property
     def torn(self) -> bool:
         """Whether some places of a sum may be ahead of others."""
-        return self._running and (self._early is not None or (self._addition is not None and bool(self._addition.sums)))
+        return self.running and (self._early is not None or (self._addition is not None and bool(self._addition.sums)))
 
     def settle(self) -> Settled:
         """The virtual node has run: what has come of its gradients.
@@ -220,8 +225,9 @@ class Overlap:
         Raises:
             AttemptSpoiled: this worker is to repeat its attempt.
         """
-        addition, early, self._addition, self._running = self._addition, self._early, None, False
-        found = self._handover.end()
+        addition, early, self._addition, self.running = self._addition, self._early, None, False
+        found = self._handover.end() if self._hands_over else UNWATCHED
+        self._hands_over = False
         self._steady, self._all_steady = found.steady, self._all_steady and found.steady
         if not found.steady and (addition is not None or early is not None):
             self._surprised, self._hot, self._learned = True, False, False
@@ -239,12 +245,7 @@ class Overlap:
     @property
     def begun(self) -> bool:
         """Whether autograd has handed over any gradient of the virtual node that runs."""
-        return self._handover.begun
-
-    @property
-    def running(self) -> bool:
-        """Whether a virtual node runs of which it knows."""
-        return self._running
+        return self._hands_over and self._handover.begun
 
     @property
     def steady(self) -> bool:

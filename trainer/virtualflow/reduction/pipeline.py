@@ -20,9 +20,8 @@ from torch import Tensor
 
 from virtualflow.errors import CommunicatorBroken, Damaged
 from virtualflow.reduction.accumulation import Tensors, multiply
-from virtualflow.reduction.bucket_exchange import ReductionPlan, flatten, open_exchange, unflatten
-from virtualflow.reduction.message_buffers import Buffers
-from virtualflow.transport import Pending
+from virtualflow.reduction.bucket_exchange import Buffers, ReductionPlan, flatten, open_exchange, unflatten
+from virtualflow.transport import DONE, Pending
 
 
 class Pipeline:
@@ -173,7 +172,8 @@ class Pipeline:
             header.wait()
             self._headers.set_result(headers)
         for index, pending in homeward:
-            pending.wait()
+            if pending is not DONE:
+                pending.wait()
             self._arrived[index].set_result(None)
 
     def _next(self) -> int | None:
@@ -183,5 +183,6 @@ class Pipeline:
         return self._submitted.get()
 
     def _add_and_return(self, index: int, pending: Pending) -> tuple[int, Pending]:
-        pending.wait()
+        if pending is not DONE:
+            pending.wait()
         return index, self._exchanges[index].add_and_return()

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors, add_tensors, multiply
-from virtualflow.reduction.bucket_exchange import Keys, ReductionPlan
+from virtualflow.reduction.bucket_exchange import Buffers, Keys, ReductionPlan
 from virtualflow.reduction.buckets import Bucket, most_delivered, plan_buckets
 from virtualflow.reduction.cost import Shape
 from virtualflow.reduction.early import Early
-from virtualflow.reduction.message_buffers import Buffers
 from virtualflow.reduction.network import agree_on_network
 from virtualflow.reduction.offload import Landing
 from virtualflow.reduction.ownership import Owners

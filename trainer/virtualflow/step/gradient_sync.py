@@ -167,6 +167,8 @@ class GradientSync:
             samples: those of the micro-batch.
             virtual_nodes: how many it stands for.
         """
+        if not self._overlap.one_by_one:
+            return
         node = self._order[self._taken]
         plain, weight = self._is_checked(node), samples / self._unit
         self._overlap.watch(self._contributions.accumulator, node, count=virtual_nodes, weight=weight, plain=plain)
@@ -226,7 +228,10 @@ class GradientSync:
     @property
     def begun(self) -> bool:
         """Whether any gradient has come of the virtual node that runs."""
-        return self._overlap.begun or any(parameter.grad is not None for parameter in self._parameters)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                return True
+        return self._overlap.begun
 
     def take(
         self,
@@ -254,7 +259,7 @@ class GradientSync:
         gradients, given = take_gradients(self._named, settled)
         if self.cut is not None:
             self.cut.check(given)
-        node, factor = self._order[self._taken], record.weight / self._unit
+        node, factor = self._order[self._taken], (samples if weight is None else weight) / self._unit
         self._contributions.add(node, record, gradients, given, factor, settled.added)
         if settled.sent:
             self._contributions.note_sent(self._overlap.early, self._overlap.steady)

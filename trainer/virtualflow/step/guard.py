@@ -55,7 +55,7 @@ class Guard(StepPart):
         self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
         self._optimizer, self._travels = optimizer, travels
         self._optimizers = optimizers_of(optimizer)
-        self._schedulers, self._sharded, self._settings = schedulers, sharded, settings
+        self._schedulers, self.sharded, self._settings = schedulers, sharded, settings
         self._groups = self._describe_groups()
         self.place: Place = "library"
         """Whose code runs; the loop says it."""
@@ -113,27 +113,24 @@ class Guard(StepPart):
         """The next attempt looks anew."""
         self.forget()
 
-    def committed(self) -> None:
-        """The step is made; the script's code behind it runs next. It may change parameters, unless they are shared out
-        with the optimizer: a survivor gets each from its keeper, which may have run that code, or not.
-        """
-        if self._sharded:
-            self._note()
-
     def check_after_step(self) -> None:
         """The script's code behind a step has run.
 
         Raises:
             ConfigurationError: a parameter has changed that must not.
         """
-        if self._sharded and self._versions:
+        if self.sharded and self._versions:
             self._refuse_change(
                 "with shard_optimizer, code after a step must not change parameters", "do without one of the two"
             )
         self.forget()
 
     def between(self) -> None:
-        """The script's code before the micro-batches of a step comes."""
+        """The script's code between two steps comes.
+
+        Before the micro-batches of a step it must not change parameters. Behind a step it may, unless they are
+        ``sharded`` out with the optimizer: a survivor gets each from its keeper, which may have run that code, or not.
+        """
         self._note()
 
     def forget(self) -> None:

@@ -19,6 +19,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import add
 from types import MappingProxyType
 
 import torch
@@ -213,12 +214,12 @@ class HeaderFormat:
         offer, nodes = header.offer, len(header.samples)
         numbers = (header.kind, header.exchange, header.layout, offer.incarnation, offer.counter, header.wishes, nodes)
         _FIXED.pack_into(block, 0, *numbers, header.more, header.steady, header.saves, header.state, header.check)
-        at = _FIXED.size
+        at, width = _FIXED.size, self._places_bytes
         present = [place for place, there in enumerate(header.present) if there]
         for places in (present, header.switched):
-            bits = sum(1 << place for place in places)
-            block[at : at + self._places_bytes] = bits.to_bytes(self._places_bytes, "little")
-            at += self._places_bytes
+            bits = sum([1 << place for place in places])
+            block[at : at + width] = bits.to_bytes(width, "little")
+            at += width
         rows = zip(header.samples, header.told, header.metrics, header.summed, strict=True)
         for samples, told, metrics, summed in rows:
             _NODE.pack_into(block, at, samples, _UNTOLD if told is None else told)
@@ -237,11 +238,10 @@ class HeaderFormat:
         raw = block.numpy().tobytes()
         kind, exchange, layout, incarnation, counter, wishes, nodes, *rest = _FIXED.unpack_from(raw, 0)
         more, steady, saves, state, check = rest
-        at = _FIXED.size
-        bits, switched = (
-            int.from_bytes(raw[begin : begin + self._places_bytes], "little") for begin in (at, at + self._places_bytes)
-        )
-        at += 2 * self._places_bytes
+        at, width = _FIXED.size, self._places_bytes
+        bits = int.from_bytes(raw[at : at + width], "little")
+        switched = int.from_bytes(raw[at + width : at + 2 * width], "little")
+        at += 2 * width
         samples, told, metrics, summed = list[int](), list[float | None](), [], []
         for _ in range(nodes):
             count, weight = _NODE.unpack_from(raw, at)
@@ -269,7 +269,7 @@ class HeaderFormat:
             check=check,
             samples=tuple(samples),
             told=tuple(told),
-            present=tuple(bool(bits >> place & 1) for place in range(self.places)),
+            present=tuple([bool(bits >> place & 1) for place in range(self.places)]),
             metrics=tuple(metrics),
             copied=raw[len(raw) - self.copied_bytes :] if self.copied_bytes else b"",
             switched=frozenset(place for place in range(self.places) if switched >> place & 1)
@@ -361,13 +361,14 @@ def combine_metrics(
     nodes = numbered(len(rows), holdings)
     combined = {}
     for place, name in enumerate(schema.metrics):
+        # Two sums at a time, as the parts of one complex number, of which each is added by itself.
         weighted = {
-            (node, node + 1): (row[place][0] * by, by) if by and row[place][1] else (0.0, 0.0)
+            (node, node + 1): complex(row[place][0] * by, by) if by and row[place][1] else 0j
             for node, row, by in zip(nodes, rows, weights, strict=True)
         }
-        total, weight = summation.add_up(weighted, lambda a, b: (a[0] + b[0], a[1] + b[1]))
-        if weight:
-            combined[name] = total / weight
+        total = summation.add_up(weighted, add)
+        if total.imag:
+            combined[name] = total.real / total.imag
     return combined
 
 

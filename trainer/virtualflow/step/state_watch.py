@@ -157,7 +157,7 @@ class StateWatch(StepPart):
         self._hashes, self._kept, self._balance = [], [], 0
         self._step = step or 0
         self._condensed = [] if step is None else [(name, condense(raw)) for name, raw in self._part(step)]
-        self._condensed_shares = [] if step is None else [*self._part_of_shares(step)]
+        self._condensed_shares = [] if step is None or self._shares is None else [*self._part_of_shares(step)]
 
     @property
     def value(self) -> int:

@@ -15,7 +15,6 @@ import copy
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -25,10 +24,8 @@ from torch import Tensor
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.transport.activity import Activity
-from virtualflow.transport.channel import Channel, Exchange
-from virtualflow.transport.checksum import checksum
+from virtualflow.transport.channel import Channel, Exchange, Lane, checksum
 from virtualflow.transport.interface import DONE, Message, Pending
-from virtualflow.transport.lane import Lane
 from virtualflow.transport.link import Link
 from virtualflow.transport.mesh import build_mesh, close_all
 from virtualflow.transport.settings import CommunicatorSettings
@@ -173,11 +170,12 @@ class Communicator:
         """Begin to send and receive these messages: what goes without waiting is under way behind this."""
         lane = self._lane
         assert lane is not None
-        exchange, checks = Exchange(), dict[int, int]()
-        with self._or_cut():
+        checks = dict[int, int]()
+        try:
             _refuse(self._interrupted)
-            for message in messages:
-                content = _memory_of(message.stretch)
+            contents = [_memory_of(message.stretch) for message in messages]
+            exchange = Exchange()
+            for message, content in zip(messages, contents, strict=True):
                 if message.incoming:
                     lane.expect(message.peer, content, exchange)
                     continue
@@ -185,6 +183,9 @@ class Communicator:
                 if known not in checks:
                     checks[known] = checksum(content)
                 lane.send(message.peer, content, checks[known], exchange)
+        except BaseException:
+            self.cut()  # whatever is raised, perhaps by a signal, leaves frames half way: nothing more is exchanged
+            raise
         return _Waiting(self, exchange)
 
     def flush(self) -> None:
@@ -208,17 +209,14 @@ class Communicator:
         lane = self._lane
         assert lane is not None
         seconds = self._settings.operation_timeout if timeout is None else timeout
-        with self._activity.waiting, self._or_cut():
-            lane.wait(done, seconds)
-
-    @contextmanager
-    def _or_cut(self) -> Iterator[None]:
-        """Whatever is raised meanwhile, perhaps by a signal, leaves frames half way: nothing more is exchanged."""
+        self._activity.renew(waits=True)
         try:
-            yield
+            lane.wait(done, seconds)
         except BaseException:
             self.cut()
             raise
+        finally:
+            self._activity.renew(waits=False)
 
     def settle(self, outcome: Future[T]) -> T:
         """Wait for what another thread makes of this communicator.
@@ -250,9 +248,12 @@ class Communicator:
         Raises:
             CommunicatorBroken: a peer is lost, or the coordinator says that the generation is.
         """
-        with self._or_cut():  # also where a window cannot be made
+        try:
             for window in windows:
                 self._start(window).wait(timeout)
+        except BaseException:
+            self.cut()  # also where a window cannot be made
+            raise
 
     def close(self) -> None:
         """Take the connections down."""

@@ -170,7 +170,8 @@ def _gather(loop: Loop, source: Source, compute: Compute, step: int, number: int
     blocks = gather_bytes(communicator, codec.pack(mine))
     context.training.complete_exchange(blocks)
     membership.note_offers(header.offer for header in headers)
-    membership.switch_if_agreed()  # members that drain leave now
+    if membership.agreed is not None:
+        membership.switch()  # members that drain leave now
 
 
 def _checked(rows: Rows, samples: int) -> Rows:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from virtualflow.data import ALL, MicroBatch, seed_virtual_node
 from virtualflow.device import device_of
@@ -68,12 +67,14 @@ class Loop:
         self._weight = context.request.options.weight
         self._virtual_nodes = context.request.virtual_nodes
         self._micro_batch = context.request.micro_batch
-        self._told = Told()
+        self.told = Told()
         """What the script has told of the present virtual node."""
         self._open_step: Step | None = None
         checker = context.update.spot_checker
         self._spot_checking = None if checker is None else SpotChecking(checker, context, self._present)
         self._layers = None if context.layers is None else LayeredAttempts(context, *context.layers, self._listen)
+        self.layer_major = self._layers is not None
+        """Whether all virtual nodes are computed together, block by block."""
         proves = context.request.bitwise and context.session.coordinated
         self._repetition = Repetition(context.request.model) if proves else None
         """Computes a virtual node twice, once in a training."""
@@ -152,15 +153,16 @@ class Loop:
         self._look()
         self._guard.check_after_step()
         context.training.arrive()
-        if self._state.has_state:
-            leaves = context.session.stopping or context.membership.switches
+        if self._parts.after_script and self._state.has_state:
+            leaves = context.session.stopping or context.membership.agreed is not None
             for after in self._parts.after_script:
                 after(leaves=leaves)
         self.save_if_due()
         if context.session.stopping:
             context.checkpointer.save_final(context.training)
             context.session.leave(m.NO_GENERATION)
-        context.membership.switch_if_agreed()
+        if context.membership.agreed is not None:
+            context.membership.switch()
         if self._state.has_state:
             self._guard.between()
 
@@ -184,26 +186,16 @@ class Loop:
         """Whether the script has taken a step from the run and not run through its inner loop."""
         return self._open_step is not None and not self._open_step.complete
 
-    @property
-    def layer_major(self) -> bool:
-        """Whether all virtual nodes are computed together, block by block."""
-        return self._layers is not None
-
     def _listen(self, data: Any) -> Told:
         """The script is about to compute a micro-batch: where to note what it tells of it."""
-        self._told = Told()
+        self.told = Told()
         if self._weight is not None:
             self.weigh(read_weight(self._weight(data)))
-        return self._told
-
-    def log_metrics(self, metrics: dict[str, float | Tensor]) -> None:
-        """Note metrics of the present virtual node (``Step.log``)."""
-        for name, value in metrics.items():
-            self._told.metrics[name] = value.detach() if isinstance(value, Tensor) else float(value)
+        return self.told
 
     def weigh(self, weight: float) -> None:
         """Note what the present virtual node counts by (``Step.weight``)."""
-        self._told.weight = weight
+        self.told.weight = weight
         self._sync.weigh(weight)
 
     def warm_up(self) -> Iterator[Any]:
@@ -261,7 +253,8 @@ class Loop:
                         self._commit(attempt, reduced)
             if self._saving is not None:
                 self._saving.step_is_new = True
-            self._guard.committed()
+            if self._guard.sharded:
+                self._guard.between()
             self.seed_between_steps()
             self._activity.mark(BETWEEN, number)
         finally:
@@ -403,7 +396,7 @@ class Loop:
 
     def _present(self, attempt: Attempt) -> Iterator[Any]:
         """Give the micro-batch in hand to the user's code, with the random streams of its (first) virtual node."""
-        self._told = attempt.told = Told()
+        self.told = attempt.told = Told()
         batch = attempt.batch
         if batch is None or not batch.size:
             return

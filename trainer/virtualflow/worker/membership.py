@@ -80,7 +80,8 @@ class Membership:
         self._stopwatch = stopwatch
         self.parts = Parts(())
         """Of each step; they hear of generations, and of attempts that are aborted."""
-        self._agreed: m.Plan | None = None
+        self.agreed: m.Plan | None = None
+        """The generation that all have agreed to enter now."""
         shards = training.update.shards
         self._resharding = None if shards is None else Resharding(training, shards)
         self._spoiled = False
@@ -107,25 +108,19 @@ class Membership:
     def note_offers(self, offers: Iterable[m.Generation]) -> None:
         """An exchange is complete: remember the plan that all have offered to enter, if there is one."""
         session = self._session
-        self._agreed = session.agreed_plan(offers)
+        self.agreed = session.agreed_plan(offers)
         if self._room_of != session.generation:
             # Once a generation, and not in the first place: an optimizer makes its state in its first step.
             self._room_of, self._state.room = session.generation, self._training.room()
 
-    @property
-    def switches(self) -> bool:
-        """Whether all have agreed to enter another generation now."""
-        return self._agreed is not None
-
-    def switch_if_agreed(self) -> None:
+    def switch(self) -> None:
         """Enter the generation that all have agreed on, or leave by it.
 
         Raises:
             Drained: this worker is not in it.
         """
-        plan, self._agreed = self._agreed, None
-        if plan is None:
-            return
+        plan, self.agreed = self.agreed, None
+        assert plan is not None
         try:
             if self._resharding is not None and self._state.plan is not None:
                 self._resharding.hand_over(self.communicator, self._state.plan, plan)
@@ -189,7 +184,7 @@ class Membership:
         self._state.rank, self._state.repair = session.rank, repair
         self._state.assigned = plan.members[session.rank].virtual_nodes
         self._state.ranges = tuple(member.virtual_nodes for member in plan.members)
-        self._agreed = None
+        self.agreed = None
         self._training.update.enter()
         for enter in self.parts.enter:
             enter(self._state.assigned)

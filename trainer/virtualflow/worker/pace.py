@@ -7,7 +7,7 @@ that is stopped and continued many times a second (a CPU quota) is slow in some 
 therefore short steps are put together, and the middle of several such samples counts, with the quartiles for those who
 want to be careful.
 
-Pure: times come in, in seconds of one steady clock (``parts``).
+Pure: times come in, in seconds of one steady clock (``reporter``).
 """
 
 from __future__ import annotations

@@ -10,14 +10,15 @@ from typing import Literal
 from virtualflow.data import CountWatch, MicroBatch
 from virtualflow.errors import DoesNotFit, NonFiniteMetric, ScriptExited, StatesDiffer, VirtualFlowError, describe
 from virtualflow.memory import Action, Plan
+from virtualflow.memory.activations import Activations
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.state import digests
-from virtualflow.step import StepPart, Told
+from virtualflow.step import Attempt, StepPart, Told
 from virtualflow.worker.machine_faults import is_machine_fault
-from virtualflow.worker.pace import Estimate, PaceReportPolicy
-from virtualflow.worker.settings import WorkerSettings
+from virtualflow.worker.pace import Estimate, Pace, PaceReportPolicy
+from virtualflow.worker.settings import PaceSettings, WorkerSettings
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.train_state import Training
@@ -113,6 +114,74 @@ class Reporter(StepPart):
             non_finite=training.non_finite,
             stopped_early=stopped_early,
         )
+
+
+class PlannedActivations(StepPart):
+    """What becomes of activations goes by a plan, which is made once enough is measured.
+
+    Args:
+        activations: of the model.
+        reporter: tells of the plan.
+    """
+
+    def __init__(self, activations: Activations, reporter: Reporter) -> None:
+        self._activations, self._reporter = activations, reporter
+
+    def before_pass(self, attempt: Attempt) -> None:
+        """The user's code gets a micro-batch."""
+        self._activations.begin()
+
+    def after_pass(self, attempt: Attempt) -> None:
+        """It has computed on it. A plan is for the longest pass."""
+        if attempt.whole:
+            self._activations.end(attempt.present.size)
+
+    def commit(self, attempt: Attempt) -> None:
+        """The optimizer has its state now."""
+        plan = self._activations.committed()
+        if plan is not None:
+            self._reporter.plan(plan)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self._activations.close()
+
+
+class Pacing(StepPart):
+    """The pace of this worker, measured in each step.
+
+    Args:
+        settings: what counts as a sample.
+        reporter: tells of it.
+    """
+
+    def __init__(self, settings: PaceSettings, reporter: Reporter) -> None:
+        self.pace = Pace(settings)
+        self._reporter = reporter
+
+    def enter(self, assigned: range) -> None:
+        """What was measured was under other circumstances."""
+        self.pace.enter()
+
+    def begin(self, attempt: Attempt) -> None:
+        """All is ready to compute."""
+        self.pace.begin(time.monotonic(), attempt.work)
+
+    def computed(self, attempt: Attempt) -> None:
+        """The last backward pass of the attempt is over."""
+        if attempt.timed:
+            self.pace.end(time.monotonic())
+        else:
+            self.pace.disregard()
+
+    def commit(self, attempt: Attempt) -> None:
+        """The attempt counts."""
+        self.pace.commit(time.monotonic())
+        self._reporter.pace(self.pace.estimate)
+
+    def abandon(self) -> None:
+        """What the next attempt takes is no measure of a step."""
+        self.pace.enter()
 
 
 class Cautions:

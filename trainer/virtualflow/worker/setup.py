@@ -51,10 +51,10 @@ from virtualflow.worker.loading import Loading
 from virtualflow.worker.member_state import MemberState
 from virtualflow.worker.membership import Membership
 from virtualflow.worker.options import describe_samples
-from virtualflow.worker.parts import Pacing, PlannedActivations, in_order
+from virtualflow.worker.parts import in_order
 from virtualflow.worker.profiling import Profiling, describe_situation, foretell_pace
 from virtualflow.worker.records import Audit, Explanation, TraceWriter
-from virtualflow.worker.reporter import Reporter
+from virtualflow.worker.reporter import Pacing, PlannedActivations, Reporter
 from virtualflow.worker.request import Request, check_request
 from virtualflow.worker.session import Session
 from virtualflow.worker.standalone import AnySession, PastRunSession, StandaloneSession
@@ -183,7 +183,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
     loading = Loading(source, fusion, training, staging, options.loader.get("collate_fn"))
     reporter = Reporter(session, training, stopwatch, total_steps, settings)
     guard = _held(resources, _open_guard(request, companions))
-    pacing = Pacing(settings.pace, reporter.pace) if session.coordinated else None
+    pacing = Pacing(settings.pace, reporter) if session.coordinated else None
     clocks = [clock.exclude for clock in (None if pacing is None else pacing.pace, fusion) if clock is not None]
     turns = _held(resources, open_turns(environment, session, request.device, settings, clocks))
     tracking = _held(resources, _open_tracking(request, session, training))

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.step import Told
 
 Loss = Callable[..., Tensor]
 """Gets what the model returns, and the elements of the micro-batch behind its first: ``loss(output, target)``."""
@@ -21,9 +22,10 @@ Weight = Callable[[Any], float | Tensor]
 class Attempts(Protocol):
     """What makes a step."""
 
-    @property
-    def layer_major(self) -> bool:
-        """Whether it yields what computes all micro-batches of an attempt, given a loss, and not each for itself."""
+    layer_major: bool
+    """Whether it yields what computes all micro-batches of an attempt, given a loss, and not each for itself."""
+    told: Told
+    """What the script has told of the present micro-batch."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -37,9 +39,6 @@ class Attempts(Protocol):
 
     def make(self, number: int) -> Iterator[Any]:
         """Yield this worker's micro-batches until the step is committed."""
-
-    def log_metrics(self, metrics: dict[str, float | Tensor]) -> None:
-        """Note metrics of the present micro-batch."""
 
     def weigh(self, weight: float) -> None:
         """Note what the present micro-batch counts by."""
@@ -101,8 +100,8 @@ class Step:
                     f"step.log got {name} of shape {list(value.shape)} and type {value.dtype}; log one real number"
                 )
             # A copy: it may be a view of something that changes before the step's exchange, a buffer for example.
-            values[name] = value.detach().clone() if isinstance(value, Tensor) else value
-        self._attempts.log_metrics(values)
+            values[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
+        self._attempts.told.metrics.update(values)
 
     def weight(self, weight: float | Tensor) -> None:
         """Let the present micro-batch count by this and not by its samples, such as by its tokens.
@@ -173,7 +172,7 @@ class Step:
                 finally:
                     self._warming_up = False
             self.bind()
-            yield from self._attempts.make(self.number)
+            yield from self._attempts.make(self._number or 0)
         finally:
             self._iterating = False
         self.metrics = dict(self._attempts.metrics)
