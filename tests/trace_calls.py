@@ -1,10 +1,10 @@
 """How far a reader walks: the library's modules that one training step passes, and a recovery.
 
 ``python tests/trace_calls.py`` runs two jobs of two workers on digits. The training thread of the leader is watched
-(``sys.setprofile``) once everything is warm: from the end of one step to the end of the next; and, where the other
-worker kills itself in that step, from when the loss is noticed until the next generation is entered. Printed are the
-calls of library functions (a generator that goes on is one, a comprehension is none), their modules, and how often two
-calls in a row are of different files. ``--list`` adds the calls of each module.
+(``sys.setprofile``) once everything is warm: from the end of one step to the end of the next (of five, the middle one
+counts); and, where the other worker kills itself in that step, from when the loss is noticed until the next generation
+is entered. Printed are the calls of library functions (a generator that goes on is one, a comprehension is none), their
+modules, and how often two calls in a row are of different files. ``--list`` adds the calls of each module.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = str(ROOT / "trainer" / "virtualflow") + os.sep
 COMPREHENSIONS = {"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"}
-WARM, LAST = 30, 34
-"""The step before the watched one, and the last one."""
+WARM, STEPS = 30, 5
+"""The steps before the watched ones, and how many are watched: some tell of progress, or wait, and others do not."""
 LIMIT = 300
 """Seconds after which a job is taken to hang."""
 
@@ -42,16 +42,16 @@ class Walk:
     """
 
     def __init__(self, within: str | None) -> None:
-        self.calls: list[tuple[str, str]] = []
+        self.steps: list[list[tuple[str, str]]] = []
+        """Of each watched step."""
         self._within, self._inside = within, within is None
 
-    def begin(self) -> None:
-        """From now on."""
-        sys.setprofile(self._on_event)
-
-    def end(self) -> None:
-        """Until now."""
+    def turn(self, number: int) -> None:
+        """That step has ended."""
         sys.setprofile(None)
+        if WARM <= number < WARM + STEPS:
+            self.steps.append([])
+            sys.setprofile(self._on_event)
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
@@ -60,7 +60,7 @@ class Walk:
         if code.co_qualname == self._within and event in {"call", "return"}:
             self._inside = event == "call"
         if event == "call" and self._inside:
-            self.calls.append((code.co_filename.removeprefix(LIBRARY), code.co_qualname))
+            self.steps[-1].append((code.co_filename.removeprefix(LIBRARY), code.co_qualname))
 
 
 def train(out: Path, *, kill: bool) -> None:
@@ -78,7 +78,7 @@ def train(out: Path, *, kill: bool) -> None:
     model = DigitsNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     walk = Walk(RECOVERY if kill else None)
-    with vf.elastic(model, optimizer, samples, batch_size=64, steps=LAST) as run:
+    with vf.elastic(model, optimizer, samples, batch_size=64, steps=WARM + STEPS + 2) as run:
         leads = None
         for number, step in enumerate(run, 1):  # nobody joins before it is over
             for x, y in step:
@@ -88,12 +88,10 @@ def train(out: Path, *, kill: bool) -> None:
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
                 step.log(loss=loss)
-            if number == WARM:
-                walk.begin()
-            elif number == WARM + 1:
-                walk.end()
+            walk.turn(number)
         if run.leader:
-            out.write_text(json.dumps(walk.calls))
+            walked = sorted(filter(None, walk.steps), key=len)
+            out.write_text(json.dumps(walked[len(walked) // 2]))
 
 
 def watch(*arguments: str) -> list[tuple[str, str]]:

@@ -96,6 +96,10 @@ class Reducer:
         self._rule = rule or UpdateRule()
         self._choose = choose
         self._landing = landing
+        self.wish = settings.exchange
+        """How this worker wants tensors to travel."""
+        self.wish_number = self.wish.to_number()
+        """The same as it is told."""
         self._terms = Terms(settings.exchange, settings.network)
         self._buffers = Buffers()
         self._owners: Owners | None = None
@@ -120,11 +124,6 @@ class Reducer:
         """Bring the sums of the first places to their ``owners`` only; those of further places to all."""
         self._owners = owners
         self._schedules.clear()
-
-    @property
-    def wish(self) -> Exchange:
-        """How this worker wants tensors to travel."""
-        return self._settings.exchange
 
     @property
     def terms(self) -> Terms:
@@ -155,9 +154,11 @@ class Reducer:
         self.forget()
         known = self._terms.network if self._terms.measured else None
         self._terms = Terms(wish, self._settings.network)
+        if collectives.size == 1:
+            return
         rows = sum(len(nodes) for nodes in self._keys(holdings))
         size = rows * sum(template.numel() * template.itemsize for template in templates)
-        if collectives.size > 1 and size >= self._settings.probe.worthwhile:
+        if size >= self._settings.probe.worthwhile:
             network = agree_on_network(collectives, self._settings.probe, known, spare=spare)
             self._terms = Terms(wish, network, measured=True)
 

@@ -57,7 +57,7 @@ class OptimizerStep:
         self._wanted = options
         self._norm_block = reduction.norm_block
         self._clips = options.clip_norm is not None or options.clip_value is not None
-        self._in_portions: StepInPortions | None = None
+        self.in_portions: StepInPortions | None = None
         """What has been stepped already of a step that does not count yet; ``None``: nothing."""
         self._placement: OptimizerPlacement = DevicePlacement()
         if options.host is not None:
@@ -98,7 +98,7 @@ class OptimizerStep:
         if is_separable(self._wanted.optimizer, self._norm_block, self._placement.device):
             given = {self._parameters[place]: gradient for place, gradient in gradients.items()}
 
-            portions = self._in_portions = self._in_portions or StepInPortions(self._wanted.optimizer)
+            portions = self.in_portions = self.in_portions or StepInPortions(self._wanted.optimizer)
 
             def work(parameters: Sequence[nn.Parameter]) -> None:
                 portions.step(parameters, [given[parameter] for parameter in parameters])
@@ -108,7 +108,7 @@ class OptimizerStep:
     def step(self, gradients: Tensors) -> None:
         """Clip and step whatever no portion has stepped."""
         wanted = self._wanted
-        stepped = set[Tensor]() if self._in_portions is None else set[Tensor](self._in_portions.stepped)
+        stepped = set[Tensor]() if self.in_portions is None else set[Tensor](self.in_portions.stepped)
         given: dict[nn.Parameter, Tensor] = {}
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = None
@@ -156,7 +156,7 @@ class OptimizerStep:
         """The step counts: leave the gradients for the user to look at, if they are on the device."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient if self._placement.shows_gradients else None
-        self._in_portions = None
+        self.in_portions = None
 
     def schedule(self, epoch_ends: bool) -> None:
         """Let the scheduler go on, if it is its time."""
@@ -166,8 +166,8 @@ class OptimizerStep:
 
     def undo(self) -> None:
         """The attempt is aborted: put back what a portion has stepped."""
-        if self._in_portions is not None:
-            self._in_portions.undo()
+        if self.in_portions is not None:
+            self.in_portions.undo()
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -85,7 +85,7 @@ class Update:
         self.pending: Reduced | None = None
         """A complete synchronization whose step may count already, though it has not been applied here (sharded)."""
         self._pending_schema = Schema()
-        self._model, self._parameters = model, list(model.parameters())
+        self._device, self._parameters = device_of(model), list(model.parameters())
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,8 @@ class Update:
         """The attempt is aborted: leave no trace of it; see :meth:`GradientSync.abandon`."""
         # What is under way ends before anything is put back.
         self.sync.abandon(keep=keep)
-        self.optimizer_step.undo()
+        if self.optimizer_step.in_portions is not None:
+            self.optimizer_step.undo()
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +199,7 @@ class Update:
         Raises:
             CommunicatorBroken: one of them is lost.
         """
-        spare = has_spare_processor(device_of(self._model), communicator.size)
+        spare = communicator.size > 1 and has_spare_processor(self._device, communicator.size)
         self.reducer.agree(communicator, wish, holdings, self._parameters, spare=spare)
 
     def enter(self) -> None:

@@ -210,7 +210,7 @@ class Membership:
             step=training.completed_steps,
             signature=signature_hash(self._signature),
             claim=self._state.lineage.claim(plan),
-            exchange=training.update.reducer.wish.to_number(),
+            exchange=training.update.reducer.wish_number,
         )
         standings = [Standing.from_bytes(block) for block in communicator.all_gather(standing.to_bytes())]
         contested = find_objection([other.claim for other in standings])
@@ -222,7 +222,8 @@ class Membership:
         self._checkpointer.enter(plan.generation)
         if len({other.signature for other in standings}) > 1:
             self._explain_difference(communicator)
-        wish = Exchange.from_number(standings[0].exchange)
+        told, reducer = standings[0].exchange, training.update.reducer
+        wish = reducer.wish if told == reducer.wish_number else Exchange.from_number(told)
         training.update.agree(communicator, wish, [member.virtual_nodes for member in plan.members])
         if self._resharding is not None:
             standings = self._resharding.complete_step(communicator, standings, len(self._state.ranges))
