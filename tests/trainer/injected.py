@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from virtualflow.memory.activations import ActivationSettings
 from virtualflow.worker import entry
 from virtualflow.worker.settings import WorkerSettings
 
@@ -26,7 +27,9 @@ def injected(**changes: dict[str, Any]) -> Iterator[None]:
 
 def inject(**changes: dict[str, Any]) -> None:
     """The same for the rest of a process's life; what was injected before stays."""
-    parts = {name: replace(getattr(_in_force[0], name), **values) for name, values in changes.items()}
+    parts = {
+        name: replace(getattr(_in_force[0], name) or ActivationSettings(), **values) for name, values in changes.items()
+    }
     _use(replace(_in_force[0], **parts))
 
 

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from virtualflow.remedies import remedy
@@ -30,6 +31,23 @@ class VirtualFlowError(Exception):
 
 class ConfigurationError(VirtualFlowError, ValueError):
     """Something that the user asked for cannot be done; the message is one sentence that says what to do."""
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """What is imported meanwhile may be a part of the library that this installation does not have.
+
+    Raises:
+        ConfigurationError: it has not.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("virtualflow."):
+            raise
+        raise ConfigurationError(
+            f"this was installed without {error.name}, which that needs; install all of virtualflow"
+        ) from None
 
 
 class DoesNotFit(ConfigurationError):

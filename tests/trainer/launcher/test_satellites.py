@@ -19,7 +19,7 @@ from jobs import ROOT
 
 import virtualflow
 
-SATELLITES = ("cluster", "integrations", "coordinator/page")
+SATELLITES = ("cluster", "integrations", "memory", "coordinator/page")
 SCRIPT = [str(ROOT / "examples" / "digits.py"), "--steps", "12"]
 DISTURBED = ["--workers", "2", "--schedule", "3:kill,7:=3"]
 
@@ -63,9 +63,30 @@ def test_a_command_that_needs_one_says_so(installed: Path, tmp_path: Path) -> No
     ended = run(["report", str(tmp_path / "report.json")], installed)
     assert (ended.returncode, ended.stderr) == (
         2,
-        "virtualflow: this was installed without virtualflow.coordinator.page, which the command needs; install all of "
+        "virtualflow: this was installed without virtualflow.coordinator.page, which that needs; install all of "
         "virtualflow\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (["plan", "--device", "24GiB", "profile.json"], "virtualflow.memory"),
+        (["export", "checkpoints"], "a part of the project that this installation does not have"),
+    ],
+    ids=["plan", "export"],
+)
+def test_a_command_of_a_satellite_is_one_sentence(command: list[str], missing: str, installed: Path) -> None:
+    ended = run(command, installed)
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert missing in ended.stderr
+
+
+def test_a_script_that_asks_for_a_plan_of_memory_is_told_what_is_missing(installed: Path, tmp_path: Path) -> None:
+    ended = run(["run", "--plain", "--workers", "1", "--device-memory", "1GiB", *SCRIPT], installed)
+    assert ended.returncode != 0
+    assert "this was installed without virtualflow.memory, which that needs; install all of virtualflow" in ended.stderr
 
 
 def test_a_coordinator_without_its_page_says_so_to_browsers(installed: Path) -> None:

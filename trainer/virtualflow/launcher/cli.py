@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from virtualflow._pid1 import obey_sigterm
 from virtualflow.coordinator.settings import LEAST_HANG_LIMIT, CoordinatorSettings
-from virtualflow.errors import ConfigurationError, VirtualFlowError
+from virtualflow.errors import ConfigurationError, VirtualFlowError, installed
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.subcommands import EXTERNAL, Subcommand, build_parser
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_UNREAD, EXIT_USAGE, Parser, complain
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             parsed = parser(settings).parse_args(given)
             action: Subcommand = parsed.action
-            code = action(parsed, settings)
+            with installed():
+                code = action(parsed, settings)
         sys.stdout.flush()  # a reader that has gone is noticed here
         return code
     except BrokenPipeError:
@@ -65,11 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_UNREAD
     except ConfigurationError as error:
         complain(str(error))
-        return EXIT_USAGE
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("virtualflow."):
-            raise
-        complain(f"this was installed without {error.name}, which the command needs; install all of virtualflow")
         return EXIT_USAGE
     except VirtualFlowError as error:
         complain(str(error))

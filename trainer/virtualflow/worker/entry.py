@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import nn
 
 from virtualflow._arguments import checked
 from virtualflow.data import LoaderOptions, Sampler
-from virtualflow.memory.activations import Memory
 from virtualflow.protocol.settings import VIRTUAL_NODES, Reproducibility
 from virtualflow.reduction.settings import Exchange
 from virtualflow.state import CheckpointPolicy, join_schedulers
@@ -21,6 +20,9 @@ from virtualflow.worker.run import Run
 from virtualflow.worker.settings import WorkerSettings
 from virtualflow.worker.step import Weight
 from virtualflow.worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from virtualflow.memory.activations import Memory
 
 
 @checked("vf.elastic", LoaderOptions.__annotations__)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,7 +34,6 @@ from virtualflow.step import (
     forget_cached_weights,
 )
 from virtualflow.worker.divergence import end_by_divergence
-from virtualflow.worker.layers import LayeredAttempts
 from virtualflow.worker.reporter import Cautions
 from virtualflow.worker.resuming import check_schedule
 from virtualflow.worker.saving import SAVING, Saving, complete_leader
@@ -43,6 +42,9 @@ from virtualflow.worker.setup import Context
 from virtualflow.worker.spans import profiled, span
 from virtualflow.worker.spot_checking import SpotChecking
 from virtualflow.worker.step import Step, read_weight
+
+if TYPE_CHECKING:
+    from virtualflow.worker.layers import LayeredAttempts
 
 _LOOKS, _MORE_LOOKS = 8, 16
 """How often the first micro-batch without a gradient is given again, and how many of the others are, once each."""
@@ -72,7 +74,11 @@ class Loop:
         self._open_step: Step | None = None
         checker = context.update.spot_checker
         self._spot_checking = None if checker is None else SpotChecking(checker, context, self._present)
-        self._layers = None if context.layers is None else LayeredAttempts(context, *context.layers, self._listen)
+        self._layers: LayeredAttempts | None = None
+        if context.layers is not None:
+            from virtualflow.worker.layers import LayeredAttempts
+
+            self._layers = LayeredAttempts(context, *context.layers, self._listen)
         self.layer_major = self._layers is not None
         """Whether all virtual nodes are computed together, block by block."""
         proves = context.request.bitwise and context.session.coordinated

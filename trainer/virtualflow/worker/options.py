@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from virtualflow.data import LoaderOptions, Sampler, check_whole, micro_batch
 from virtualflow.device import device_of
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory.activations import Memory
 from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
@@ -27,6 +26,9 @@ from virtualflow.state import CheckpointPolicy, optimizers_of, schedulers_of
 from virtualflow.step import BatchNorm, BufferKind, PartialBackward, SchedulerInterval, agreed, why_not_separable
 from virtualflow.worker.step import Weight
 from virtualflow.worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from virtualflow.memory.activations import Memory
 
 _HALVES = (torch.float16, torch.bfloat16)
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from virtualflow.atomic_file import write_whole
 from virtualflow.data import MicroBatch, Source, Staging, micro_batch, open_source, seed_virtual_node
 from virtualflow.device import device_name, device_of
-from virtualflow.errors import ConfigurationError, Profiled
-from virtualflow.memory.activations import ChainMeasurement, bytes_of_state
+from virtualflow.errors import ConfigurationError, Profiled, installed
 from virtualflow.progress import Progress
 from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
 from virtualflow.protocol.environment import WorkerEnvironment
@@ -152,8 +151,11 @@ class Profiling:
         self._measured: list[SizeProfile] = []
         self._sums: list[Tensor] = []
         wanted = None if options.memory is None else options.memory.blocks
-        self._chain = ChainMeasurement(model, self._device, wanted, settings.activations)
-        self._warm_up = settings.activations.warm_up
+        with installed():
+            from virtualflow.memory.activations import ActivationSettings, ChainMeasurement
+        activations = settings.activations or ActivationSettings()
+        self._chain = ChainMeasurement(model, self._device, wanted, activations)
+        self._warm_up = activations.warm_up
         self._blank = DeviceProfile(
             device_type=situation.device_type,
             device=situation.device,
@@ -281,6 +283,8 @@ class Profiling:
                 if parameter.requires_grad and parameter.grad is None:  # the script has ended before its backward pass
                     parameter.grad = torch.zeros_like(parameter)
             self._optimizer.step()
+        from virtualflow.memory.activations import bytes_of_state
+
         return bytes_of_state(self._optimizer, self._device)
 
     def _open_source(self, samples: int) -> Source:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from virtualflow.data import CountWatch, MicroBatch
 from virtualflow.errors import DoesNotFit, NonFiniteMetric, ScriptExited, StatesDiffer, VirtualFlowError, describe
-from virtualflow.memory import Action, Plan
-from virtualflow.memory.activations import Activations
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import as_metrics
 from virtualflow.protocol.settings import MAX_TEXT
@@ -22,6 +20,10 @@ from virtualflow.worker.settings import PaceSettings, WorkerSettings
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.train_state import Training
+
+if TYPE_CHECKING:
+    from virtualflow.memory import Plan
+    from virtualflow.memory.activations import Activations
 
 
 class Reporter(StepPart):
@@ -85,6 +87,8 @@ class Reporter(StepPart):
 
     def plan(self, plan: Plan) -> None:
         """Tell what becomes of activations from now on."""
+        from virtualflow.memory import Action  # who has made a plan has it
+
         kept, swapped, recomputed = map(plan.count, (Action.KEEP, Action.SWAP, Action.RECOMPUTE))
         told = self._session.state.memory = m.MemoryPlan(kept, swapped, recomputed, plan.reason[:MAX_TEXT])
         self._session.send(m.Note("info", f"{self._session.worker}: {plan.reason}"[:MAX_TEXT], told))

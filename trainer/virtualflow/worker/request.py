@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from virtualflow.data import micro_batch
 from virtualflow.device import device_of
-from virtualflow.memory.activations import Memory, limit
+from virtualflow.errors import installed
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.settings import Reproducibility
@@ -33,6 +33,9 @@ from virtualflow.worker.options import (
     refuse_launchers,
 )
 from virtualflow.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from virtualflow.memory.activations import Memory
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,12 @@ class Request:
     def memory(self) -> Memory | None:
         """How much memory this worker may use; ``None``: nobody says."""
         told = self.environment
-        return limit(self.options.memory, told.device_memory, told.host_memory, told.activations, told.optimizer)
+        words = (told.device_memory, told.host_memory, told.activations, told.optimizer)
+        if self.options.memory is None and all(word is None for word in words):
+            return None
+        with installed():
+            from virtualflow.memory.activations import limit
+        return limit(self.options.memory, *words)
 
     @property
     def backward(self) -> PartialBackward | None:

@@ -6,15 +6,18 @@ Durations are seconds and sizes are bytes unless a name says otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.device.settings import MemorySettings
-from virtualflow.memory.activations.settings import ActivationSettings
 from virtualflow.protocol.settings import DRAIN_GRACE, STOP_GRACE
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.state.settings import MemoryCopySettings, TransferSettings, VolumeSettings
 from virtualflow.step.settings import FusionSettings, GuardSettings, StateWatchSettings
 from virtualflow.transport.settings import CommunicatorSettings, CopySettings, LinkSettings, TurnSettings
+
+if TYPE_CHECKING:
+    from virtualflow.memory.activations import ActivationSettings
 
 MAX_STEP_TIMES = 4_096
 """Latest step durations that a worker keeps for the median."""
@@ -105,7 +108,8 @@ class WorkerSettings:
     guard: GuardSettings = field(default_factory=GuardSettings)
     pace: PaceSettings = field(default_factory=PaceSettings)
     profiling: ProfilingSettings = field(default_factory=ProfilingSettings)
-    activations: ActivationSettings = field(default_factory=ActivationSettings)
+    activations: ActivationSettings | None = None
+    """``None``: those of the package, which is imported where memory is planned."""
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     contents: ContentSettings = field(default_factory=ContentSettings)
     report_limit: float = 10.0

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from virtualflow.data import Orders, Source, Staging, open_orders, open_source
 from virtualflow.device import bit_probe, describe_device, device_of, fingerprint, pin
-from virtualflow.errors import ConfigurationError, VirtualFlowError
-from virtualflow.memory.activations import Activations, Carrier, Chain, LayerMajor, bytes_of_state, find_blocks
+from virtualflow.errors import ConfigurationError, VirtualFlowError, installed
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.device_profile import Situation
 from virtualflow.reduction import choose_summation, host_memory
@@ -62,6 +61,9 @@ from virtualflow.worker.stopwatch import Stopwatch
 from virtualflow.worker.tracking import Tracking
 from virtualflow.worker.train_state import Training
 from virtualflow.worker.turns import DeviceTurns, open_turns
+
+if TYPE_CHECKING:
+    from virtualflow.memory.activations import Chain, LayerMajor
 
 _Part = TypeVar("_Part", bound=StepPart | None)
 
@@ -347,6 +349,8 @@ def _open_cut(request: Request) -> BackwardCut | None:
     backward = request.backward
     if backward is None:
         return None
+    with installed():
+        from virtualflow.memory.activations import find_blocks
     blocks, _ = find_blocks(
         request.model,
         backward.blocks,
@@ -372,6 +376,8 @@ def _open_activations(request: Request, reporter: Reporter) -> PlannedActivation
     memory, device = request.memory, device_of(request.model)
     if memory is None or not memory.plans_activations:
         return None
+    from virtualflow.memory.activations import Activations, ActivationSettings, bytes_of_state
+
     activations = Activations(
         request.model,
         device,
@@ -379,7 +385,7 @@ def _open_activations(request: Request, reporter: Reporter) -> PlannedActivation
         micro_batch=request.micro_batch,
         virtual_nodes=request.virtual_nodes,
         optimizer_bytes=lambda: bytes_of_state(request.optimizer, HOST if memory.optimizer == "host" else device),
-        settings=request.settings.activations,
+        settings=request.settings.activations or ActivationSettings(),
     )
     return PlannedActivations(activations, reporter)
 
@@ -388,6 +394,8 @@ def _open_layers(request: Request) -> tuple[Chain, LayerMajor] | None:
     memory = request.memory
     if memory is None or not memory.layer_major:
         return None
+    from virtualflow.memory.activations import Carrier, Chain, LayerMajor
+
     chain = Chain(request.model, memory.blocks)
     summation = choose_summation(request.virtual_nodes, request.reproducibility)
     return chain, LayerMajor(chain, Carrier(request.device), summation, memory.budget)
