@@ -103,8 +103,6 @@ class CrashSettings:
     """The longest such wait."""
     reset: float = 600.0
     """Crashes that are further apart than this begin again with the first wait."""
-    doubted_nodes: int = 8
-    """Of the nodes on which a worker was found to be wrong, a job keeps off so many: the latest."""
 
     @property
     def waits(self) -> CrashWaits:
@@ -189,11 +187,6 @@ class SharingSettings:
     rest: float = 4.0
     """After a decision a queue is left alone for so many times as long as it took, so that decisions about thousands of
     pods that come and go have a fifth of the operator's time at most, and its jobs the rest."""
-    review: float = 30.0
-    """A queue with jobs is looked at this often without a cause: measured speeds and the steps that are left change
-    all the time."""
-    homeless_retry: float = 300.0
-    """A job of which workers found no node is given no more for so long, unless nodes change: others can use it."""
     relist: float = 300.0
     """Pods of others are listed anew this often, to heal what their watch has missed."""
 
@@ -236,29 +229,9 @@ class ApiSettings:
     """How long one request may take, waiting for a free connection included."""
     connections: int = 32
     """Requests under way at once; more wait for a free connection."""
-    watch_slack: float = 30.0
-    """A watch that should have ended is closed after this long."""
     page: int = 100
     """Objects of a list that are read at once. Each may have 1.5 MB: Python reads 150 MB in two seconds, in which no
     other thread runs, the one that renews the lease among them."""
-    list_attempts: int = 3
-    """How often a list is begun when its ``continue`` token expires on the way."""
-
-
-@dataclass(frozen=True)
-class EventSettings:
-    """Events on jobs: enough for a person, never a flood."""
-
-    repeat_window: float = 600.0
-    """The same event within this time is counted up in the one that exists."""
-    burst: int = 25
-    """Events that one job may have at once."""
-    refill: float = 30.0
-    """After a burst, one job gets one event in this time."""
-    objects: int = 4_096
-    """Jobs and events that are remembered; the longest unused go first."""
-    message_bytes: int = 1_024
-    """What the API server takes in a message; a longer one is cut."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +273,6 @@ class OperatorSettings:
     queue: QueueSettings = field(default_factory=QueueSettings)
     crashes: CrashSettings = field(default_factory=CrashSettings)
     api: ApiSettings = field(default_factory=ApiSettings)
-    events: EventSettings = field(default_factory=EventSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     sharing: SharingSettings = field(default_factory=SharingSettings)
     admission: KueueSettings = field(default_factory=KueueSettings)
@@ -320,29 +292,12 @@ class OperatorSettings:
     """Every job is looked at this often even when nothing happens (``--resync-seconds``)."""
     relist_jitter: float = 0.1
     """By what share of itself a relist comes earlier or later, so that jobs made together drift apart."""
-    relist_after: float = 2.0
-    """After a watch that began anew, what it missed is listed this much later."""
-    relist_spread: float = 30.0
-    """A relist looks at the jobs of which it tells nothing new over this time."""
-    settle: float = 0.05
-    """The time between two reconciliations of a job that follow from one another."""
-    call_retry: float = 1.0
-    """A coordinator is told after this long what it could not be told."""
     progress_interval: float = 5.0
     """How often a running job's step, loss and speed are written to its status (``--progress-seconds``)."""
     coordinator_patience: float = 10.0
     """A coordinator that runs and does not answer for this long is replaced."""
     refused_retry: float = 30.0
     """A coordinator that refused the token is asked again after this long."""
-    misbehaved_most: float = 600.0
-    """One that does what no coordinator does is left alone for ``refused_retry``, then twice as long each time, at most
-    this."""
-    pod_batch: int = 16
-    """Pods made at once for one job: others wait for connections too."""
-    refusal_first: float = 5.0
-    """What the API server has refused is tried again after this long, then after twice as long."""
-    secret_retry: float = 10.0
-    """A Secret that pods say is missing is looked at again after this long."""
     unschedulable_patience: float = 30.0
     """A group with a worker that no node takes counts as full after this long (``--unschedulable-seconds``): a node may
     be on its way."""
@@ -352,5 +307,3 @@ class OperatorSettings:
     """How long workers may take to end by themselves once the training is complete."""
     turns_directory: str = "/run/virtualflow/turns"
     """On each node, where its turn server listens (``--turns-directory``), for queues whose jobs share devices."""
-    orphan_grace: float = 2.0
-    """How long a pod may be without its job before it is taken for an orphan: caches may lag."""

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 Outcome = Literal["ok", "refused", "misbehaved", "unreachable"]
 
+_MISBEHAVED_MOST = 600.0
+"""One that does what no coordinator does is left alone for ``refused_retry``, then twice as long each time, at most
+this."""
 MAX_REASON = 400
 """Characters of what is said of a coordinator that misbehaves."""
 
@@ -185,7 +188,7 @@ class CoordinatorLinks:
 
     def _leave_alone(self, key: Key, line: _Line, error: CoordinatorMisbehaves) -> float:
         """Note that what answers is no coordinator; for how many seconds it is not asked again."""
-        pause = min(self._settings.refused_retry * 2.0 ** min(line.misbehaved, 16), self._settings.misbehaved_most)
+        pause = min(self._settings.refused_retry * 2.0 ** min(line.misbehaved, 16), _MISBEHAVED_MOST)
         line.misbehaved += 1
         line.quiet_until = asyncio.get_running_loop().time() + pause
         line.link = replace(line.link, connected=False, since=time.time(), misbehaves=str(error)[:MAX_REASON])

@@ -59,6 +59,12 @@ from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
 
+_SETTLE = 0.05
+"""The time between two reconciliations of a job that follow from one another."""
+_CALL_RETRY = 1.0
+"""A coordinator is told after this long what it could not be told."""
+_ORPHAN_GRACE = 2.0
+"""How long a pod may be without its job before it is taken for an orphan: caches may lag."""
 SERVICE = "service"
 _KINDS = (SERVICE, COORDINATOR, WORKER)
 _IDENTITY = ("uid", "generation", "deletionTimestamp")
@@ -186,8 +192,8 @@ class JobController:
         wakes = [wake for wake in (plan.wake_at, *retries) if wake is not None]
         if written:
             # Some of what is decided waits until it is written down; mostly there is nothing more to do.
-            wakes.append(now + self._settings.settle)
-        return max(self._settings.settle, min(wakes) - time.time()) if wakes else None
+            wakes.append(now + _SETTLE)
+        return max(_SETTLE, min(wakes) - time.time()) if wakes else None
 
     def _follow(self, key: Key, job: Job) -> None:
         """Keep the connection to the coordinator that the status names."""
@@ -217,7 +223,7 @@ class JobController:
             if isinstance(call, GoneCall) and call.incarnation in plan.recoveries:
                 memory.lost_at = touched if touched is not None else time.monotonic()
             if outcome == "unreachable":
-                return self._settings.call_retry  # the others would fare no better
+                return _CALL_RETRY  # the others would fare no better
         return None
 
     # --- the API server ----------------------------------------------------------------------------------------------
@@ -433,7 +439,7 @@ class JobCleanup:
         await self._end(key, [pod for pod in self._store.pods_of(key) if pod.owner and pod.owner != job.uid])
 
     async def _end(self, key: Key, pods: Sequence[Pod]) -> None:
-        grace = int(self._settings.orphan_grace)
+        grace = int(_ORPHAN_GRACE)
         for pod in pods:
             if pod.deleting_at is not None and pod.deleting_at <= time.time() + grace + 1:
                 continue

@@ -37,6 +37,11 @@ from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
 
+_RELIST_AFTER = 2.0
+"""After a watch that began anew, what it missed is listed this much later."""
+_RELIST_SPREAD = 30.0
+"""A relist looks at the jobs of which it tells nothing new over this time."""
+
 
 class Manager:
     """One process of the operator, from the lease to the last event."""
@@ -69,7 +74,7 @@ class Manager:
             tenant_of=lambda key: key[0],
         )
         self.links = CoordinatorLinks(key, self.queue.add, settings, metrics)
-        events = EventRecorder(api, settings.events, instance=settings.lease.identity)
+        events = EventRecorder(api, instance=settings.lease.identity)
         self.admissions = Admissions(
             api=api,
             store=self.store,
@@ -306,14 +311,14 @@ class Manager:
 
     async def _keep_listed(self) -> None:
         """List everything now and then, and soon after a watch had to begin anew."""
-        begun, delay = time.monotonic(), self.settings.relist_after
+        begun, delay = time.monotonic(), _RELIST_AFTER
         while True:
             jitter = 1 + self.settings.relist_jitter * (2 * random.random() - 1)
             try:
                 async with asyncio.timeout(self.settings.relist * jitter):
                     await self._relist_soon.wait()
                 # kopf opens its watches right after the start, from what was listed a moment ago.
-                fresh = time.monotonic() - begun < self.settings.relist_after
+                fresh = time.monotonic() - begun < _RELIST_AFTER
                 await asyncio.sleep(delay)
                 self._relist_soon.clear()
                 if fresh:
@@ -321,9 +326,9 @@ class Manager:
             except TimeoutError:
                 pass
             try:
-                await self._list(lambda key: self.queue.add(key, random.random() * self.settings.relist_spread))
+                await self._list(lambda key: self.queue.add(key, random.random() * _RELIST_SPREAD))
                 self._follow_foreign_pods()
-                delay = self.settings.relist_after
+                delay = _RELIST_AFTER
             except ApiError as error:
                 delay = min(2 * delay, self.settings.queue.backoff_most)
                 logger.warning("the relist failed, next try in %.0f s: %s", delay, error)

@@ -35,6 +35,13 @@ from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
 
+_POD_BATCH = 16
+"""Pods made at once for one job: others wait for connections too."""
+_REFUSAL_FIRST = 5.0
+"""What the API server has refused is tried again after this long, then after twice as long."""
+_SECRET_RETRY = 10.0
+"""A Secret that pods say is missing is looked at again after this long."""
+
 
 @dataclass
 class CreationRefusal:
@@ -51,7 +58,7 @@ class CreationRefusal:
             self.reason, self.count, self.retry_at = "", 0, 0.0
             return
         self.reason, self.count = reason, self.count + 1
-        delay = min(settings.refusal_first * 2 ** min(self.count - 1, 10), settings.crashes.backoff_most)
+        delay = min(_REFUSAL_FIRST * 2 ** min(self.count - 1, 10), settings.crashes.backoff_most)
         self.retry_at = time.time() + delay
         logger.warning("the API server refuses what the job needs, next try in %.0f s: %s", delay, reason)
 
@@ -106,7 +113,7 @@ class Provisioner:
     async def pods(self, key: Key, job: Job, creations: Sequence[CreatePod]) -> str:
         """Make pods and what they need; why the API server refuses, empty if it does not."""
         refusal = await self.support(job)
-        size = self._settings.pod_batch
+        size = _POD_BATCH
         for first in range(0, len(creations), size):
             if not refusal:
                 refusal = await self._batch(key, job, creations[first : first + size])
@@ -153,7 +160,7 @@ class Provisioner:
             missing: whether a pod lacks something that it names: the Secret, perhaps.
         """
         seen_to = self._supported.get(job.uid)
-        if seen_to is not None and not (missing and time.monotonic() > seen_to + self._settings.secret_retry):
+        if seen_to is not None and not (missing and time.monotonic() > seen_to + _SECRET_RETRY):
             return ""
         secret = manifests.secret(job, manifests.derive_token(self._key, job.uid), self._settings)
         try:

@@ -48,6 +48,12 @@ from virtualflow_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
 
+_REVIEW = 30.0
+"""A queue with jobs is looked at this often without a cause: measured speeds and the steps that are left change
+all the time."""
+_HOMELESS_RETRY = 300.0
+"""A job of which workers found no node is given no more for so long, unless nodes change: others can use it."""
+
 
 class QueueController:
     """The operator's work on queues; ``decide`` is what the work-queue runs for a queue's key.
@@ -171,7 +177,7 @@ class QueueController:
             await self._write_status(queue, decision.status)
         if not members:
             return None
-        wakes = [self._settings.sharing.review, asked_by - now]
+        wakes = [_REVIEW, asked_by - now]
         wakes += [max(until - now, 0.0) for place, (_, until) in self._ceilings.items() if place in own]
         wakes += [max(until - now, 0.0) for place, until in self._seatless.items() if place in own]
         wakes += [at - now for at in (self._stuck_at(self._workers(place)) for place in own) if at and at > now]
@@ -189,7 +195,7 @@ class QueueController:
         stuck_at = self._stuck_at(pods)
         if stuck_at is not None and now >= stuck_at:
             found = sum(1 for pod in pods if pod.node and pod.live)
-            self._ceilings[key] = found, now + self._settings.sharing.homeless_retry
+            self._ceilings[key] = found, now + _HOMELESS_RETRY
         ceiling, until = self._ceilings.get(key, (0, 0.0))
         if until > now:
             return ceiling
@@ -200,7 +206,7 @@ class QueueController:
         """Note that workers find no place on devices of others: their nodes have no room for them beside the host."""
         stuck_at = self._stuck_at(lodging)
         if stuck_at is not None and now >= stuck_at:
-            self._seatless[key] = now + self._settings.sharing.homeless_retry
+            self._seatless[key] = now + _HOMELESS_RETRY
         if self._seatless.get(key, 0.0) > now:
             return True
         self._seatless.pop(key, None)

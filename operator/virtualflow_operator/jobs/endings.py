@@ -25,6 +25,9 @@ from virtualflow_operator.jobs.job_status_builder import build_status, known_ste
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.scene import JobFacts
 
+_DOUBTED_NODES = 8
+"""Of the nodes on which a worker was found to be wrong, a job keeps off so many: the latest."""
+
 
 def completed(facts: JobFacts, draft: Draft) -> JobStatus | None:
     """The training is complete and its script has ended, by the coordinator's word or else by its workers'."""
@@ -58,7 +61,7 @@ def note_doubted_nodes(facts: JobFacts, draft: Draft) -> None:
     """Write down where workers ran that were found to be wrong: their successors keep off these nodes."""
     failures = draft.status.failures
     found = (worker.pod.node for worker in facts.pods.workers if worker.convicted and worker.pod.node)
-    nodes = tuple(dict.fromkeys((*failures.nodes, *found)))[-facts.settings.crashes.doubted_nodes :]
+    nodes = tuple(dict.fromkeys((*failures.nodes, *found)))[-_DOUBTED_NODES:]
     if nodes != failures.nodes:
         draft.amend(failures=msgspec.structs.replace(failures, nodes=nodes))
 

@@ -26,6 +26,10 @@ from virtualflow_operator.settings import ApiSettings
 
 Object = dict[str, Any]
 """An object of the API as JSON has it."""
+_WATCH_SLACK = 30.0
+"""A watch that should have ended is closed after this long."""
+LIST_ATTEMPTS = 3
+"""How often a list is begun when its ``continue`` token expires on the way."""
 
 Observe = Callable[[str, str, int, float], None]
 """Called after every request: HTTP method, resource, status code (0: no answer) and seconds."""
@@ -91,7 +95,7 @@ class KubeApi:
     ) -> list[Object]:
         """Return all objects of a namespace (None: of all), ``page`` at a time; they bear no apiVersion and kind.
 
-        A list that expires on the way is begun again; after ``list_attempts`` of them :class:`Gone` is raised.
+        A list that expires on the way is begun again; after ``LIST_ATTEMPTS`` of them :class:`Gone` is raised.
         """
         path = resource.path(namespace)
         query = [("limit", str(page or self._settings.page))]
@@ -108,7 +112,7 @@ class KubeApi:
                     "GET", resource, path, query=[*query, ("continue", token)] if token else query
                 )
             except Gone:
-                if attempt >= self._settings.list_attempts:
+                if attempt >= LIST_ATTEMPTS:
                     raise
                 attempt += 1
                 items, token = [], ""
@@ -128,7 +132,7 @@ class KubeApi:
         query = [("watch", "true"), ("labelSelector", label_selector), ("fieldSelector", field_selector)]
         query.append(("timeoutSeconds", str(int(seconds))))
         headers, path = {"Accept": "application/json"}, resource.path(namespace)
-        limits = aiohttp.ClientTimeout(sock_connect=self._timeout.total, sock_read=seconds + self._settings.watch_slack)
+        limits = aiohttp.ClientTimeout(sock_connect=self._timeout.total, sock_read=seconds + _WATCH_SLACK)
         try:
             request = await self._client.param_serialize(
                 "GET", path, query_params=query, header_params=headers, auth_settings=["BearerToken"]

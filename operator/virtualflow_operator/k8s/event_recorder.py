@@ -19,10 +19,19 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from virtualflow_operator.constants import API_VERSION, KIND, MANAGER
 from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, NotFound
 from virtualflow_operator.k8s.resources import EVENTS, Resource
-from virtualflow_operator.settings import EventSettings
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED = 4_096
+"""Jobs and events that are remembered; the longest unused go first."""
+REPEAT_WINDOW = 600.0
+"""The same event within this time is counted up in the one that exists."""
+BURST = 25
+"""Events that one job may have at once."""
+REFILL = 30.0
+"""After a burst, one job gets one event in this time."""
+MESSAGE_BYTES = 1_024
+"""What the API server takes in a message; a longer one is cut."""
 EventType = Literal["Normal", "Warning"]
 
 MAX_REASON = 128
@@ -65,7 +74,7 @@ class EventRecorder:
 
     Args:
         api: the API server.
-        settings: limits.
+        remembered: jobs and events; the longest unused go first.
         instance: which replica says it, usually the pod's name.
         clock: steady, in seconds.
         wall: for the timestamps.
@@ -74,19 +83,18 @@ class EventRecorder:
     def __init__(
         self,
         api: EventApi,
-        settings: EventSettings,
         *,
+        remembered: int = REMEMBERED,
         instance: str = "",
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._api = api
-        self._settings = settings
         self._instance = (instance or MANAGER)[:MAX_INSTANCE]
         self._clock = clock
         self._wall = wall
-        self._buckets: _Latest[_Bucket] = _Latest(self._settings.objects)
-        self._written: _Latest[_Written] = _Latest(self._settings.objects)
+        self._buckets: _Latest[_Bucket] = _Latest(remembered)
+        self._written: _Latest[_Written] = _Latest(remembered)
 
     async def record(self, job: dict[str, Any], kind: EventType, reason: str, message: str) -> None:
         """Write an event on ``job``, or count up the one that says the same; raises nothing that the API server does.
@@ -111,7 +119,7 @@ class EventRecorder:
     async def _write(self, metadata: dict[str, Any], name: str, kind: EventType, reason: str, message: str) -> None:
         namespace, now = metadata["namespace"], self._clock()
         known = self._written.get(name)
-        if known is not None and now - known.at <= self._settings.repeat_window:
+        if known is not None and now - known.at <= REPEAT_WINDOW:
             try:
                 await self._count_up(namespace, name, known.count)
             except NotFound:
@@ -148,7 +156,7 @@ class EventRecorder:
             },
             "type": kind,
             "reason": reason[:MAX_REASON],
-            "message": _cut(message, self._settings.message_bytes),
+            "message": _cut(message, MESSAGE_BYTES),
             "firstTimestamp": now,
             "lastTimestamp": now,
             "count": 1,
@@ -162,8 +170,8 @@ class EventRecorder:
         now = self._clock()
         bucket = self._buckets.get(uid)
         if bucket is None:
-            bucket = _Bucket(float(self._settings.burst), now)
-        bucket.tokens = min(self._settings.burst, bucket.tokens + (now - bucket.filled) / self._settings.refill)
+            bucket = _Bucket(float(BURST), now)
+        bucket.tokens = min(BURST, bucket.tokens + (now - bucket.filled) / REFILL)
         bucket.filled = now
         self._buckets.put(uid, bucket)
         if bucket.tokens < 1:

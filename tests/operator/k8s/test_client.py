@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from kubernetes.aio.config import ConfigException, incluster_config
 
 from tiers import examples
-from virtualflow_operator.k8s.client import KubeApi, Object
+from virtualflow_operator.k8s.client import LIST_ATTEMPTS, KubeApi, Object
 from virtualflow_operator.k8s.errors import (
     AlreadyExists,
     ApiError,
@@ -273,7 +273,7 @@ def test_a_list_that_always_expires_is_given_up() -> None:
         server.inject(Fault(verb="list", code=410, times=None))
         with pytest.raises(Gone):
             await api.list(SECRETS, "default")
-        assert server.count("list", code=410) == ApiSettings.list_attempts
+        assert server.count("list", code=410) == LIST_ATTEMPTS
 
     run(test)
 

@@ -14,7 +14,6 @@ import pytest
 from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Forbidden, Invalid, NotFound, Unavailable
 from virtualflow_operator.k8s.event_recorder import EventRecorder, event_name
 from virtualflow_operator.k8s.resources import EVENTS, Resource
-from virtualflow_operator.settings import EventSettings
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -35,7 +34,7 @@ class Server:
     def recorder(self, **limits: Any) -> EventRecorder:
         return EventRecorder(
             self,
-            EventSettings(**limits),
+            **limits,
             instance="operator-a",
             clock=lambda: self.seconds,
             wall=lambda: BEGIN + timedelta(seconds=self.seconds),
@@ -207,7 +206,7 @@ def test_names_of_events_are_valid_for_every_name_of_a_job(name: str) -> None:
 
 def test_memory_is_bounded() -> None:
     server = Server()
-    recorder = server.recorder(objects=10)
+    recorder = server.recorder(remembered=10)
     for number in range(100):
         record(recorder, f"event {number}", uid=f"uid-{number}")
     assert len(recorder._buckets._entries) == len(recorder._written._entries) == 10
