@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 
 import kopf
-from kopf._core.engines.activities import ActivityError  # kopf raises it and does not export it
 from kubernetes.aio.config import ConfigException
 
 from virtualflow.errors import ConfigurationError
@@ -37,11 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure(settings.log_format, settings.log_level)
     try:
         asyncio.run(run(settings))
+    except ConfigurationError as error:
+        print(f"virtualflow-operator: {error}", file=sys.stderr)
+        return 2
     except ConfigException as error:
         print(f"virtualflow-operator: no cluster to work on ({error}); set KUBECONFIG or run in a pod", file=sys.stderr)
         return 2
-    except ActivityError:
-        return 2  # kopf has logged why it could not start
     return 0
 
 
@@ -49,16 +49,23 @@ async def run(settings: OperatorSettings) -> None:
     """Run kopf with our handlers.
 
     Raises:
+        ConfigurationError: it could not start as it was told.
         ConfigException: neither a pod's service account nor a kubeconfig says where the API server is.
     """
     assert watches is not None  # importing it registers them
     await (await KubeApi.connect(settings.api)).close()
+    stop = asyncio.Event()
+    memo = kopf.Memo(operator_settings=settings, stop=stop)
     await kopf.operator(
         registry=kopf.get_default_registry(),
-        memo=kopf.Memo(operator_settings=settings),
+        memo=memo,
         clusterwide=not settings.namespaces,
         namespaces=settings.namespaces,
+        stop_flag=stop,
     )
+    fault: ConfigurationError | None = memo.get("fault")
+    if fault is not None:
+        raise fault
 
 
 if __name__ == "__main__":

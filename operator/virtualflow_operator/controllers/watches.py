@@ -21,6 +21,9 @@ from virtualflow_operator.controllers.manager import Manager
 from virtualflow_operator.k8s import OURS, bounded_response
 from virtualflow_operator.settings import ApiSettings
 
+_STOPPING = 30.0
+"""Seconds in which kopf cancels a start that has failed: until then nothing is watched."""
+
 
 class Undiffed(kopf.DiffBaseStorage):
     """Keeps nothing of objects, since no handler asks what has changed: to copy each of them at every event would be a
@@ -90,6 +93,10 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
         configure(settings, own.api)
         memo["manager"] = await Manager.start(own)
     except ConfigurationError as error:
+        if "stop" in memo:  # ``main`` says what is wrong; kopf has no public error for it
+            memo["fault"] = error
+            memo["stop"].set()
+            await asyncio.sleep(_STOPPING)
         raise kopf.PermanentError(str(error)) from error  # to try again would not help
 
 
