@@ -21,7 +21,7 @@ from benchmarks.results import commit
 
 from faults.kinds import KINDS
 from faults.report import Found, Report
-from virtualflow.progress import Progress
+from virtualflow.progress import ProgressBar
 
 ROOT = Path(__file__).parents[1]
 TRAINEE = Path(__file__).parent / "trainee.py"
@@ -136,7 +136,7 @@ class Campaign:
         lanes = [threading.Thread(target=self._lane, daemon=True) for _ in range(self._options.jobs)]
         for lane in lanes:
             lane.start()
-        with Progress("the campaign", self._options.faults - self._had) as progress:
+        with ProgressBar("the campaign", self._options.faults - self._had) as progress:
             for lane in lanes:
                 while lane.is_alive():
                     lane.join(0.5)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from virtualflow.progress import Progress
+from virtualflow.progress import ProgressBar
 
 SEEN: list[Seen] = []
 """All that were begun since a test emptied it."""
 
 
-class Seen(Progress):
+class Seen(ProgressBar):
     """Remembers."""
 
     def __init__(self, what: str, total: float | None = None, **options: Any) -> None:

@@ -17,7 +17,7 @@ from aiohttp import web
 from fake_api import FakeApi
 from trainers import Trainer, Training
 
-from virtualflow.coordinator.server import Coordinator
+from virtualflow.coordinator.server import CoordinatorServer
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
@@ -43,7 +43,7 @@ def _addresses() -> Iterator[str]:
 ADDRESSES = _addresses()
 
 
-class _ToldCoordinator(Coordinator):
+class _ToldCoordinator(CoordinatorServer):
     """A coordinator that repeats what it was told."""
 
     told: Callable[[object], None]

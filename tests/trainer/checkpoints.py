@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from virtualflow.state.checkpoint_format import Found, JobIdentity, find_newest, load, skipped
+from virtualflow.state.checkpoint_format import FoundCheckpoint, JobIdentity, find_newest, load, skipped
 from virtualflow.state.checkpoint_order import complete
 from virtualflow.state.checkpoint_writer import CheckpointPolicy, CheckpointWriter
 
@@ -48,7 +48,7 @@ def checkpoint_of(directory: Path, step: int) -> Path:
     return next(path for mark, path in complete(directory) if mark.step == step)
 
 
-def newest(directory: Path, events: list[str]) -> Found:
+def newest(directory: Path, events: list[str]) -> FoundCheckpoint:
     """The newest one that can be loaded, as whoever restores it comes to it."""
     damaged: set[int] = set()
     while True:
@@ -62,7 +62,7 @@ def newest(directory: Path, events: list[str]) -> Found:
             damaged.add(found.step)
 
 
-def assert_holds(found: Found, step: int, size: int = 1000) -> None:
+def assert_holds(found: FoundCheckpoint, step: int, size: int = 1000) -> None:
     tree = load(found)
     assert found.step == step
     assert tree["extra"] == {"step": step, "loss": 0.1 * step}

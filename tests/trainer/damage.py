@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import virtualflow.transport.communicator
-from virtualflow.transport.channel import Channel, Exchange
+from virtualflow.transport.channel import Channel, FrameExchange
 from virtualflow.transport.communicator import Communicator
 
 
@@ -27,7 +27,7 @@ class Damaging:
     def _stand_before(self, channel: Channel) -> None:
         send = channel.send
 
-        def damaging(content: memoryview, check: int, exchange: Exchange) -> None:
+        def damaging(content: memoryview, check: int, exchange: FrameExchange) -> None:
             self.sent += 1
             send(content, check, exchange)
             if self.sent == self.at:

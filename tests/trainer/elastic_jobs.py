@@ -32,7 +32,7 @@ from aiohttp import web
 from injected import inject
 
 from forking import FORKING, start
-from virtualflow.coordinator.server import Coordinator
+from virtualflow.coordinator.server import CoordinatorServer
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.errors import Leave
 from virtualflow.protocol import http_api
@@ -195,7 +195,7 @@ class _CoordinatorThread:
         self._loop.close()
 
     async def _serve(self) -> None:
-        coordinator = self.coordinator = Coordinator(TOKEN, self._wanted, self._settings)
+        coordinator = self.coordinator = CoordinatorServer(TOKEN, self._wanted, self._settings)
         runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from virtualflow.data.map_source import LoaderOptions, MapSource, MicroBatch, Source, open_source
 from virtualflow.data.rng import seed_samples, seed_stream_sample
-from virtualflow.data.sampling import Plan
+from virtualflow.data.sampling import SamplePlan
 from virtualflow.data.settings import LoadingSettings
 
 SEED = 7
@@ -61,8 +61,8 @@ class Stripes(IterableDataset[torch.Tensor]):
             yield torch.tensor([float(sample), float(epoch), *noise], dtype=torch.float64)
 
 
-def plan_of(size: int = SIZE) -> Plan:
-    return Plan(size, BATCH, SEED, shuffle=True, drop_last=False)
+def plan_of(size: int = SIZE) -> SamplePlan:
+    return SamplePlan(size, BATCH, SEED, shuffle=True, drop_last=False)
 
 
 @contextmanager
@@ -168,7 +168,7 @@ class Stuck(Where):
 
 @contextmanager
 def opened_in_order(dataset: Any, *, virtual_nodes: int = 1, **options: Any) -> Iterator[MapSource]:
-    plan = Plan(SIZE, virtual_nodes, SEED, shuffle=False, drop_last=False)
+    plan = SamplePlan(SIZE, virtual_nodes, SEED, shuffle=False, drop_last=False)
     source = MapSource(
         dataset,
         plan,

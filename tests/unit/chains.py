@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from virtualflow.memory import Action, Block, BlockPlan, Plan, Profile, Skip, Span
 from virtualflow.memory.search import bound
-from virtualflow.memory.simulation import JOIN, Actions, Chain, is_valid, least_capacity, schedule
+from virtualflow.memory.simulation import JOIN, Actions, ChainArrays, is_valid, least_capacity, schedule
 
 
 def blocks(index: int, boundary: int) -> st.SearchStrategy[Block]:
@@ -56,17 +56,17 @@ def every_choice(length: int) -> Iterator[Actions]:
     return (actions for each in product(range(JOIN + 1), repeat=length) if is_valid(actions := bytes(each)))
 
 
-def least_of_all(chain: Chain, host: int) -> int:
+def least_of_all(chain: ChainArrays, host: int) -> int:
     return min(least_capacity(chain, each) for each in every_choice(chain.length) if chain.host_bytes(each) <= host)
 
 
-def optimum(chain: Chain, capacity: int, host: int) -> float:
+def optimum(chain: ChainArrays, capacity: int, host: int) -> float:
     """Return the seconds of the fastest choice there is."""
     found = (schedule(chain, each, capacity) for each in every_choice(chain.length) if chain.host_bytes(each) <= host)
     return min(each.seconds for each in found if each is not None)
 
 
-def optimum_of_many(chain: Chain, capacity: int, host: int) -> float:
+def optimum_of_many(chain: ChainArrays, capacity: int, host: int) -> float:
     """Return the same for longer chains: what cannot be faster than the best so far is not simulated."""
     best = float("inf")
     for least, actions in sorted((bound(chain, each), each) for each in every_choice(chain.length)):

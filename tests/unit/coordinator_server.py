@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from virtualflow.coordinator.server import Coordinator
+from virtualflow.coordinator.server import CoordinatorServer
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
@@ -45,7 +45,7 @@ def hello(name: str, incarnation: str = "", **facts: object) -> m.Hello:
 class Server:
     """A coordinator that listens, and a client that knows its token."""
 
-    def __init__(self, coordinator: Coordinator, url: str, client: aiohttp.ClientSession) -> None:
+    def __init__(self, coordinator: CoordinatorServer, url: str, client: aiohttp.ClientSession) -> None:
         self.coordinator, self.url, self.client = coordinator, url, client
         self.state = coordinator.state
         self._streams: list[aiohttp.ClientWebSocketResponse] = []
@@ -73,7 +73,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(settings: CoordinatorSettings = SETTINGS) -> AsyncIterator[Server]:
-    coordinator = Coordinator(TOKEN, 2, settings)
+    coordinator = CoordinatorServer(TOKEN, 2, settings)
     runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import terminals
-from virtualflow.progress import LINE_EVERY, SHOWN_AFTER, Progress, clock, describe_rest, seconds_left
+from virtualflow.progress import LINE_EVERY, SHOWN_AFTER, ProgressBar, clock, describe_rest, seconds_left
 
 
 class Clock:
@@ -63,7 +63,7 @@ def test_seconds_are_read_as_a_clock() -> None:
 
 def test_where_there_is_no_terminal_what_ends_soon_says_nothing() -> None:
     pipe, now = io.StringIO(), Clock()
-    with Progress("counting", 100, stream=pipe, now=now) as progress:
+    with ProgressBar("counting", 100, stream=pipe, now=now) as progress:
         for done in range(100):
             now.seconds += 0.9 * LINE_EVERY / 100
             progress.reach(done)
@@ -72,7 +72,7 @@ def test_where_there_is_no_terminal_what_ends_soon_says_nothing() -> None:
 
 def test_where_there_is_no_terminal_there_is_a_line_now_and_then() -> None:
     pipe, now = io.StringIO(), Clock()
-    with Progress("counting", 100, stream=pipe, now=now) as progress:
+    with ProgressBar("counting", 100, stream=pipe, now=now) as progress:
         for done in range(1, 101):
             now.seconds += LINE_EVERY / 30
             progress.reach(done)
@@ -86,7 +86,7 @@ def test_where_there_is_no_terminal_there_is_a_line_now_and_then() -> None:
 
 def test_what_takes_a_day_has_few_lines() -> None:
     pipe, now = io.StringIO(), Clock()
-    with Progress("counting", 86_400, stream=pipe, now=now) as progress:
+    with ProgressBar("counting", 86_400, stream=pipe, now=now) as progress:
         for done in range(86_400):
             now.seconds += 1.0
             progress.reach(done)
@@ -101,7 +101,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_on_a_terminal_what_ends_soon_shows_nothing(terminal: Terminal) -> None:
     now = Clock()
-    with Progress("counting", 100, stream=terminal, now=now) as progress:
+    with ProgressBar("counting", 100, stream=terminal, now=now) as progress:
         for done in range(100):
             now.seconds += 0.9 * SHOWN_AFTER / 100
             progress.reach(done)
@@ -110,7 +110,7 @@ def test_on_a_terminal_what_ends_soon_shows_nothing(terminal: Terminal) -> None:
 
 def test_on_a_terminal_there_is_a_bar_which_goes_away_when_all_is_done(terminal: Terminal) -> None:
     now = Clock()
-    with Progress("counting", 100, stream=terminal, now=now) as progress:
+    with ProgressBar("counting", 100, stream=terminal, now=now) as progress:
         for done in range(1, 101):
             now.seconds += 1.0
             progress.reach(done)
@@ -121,7 +121,7 @@ def test_on_a_terminal_there_is_a_bar_which_goes_away_when_all_is_done(terminal:
 
 def test_a_total_may_become_known_later_and_what_was_said_wrongly_stays_in_bounds(terminal: Terminal) -> None:
     now = Clock()
-    with Progress("counting", stream=terminal, now=now) as progress:
+    with ProgressBar("counting", stream=terminal, now=now) as progress:
         now.seconds += 5.0
         progress.reach(0)
         assert "0:05" in words(terminal)
@@ -134,7 +134,7 @@ def test_a_total_may_become_known_later_and_what_was_said_wrongly_stays_in_bound
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     terminal, now = Terminal(), Clock()
-    with Progress("counting", 2, stream=terminal, now=now) as progress:
+    with ProgressBar("counting", 2, stream=terminal, now=now) as progress:
         now.seconds += LINE_EVERY
         progress.reach(1)
     assert terminal.getvalue() == f"virtualflow: counting: 50 %, {clock(LINE_EVERY)} left\n"
@@ -143,7 +143,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.M
 SCRIPT = """
 from virtualflow import progress
 progress.SHOWN_AFTER = 0.0
-with progress.Progress("counting", 3) as going:
+with progress.ProgressBar("counting", 3) as going:
     for done in range(1, 4):
         going.reach(done)
         print(f"the answer {done}", flush=True)

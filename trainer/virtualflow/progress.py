@@ -59,7 +59,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-class Progress:
+class ProgressBar:
     """The progress of one thing, in a ``with`` block that ends when it is through.
 
     No thread redraws it: call :meth:`reach` often, also with what was reached before.

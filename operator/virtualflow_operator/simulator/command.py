@@ -12,7 +12,7 @@ from typing import get_args
 import msgspec
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Number, Parser, Progress, complain
+from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Number, Parser, ProgressBar, complain
 from virtualflow_operator.scheduling import (
     FIXED_SIZES,
     POLICIES,
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         trace = trace.on(given.capacity)
     chosen = {name: BASELINES.get(name) or policy(name) for name in given.policy or POLICIES}
     results: dict[str, Result] = {}
-    with Progress("simulating", len(chosen) * len(trace.jobs)) as progress:
+    with ProgressBar("simulating", len(chosen) * len(trace.jobs)) as progress:
         for name, decide in chosen.items():
             seen = _seen(decide, progress, len(results) * len(trace.jobs))
             results[name] = _play(given, trace, name, seen, cost, defaults)
@@ -162,7 +162,7 @@ def _check_kinds(given: argparse.Namespace, trace: JobTrace) -> None:
         raise ConfigurationError(f"{given.trace} has kinds of device; leave out {' and '.join(wrong)}")
 
 
-def _seen(decide: Policy, progress: Progress, before: int) -> Policy:
+def _seen(decide: Policy, progress: ProgressBar, before: int) -> Policy:
     """The policy, and how far the trace is by the jobs that it has been asked about, ``before`` it and by itself."""
     known: set[str] = set()
 

@@ -310,7 +310,7 @@ def test_how_far_it_is_goes_from_nothing_to_all_over_all_policies_and_changes_no
     main(arguments)
     plain = capsys.readouterr()
     monkeypatch.setattr(progress_seen, "SEEN", [])
-    monkeypatch.setattr(command, "Progress", progress_seen.Seen)
+    monkeypatch.setattr(command, "ProgressBar", progress_seen.Seen)
     main(arguments)
     assert capsys.readouterr() == plain
     (seen,) = progress_seen.SEEN

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from virtualflow.data.orders import Orders, open_orders
-from virtualflow.data.sampling import Plan
+from virtualflow.data.sampling import SamplePlan
 from virtualflow.errors import ConfigurationError
 
 SIZE = 30
@@ -111,7 +111,7 @@ def test_each_position_of_an_order_is_planned_once(
     order: list[int], share: int, virtual_nodes: int, shuffle: bool, data: st.DataObject
 ) -> None:
     orders = Orders(lambda seed, epoch: order[epoch:] + order[:epoch], 10, 0)
-    plan = Plan(10, share * virtual_nodes, 0, shuffle, drop_last=False, orders=orders)
+    plan = SamplePlan(10, share * virtual_nodes, 0, shuffle, drop_last=False, orders=orders)
     epoch = data.draw(st.integers(0, len(order) - 1))
     planned = [
         index
@@ -124,9 +124,9 @@ def test_each_position_of_an_order_is_planned_once(
 
 
 def test_drop_last_goes_by_the_samples_of_an_epoch() -> None:
-    assert Plan(10, 4, 0, True, drop_last=True, orders=Orders([1] * 9, 10, 0)).steps_per_epoch == 2
+    assert SamplePlan(10, 4, 0, True, drop_last=True, orders=Orders([1] * 9, 10, 0)).steps_per_epoch == 2
     with pytest.raises(ConfigurationError, match="drop_last leaves no batch of 4 in an epoch of 3 samples"):
-        Plan(10, 4, 0, True, drop_last=True, orders=Orders([1] * 3, 10, 0))
+        SamplePlan(10, 4, 0, True, drop_last=True, orders=Orders([1] * 3, 10, 0))
 
 
 class Counting(Sampler[int]):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
-from virtualflow.data.sampling import Plan, split
+from virtualflow.data.sampling import SamplePlan, split
 
 SEED = 11
 EPOCHS = 3
@@ -69,7 +69,7 @@ def elastic(kind: str, size: int, shuffle: bool = True) -> list[tuple[float, lis
 
 def batches(size: int, shuffle: bool) -> Iterator[list[int]]:
     """The samples of each global batch, in order."""
-    plan = Plan(size, BATCH, SEED, shuffle, False)
+    plan = SamplePlan(size, BATCH, SEED, shuffle, False)
     for epoch in range(EPOCHS):
         for epoch_step in range(plan.steps_per_epoch):
             yield [

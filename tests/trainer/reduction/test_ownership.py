@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from virtualflow.reduction.buckets import plan_buckets, plan_delivery
 from virtualflow.reduction.ownership import (
     Move,
-    Piece,
     Row,
     Shares,
+    Stretch,
     lost,
     plan_hand_over,
     plan_moves,
@@ -168,7 +168,7 @@ def test_what_is_handed_over_goes_to_the_keepers_to_come() -> None:
     row = Row((16,), (4,), (4,))
     running, coming = share_row(row, 4), share_row(row, 2)
     assert plan_hand_over(running, coming, [3, 0], [0, 3]) == [((4, 12),), (), (), ((0, 8),)]
-    assert row.pieces(((2, 6),)) == [Piece(0, 2, 6)]
+    assert row.pieces(((2, 6),)) == [Stretch(0, 2, 6)]
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

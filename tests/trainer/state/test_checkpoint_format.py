@@ -81,7 +81,7 @@ def test_reading_tells_how_much_of_the_file_is_read(
     writer_to(tmp_path, events).save_now(1, {"a": torch.zeros(50_000), "b": torch.zeros(150_000)})
     found = newest(tmp_path, events)
     monkeypatch.setattr(progress_seen, "SEEN", [])
-    monkeypatch.setattr(checkpoint_format, "Progress", progress_seen.Seen)
+    monkeypatch.setattr(checkpoint_format, "ProgressBar", progress_seen.Seen)
     load(found)
     (seen,) = progress_seen.SEEN
     assert seen.what == f"reading {found.path.name}"

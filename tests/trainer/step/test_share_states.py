@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from own_optimizers import BlockwiseMomentum, Lion
 from torch import Tensor, nn
 
-from virtualflow.reduction import Piece, Shares, Spans, difference, share_row, union
+from virtualflow.reduction import Shares, Spans, Stretch, difference, share_row, union
 from virtualflow.state import Optimizers, digests
 from virtualflow.step.elementwise import grains_of
 from virtualflow.step.sharded_optimizer import row_of
@@ -57,7 +57,7 @@ class Worker:
         """Step what stands there, as one of several workers."""
         self.kept.keep(spans)
         given = self.gradients(number)
-        pieces: dict[Piece, Tensor] = {}
+        pieces: dict[Stretch, Tensor] = {}
         for piece in self.row.pieces(spans):
             gradient = given[piece.place]
             if gradient is not None:

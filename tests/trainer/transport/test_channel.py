@@ -16,7 +16,7 @@ from meshes import mesh
 
 from tiers import examples
 from virtualflow.errors import CommunicatorBroken, Damaged, VirtualFlowError
-from virtualflow.transport.channel import CLOSED, Channel, Exchange, checksum
+from virtualflow.transport.channel import CLOSED, Channel, FrameExchange, checksum
 
 HEAD = 24
 
@@ -29,15 +29,15 @@ def pair() -> tuple[Channel, Channel]:
     return Channel(accepted, "worker-0"), Channel(connecting, "worker-1")
 
 
-def send(channel: Channel, *contents: bytes) -> Exchange:
-    exchange = Exchange()
+def send(channel: Channel, *contents: bytes) -> FrameExchange:
+    exchange = FrameExchange()
     for content in contents:
         channel.send(memoryview(content), checksum(content), exchange)
     return exchange
 
 
-def expect(channel: Channel, *sizes: int) -> tuple[list[bytearray], Exchange]:
-    exchange, found = Exchange(), [bytearray(size) for size in sizes]
+def expect(channel: Channel, *sizes: int) -> tuple[list[bytearray], FrameExchange]:
+    exchange, found = FrameExchange(), [bytearray(size) for size in sizes]
     for content in found:
         channel.expect(memoryview(content), exchange)
     return found, exchange

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from virtualflow.worker.member_state import Lease, awake_and_asleep
+from virtualflow.worker.member_state import HeldLease, awake_and_asleep
 
 
 class Clock:
@@ -15,11 +15,11 @@ class Clock:
 
 
 def test_nothing_holds_before_something_was_shown() -> None:
-    assert not Lease(Clock()).holds(5.0)
+    assert not HeldLease(Clock()).holds(5.0)
 
 
 def test_what_shows_it_counts_from_before_it_began() -> None:
-    lease = Lease(clock := Clock())
+    lease = HeldLease(clock := Clock())
     lease.begin()
     clock.now += 4.0  # stopped in the middle of an exchange: the others may have gone on since they had contributed
     lease.renew()
@@ -29,7 +29,7 @@ def test_what_shows_it_counts_from_before_it_began() -> None:
 
 
 def test_what_was_begun_and_failed_shows_nothing() -> None:
-    lease = Lease(clock := Clock())
+    lease = HeldLease(clock := Clock())
     lease.begin()
     lease.renew()
     clock.now += 6.0
@@ -38,7 +38,7 @@ def test_what_was_begun_and_failed_shows_nothing() -> None:
 
 
 def test_after_the_end_of_the_training_it_is_for_ever() -> None:
-    lease = Lease(clock := Clock())
+    lease = HeldLease(clock := Clock())
     lease.keep()
     clock.now += 1e6
     assert lease.holds(5.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.worker.pace import Estimate, Pace, PaceReportPolicy, quartiles
+from virtualflow.worker.pace import Estimate, PaceMeter, PaceReportPolicy, quartiles
 from virtualflow.worker.settings import PaceSettings
 
 SETTINGS = PaceSettings()
@@ -19,7 +19,7 @@ class Training:
     """A worker's steps, by a clock of their own."""
 
     def __init__(self, virtual_nodes: int = 4) -> None:
-        self.pace = Pace(SETTINGS)
+        self.pace = PaceMeter(SETTINGS)
         self.now = 1_000.0
         self.nodes = virtual_nodes
 
@@ -125,7 +125,7 @@ def test_an_attempt_that_broke_in_the_middle_is_measured_from_its_repetition() -
 @pytest.mark.parametrize("step", [0.001, 0.004, 0.02], ids=lambda seconds: f"{1_000 * seconds:g} ms")
 def test_a_duty_cycle_of_a_third_is_seen_as_a_third_of_the_speed_however_short_the_steps_are(step: float) -> None:
     """The process runs 10 ms and stops 20 ms; short steps are hit or spared as a whole."""
-    pace, now, computed, nodes = Pace(SETTINGS), 0.0, 0.0, 2
+    pace, now, computed, nodes = PaceMeter(SETTINGS), 0.0, 0.0, 2
     while now < 1.5:
         pace.begin(now, nodes)
         computed += step

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from coordinator_server import RIGHT, SETTINGS, TOKEN, Server, hello, until, with_server
 
-from virtualflow.coordinator.memory_copies import Refusal, check
+from virtualflow.coordinator.memory_copies import CopyRefusal, check
 from virtualflow.coordinator.settings import CoordinatorSettings, KeptCopySettings
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
@@ -189,7 +189,7 @@ def test_only_a_member_of_the_running_generation_brings_one(changed: dict[str, A
         if code is None:
             check(server.state, known, sent, 100)
         else:
-            with pytest.raises(Refusal) as refused:
+            with pytest.raises(CopyRefusal) as refused:
                 check(server.state, known, sent, 100)
             assert refused.value.code == code
 

@@ -13,7 +13,7 @@ from coordinator_server import RIGHT, SETTINGS, TOKEN, Server, hello, told, unti
 from msgspec import structs
 
 from virtualflow.coordinator.decisions import decide
-from virtualflow.coordinator.server import Coordinator
+from virtualflow.coordinator.server import CoordinatorServer
 from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSettings
 from virtualflow.coordinator.status_view import describe
 from virtualflow.errors import ConfigurationError
@@ -86,7 +86,7 @@ def test_anybody_may_ask_whether_it_lives() -> None:
 
 def test_a_coordinator_without_a_token_is_none() -> None:
     with pytest.raises(ConfigurationError, match="token"):
-        Coordinator("", 1, SETTINGS)
+        CoordinatorServer("", 1, SETTINGS)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

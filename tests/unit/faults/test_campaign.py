@@ -229,14 +229,14 @@ from pathlib import Path
 from virtualflow import progress
 import faults.__main__ as campaign
 
-class Telling(progress.Progress):
+class Telling(progress.ProgressBar):
     def reach(self, done):
         super().reach(done)
         (report.parent / f"shown-{done // 2}").touch()
 
 progress.SHOWN_AFTER = progress.FRAME = 0.0
 report, job = Path(sys.argv.pop()), sys.argv.pop()
-campaign.Progress = Telling
+campaign.ProgressBar = Telling
 campaign.ALONE = [sys.executable, "-c", job]
 campaign.why_not = lambda: None
 campaign.undisturbed = lambda directory, steps: directory

@@ -12,7 +12,7 @@ from statuses import coordinator_status
 from virtualflow.launcher.fault_injection import FaultInjector
 from virtualflow.launcher.fault_schedule import parse_schedule
 from virtualflow.launcher.throttle import Throttle
-from virtualflow.launcher.worker_table import Worker
+from virtualflow.launcher.worker_table import WorkerProcess
 from virtualflow.protocol.settings import STOP_GRACE
 
 
@@ -28,7 +28,7 @@ def test_a_worker_that_does_not_hear_sigterm_is_not_waited_for_for_ever() -> Non
     told: list[str] = []
     scaled: list[int] = []
     process: Any = SimpleNamespace(send=lambda number, pid: sent.append(number), alive=True)
-    worker = Worker("worker-0", 0, 0, process, 1, incarnation="a", listed=True, state="training", assigned=True)
+    worker = WorkerProcess("worker-0", 0, 0, process, 1, incarnation="a", listed=True, state="training", assigned=True)
     state = SimpleNamespace(status=coordinator_status(step=5), wanted=2)
 
     def scale(workers: int) -> None:

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from statuses import coordinator_status
-from virtualflow.launcher.shutdown import Conclusion, Facts, Shutdown, conclude, end_signals, next_shutdown
-from virtualflow.launcher.worker_table import Worker
+from virtualflow.launcher.shutdown import Conclusion, JobOutcome, Shutdown, conclude, end_signals, next_shutdown
+from virtualflow.launcher.worker_table import WorkerProcess
 from virtualflow.protocol.http_api import Event, Phase
 from virtualflow.protocol.settings import STOP_GRACE
 
@@ -20,7 +20,7 @@ SAVED = Event(1, 0.0, "checkpoint", "checkpoint of step 7 written")
 UNSAVED = Event(2, 0.0, "checkpoint-failed", "the checkpoint of step 9 cannot be written: no space left")
 
 
-def facts(shutdown: Shutdown, **more: Any) -> Facts:
+def facts(shutdown: Shutdown, **more: Any) -> JobOutcome:
     usual: dict[str, Any] = {
         "status": coordinator_status("done", step=12, digest="abc"),
         "seconds": 3.25,
@@ -32,7 +32,7 @@ def facts(shutdown: Shutdown, **more: Any) -> Facts:
         "unwritten": None,
         "logs": None,
     }
-    return Facts(shutdown=shutdown, **{**usual, **more})
+    return JobOutcome(shutdown=shutdown, **{**usual, **more})
 
 
 DONE = "done: 12 steps in 3.2 s, digest abc, 0 membership changes, 0 repeated steps"
@@ -112,7 +112,7 @@ DONE = "done: 12 steps in 3.2 s, digest abc, 0 membership changes, 0 repeated st
         ),
     ],
 )  # fmt: skip
-def test_what_is_said_follows_from_the_facts(end: Facts, code: int, said: list[str]) -> None:
+def test_what_is_said_follows_from_the_facts(end: JobOutcome, code: int, said: list[str]) -> None:
     assert conclude(end) == Conclusion(code, said)
 
 
@@ -136,8 +136,8 @@ def test_the_status_says_how_a_job_ends(current: Any, phase: Phase, kind: str | 
         assert after is before
 
 
-def worker(**facts: Any) -> Worker:
-    made = Worker("worker-0", 0, 0, cast("Any", None), 1, incarnation="a", served=True, state="training")
+def worker(**facts: Any) -> WorkerProcess:
+    made = WorkerProcess("worker-0", 0, 0, cast("Any", None), 1, incarnation="a", served=True, state="training")
     for name, value in facts.items():
         setattr(made, name, value)
     return made
@@ -160,7 +160,7 @@ def worker(**facts: Any) -> Worker:
         pytest.param("failed", worker(incarnation=None), 0.0, "kill", id="at once if they boot"),
     ],
 )
-def test_everyone_is_moved_towards_the_end(kind: Any, one: Worker, elapsed: float, sent: str) -> None:
+def test_everyone_is_moved_towards_the_end(kind: Any, one: WorkerProcess, elapsed: float, sent: str) -> None:
     signals = end_signals(Shutdown(kind, 100.0), [one], 100.0 + elapsed, GRACE)
     assert (signals.kill, signals.terminate) == ([one] * (sent == "kill"), [one] * (sent == "terminate"))
 

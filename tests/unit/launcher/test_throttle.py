@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from virtualflow.launcher.throttle import Throttle
-from virtualflow.launcher.worker_table import Worker
+from virtualflow.launcher.worker_table import WorkerProcess
 
 PERIOD = 0.003
 STOP, CONTINUE = signal.SIGSTOP, signal.SIGCONT
@@ -34,9 +34,9 @@ class Target:
                 await self.arrived.wait()
 
 
-def worker() -> tuple[Worker, Target]:
+def worker() -> tuple[WorkerProcess, Target]:
     target = Target()
-    return Worker("worker-0", 0, 0, cast(Any, target), 1), target
+    return WorkerProcess("worker-0", 0, 0, cast(Any, target), 1), target
 
 
 async def rest() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from statuses import coordinator_status
 from virtualflow.launcher.supervisor import Process
-from virtualflow.launcher.worker_table import Worker, WorkerTable
+from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable
 from virtualflow.protocol.http_api import LostWorker, Refusal
 
 
@@ -20,7 +20,7 @@ class Running:
 
 def table(*names: str) -> WorkerTable:
     workers = [
-        Worker(name, int(name.partition("-")[2]), number, cast("Process", Running()), 1)
+        WorkerProcess(name, int(name.partition("-")[2]), number, cast("Process", Running()), 1)
         for number, name in enumerate(names)
     ]
     return WorkerTable(1.0, workers)

@@ -10,7 +10,7 @@ import pytest
 from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.supervisor import Process
-from virtualflow.launcher.worker_table import Worker, WorkerTable
+from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable
 from virtualflow.launcher.workforce import AbsentEnds, Workforce
 from virtualflow.protocol.settings import BACKOFF_LIMIT
 
@@ -23,7 +23,7 @@ class Scene:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.scaled: list[int] = []
-        lasting = Worker("worker-0", 0, 0, cast("Process", SimpleNamespace(alive=True)), 1, "a", assigned=True)
+        lasting = WorkerProcess("worker-0", 0, 0, cast("Process", SimpleNamespace(alive=True)), 1, "a", assigned=True)
         self.table = WorkerTable(1.0, [lasting])
         state = SimpleNamespace(status=None, shutdown=None, wanted=2)
         control = SimpleNamespace(table=self.table, state=state, tell=self.said.append, scale=self.scaled.append)
@@ -39,7 +39,7 @@ class Scene:
 
     def end(self, code: int) -> None:
         process = SimpleNamespace(alive=False, code=code)
-        one = Worker("worker-1", 1, len(self.table.workers), cast("Process", process), 1, "b")
+        one = WorkerProcess("worker-1", 1, len(self.table.workers), cast("Process", process), 1, "b")
         one.draining = code == LEFT
         self.table.workers.append(one)
         self.workforce.take(0.0)
@@ -86,7 +86,7 @@ class Alone(Scene):
     def crash(self, begun: float, now: float) -> None:
         process = SimpleNamespace(alive=False, code=KILLED)
         ordinal = len(self.table.workers)
-        one = Worker(f"worker-{ordinal}", ordinal, ordinal, cast("Process", process), 1, "b", begun=begun)
+        one = WorkerProcess(f"worker-{ordinal}", ordinal, ordinal, cast("Process", process), 1, "b", begun=begun)
         self.table.workers.append(one)
         self.workforce.take(now)
 

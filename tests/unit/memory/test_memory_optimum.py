@@ -19,7 +19,7 @@ from scipy.sparse import coo_array
 
 from tiers import examples, nightly
 from virtualflow.memory import Budget, Planner, Profile
-from virtualflow.memory.simulation import JOIN, KEEP, RECOMPUTE, Actions, Chain, least_capacity, schedule
+from virtualflow.memory.simulation import JOIN, KEEP, RECOMPUTE, Actions, ChainArrays, least_capacity, schedule
 
 Part = tuple[int, int, bool]
 """First and last block, and whether they are recomputed."""
@@ -37,7 +37,7 @@ def actions_of(parts: list[Part], length: int) -> Actions:
     return bytes(actions)
 
 
-def held_by(chain: Chain, part: Part) -> int:
+def held_by(chain: ChainArrays, part: Part) -> int:
     """Return the bytes that it holds while others compute."""
     first, _, recomputed = part
     return chain.boundary[first] + (0 if recomputed else chain.saved[first])
@@ -49,7 +49,7 @@ def need_of(profile: Profile, part: Part) -> int:
     What is above it has run backward by then, and left its gradients; in the forward pass it has not run at all.
     """
     first, last, recomputed = part
-    chain = Chain(profile)
+    chain = ChainArrays(profile)
     boundary, workspace = chain.boundary, chain.workspace
     gradients = sum(chain.gradient[last + 1 :])
     beyond = boundary[last + 1]
@@ -73,7 +73,7 @@ def need_of(profile: Profile, part: Part) -> int:
 
 def optimum(profile: Profile, capacity: int) -> tuple[float, Actions]:
     """Return the seconds of the fastest choice without the host, and the choice."""
-    chain = Chain(profile)
+    chain = ChainArrays(profile)
     parts = parts_of(chain.length)
     seconds = [sum(chain.again[first : last + 1]) if recomputed else 0.0 for first, last, recomputed in parts]
     rows: list[tuple[int, int, float]] = []
@@ -123,7 +123,7 @@ def cuts(length: int) -> st.SearchStrategy[list[Part]]:
 @settings(max_examples=examples(100))
 @given(profiles(12, 12), cuts(12))
 def test_a_choice_needs_what_the_program_says(profile: Profile, parts: list[Part]) -> None:
-    chain = Chain(profile)
+    chain = ChainArrays(profile)
     below = [sum(held_by(chain, each) for each in parts if each[1] < part[0]) for part in parts]
     most = max(held + need_of(profile, part) for held, part in zip(below, parts, strict=True))
     assert least_capacity(chain, actions_of(parts, chain.length)) == most
@@ -141,7 +141,7 @@ def test_a_plan_without_the_host_takes_at_most_2_percent_more_than_the_optimum(l
         budget = Budget(max(1, least + max(0, most - least) * share // 100), 0)
         capacity = budget.device - profile.resident_bytes("device")
         best, actions = optimum(profile, capacity)
-        simulated = schedule(Chain(profile), actions, capacity)
+        simulated = schedule(ChainArrays(profile), actions, capacity)
         assert simulated is not None, "the program has chosen what does not fit"
         assert simulated.seconds == pytest.approx(best)
         assert 1 - 1e-9 <= planner.plan(budget).seconds / best <= 1.02

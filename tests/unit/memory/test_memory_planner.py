@@ -17,7 +17,7 @@ from virtualflow.memory import Action, Block, Budget, DoesNotFit, Plan, Planner,
 from virtualflow.memory.cuts import Cuts
 from virtualflow.memory.search import Pool
 from virtualflow.memory.settings import PlannerSettings
-from virtualflow.memory.simulation import Chain, least_capacity, schedule
+from virtualflow.memory.simulation import ChainArrays, least_capacity, schedule
 
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
 SHARES = st.integers(0, 100)
@@ -48,7 +48,7 @@ def actions(found: Plan) -> str:
 
 def ratio(profile: Profile, share: int, host_share: int, *, fast: bool = False) -> float:
     """Return by how much a plan is slower than the best of all."""
-    chain, planner = Chain(profile), Planner(profile)
+    chain, planner = ChainArrays(profile), Planner(profile)
     host = chain.host_most * host_share // 100
     budget = budget_between(planner, share, host)
     capacity = budget.device - profile.resident_bytes("device")
@@ -97,8 +97,8 @@ def test_plans_of_a_hundred_blocks_without_the_host_are_near_what_no_plan_can_be
 
 def test_the_search_of_a_hundred_blocks_tries_no_more_than_it_may() -> None:
     chosen = PlannerSettings(moves=5_000)
-    pool = Pool(Chain(same_blocks(100)), chosen)
-    beginning = Pool(Chain(same_blocks(100)), PlannerSettings(moves=0))
+    pool = Pool(ChainArrays(same_blocks(100)), chosen)
+    beginning = Pool(ChainArrays(same_blocks(100)), PlannerSettings(moves=0))
     # One plan at each size of memory is tried in any case.
     assert len(pool._choices) - len(beginning._choices) <= chosen.moves / 100 + 3 * chosen.rungs
 
@@ -116,7 +116,7 @@ def test_one_profile_has_one_plan(profile: Profile, share: int) -> None:
 @settings(max_examples=examples(60))
 @given(profiles(7, skips=3), st.lists(SHARES, min_size=2, max_size=6), st.lists(SHARES, min_size=2, max_size=4))
 def test_more_memory_never_gives_a_slower_plan(profile: Profile, shares: list[int], hosts: list[int]) -> None:
-    planner, most = Planner(profile), Chain(profile).host_most
+    planner, most = Planner(profile), ChainArrays(profile).host_most
     budgets = [budget_between(planner, share, 0).device for share in sorted(shares)]
     # Two choices that take equally long may differ in the last bits of a sum.
     times = [[round(planner.plan(Budget(d, most * h // 100)).seconds, 9) for d in budgets] for h in sorted(hosts)]
@@ -130,7 +130,7 @@ def test_more_memory_never_gives_a_slower_plan(profile: Profile, shares: list[in
 def test_the_timelines_peak_is_what_tensors_take_one_by_one_and_the_plans_within_the_budget(
     profile: Profile, share: int, host: int, optimizer: str
 ) -> None:
-    planner, swapped = Planner(profile), Chain(profile).host_most * host // 100
+    planner, swapped = Planner(profile), ChainArrays(profile).host_most * host // 100
     device = budget_between(planner, share, swapped).device
     budget = Budget(device, swapped + profile.optimizer_bytes, optimizer)  # type: ignore[arg-type]
     found = planner.plan(budget)
@@ -144,7 +144,7 @@ def test_the_timelines_peak_is_what_tensors_take_one_by_one_and_the_plans_within
 
 @given(profiles(5), st.sampled_from([0, 30, 100]))
 def test_a_budget_that_is_too_small_is_told_the_smallest_that_works(profile: Profile, share: int) -> None:
-    host = Chain(profile).host_most * share // 100
+    host = ChainArrays(profile).host_most * share // 100
     planner = Planner(profile)
     smallest = planner.smallest(Budget(1, host))
     assert planner.plan(Budget(max(1, smallest), host)).peak_bytes <= max(1, smallest)
@@ -156,7 +156,7 @@ def test_a_budget_that_is_too_small_is_told_the_smallest_that_works(profile: Pro
 
 @given(profiles(5))
 def test_with_and_without_the_host_no_choice_at_all_needs_less_than_the_smallest_budget(profile: Profile) -> None:
-    chain, resident = Chain(profile), profile.resident_bytes("device")
+    chain, resident = ChainArrays(profile), profile.resident_bytes("device")
     planner = Planner(profile)
     for host in (0, chain.host_most):
         assert planner.smallest(Budget(1, host)) == resident + least_of_all(chain, host)
@@ -164,13 +164,13 @@ def test_with_and_without_the_host_no_choice_at_all_needs_less_than_the_smallest
 
 @given(profiles(5))
 def test_without_the_host_the_cuts_into_segments_that_need_least_are_found_directly(profile: Profile) -> None:
-    chain = Chain(profile)
+    chain = ChainArrays(profile)
     assert least_capacity(chain, Cuts(chain, 1).least()) == least_of_all(chain, 0)
 
 
 @given(profiles(7, skips=3), SHARES)
 def test_a_cut_that_is_found_fits_also_beside_skips(profile: Profile, share: int) -> None:
-    chain = Chain(profile)
+    chain = ChainArrays(profile)
     cuts = Cuts(chain, 100)
     least, most = least_capacity(chain, cuts.least()), least_capacity(chain, bytes(chain.length))
     capacity = least + max(0, most - least) * share // 100
@@ -180,7 +180,7 @@ def test_a_cut_that_is_found_fits_also_beside_skips(profile: Profile, share: int
 
 @given(profiles(5), SHARES)
 def test_the_fastest_cut_is_the_fastest_of_all_without_the_host(profile: Profile, share: int) -> None:
-    chain = Chain(profile)
+    chain = ChainArrays(profile)
     cuts = Cuts(chain, 100)
     least, most = least_capacity(chain, cuts.least()), least_capacity(chain, bytes(chain.length))
     capacity = least + max(0, most - least) * share // 100

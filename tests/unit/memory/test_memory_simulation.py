@@ -19,7 +19,7 @@ from virtualflow.memory.simulation import (
     REFETCH,
     SWAP,
     Actions,
-    Chain,
+    ChainArrays,
     is_valid,
     least_capacity,
     most_backward,
@@ -36,14 +36,14 @@ CASES = profiles(4, skips=2).flatmap(lambda profile: st.tuples(st.just(profile),
 
 
 def times(profile: Profile, actions: Actions, capacity: int) -> Timeline:
-    chain = Chain(profile)
+    chain = ChainArrays(profile)
     found = schedule(chain, actions, capacity)
     assert found is not None
     return timeline(chain, actions, found, 0)
 
 
 def capacity_of(profile: Profile, actions: Actions, share: int) -> int:
-    chain = Chain(profile)
+    chain = ChainArrays(profile)
     least, most = least_capacity(chain, actions), least_capacity(chain, bytes(chain.length))
     return least + max(0, most - least) * share // 100
 
@@ -74,7 +74,7 @@ def test_every_resource_does_one_thing_at_a_time_and_everything_in_order(case: t
 @given(CASES)
 def test_a_choice_works_with_the_least_that_it_needs_and_with_no_byte_less(case: tuple[Profile, Actions, int]) -> None:
     profile, actions, _ = case
-    chain = Chain(profile)
+    chain = ChainArrays(profile)
     least = least_capacity(chain, actions)
     assert times(profile, actions, least).peak <= least
     assert schedule(chain, actions, least - 1) is None
@@ -86,17 +86,19 @@ def test_a_schedule_takes_no_more_than_was_foretold_however_fast_copies_are(
 ) -> None:
     profile, actions, share = case
     capacity = capacity_of(profile, actions, share)
-    found = schedule(Chain(profile), actions, capacity)
+    found = schedule(ChainArrays(profile), actions, capacity)
     assert found is not None
-    peak = max(timeline(Chain(profile), actions, found, 0).peak, most_backward(Chain(profile), actions, found))
+    peak = max(
+        timeline(ChainArrays(profile), actions, found, 0).peak, most_backward(ChainArrays(profile), actions, found)
+    )
     assert peak <= capacity
     speeds = {"out_bytes_per_second": profile.out_bytes_per_second * faster}
     other = replace(profile, in_bytes_per_second=profile.in_bytes_per_second * faster, **speeds)
-    followed = schedule(Chain(other), actions, peak)
+    followed = schedule(ChainArrays(other), actions, peak)
     assert followed is not None
     points = [[(back.block, back.operation) for back in each.back] for each in (found, followed)]
     assert points[0] == points[1], "copies back are issued at the same operations, so it is the same plan"
-    assert timeline(Chain(other), actions, followed, 0).peak <= peak
+    assert timeline(ChainArrays(other), actions, followed, 0).peak <= peak
 
 
 @given(CASES, st.integers(0, 120))
@@ -109,14 +111,14 @@ def test_a_choice_is_never_slower_with_more_memory(case: tuple[Profile, Actions,
 @given(CASES)
 def test_no_choice_is_faster_than_its_bound(case: tuple[Profile, Actions, int]) -> None:
     profile, actions, _ = case
-    chain = Chain(profile)
+    chain = ChainArrays(profile)
     assert bound(chain, actions) <= times(profile, actions, 10**9).seconds + 1e-9
 
 
 @given(CASES)
 def test_a_schedule_that_is_given_up_for_a_limit_would_not_have_met_it(case: tuple[Profile, Actions, int]) -> None:
     profile, actions, share = case
-    chain, capacity = Chain(profile), capacity_of(profile, actions, share)
+    chain, capacity = ChainArrays(profile), capacity_of(profile, actions, share)
     whole = schedule(chain, actions, capacity)
     assert whole is not None
     for limit in (whole.seconds / 2, whole.seconds, whole.seconds * 1.5):

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from ports import free_port
-from virtualflow.coordinator.server import Coordinator
+from virtualflow.coordinator.server import CoordinatorServer
 from virtualflow.coordinator.settings import CoordinatorSettings
 from virtualflow.protocol import http_api
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient
@@ -21,8 +21,8 @@ SETTINGS = SignalSettings(retry_first=0.01, retry_most=0.02)
 
 
 @asynccontextmanager
-async def serving(port: int = 0) -> AsyncIterator[tuple[Coordinator, int]]:
-    coordinator = Coordinator(TOKEN, 2, CoordinatorSettings(), minimum=2)
+async def serving(port: int = 0) -> AsyncIterator[tuple[CoordinatorServer, int]]:
+    coordinator = CoordinatorServer(TOKEN, 2, CoordinatorSettings(), minimum=2)
     runner = web.AppRunner(coordinator.application(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()

@@ -38,7 +38,7 @@ class Copy:
     """Memory of its own, of which the kernel makes a page when it is written: nothing waits for all of them."""
 
 
-class Refusal(Exception):
+class CopyRefusal(Exception):
     """Why a copy is not taken: an HTTP status, and a sentence."""
 
     def __init__(self, code: int, sentence: str) -> None:
@@ -60,19 +60,19 @@ def check(state: JobState, newest: CopyHeader | None, header: CopyHeader, size: 
         Refusal: it may not.
     """
     if size > state.copy_limit:
-        raise Refusal(413, f"a copy of {size} bytes is larger than the {state.copy_limit} that there is memory for")
+        raise CopyRefusal(413, f"a copy of {size} bytes is larger than the {state.copy_limit} that there is memory for")
     if not header.state < size:
-        raise Refusal(400, f"a state of {header.state} bytes and its manifest are more than {size}")
+        raise CopyRefusal(400, f"a state of {header.state} bytes and its manifest are more than {size}")
     worker, running = state.roster.workers.get(header.incarnation), state.running
     if worker is None or not worker.present:
-        raise Refusal(409, "the process that sends this copy is none of the job's workers, or not any more")
+        raise CopyRefusal(409, "the process that sends this copy is none of the job's workers, or not any more")
     if running is None or running.generation != header.generation or not running.includes(header.incarnation):
-        raise Refusal(409, f"{worker.name} sends a copy of generation {header.generation}, which does not run")
+        raise CopyRefusal(409, f"{worker.name} sends a copy of generation {header.generation}, which does not run")
     if newest is not None and (newest.generation, newest.step) > (header.generation, header.step):
-        raise Refusal(409, f"the copy of step {newest.step} is newer than that of step {header.step}")
+        raise CopyRefusal(409, f"the copy of step {newest.step} is newer than that of step {header.step}")
 
 
-class MemoryCopies:
+class KeptCopies:
     """The newest copy, and the one that arrives.
 
     Args:
@@ -106,7 +106,7 @@ class MemoryCopies:
                 self._incoming.transport.abort()
             self._incoming = request
             await self._take(request, header, size)
-        except Refusal as refusal:
+        except CopyRefusal as refusal:
             return answer(refusal.code, str(refusal))
         finally:
             if self._incoming is request:
@@ -162,11 +162,11 @@ class MemoryCopies:
                 checksum.update(piece)
                 end += len(piece)
         except TimeoutError:
-            raise Refusal(408, f"nothing of the copy has come for {self._settings.idle:g} s") from None
+            raise CopyRefusal(408, f"nothing of the copy has come for {self._settings.idle:g} s") from None
         except (ConnectionError, web.RequestPayloadError) as error:
-            raise Refusal(400, f"the copy was cut short: {error}") from None
+            raise CopyRefusal(400, f"the copy was cut short: {error}") from None
         if end != size or checksum.hexdigest() != header.sha256:
-            raise Refusal(400, "the copy is not what was sent: its SHA-256 differs")
+            raise CopyRefusal(400, "the copy is not what was sent: its SHA-256 differs")
         self._check(header, size)
         self._newest = Copy(header, self._state.run, body)
         self._state.memory_copy = MemoryCopyState(header.step, time.time(), size)

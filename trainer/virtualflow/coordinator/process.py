@@ -13,7 +13,7 @@ from aiohttp import web
 
 from virtualflow.atomic_file import write_whole
 from virtualflow.coordinator.door import logger as seldom
-from virtualflow.coordinator.server import Coordinator
+from virtualflow.coordinator.server import CoordinatorServer
 from virtualflow.coordinator.settings import CoordinatorSettings
 
 logger = logging.getLogger("virtualflow.coordinator")
@@ -42,7 +42,7 @@ async def serve(
         settings: time-outs.
         ready_file: where to write ``http://host:port`` once it listens.
     """
-    coordinator = Coordinator(token, wanted, settings, minimum)
+    coordinator = CoordinatorServer(token, wanted, settings, minimum)
     runner = web.AppRunner(coordinator.application(), access_log=None, logger=seldom, shutdown_timeout=settings.goodbye)
     await runner.setup()
     assert runner.server is not None

@@ -28,7 +28,7 @@ from virtualflow.coordinator.decisions import decide
 from virtualflow.coordinator.door import Door
 from virtualflow.coordinator.door import logger as seldom
 from virtualflow.coordinator.job_records import JobRecords
-from virtualflow.coordinator.memory_copies import MemoryCopies, copy_limit
+from virtualflow.coordinator.memory_copies import KeptCopies, copy_limit
 from virtualflow.coordinator.roster import UnknownWorker
 from virtualflow.coordinator.settings import CoordinatorSettings, LivePageSettings
 from virtualflow.coordinator.snapshot import listed
@@ -49,7 +49,7 @@ logger = logging.getLogger("virtualflow.coordinator")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Line:
+class WorkerLine:
     """The way to one worker: what waits to be sent, already encoded, and the socket.
 
     It is bounded, so that a worker that does not read costs the others nothing.
@@ -94,7 +94,7 @@ class Line:
             self.abort()
 
 
-class Coordinator:
+class CoordinatorServer:
     """The server's state: the job, the open connections, and the time to decide again.
 
     Raises:
@@ -115,14 +115,14 @@ class Coordinator:
         if settings.confirmed_start:
             self.state.next_ticket = secrets.randbits(52)
             self.state.ask_who_may_train()
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, WorkerLine] = {}
         self._writers: set[asyncio.Task[None]] = set()
         self.state.copy_limit = copy_limit(settings.memory_copy)
         self._watchers = Watchers(self.state, settings.watch_interval, settings.paid_interval)
         self._page = _page_of(self.state, settings.live_page)
         self.state.record_interval = settings.live_page.record_interval
         self._records = JobRecords(self.state)
-        self._copies = MemoryCopies(self.state, settings.memory_copy, self._watchers.notice)
+        self._copies = KeptCopies(self.state, settings.memory_copy, self._watchers.notice)
         self._timer: asyncio.TimerHandle | None = None
         self._due: asyncio.TimerHandle | None = None
         self._turned_at = 0.0
@@ -351,7 +351,7 @@ class Coordinator:
             return socket
         worker, incarnation = hello.worker, hello.incarnation
         del hello  # else each connection would keep a plan of its own, with all members
-        line = Line(socket, request.transport, self._settings.backlog)
+        line = WorkerLine(socket, request.transport, self._settings.backlog)
         former = self._lines.get(incarnation)
         if former is not None:
             former.abort()  # half open: the worker would not have come again otherwise
@@ -373,7 +373,7 @@ class Coordinator:
                 self._turn_soon()
         return socket
 
-    async def _listen(self, socket: web.WebSocketResponse, worker: str, incarnation: str, line: Line) -> None:
+    async def _listen(self, socket: web.WebSocketResponse, worker: str, incarnation: str, line: WorkerLine) -> None:
         async for frame in socket:
             if frame.type not in (WSMsgType.BINARY, WSMsgType.TEXT) or self._lines.get(incarnation) is not line:
                 return

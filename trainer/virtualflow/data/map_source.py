@@ -35,7 +35,7 @@ from virtualflow.data.loader_processes import read
 from virtualflow.data.microbatches import Key, Look, MicroBatches, Task
 from virtualflow.data.orders import Orders
 from virtualflow.data.recognition import check_dataset
-from virtualflow.data.sampling import Plan, chunks, micro_batch
+from virtualflow.data.sampling import SamplePlan, chunks, micro_batch
 from virtualflow.data.settings import LoadingSettings
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.wording import counted
@@ -83,7 +83,7 @@ def open_source(
             raise ConfigurationError(
                 f"{type(dataset).__name__} has no __len__, so its samples cannot be put in order; define it"
             )
-        plan = Plan(len(dataset), batch_size, seed, shuffle, drop_last, orders)
+        plan = SamplePlan(len(dataset), batch_size, seed, shuffle, drop_last, orders)
         return MapSource(
             dataset,
             plan,
@@ -112,7 +112,7 @@ class MapSource:
     def __init__(
         self,
         dataset: Any,
-        plan: Plan,
+        plan: SamplePlan,
         *,
         virtual_nodes: int,
         epochs: int | None,

@@ -73,7 +73,7 @@ def micro_batch(batch_size: int, virtual_nodes: int) -> int:
     return share
 
 
-class Plan:
+class SamplePlan:
     """The global batches of every epoch over a dataset, and each virtual node's slice of them."""
 
     def __init__(

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import Parser
-from virtualflow.state import Found, find_by_path, load, skipped
+from virtualflow.state import FoundCheckpoint, find_by_path, load, skipped
 from virtualflow.state.checkpoint_order import complete
 
 WEIGHTS = "model.safetensors"
@@ -133,7 +133,7 @@ def _directory_of_run(path: Path, run: int | None) -> Path:
     raise ConfigurationError(f"there is no checkpoint of run {run} in {path}; --run is one of 1{known}")
 
 
-def _read(path: Path, step: int | None) -> tuple[Found, dict[str, Any]]:
+def _read(path: Path, step: int | None) -> tuple[FoundCheckpoint, dict[str, Any]]:
     """The checkpoint that is meant, of which every byte was checked, and what it holds."""
 
     def tell(event: str) -> None:

@@ -4,13 +4,13 @@ What it exports is for commands of other parts of the project, so that they comp
 """
 
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, Number, Parser, complain
-from virtualflow.progress import Progress
+from virtualflow.progress import ProgressBar
 
 __all__ = [
     "EXIT_FAILED",
     "EXIT_USAGE",
     "Number",
     "Parser",
-    "Progress",
+    "ProgressBar",
     "complain",
 ]

@@ -24,7 +24,7 @@ from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.supervisor import describe_exit, die_with, ourselves
 from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_USAGE, complain
-from virtualflow.progress import FRAME, Progress
+from virtualflow.progress import FRAME, ProgressBar
 from virtualflow.protocol.settings import ENV_TRACE_REPEAT
 from virtualflow.protocol.wording import counted
 from virtualflow.verify import (
@@ -103,7 +103,7 @@ def check(arguments: Namespace, settings: LauncherSettings) -> int:
     program.check()
     check_trainer()
     with tempfile.TemporaryDirectory(prefix="virtualflow-", ignore_cleanup_errors=True) as directory:
-        checking = Check(arguments, program, settings, Path(directory))
+        checking = ScriptCheck(arguments, program, settings, Path(directory))
         try:
             return asyncio.run(checking.run())
         except asyncio.CancelledError:
@@ -153,7 +153,7 @@ def conclude(findings: list[Finding], steps: int) -> int:
     return 0
 
 
-class Check:
+class ScriptCheck:
     """One check of one script; see the module.
 
     Args:
@@ -186,7 +186,7 @@ class Check:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        with Progress(f"running {self._program}") as progress:
+        with ProgressBar(f"running {self._program}") as progress:
             watching = asyncio.create_task(self._watch(progress))
             try:
                 findings, steps = await self._make_all(progress)
@@ -196,12 +196,12 @@ class Check:
             print(f"\nwarning: {warning}")
         return conclude(findings, steps)
 
-    async def _watch(self, progress: Progress) -> None:
+    async def _watch(self, progress: ProgressBar) -> None:
         while True:
             progress.reach(self._made)
             await asyncio.sleep(FRAME)
 
-    async def _make_all(self, progress: Progress) -> tuple[list[Finding], int]:
+    async def _make_all(self, progress: ProgressBar) -> tuple[list[Finding], int]:
         """What came of all trials, and of how many steps."""
         steps = int(self._arguments.steps)
         reference = await self._trace_of(REFERENCE, steps)

@@ -10,7 +10,7 @@ from virtualflow.protocol.termination_message import EXIT_EVICTED
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ExitVerdict:
     """Whether a worker is to be replaced (``lost``) or done without (``refused``), or the job has failed, or neither,
     or it cannot be told yet.
     """
@@ -34,7 +34,7 @@ def judge(
     fault: str | None,
     unknown: bool,
     expired: bool,
-) -> Verdict:
+) -> ExitVerdict:
     """What it means that the process of a worker has ended.
 
     Args:
@@ -56,29 +56,31 @@ def judge(
     how = describe_exit(code)
     if done:
         if code == 0 or killed or refused is not None or fault is not None:
-            return Verdict("fine")
+            return ExitVerdict("fine")
         if code < 0 and not alone:
-            return Verdict("open")  # in another run of the script, others may do without it or have it replaced
-        return Verdict("failed", f"{worker} ended after the training: {how}")
+            return ExitVerdict("open")  # in another run of the script, others may do without it or have it replaced
+        return ExitVerdict("failed", f"{worker} ended after the training: {how}")
     if over:
-        return Verdict("fine")
+        return ExitVerdict("fine")
     if code < 0 or killed or declared_lost:
-        return Verdict("lost", how)
+        return ExitVerdict("lost", how)
     if fault is not None:
-        return Verdict("lost", fault)
+        return ExitVerdict("lost", fault)
     if refused is not None:
-        return Verdict("refused", refused)
+        return ExitVerdict("refused", refused)
     if code == EXIT_EVICTED:
         # Of one that was never admitted, the reason may be on its way.
-        return Verdict("lost", how) if joined or unknown or expired else Verdict("open")
+        return ExitVerdict("lost", how) if joined or unknown or expired else ExitVerdict("open")
     if code == 0 and left:
-        return Verdict("fine")
+        return ExitVerdict("fine")
     if code > 0 and not joined and unknown:
-        return Verdict("failed", f"{worker} ended before it could join: {how}")
+        return ExitVerdict("failed", f"{worker} ended before it could join: {how}")
     if not expired:
-        return Verdict("open")  # An error is on its way to the status, with its traceback; or the end of the training.
+        return ExitVerdict(
+            "open"
+        )  # An error is on its way to the status, with its traceback; or the end of the training.
     if code > 0:
-        return Verdict("failed", f"{worker} ended with {how}")
+        return ExitVerdict("failed", f"{worker} ended with {how}")
     if joined:
-        return Verdict("failed", f"{worker} ended before the training was complete")
-    return Verdict("failed", f"{worker} ended without training; the script must iterate over vf.elastic(...)")
+        return ExitVerdict("failed", f"{worker} ended before the training was complete")
+    return ExitVerdict("failed", f"{worker} ended without training; the script must iterate over vf.elastic(...)")

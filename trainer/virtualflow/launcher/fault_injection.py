@@ -21,7 +21,7 @@ from virtualflow.launcher.fault_schedule import (
 )
 from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.throttle import Throttle
-from virtualflow.launcher.worker_table import Worker
+from virtualflow.launcher.worker_table import WorkerProcess
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.settings import STOP_GRACE
 from virtualflow.protocol.wording import counted
@@ -51,7 +51,7 @@ class FaultInjector:
         self._throttle, self._kill_coordinator = throttle, kill_coordinator
         self._fired = 0
         self._in_effect = True
-        self._told: tuple[Worker, float] | None = None
+        self._told: tuple[WorkerProcess, float] | None = None
         """Who was sent SIGTERM last, and when."""
         self._scaled = False
         """Whether one worker fewer is wanted since."""
@@ -138,7 +138,7 @@ class FaultInjector:
             case Term() | Hang() | Slow():
                 return self._disturb(action, serving[0], now) if serving else "there is no member to act upon"
 
-    def _disturb(self, action: Term | Hang | Slow, worker: Worker, now: float) -> str:
+    def _disturb(self, action: Term | Hang | Slow, worker: WorkerProcess, now: float) -> str:
         match action:
             case Term():
                 worker.draining = True
@@ -156,7 +156,7 @@ class FaultInjector:
                 return f"{worker.name} runs 1/{factor} of the time"
 
 
-def _kill(victims: Sequence[Worker]) -> str:
+def _kill(victims: Sequence[WorkerProcess]) -> str:
     for worker in victims:
         worker.kill()
     return f"SIGKILL to {', '.join(worker.name for worker in victims) or 'nobody'}"

@@ -10,7 +10,7 @@ from virtualflow.launcher.coordinator_calls import CoordinatorCalls
 from virtualflow.launcher.log_relay import LogRelay
 from virtualflow.launcher.run_state import RunState
 from virtualflow.launcher.shutdown import Shutdown
-from virtualflow.launcher.worker_table import Worker, WorkerTable
+from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable
 from virtualflow.protocol.http_api import FailCall, ScaleCall
 from virtualflow.protocol.settings import MAX_TEXT
 
@@ -36,7 +36,7 @@ class JobControl:
         self.table.barred.clear()
         self.calls.make(("scale", workers, now), ScaleCall(workers))
 
-    def fail(self, reason: str, worker: Worker | None = None) -> None:
+    def fail(self, reason: str, worker: WorkerProcess | None = None) -> None:
         """End the job; that worker's error is the reason."""
         if self.state.shutdown is not None and self.state.shutdown.kind != "done":
             return

@@ -26,7 +26,7 @@ from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.launcher.usage import complain
 from virtualflow.memory import Advice, Budget, DeviceType, DoesNotFit, Fit, advise, fit, parse_bytes, what_fits
 from virtualflow.memory.settings import DeviceSettings, PlannerSettings
-from virtualflow.progress import Progress
+from virtualflow.progress import ProgressBar
 from virtualflow.protocol.chain_profile import ChainProfile
 from virtualflow.protocol.device_profile import DeviceProfile, read_profile, seconds_for
 from virtualflow.protocol.settings import MAX_WORKERS
@@ -40,7 +40,7 @@ _MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceFit:
     """What fits on one type of device."""
 
     device: str
@@ -51,10 +51,10 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """All that ``virtualflow plan`` found, as ``--json`` prints it."""
 
-    memory: tuple[Memory, ...]
+    memory: tuple[DeviceFit, ...]
     """Of each profile that has blocks."""
     advice: Advice | None
     """If devices were named."""
@@ -97,7 +97,7 @@ def plan(arguments: Namespace, settings: LauncherSettings) -> int:
     return 0
 
 
-def _write_trace(path: Path, answer: Answer, profiles: Sequence[DeviceProfile]) -> None:
+def _write_trace(path: Path, answer: PlanAnswer, profiles: Sequence[DeviceProfile]) -> None:
     """Write down how the first device spends a virtual node.
 
     Raises:
@@ -164,7 +164,7 @@ def _check_words(arguments: Namespace) -> None:
         check_target(Path(arguments.trace), "--trace")
 
 
-def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings: LauncherSettings) -> Answer:
+def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings: LauncherSettings) -> PlanAnswer:
     """What ``virtualflow plan`` is asked for.
 
     Raises:
@@ -179,10 +179,10 @@ def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings
         )
     if arguments.devices is None:
         planned = [_memory(profile, profile.chain, arguments, settings) for profile in profiles if profile.chain]
-        return Answer(tuple(planned), None, ())
+        return PlanAnswer(tuple(planned), None, ())
     asked = parse_devices(arguments.devices)
     found = {name: _profile_of(name, profiles) for name in asked}
-    memory: list[Memory] = []
+    memory: list[DeviceFit] = []
     kinds: list[DeviceType] = []
     left_out: list[str] = []
     virtual_nodes = arguments.virtual_nodes or profiles[0].virtual_nodes
@@ -197,7 +197,7 @@ def answer_for(profiles: Sequence[DeviceProfile], arguments: Namespace, settings
         kinds.append(DeviceType(name, count, seconds))
     if not kinds:
         raise ConfigurationError("; ".join(left_out))
-    return Answer(tuple(memory), advise(virtual_nodes, kinds, DeviceSettings()), tuple(left_out))
+    return PlanAnswer(tuple(memory), advise(virtual_nodes, kinds, DeviceSettings()), tuple(left_out))
 
 
 def parse_devices(text: str) -> dict[str, int]:
@@ -238,19 +238,19 @@ def _budget(chain: ChainProfile, arguments: Namespace) -> Budget:
     return Budget(device, host, arguments.optimizer)
 
 
-def _memory(profile: DeviceProfile, chain: ChainProfile, arguments: Namespace, settings: LauncherSettings) -> Memory:
+def _memory(profile: DeviceProfile, chain: ChainProfile, arguments: Namespace, settings: LauncherSettings) -> DeviceFit:
     budget, batch = _budget(chain, arguments), arguments.batch or profile.batch_size
     if arguments.virtual_nodes is None:
-        with Progress(f"planning for {profile.device}", 1.0) as progress:
+        with ProgressBar(f"planning for {profile.device}", 1.0) as progress:
             fits = what_fits(chain, batch, budget, PlannerSettings(), more=settings.plan_rows, tell=progress.reach)
     else:
         fits = (fit_or_refuse(chain, batch, arguments.virtual_nodes, budget, settings),)
-    return Memory(profile.device, batch, budget, fits)
+    return DeviceFit(profile.device, batch, budget, fits)
 
 
 def _seconds(
     profile: DeviceProfile, batch: int, virtual_nodes: int, arguments: Namespace, settings: LauncherSettings
-) -> tuple[Mapping[int, float], list[Memory]]:
+) -> tuple[Mapping[int, float], list[DeviceFit]]:
     """Seconds of a micro-batch by how many virtual nodes are fused into it, and what fits of one alone.
 
     Only a ``statistical`` job fuses, and only as many as fit with a plan.
@@ -286,7 +286,7 @@ def _seconds(
         if fused.plan is None:
             break
         seconds[width] = fused.plan.seconds
-    return seconds, [Memory(profile.device, batch, budget, (one,))]
+    return seconds, [DeviceFit(profile.device, batch, budget, (one,))]
 
 
 def fit_or_refuse(

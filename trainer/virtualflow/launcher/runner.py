@@ -29,13 +29,13 @@ from virtualflow.launcher.options import RunOptions
 from virtualflow.launcher.report import JobHistory, build_report, newest_checkpoint, write_results
 from virtualflow.launcher.run_state import RunState
 from virtualflow.launcher.settings import LauncherSettings
-from virtualflow.launcher.shutdown import Facts, Shutdown, conclude, next_shutdown
+from virtualflow.launcher.shutdown import JobOutcome, Shutdown, conclude, next_shutdown
 from virtualflow.launcher.status_text import describe_change
 from virtualflow.launcher.supervisor import Process, Supervisor, describe_exit
 from virtualflow.launcher.throttle import Throttle
 from virtualflow.launcher.usage import complain
 from virtualflow.launcher.worker_starter import WorkerCommand
-from virtualflow.launcher.worker_table import Worker, WorkerTable, mentions
+from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable, mentions
 from virtualflow.launcher.workforce import Workforce
 from virtualflow.protocol.http_api import ENDED, Event, GoneCall, HoldCall, Status, StopCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
@@ -283,7 +283,7 @@ class Runner:
                 self._asking.append(asyncio.create_task(self._ask_why(worker)))
         self._wake.set()
 
-    async def _ask_why(self, worker: Worker) -> None:
+    async def _ask_why(self, worker: WorkerProcess) -> None:
         try:
             status = await self._client.status(self._settings.verdict_grace)
         except (CoordinatorUnreachable, CallRefused):
@@ -398,7 +398,7 @@ class Runner:
             self.kept_logs = self._logs if shutdown.started and self._table.workers else None
         directory = options.checkpoint_dir
         conclusion = conclude(
-            Facts(
+            JobOutcome(
                 shutdown=shutdown,
                 status=status,
                 seconds=seconds,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from virtualflow.launcher.usage import EXIT_FAILED
-from virtualflow.launcher.worker_table import Worker
+from virtualflow.launcher.worker_table import WorkerProcess
 from virtualflow.protocol.http_api import Event, Status
 from virtualflow.protocol.messages import Change
 from virtualflow.protocol.settings import STOP_GRACE
@@ -26,7 +26,7 @@ class Shutdown:
     signal: signal.Signals | None = None
     """What stopped it."""
     traceback: str = ""
-    witness: Worker | None = None
+    witness: WorkerProcess | None = None
     """The worker whose traceback explains a failure."""
     planned: bool = False
     """It was asked for when the job was started."""
@@ -63,14 +63,14 @@ def next_shutdown(current: Shutdown | None, status: Status, now: float) -> Shutd
 class EndSignals:
     """Which workers are to be sent SIGKILL, and which SIGTERM."""
 
-    kill: Sequence[Worker]
-    terminate: Sequence[Worker]
+    kill: Sequence[WorkerProcess]
+    terminate: Sequence[WorkerProcess]
 
 
-def end_signals(shutdown: Shutdown, living: Iterable[Worker], now: float, failure_grace: float) -> EndSignals:
+def end_signals(shutdown: Shutdown, living: Iterable[WorkerProcess], now: float, failure_grace: float) -> EndSignals:
     """What moves everyone towards the end; those who take too long are killed."""
-    kill: list[Worker] = []
-    terminate: list[Worker] = []
+    kill: list[WorkerProcess] = []
+    terminate: list[WorkerProcess] = []
     elapsed = now - shutdown.since
     for worker in living:
         booting = worker.incarnation is None
@@ -92,7 +92,7 @@ def end_signals(shutdown: Shutdown, living: Iterable[Worker], now: float, failur
 
 
 @dataclass(frozen=True)
-class Facts:
+class JobOutcome:
     """What is known of a job when all its workers have ended."""
 
     shutdown: Shutdown
@@ -125,7 +125,7 @@ class Conclusion:
     sentences: Sequence[str]
 
 
-def conclude(facts: Facts) -> Conclusion:
+def conclude(facts: JobOutcome) -> Conclusion:
     """Say how a job went."""
     shutdown = facts.shutdown
     match shutdown.kind:
@@ -141,7 +141,7 @@ def conclude(facts: Facts) -> Conclusion:
             return _conclude_done(facts)
 
 
-def _conclude_done(facts: Facts) -> Conclusion:
+def _conclude_done(facts: JobOutcome) -> Conclusion:
     status = facts.status
     assert status is not None
     sentences = [
@@ -172,7 +172,7 @@ def _describe_steps(status: Status) -> str:
     return f"{counted(status.job_step, 'step')} in {status.run} runs of the script{last}"
 
 
-def _describe_stop(facts: Facts) -> str:
+def _describe_stop(facts: JobOutcome) -> str:
     step = facts.status.step if facts.status is not None else 0
     of_run = f" of run {facts.status.run}" if facts.status is not None and facts.status.run > 1 else ""
     said, directory = f"stopped after step {step}{of_run} ({facts.shutdown.reason})", facts.checkpoint_dir
@@ -186,6 +186,6 @@ def _describe_stop(facts: Facts) -> str:
     return f"{said}; the same command resumes from the checkpoint of step {facts.newest_checkpoint} in {directory}"
 
 
-def _failed_checkpoint(facts: Facts) -> Event | None:
+def _failed_checkpoint(facts: JobOutcome) -> Event | None:
     last = facts.last_checkpoint
     return last if last is not None and last.kind == "checkpoint-failed" else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 
-from virtualflow.launcher.worker_table import Worker
+from virtualflow.launcher.worker_table import WorkerProcess
 
 
 class Throttle:
@@ -23,7 +23,7 @@ class Throttle:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """By the number of the worker."""
 
-    def slow(self, worker: Worker, factor: int) -> None:
+    def slow(self, worker: WorkerProcess, factor: int) -> None:
         """Let ``worker`` run one ``factor``-th of the time from now on."""
         former = self._tasks.pop(worker.number, None)
         if former is not None:
@@ -37,7 +37,7 @@ class Throttle:
             task.cancel()
         self._tasks.clear()
 
-    async def _alternate(self, worker: Worker, factor: int) -> None:
+    async def _alternate(self, worker: WorkerProcess, factor: int) -> None:
         loop = asyncio.get_running_loop()
         runs = self._period / factor
         turn = loop.time()

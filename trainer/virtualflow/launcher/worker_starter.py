@@ -10,7 +10,7 @@ from pathlib import Path
 from virtualflow.launcher.coordinator_process import HOST
 from virtualflow.launcher.settings import ALLOCATOR_ENVIRONMENT
 from virtualflow.launcher.supervisor import Stream, Supervisor
-from virtualflow.launcher.worker_table import Worker, WorkerTable
+from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable
 from virtualflow.protocol.settings import (
     CUBLAS_WORKSPACE,
     ENV_ADDRESS,
@@ -41,8 +41,8 @@ class WorkerCommand:
 
 
 def start_worker(
-    what: WorkerCommand, supervisor: Supervisor, table: WorkerTable, sink: Callable[[Worker, Stream, str], None]
-) -> Worker:
+    what: WorkerCommand, supervisor: Supervisor, table: WorkerTable, sink: Callable[[WorkerProcess, Stream, str], None]
+) -> WorkerProcess:
     """Start one more worker under the lowest name that is free, and enter it in the table.
 
     Args:
@@ -56,7 +56,7 @@ def start_worker(
     """
     ordinal, number = table.free_ordinal(), len(table.workers)
     name = f"worker-{ordinal}"
-    held: list[Worker] = []
+    held: list[WorkerProcess] = []
     process = supervisor.start(
         name,
         what.command,
@@ -64,7 +64,7 @@ def start_worker(
         what.logs / f"{name}.log",
         lambda stream, text: sink(held[0], stream, text),
     )
-    worker = Worker(name, ordinal, number, process, process.pid)
+    worker = WorkerProcess(name, ordinal, number, process, process.pid)
     held.append(worker)
     table.workers.append(worker)
     return worker

@@ -10,7 +10,7 @@ from virtualflow.protocol.http_api import ENDED, Refusal, Status, WorkerStatus
 
 
 @dataclass(eq=False)
-class Worker:
+class WorkerProcess:
     """A worker process, from its start to the moment its end is understood."""
 
     name: str
@@ -78,7 +78,7 @@ class Worker:
         self.process.signal_group(signal.SIGKILL)
 
 
-def mentions(status: Status, worker: Worker) -> bool:
+def mentions(status: Status, worker: WorkerProcess) -> bool:
     """Whether a status says that a worker has joined, or why it was not admitted."""
     return any(worker.process.owns(entry.pid) for entry in status.workers if entry.pid) or any(
         event.refusal is not None and event.refusal.worker == worker.name for event in status.events
@@ -95,7 +95,7 @@ class WorkerTable:
     """
 
     silence_limit: float
-    workers: list[Worker] = field(default_factory=list)
+    workers: list[WorkerProcess] = field(default_factory=list)
     barred: set[int] = field(default_factory=set)
     """Ordinals under which no process is started: the last one was refused, and the next would be, too."""
     _run: int = 1
@@ -103,15 +103,15 @@ class WorkerTable:
     _coordinator: int | None = None
     _coordinator_since: float = 0.0
 
-    def living(self) -> list[Worker]:
+    def living(self) -> list[WorkerProcess]:
         """Those whose process has not ended, by ordinal."""
         return sorted((worker for worker in self.workers if worker.alive), key=lambda worker: worker.ordinal)
 
-    def elders(self, count: int) -> list[Worker]:
+    def elders(self, count: int) -> list[WorkerProcess]:
         """Those of the first ``count`` that were started whose process has not ended."""
         return [worker for worker in self.living() if worker.number < count]
 
-    def staying(self) -> list[Worker]:
+    def staying(self) -> list[WorkerProcess]:
         """Those whose place is filled: living ones that were not asked to leave, and ended ones that have seen the end
         of the training, or of which it is not yet known why. The end may be seen before its news is here.
         """
@@ -121,7 +121,7 @@ class WorkerTable:
             if not worker.draining and (worker.alive or not worker.judged or worker.state == "done")
         ]
 
-    def unexplained(self) -> list[Worker]:
+    def unexplained(self) -> list[WorkerProcess]:
         """Those that ended without a verdict on it."""
         return [worker for worker in self.workers if not worker.alive and not worker.judged]
 
@@ -134,7 +134,7 @@ class WorkerTable:
         """What ``fault_schedule.in_effect`` compares with the membership."""
         return [worker.incarnation if worker.listed else None for worker in self.living() if worker.able]
 
-    def serving(self) -> list[Worker]:
+    def serving(self) -> list[WorkerProcess]:
         """Members that can be acted upon: those who began first, and so the leader, come first."""
         return sorted(
             (worker for worker in self.living() if worker.assigned and worker.able), key=lambda worker: worker.number
@@ -182,12 +182,12 @@ class WorkerTable:
         if worker is not None and worker.incarnation is None:  # else it was admitted once, and declared lost since
             worker.refused = refusal.reason
 
-    def _recognise(self, worker: Worker, unknown: list[WorkerStatus]) -> None:
+    def _recognise(self, worker: WorkerProcess, unknown: list[WorkerStatus]) -> None:
         for entry in unknown:
             if entry.worker == worker.name and entry.pid and worker.process.owns(entry.pid):
                 worker.incarnation, worker.speaker = entry.incarnation, entry.pid
 
-    def _miss(self, worker: Worker, status: Status, now: float) -> None:
+    def _miss(self, worker: WorkerProcess, status: Status, now: float) -> None:
         over = status.phase in ENDED
         expected = not (over or worker.draining or worker.state == "done")
         if worker.listed:

@@ -13,7 +13,7 @@ from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.shutdown import Shutdown, end_signals
 from virtualflow.launcher.supervisor import Supervisor, describe_exit
 from virtualflow.launcher.worker_starter import WorkerCommand, start_worker
-from virtualflow.launcher.worker_table import Worker
+from virtualflow.launcher.worker_table import WorkerProcess
 from virtualflow.protocol.http_api import BeginCall, DrainCall, GoneCall, LivingWorker
 from virtualflow.protocol.settings import BACKOFF_LIMIT, STOP_GRACE
 from virtualflow.protocol.wording import counted
@@ -82,7 +82,7 @@ class Workforce:
 
     def _judge_exits(self, now: float) -> None:
         status = self._control.state.status
-        refused: list[Worker] = []
+        refused: list[WorkerProcess] = []
         for worker in self._control.table.unexplained():
             verdict = judge(
                 worker.name,
@@ -111,7 +111,7 @@ class Workforce:
         if refused:
             self._do_without(refused, "would be refused again")
 
-    def _do_without(self, refused: list[Worker], why: str) -> None:
+    def _do_without(self, refused: list[WorkerProcess], why: str) -> None:
         """Go on with fewer workers: these would end again. ``why`` is said of their names."""
         fewer = self._control.state.wanted - len(refused)
         if fewer < 1:
@@ -126,7 +126,7 @@ class Workforce:
             f"on; once the reason is mended, run: virtualflow scale {fewer + len(refused)} --job {self._job}"
         )
 
-    def _lose(self, worker: Worker, how: str, now: float) -> None:
+    def _lose(self, worker: WorkerProcess, how: str, now: float) -> None:
         if worker.incarnation is None:
             self._control.tell(f"{worker.name} ended before it joined: {how}")
         if worker.killed and not worker.declared_lost:

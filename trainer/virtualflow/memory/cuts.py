@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from virtualflow.memory.simulation import JOIN, KEEP, RECOMPUTE, Actions, Chain, least_capacity
+from virtualflow.memory.simulation import JOIN, KEEP, RECOMPUTE, Actions, ChainArrays, least_capacity
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Cuts:
         most: so many cuts of what is below a border are followed; of more, those that promise most.
     """
 
-    def __init__(self, chain: Chain, most: int) -> None:
+    def __init__(self, chain: ChainArrays, most: int) -> None:
         self._chain = chain
         self._most = most
         self._parted = [0] * chain.length
@@ -175,7 +175,7 @@ class _Freed:
     Parts of blocks being allowed and boundaries taking nothing: it is never more than what a cut takes.
     """
 
-    def __init__(self, chain: Chain, border: int) -> None:
+    def __init__(self, chain: ChainArrays, border: int) -> None:
         blocks = [block for block in range(border, chain.length) if chain.both[block]]
         blocks.sort(key=lambda block: chain.again[block] / chain.both[block])
         self._bytes = [0, *accumulate(chain.both[block] for block in blocks)]

@@ -20,7 +20,7 @@ from virtualflow.memory.simulation import (
     REFETCH,
     SWAP,
     Actions,
-    Chain,
+    ChainArrays,
     Schedule,
     least_capacity,
     most_backward,
@@ -46,7 +46,7 @@ class Planner:
     def __init__(self, profile: Profile, settings: PlannerSettings | None = None) -> None:
         self._profile = profile
         self._settings = settings or PlannerSettings()
-        self._chain = Chain(profile)
+        self._chain = ChainArrays(profile)
 
     def plan(self, budget: Budget) -> Plan:
         """The fastest plan for that budget; of a larger budget it is never slower.

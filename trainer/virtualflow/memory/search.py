@@ -18,7 +18,17 @@ from itertools import combinations
 
 from virtualflow.memory.cuts import Cuts
 from virtualflow.memory.settings import PlannerSettings
-from virtualflow.memory.simulation import JOIN, KEEP, RECOMPUTE, REFETCH, SWAP, Actions, Chain, least_capacity, schedule
+from virtualflow.memory.simulation import (
+    JOIN,
+    KEEP,
+    RECOMPUTE,
+    REFETCH,
+    SWAP,
+    Actions,
+    ChainArrays,
+    least_capacity,
+    schedule,
+)
 
 _CHEAPEST = (KEEP, SWAP, RECOMPUTE, REFETCH, JOIN)
 """What is tried first: with what costs no time there is most to gain."""
@@ -51,7 +61,7 @@ class Pool:
         settings: how many are tried.
     """
 
-    def __init__(self, chain: Chain, settings: PlannerSettings) -> None:
+    def __init__(self, chain: ChainArrays, settings: PlannerSettings) -> None:
         self._chain = chain
         self._settings = settings
         self._choices: dict[Actions, _Choice] = {}
@@ -167,7 +177,7 @@ class Pool:
                     break
 
 
-def bound(chain: Chain, actions: Actions) -> float:
+def bound(chain: ChainArrays, actions: Actions) -> float:
     """Seconds below which that choice does not come, whatever the capacity.
 
     Everything is computed one after the other; and what is swapped comes back one block after the other, behind the
@@ -193,7 +203,7 @@ def bound(chain: Chain, actions: Actions) -> float:
     return least
 
 
-def _regular(chain: Chain, settings: PlannerSettings) -> Iterator[Actions]:
+def _regular(chain: ChainArrays, settings: PlannerSettings) -> Iterator[Actions]:
     """Choices to begin with.
 
     Kept are the last blocks, or those whose recomputation costs most for the bytes that it would free. Of the others

@@ -32,7 +32,7 @@ Actions = bytes
 """One of the five a block."""
 
 
-class Chain:
+class ChainArrays:
     """A profile as the arrays that the simulation reads; what is resident whatever the plan is not in it."""
 
     def __init__(self, profile: Profile) -> None:
@@ -79,7 +79,7 @@ class Passing:
     where that one is recomputed, until it has run backward. A boundary that stays is the skip itself.
     """
 
-    def __init__(self, chain: Chain, actions: Actions) -> None:
+    def __init__(self, chain: ChainArrays, actions: Actions) -> None:
         self.forward = [0] * chain.length
         """In each forward pass,"""
         self.backward = [0] * chain.length
@@ -157,7 +157,7 @@ def is_valid(actions: Actions) -> bool:
     )
 
 
-def least_capacity(chain: Chain, actions: Actions) -> int:
+def least_capacity(chain: ChainArrays, actions: Actions) -> int:
     """The fewest bytes with which that choice can be carried out, everything being fetched as late as possible."""
     forward, held = _forward_needs(chain, actions)
     operations = _backward(chain, actions, held)
@@ -169,7 +169,7 @@ def least_capacity(chain: Chain, actions: Actions) -> int:
     return max(*forward, *needs)
 
 
-def waits(chain: Chain, actions: Actions, capacity: int) -> tuple[Wait, ...]:
+def waits(chain: ChainArrays, actions: Actions, capacity: int) -> tuple[Wait, ...]:
     """Rule 2: where the device may have to wait for copies out, and how many bytes of them it need not wait for."""
     forward, held = _forward_needs(chain, actions)
     needs = [(Point("forward", block), need) for block, need in enumerate(forward)]
@@ -179,7 +179,7 @@ def waits(chain: Chain, actions: Actions, capacity: int) -> tuple[Wait, ...]:
     return tuple(Wait(point, capacity - need) for point, need in needs if capacity - need < most)
 
 
-def schedule(chain: Chain, actions: Actions, capacity: int, limit: float = float("inf")) -> Schedule | None:
+def schedule(chain: ChainArrays, actions: Actions, capacity: int, limit: float = float("inf")) -> Schedule | None:
     """When everything happens; ``None`` if it needs more memory, or is seen not to end before ``limit``.
 
     Args:
@@ -241,7 +241,7 @@ class _Turn:
     """Bytes in use without those that are swapped."""
 
 
-def _forward(chain: Chain, actions: Actions, capacity: int) -> _Turn | None:
+def _forward(chain: ChainArrays, actions: Actions, capacity: int) -> _Turn | None:
     """Compute forward, waiting for copies out where memory is short; ``None``: it is too short for that."""
     time, engine, used = 0.0, 0.0, chain.boundary[0]
     passing = Passing(chain, actions).forward
@@ -273,7 +273,7 @@ def _forward(chain: Chain, actions: Actions, capacity: int) -> _Turn | None:
     return turn
 
 
-def _forward_needs(chain: Chain, actions: Actions) -> tuple[list[int], int]:
+def _forward_needs(chain: ChainArrays, actions: Actions) -> tuple[list[int], int]:
     """Bytes in use in each forward pass, and after the last one, without those that are swapped."""
     boundary, saved, workspace = chain.boundary, chain.saved, chain.workspace
     held, needs, passing = boundary[0], [], Passing(chain, actions).forward
@@ -288,7 +288,7 @@ def _forward_needs(chain: Chain, actions: Actions) -> tuple[list[int], int]:
     return needs, held
 
 
-def _backward(chain: Chain, actions: Actions, held: int) -> list[_Operation]:
+def _backward(chain: ChainArrays, actions: Actions, held: int) -> list[_Operation]:
     """What is computed after the forward pass, in order; ``held`` are the bytes then, without those swapped."""
     boundary, saved, gradient, workspace = chain.boundary, chain.saved, chain.gradient, chain.workspace
     operations: list[_Operation] = []
@@ -315,7 +315,9 @@ def _backward(chain: Chain, actions: Actions, held: int) -> list[_Operation]:
     return operations
 
 
-def _issue(chain: Chain, actions: Actions, operations: list[_Operation], capacity: int) -> list[tuple[int, int]] | None:
+def _issue(
+    chain: ChainArrays, actions: Actions, operations: list[_Operation], capacity: int
+) -> list[tuple[int, int]] | None:
     """Each swapped block in the order of the backward pass, and the operation at which its copy back is issued.
 
     That is the first from which on its memory is free until it is used, but not before that of the block needed sooner;
@@ -344,7 +346,7 @@ def _issue(chain: Chain, actions: Actions, operations: list[_Operation], capacit
     return issued
 
 
-def most_backward(chain: Chain, actions: Actions, found: Schedule) -> int:
+def most_backward(chain: ChainArrays, actions: Actions, found: Schedule) -> int:
     """The most bytes in use in the backward pass, however fast copies are: each copy back takes its memory when it is
     issued. Where the last copy out ends later than that, it takes it later."""
     needs = [operation.need for operation in found.operations]
@@ -363,7 +365,7 @@ def _fetches(operation: _Operation, actions: Actions) -> bool:
     return actions[operation.block] == (REFETCH if operation.recompute else SWAP)
 
 
-def timeline(chain: Chain, actions: Actions, found: Schedule, resident: int) -> Timeline:
+def timeline(chain: ChainArrays, actions: Actions, found: Schedule, resident: int) -> Timeline:
     """The same as spans of the three resources, with the bytes in use at every change.
 
     Memory is counted anew from the spans: what a span allocates from its start on, what it frees at its end.

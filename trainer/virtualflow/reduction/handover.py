@@ -68,7 +68,7 @@ class StandIn(Tensor):
 
 
 @dataclass(frozen=True)
-class Found:
+class HandedOver:
     """What has come of a virtual node's gradients."""
 
     seen: frozenset[int]
@@ -79,7 +79,7 @@ class Found:
     """Whether all stayed as they were left."""
 
 
-UNWATCHED = Found(frozenset(), frozenset(), steady=True)
+UNWATCHED = HandedOver(frozenset(), frozenset(), steady=True)
 """Of a virtual node that nobody has watched."""
 
 
@@ -184,7 +184,7 @@ class Handover:
         if gone and self._watching:
             self._steady = False  # it was not shown what it should have been
 
-    def end(self) -> Found:
+    def end(self) -> HandedOver:
         """The virtual node has run, and ``.grad`` holds what is still there: what has come of its gradients."""
         if not self._watching and self._steady:
             return UNWATCHED
@@ -198,7 +198,7 @@ class Handover:
                 self.looked = True
                 self._steady = self._steady and not was_gone
         steady, self._steady = self._steady, True
-        return Found(seen, gone, steady)
+        return HandedOver(seen, gone, steady)
 
     def _take_leave(self, place: int, seen: _Seen) -> None:
         parameter = self._parameters[place]

@@ -20,7 +20,7 @@ Owners = tuple[tuple[int, ...], ...]
 """For each parameter the ranks that need its gradient."""
 
 
-class Piece(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of one parameter, in elements of it."""
 
     place: int
@@ -56,18 +56,18 @@ class Row:
         """Where a parameter stands."""
         return self.offsets[place], self.offsets[place + 1]
 
-    def is_whole(self, piece: Piece) -> bool:
+    def is_whole(self, piece: Stretch) -> bool:
         """Whether that is all of its parameter."""
         return piece == (piece.place, 0, self.numels[piece.place])
 
-    def pieces(self, spans: Spans) -> list[Piece]:
+    def pieces(self, spans: Spans) -> list[Stretch]:
         """What of which parameters stands there, in order."""
         found = []
         for begin, end in spans:
             place = bisect_right(self.offsets, begin) - 1
             while place < len(self.numels) and self.offsets[place] < end:
                 offset, numel = self.offsets[place], self.numels[place]
-                found.append(Piece(place, max(0, begin - offset), min(numel, end - offset)))
+                found.append(Stretch(place, max(0, begin - offset), min(numel, end - offset)))
                 place += 1
         return found
 

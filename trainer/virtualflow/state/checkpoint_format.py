@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.progress import Progress
+from virtualflow.progress import ProgressBar
 from virtualflow.protocol.messages import Generation
 from virtualflow.protocol.versions import NUMERICS
 from virtualflow.state import codec, digests
@@ -90,7 +90,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A complete checkpoint whose manifest was verified; its state is when it is loaded."""
 
     mark: Mark
@@ -117,7 +117,7 @@ def find_newest(
     only: Collection[Mark] | None = None,
     *,
     patient: bool = False,
-) -> Found | None:
+) -> FoundCheckpoint | None:
     """The newest checkpoint with a sound manifest and a state of its size; None where there is none.
 
     Torn and corrupt ones are skipped with an event; those of the steps that are ``damaged``, and all but ``only``
@@ -155,13 +155,13 @@ def find_newest(
             on_event(skipped(path, error))
             continue
         tell_other_versions(manifest, f"the checkpoint {path}", on_event)
-        return Found(mark, path, manifest.identity, manifest.state_sha256, (path / MANIFEST).stat().st_mtime)
+        return FoundCheckpoint(mark, path, manifest.identity, manifest.state_sha256, (path / MANIFEST).stat().st_mtime)
     return None
 
 
 def find_by_path(
     path: Path, on_event: Callable[[str], None], *, step: int | None = None, damaged: Collection[int] = ()
-) -> Found | None:
+) -> FoundCheckpoint | None:
     """As :func:`find_newest`, whichever job's they are.
 
     Args:
@@ -195,7 +195,7 @@ def skipped(path: Path, error: Exception) -> str:
     return f"skipped the damaged checkpoint {path}: {error}"
 
 
-def load(found: Found) -> dict[str, Any]:
+def load(found: FoundCheckpoint) -> dict[str, Any]:
     """The tree that was saved, on the CPU and independent of the file; ValueError if it is not what was written.
 
     The checksum is that of the bytes that are returned: what the disk or the network does to them after they were
@@ -208,7 +208,7 @@ def load(found: Found) -> dict[str, Any]:
             head = plain.read(int.from_bytes(size, "little"))
         checksum = hashlib.sha256(size + head)
         tensors: dict[str, Tensor] = {}
-        with safe_open(path, "pt") as file, Progress(f"reading {found.path.name}", path.stat().st_size) as progress:
+        with safe_open(path, "pt") as file, ProgressBar(f"reading {found.path.name}", path.stat().st_size) as progress:
             header = json.loads(head)
             metadata = header.pop("__metadata__")
             for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
@@ -233,7 +233,7 @@ def load(found: Found) -> dict[str, Any]:
     return tree
 
 
-def adopt(found: Found, fence: Generation) -> Found:
+def adopt(found: FoundCheckpoint, fence: Generation) -> FoundCheckpoint:
     """Let a checkpoint be the one that ``fence`` begins from: what an older generation writes comes before it now.
 
     A writer of an older generation that is about to remove it does so before, or not at all.

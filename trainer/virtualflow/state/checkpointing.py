@@ -12,7 +12,7 @@ from virtualflow.errors import ConfigurationError, Evicted
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.messages import NO_GENERATION, CheckpointState, Generation
 from virtualflow.protocol.settings import CHECKPOINT_KEEP, CHECKPOINT_SECONDS, MAX_TEXT, STOP_GRACE
-from virtualflow.state.checkpoint_format import Found, JobIdentity, adopt, find_newest, load, skipped
+from virtualflow.state.checkpoint_format import FoundCheckpoint, JobIdentity, adopt, find_newest, load, skipped
 from virtualflow.state.checkpoint_order import (
     NO_CHECKPOINT,
     Mark,
@@ -120,7 +120,7 @@ class Checkpointer:
         """The newest complete one's step, and when it was written (Unix time)."""
         self._saved_step = -1
         self._told: int | None = None
-        self._found: Found | None = None
+        self._found: FoundCheckpoint | None = None
         self._tree: dict[str, Any] | None = None
         """Its state, once it has been read."""
         self._generation = NO_GENERATION
@@ -212,8 +212,8 @@ class Checkpointer:
         self._copied = copied.step if copied > saved else -1
         return max(copied, saved)
 
-    def _find_newest(self, directory: Path) -> Found | None:
-        def find(patient: bool) -> Found | None:
+    def _find_newest(self, directory: Path) -> FoundCheckpoint | None:
+        def find(patient: bool) -> FoundCheckpoint | None:
             return find_newest(directory, self._say, self._identity, self._damaged, patient=patient)
 
         try:
@@ -268,7 +268,7 @@ class Checkpointer:
             return False
         return True
 
-    def _adopt(self, found: Found) -> Found:
+    def _adopt(self, found: FoundCheckpoint) -> FoundCheckpoint:
         try:
             return adopt(found, self._generation)
         except FileNotFoundError:

@@ -38,7 +38,7 @@ _PLAIN = int | float | str | None
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrialVerdict:
     """What a trial has shown."""
 
     reason: str | None = None
@@ -48,7 +48,7 @@ class Verdict:
     all slices have the same."""
 
 
-_verdicts: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, torch.device | None], Verdict]] = (
+_verdicts: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, torch.device | None], TrialVerdict]] = (
     WeakKeyDictionary()
 )
 
@@ -63,7 +63,7 @@ def cut_unit(parameter: Tensor, block: int) -> int:
     return math.lcm(block, max(1, _ALIGNMENT // parameter.itemsize))
 
 
-def try_slices(optimizer: torch.optim.Optimizer, block: int, device: torch.device | None = None) -> Verdict:
+def try_slices(optimizer: torch.optim.Optimizer, block: int, device: torch.device | None = None) -> TrialVerdict:
     """Whether stepping slices of parameters is stepping the parameters.
 
     Tried once for each optimizer, which takes a few milliseconds.
@@ -80,7 +80,7 @@ def try_slices(optimizer: torch.optim.Optimizer, block: int, device: torch.devic
                 known[key] = _try(optimizer, block, device)
         except Exception as error:  # noqa: BLE001 - it may be anybody's code, and whatever it raises is the answer
             reason = f"a copy of it could not step slices of parameters ({type(error).__name__}: {error})"
-            known[key] = Verdict(reason)
+            known[key] = TrialVerdict(reason)
     return known[key]
 
 
@@ -100,7 +100,7 @@ def grains_of(
     return [found.get(id(parameter), {}) for parameter in parameters]
 
 
-def _try(optimizer: torch.optim.Optimizer, block: int, device: torch.device | None) -> Verdict:
+def _try(optimizer: torch.optim.Optimizer, block: int, device: torch.device | None) -> TrialVerdict:
     groups = _distinct_groups(optimizer)
     whole, sliced, apart = (_Trial(optimizer, groups, block, device, cut=cut) for cut in (False, True, True))
     for number in range(_STEPS):
@@ -110,17 +110,17 @@ def _try(optimizer: torch.optim.Optimizer, block: int, device: torch.device | No
         for half in (0, 1):
             apart.step(gradients, lambda at, half=half: at % 2 == half)  # type: ignore[misc]
     if not whole.has_changed():
-        return Verdict("a copy of it changed nothing in a trial")
+        return TrialVerdict("a copy of it changed nothing in a trial")
     grains = sliced.compare(whole)
     if grains is None:
-        return Verdict(
+        return TrialVerdict(
             "it does not treat each element for itself: in a trial, slices came to other bits than whole parameters"
         )
     if apart.compare(whole) is None:
-        return Verdict(
+        return TrialVerdict(
             "in a trial, stepping one half of the parameters after the other came to other bits than all at once"
         )
-    return Verdict(grains=grains)
+    return TrialVerdict(grains=grains)
 
 
 class _Trial:

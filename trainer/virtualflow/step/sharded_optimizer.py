@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from virtualflow.reduction import (
     Move,
-    Piece,
     Row,
     Spans,
+    Stretch,
     Tensors,
     as_raw,
     block_norms,
@@ -38,7 +38,7 @@ from virtualflow.state.settings import TransferSettings
 from virtualflow.step.elementwise import cut_unit, grains_of
 from virtualflow.step.placement import OptimizerPlacement
 from virtualflow.step.share_states import ShareStates, flat
-from virtualflow.step.state_watch import Kept, bytes_of_state
+from virtualflow.step.state_watch import KeptPart, bytes_of_state
 from virtualflow.transport import Collectives, Message, Pending
 
 
@@ -170,7 +170,7 @@ class Shards:
             self._norm = float(total_norm(torch.cat(blocks)))
         self._decided = True
 
-    def _sent_by(self, rank: int) -> list[Piece]:
+    def _sent_by(self, rank: int) -> list[Stretch]:
         """The pieces of that member's own share that the step changes."""
         return [piece for piece in self._first_pieces[rank] if self._present[piece.place]]
 
@@ -179,7 +179,7 @@ class Shards:
         block = self._settings.norm_block
         return sum(count_blocks(piece.end - piece.begin, block) for piece in self._sent_by(rank))
 
-    def _gradients_of(self, pieces: Sequence[Piece]) -> dict[Piece, Tensor]:
+    def _gradients_of(self, pieces: Sequence[Stretch]) -> dict[Stretch, Tensor]:
         """The reduced gradients of some pieces of this worker's share."""
         assert self._gradients is not None
         found = {}
@@ -200,7 +200,7 @@ class Shards:
             given = [gradient for gradient in self._gradients if gradient is not None]
             clip_by_norm(given, self._clip_norm, torch.tensor(known, dtype=torch.float64))
         self._kept.keep(self.mine)
-        pieces: dict[nn.Parameter, dict[Piece, Tensor]] = {}
+        pieces: dict[nn.Parameter, dict[Stretch, Tensor]] = {}
         for piece, gradient in self._gradients_of([p for p in self._my_pieces if self._present[p.place]]).items():
             pieces.setdefault(self._parameters[piece.place], {})[piece] = gradient
 
@@ -254,7 +254,7 @@ class Shards:
 
     # --- states at rest -----------------------------------------------------------------------------------------------
 
-    def kept(self, place: int, begin: int, end: int) -> Iterator[Kept]:
+    def kept(self, place: int, begin: int, end: int) -> Iterator[KeptPart]:
         """See :class:`KeptStates`: a state is cut where shares are, so that both keepers of a stretch cut it alike."""
         parameter = self._parameters[place]
         for piece in (piece for pieces in self._first_pieces for piece in pieces if piece.place == place):
@@ -264,7 +264,7 @@ class Shards:
             if self._rank not in keepers or (first >= last and size):
                 continue
             for key, raw in bytes_of_state(self._value(piece), self._kept.read(piece) or {}, first, last):
-                yield Kept(key, keepers, self._rank, raw)
+                yield KeptPart(key, keepers, self._rank, raw)
 
     # --- states on their way ------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class Shards:
         for spans, rows in _pass_on(communicator, moves, given, self._transfer):
             with torch.no_grad():
                 for place, begin, end, value in rows:
-                    self._value(Piece(place, begin, end)).copy_(value)
+                    self._value(Stretch(place, begin, end)).copy_(value)
             self.values = union(self.values, spans)
 
     def pass_states(self, communicator: Moving, moves: Sequence[Move], *, to_host: bool = False) -> None:
@@ -315,10 +315,10 @@ class Shards:
             return [[*piece, *self._described(piece)] for piece in self.row.pieces(spans)]
 
         for spans, rows in _pass_on(communicator, moves, given, self._transfer):
-            came: dict[Piece, dict[str, Any] | None] = {}
+            came: dict[Stretch, dict[str, Any] | None] = {}
             for place, begin, end, state, hosted in rows:
                 device = self._parameters[place].device
-                came[Piece(place, begin, end)] = state and {
+                came[Stretch(place, begin, end)] = state and {
                     key: value.to("cpu" if to_host or key in hosted else device, copy=True)
                     if isinstance(value, Tensor)
                     else value
@@ -326,7 +326,7 @@ class Shards:
                 }
             self._kept.put(came, spans, borrowed=to_host)
 
-    def _described(self, piece: Piece) -> list[Any]:
+    def _described(self, piece: Stretch) -> list[Any]:
         """A piece's state, and which of its tensors are on the host though the parameter is not."""
         state = self._kept.read(piece)
         hosted = [
@@ -334,12 +334,12 @@ class Shards:
         ]
         return [None if state is None else dict(state), hosted]
 
-    def _value(self, piece: Piece) -> Tensor:
+    def _value(self, piece: Stretch) -> Tensor:
         """A piece of a parameter, in its memory."""
         parameter = self._parameters[piece.place]
         return parameter.detach() if self.row.is_whole(piece) else flat(parameter)[piece.begin : piece.end]
 
-    def _size(self, piece: Piece) -> int:
+    def _size(self, piece: Stretch) -> int:
         return (piece.end - piece.begin) * self._parameters[piece.place].itemsize
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from virtualflow.reduction import Piece, Row, Spans, covers, difference, intersection, union
+from virtualflow.reduction import Row, Spans, Stretch, covers, difference, intersection, union
 from virtualflow.state import optimizers_of
 
 State = dict[str, Any]
@@ -45,7 +45,7 @@ class ShareStates:
         """Of what the states are here."""
         self._borrowed: Spans = ()
         """What of it is here, in host memory, only to be written down."""
-        self._slices: dict[Piece, State] = {}
+        self._slices: dict[Stretch, State] = {}
         """Those of slices; a parameter that was never stepped has none."""
         self._tidy = True
         """Whether slices that meet are one."""
@@ -76,7 +76,7 @@ class ShareStates:
                 self._optimizer.state[parameter] = state
         self.spans, self._borrowed, self._tidy = spans, intersection(self._borrowed, spans), True
 
-    def put(self, states: Mapping[Piece, State | None], spans: Spans, *, borrowed: bool) -> None:
+    def put(self, states: Mapping[Stretch, State | None], spans: Spans, *, borrowed: bool) -> None:
         """States of what stands in ``spans`` have come; ``borrowed``: only to be written down, and in host memory."""
         for piece, state in states.items():
             if state is not None and self._row.is_whole(piece):
@@ -89,7 +89,7 @@ class ShareStates:
             return
         self._borrowed = union(self._borrowed, spans)
         for place in {piece.place for piece in self._slices}:
-            whole = Piece(place, 0, self._row.numels[place])
+            whole = Stretch(place, 0, self._row.numels[place])
             if covers(self.spans, self._row.span(place)) and (state := self.read(whole)) is not None:
                 self._optimizer.state[self._parameters[place]] = state  # beside those of its slices
 
@@ -98,7 +98,7 @@ class ShareStates:
         if self._borrowed:
             self.keep(difference(self.spans, self._borrowed))
 
-    def read(self, piece: Piece) -> State | None:
+    def read(self, piece: Stretch) -> State | None:
         """The state of a slice, or of a whole parameter; it may be shared with what is kept."""
         known = self._slices.get(piece)
         if known is not None:
@@ -109,11 +109,11 @@ class ShareStates:
             state = self._optimizer.state.get(parameter)
             if state is None or self._row.is_whole(piece):
                 return state
-            return self._cut(Piece(piece.place, 0, parameter.numel()), state, piece)
+            return self._cut(Stretch(piece.place, 0, parameter.numel()), state, piece)
         cut = [self._cut(slice_, state, piece) for slice_, state in parts]
         return cut[0] if len(cut) == 1 else self._join(cut, piece)
 
-    def _cut(self, known: Piece, state: State, piece: Piece) -> State:
+    def _cut(self, known: Stretch, state: State, piece: Stretch) -> State:
         """The state of what ``piece`` has of a stretch that has this state."""
         begin, end = max(piece.begin, known.begin) - known.begin, min(piece.end, known.end) - known.begin
         numel = known.end - known.begin
@@ -129,7 +129,7 @@ class ShareStates:
                 cut[key] = value.clone()
         return cut
 
-    def _join(self, states: Sequence[State], piece: Piece) -> State:
+    def _join(self, states: Sequence[State], piece: Stretch) -> State:
         """The state of a piece, from those of its parts; in host memory if not all are on one device."""
         parameter = self._parameters[piece.place]
         numel = piece.end - piece.begin
@@ -156,9 +156,9 @@ class ShareStates:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def step(self, gradients: Mapping[Piece, Tensor]) -> None:
+    def step(self, gradients: Mapping[Stretch, Tensor]) -> None:
         """Let the optimizer step what has a gradient; the states of all of it are here, of these very pieces."""
-        slices: dict[int, list[tuple[Piece, nn.Parameter]]] = {}
+        slices: dict[int, list[tuple[Stretch, nn.Parameter]]] = {}
         for parameter in self._parameters:
             parameter.grad = None
         for piece, gradient in gradients.items():
@@ -173,7 +173,7 @@ class ShareStates:
             self._step_part(part, slices)
 
     def _step_part(
-        self, optimizer: torch.optim.Optimizer, slices: Mapping[int, list[tuple[Piece, nn.Parameter]]]
+        self, optimizer: torch.optim.Optimizer, slices: Mapping[int, list[tuple[Stretch, nn.Parameter]]]
     ) -> None:
         """Step one optimizer, to which slices are parameters meanwhile."""
         groups = optimizer.param_groups
@@ -202,5 +202,5 @@ def flat(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().view(-1)
 
 
-def _overlap(left: Piece, right: Piece) -> bool:
+def _overlap(left: Stretch, right: Stretch) -> bool:
     return left.place == right.place and left.begin < right.end and right.begin < left.end

@@ -54,7 +54,7 @@ class Divergence:
     """Ranks of those who keep that tensor; empty: all do."""
 
 
-class Kept(NamedTuple):
+class KeptPart(NamedTuple):
     """A part of a state that not all workers keep, but this one."""
 
     key: str
@@ -70,7 +70,7 @@ class Kept(NamedTuple):
 class KeptStates(Protocol):
     """The optimizer's states where each worker keeps its share only."""
 
-    def kept(self, place: int, begin: int, end: int) -> Iterator[Kept]:
+    def kept(self, place: int, begin: int, end: int) -> Iterator[KeptPart]:
         """What is kept here of the states of the bytes ``[begin, end)`` of a parameter, in the order of its keepers'.
 
         Keepers of the same state give the same parts of it, cut in the same way.
@@ -127,7 +127,7 @@ class StateWatch(StepPart):
         self._step = 0
         self._condensed: list[tuple[str, Tensor]] = []
         self._hashes: list[tuple[str, int]] = []
-        self._condensed_shares: list[tuple[str, Kept]] = []
+        self._condensed_shares: list[tuple[str, KeptPart]] = []
         self._kept: list[_KeptHash] = []
         self._balance = 0
         """What this worker's hashes of its shares add to its number."""
@@ -229,7 +229,7 @@ class StateWatch(StepPart):
                 for key, raw in bytes_of_state(parameter, state, piece.begin, piece.end):
                     yield f"{name} ({key})", raw
 
-    def _part_of_shares(self, step: int) -> Iterator[tuple[str, Kept]]:
+    def _part_of_shares(self, step: int) -> Iterator[tuple[str, KeptPart]]:
         """This step's part of what is kept here of a sharded optimizer's state, condensed."""
         if self._shares is None:
             return

@@ -37,7 +37,7 @@ CLOSED = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "PO
 """What polling says of a connection that the peer has closed."""
 
 
-class Exchange:
+class FrameExchange:
     """Frames that are waited for together."""
 
     __slots__ = ("left",)
@@ -52,7 +52,7 @@ class _Arrival:
 
     __slots__ = ("at", "content", "exchange", "head")
 
-    def __init__(self, content: memoryview, exchange: Exchange) -> None:
+    def __init__(self, content: memoryview, exchange: FrameExchange) -> None:
         self.content, self.exchange = content, exchange
         self.head = memoryview(bytearray(_HEAD.size))
         self.at = 0
@@ -64,7 +64,7 @@ class _Departure:
 
     __slots__ = ("exchange", "views")
 
-    def __init__(self, views: list[memoryview], exchange: Exchange) -> None:
+    def __init__(self, views: list[memoryview], exchange: FrameExchange) -> None:
         self.views, self.exchange = views, exchange
 
 
@@ -114,12 +114,12 @@ class Channel:
         """Whether a frame is to come or to leave."""
         return bool(self._incoming or self._outgoing)
 
-    def expect(self, content: memoryview, exchange: Exchange) -> None:
+    def expect(self, content: memoryview, exchange: FrameExchange) -> None:
         """The next frame is to come here; its length is known."""
         exchange.left += 1
         self._incoming.append(_Arrival(content, exchange))
 
-    def send(self, content: memoryview, check: int, exchange: Exchange) -> None:
+    def send(self, content: memoryview, check: int, exchange: FrameExchange) -> None:
         """Send a frame behind those before it; its memory must not change until it has left.
 
         Args:
@@ -266,13 +266,13 @@ class Lane:
         self._moved = set(channels.values())
         """Those for which it may be something else now."""
 
-    def expect(self, peer: int, content: memoryview, exchange: Exchange) -> None:
+    def expect(self, peer: int, content: memoryview, exchange: FrameExchange) -> None:
         """See :meth:`Channel.expect`."""
         channel = self.channels[peer]
         channel.expect(content, exchange)
         self._moved.add(channel)
 
-    def send(self, peer: int, content: memoryview, check: int, exchange: Exchange) -> None:
+    def send(self, peer: int, content: memoryview, check: int, exchange: FrameExchange) -> None:
         """See :meth:`Channel.send`; it is under way behind this, as far as it goes without waiting."""
         channel = self.channels[peer]
         channel.send(content, check, exchange)

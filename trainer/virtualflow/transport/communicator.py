@@ -24,7 +24,7 @@ from torch import Tensor
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol import messages as m
 from virtualflow.transport.activity import Activity
-from virtualflow.transport.channel import Channel, Exchange, Lane, checksum
+from virtualflow.transport.channel import Channel, FrameExchange, Lane, checksum
 from virtualflow.transport.interface import DONE, Message, Pending
 from virtualflow.transport.link import Link
 from virtualflow.transport.mesh import build_mesh, close_all
@@ -174,7 +174,7 @@ class Communicator:
         try:
             _refuse(self._interrupted)
             contents = [_memory_of(message.stretch) for message in messages]
-            exchange = Exchange()
+            exchange = FrameExchange()
             for message, content in zip(messages, contents, strict=True):
                 if message.incoming:
                     lane.expect(message.peer, content, exchange)
@@ -264,7 +264,7 @@ class Communicator:
 class _Waiting:
     """Messages under way."""
 
-    def __init__(self, communicator: Communicator, exchange: Exchange) -> None:
+    def __init__(self, communicator: Communicator, exchange: FrameExchange) -> None:
         self._communicator, self._exchange = communicator, exchange
 
     def wait(self, timeout: float | None = None) -> None:

@@ -36,7 +36,7 @@ _SLICE = 0.1
 """Seconds between two questions whether it is still worth it."""
 
 
-class Rendezvous(Protocol):
+class MeshRendezvous(Protocol):
     """Where members leave their addresses."""
 
     def publish(self, key: str, value: bytes) -> None:
@@ -51,7 +51,7 @@ class Rendezvous(Protocol):
 
 
 def build_mesh(
-    rendezvous: Rendezvous,
+    rendezvous: MeshRendezvous,
     rank: int,
     size: int,
     address: str,

@@ -24,7 +24,7 @@ def awake_and_asleep() -> float:
     return time.clock_gettime(clock)
 
 
-class Lease:
+class HeldLease:
     """When this worker was last shown to have its place. Only the training thread uses it."""
 
     def __init__(self, clock: Callable[[], float] = awake_and_asleep) -> None:
@@ -88,7 +88,7 @@ class MemberState:
     """The highest fencing number in the checkpoint directory when this worker began: others may be above it by now."""
     lineage: Lineage = field(default_factory=Lineage)
     """The generations that count, or may."""
-    lease: Lease = field(default_factory=Lease)
+    lease: HeldLease = field(default_factory=HeldLease)
     """Whether it may take for granted that it is a member still."""
     assigned: range = range(0)
     """The virtual nodes of this worker."""

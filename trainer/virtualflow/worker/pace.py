@@ -33,7 +33,7 @@ class Estimate:
     samples: int
 
 
-class Pace:
+class PaceMeter:
     """Measures the attempts of one generation after the other."""
 
     def __init__(self, settings: PaceSettings) -> None:

@@ -27,7 +27,7 @@ from virtualflow.atomic_file import write_whole
 from virtualflow.data import MicroBatch, Source, Staging, micro_batch, open_source, seed_virtual_node
 from virtualflow.device import device_name, device_of
 from virtualflow.errors import ConfigurationError, Profiled, installed
-from virtualflow.progress import Progress
+from virtualflow.progress import ProgressBar
 from virtualflow.protocol.device_profile import DeviceProfile, Situation, SizeProfile, encode, guess_pace
 from virtualflow.protocol.environment import WorkerEnvironment
 from virtualflow.protocol.wording import counted
@@ -180,7 +180,7 @@ class Profiling:
             ConfigurationError: there is nothing to measure.
         """
         stopped = "all were measured"
-        with Progress("measuring", len(self._sizes)) as progress:  # each takes about as long, at most
+        with ProgressBar("measuring", len(self._sizes)) as progress:  # each takes about as long, at most
             for number, size in enumerate(self._sizes):
                 reason = self._reason_to_stop(size)
                 if reason is not None:

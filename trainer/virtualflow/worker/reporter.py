@@ -15,7 +15,7 @@ from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.state import digests
 from virtualflow.step import Attempt, StepPart, Told
 from virtualflow.worker.machine_faults import is_machine_fault
-from virtualflow.worker.pace import Estimate, Pace, PaceReportPolicy
+from virtualflow.worker.pace import Estimate, PaceMeter, PaceReportPolicy
 from virtualflow.worker.settings import PaceSettings, WorkerSettings
 from virtualflow.worker.standalone import AnySession
 from virtualflow.worker.stopwatch import Stopwatch
@@ -160,7 +160,7 @@ class Pacing(StepPart):
     """
 
     def __init__(self, settings: PaceSettings, reporter: Reporter) -> None:
-        self.pace = Pace(settings)
+        self.pace = PaceMeter(settings)
         self._reporter = reporter
 
     def enter(self, assigned: range) -> None:

@@ -17,7 +17,7 @@ from virtualflow.memory.activations.module_state import same_bits
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainedBlock:
     """One block."""
 
     name: str
@@ -50,7 +50,7 @@ class _Buffer:
 class Loaded:
     """A block while it is on the device, in place of the module's own parameters and buffers."""
 
-    link: Link
+    link: ChainedBlock
     trained: dict[int, nn.Parameter]
     """Those of its parameters that are trained, by place."""
     tensors: list[Tensor]
@@ -89,7 +89,8 @@ class Chain:
         self._model = model
         places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
         self.links = [
-            Link(name, module, [places[id(parameter)] for parameter in module.parameters()]) for name, module in blocks
+            ChainedBlock(name, module, [places[id(parameter)] for parameter in module.parameters()])
+            for name, module in blocks
         ]
         self.parameters = list(model.parameters())
         self._check(blocks)
@@ -183,7 +184,7 @@ def _put_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def _load_parameters(
-    link: Link, carrier: Carrier, back: ExitStack
+    link: ChainedBlock, carrier: Carrier, back: ExitStack
 ) -> tuple[list[nn.Parameter], dict[int, nn.Parameter]]:
     """Bring a block's parameters, each once: all of them, and the trained ones by place."""
     made: dict[int, nn.Parameter] = {}

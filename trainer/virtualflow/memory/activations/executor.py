@@ -29,7 +29,7 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Action, BlockPlan, Point, Wait
 from virtualflow.memory.activations.blocks import Named
 from virtualflow.memory.activations.copies import Copies
-from virtualflow.memory.activations.ledger import Entry, Ledger, Packed, has_storage, key_of
+from virtualflow.memory.activations.ledger import Ledger, Packed, StorageEntry, has_storage, key_of
 from virtualflow.memory.activations.visits import Recomputation, Segment, Visit, find_links
 from virtualflow.state import StayingHook
 
@@ -107,7 +107,7 @@ class Executor:
         self._open: list[_Open | None] = []
         self._before: tuple[Visit, Segment | None] | None = None
         """The last visit, and its segment."""
-        self._swapped: dict[int, list[ref[Entry]]] = {}
+        self._swapped: dict[int, list[ref[StorageEntry]]] = {}
         self._said: set[str] = set()
         before, after = StayingHook(self._begin), StayingHook(self._end)
         self._handles = [

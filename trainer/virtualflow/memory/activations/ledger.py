@@ -43,7 +43,7 @@ class Kept:
         return self._tensor
 
 
-class Entry:
+class StorageEntry:
     """One storage: on the device, or on the host."""
 
     __slots__ = ("__weakref__", "_ledger", "alias", "claimed", "host", "key", "savers", "size", "version")
@@ -97,7 +97,7 @@ class Saved:
 
     __slots__ = ("_dtype", "_entry", "_offset", "_size", "_stride", "_version")
 
-    def __init__(self, entry: Entry, tensor: Tensor) -> None:
+    def __init__(self, entry: StorageEntry, tensor: Tensor) -> None:
         assert entry.alias is not None
         self._entry, self._version = entry, entry.alias._version
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
@@ -130,27 +130,27 @@ class Ledger:
         """Of entries on the device now, with those that are about to leave,"""
         self.peak = 0
         """and the most at a time."""
-        self._present: WeakValueDictionary[int, Entry] = WeakValueDictionary()
+        self._present: WeakValueDictionary[int, StorageEntry] = WeakValueDictionary()
 
-    def find(self, tensor: Tensor) -> Entry | None:
+    def find(self, tensor: Tensor) -> StorageEntry | None:
         """The entry of that tensor's storage, if it is known and on the device."""
         return self._present.get(key_of(tensor))
 
-    def save(self, tensor: Tensor, block: int, made: Callable[[ref[Entry]], object]) -> Saved:
+    def save(self, tensor: Tensor, block: int, made: Callable[[ref[StorageEntry]], object]) -> Saved:
         """A handle of what autograd has saved in that block; ``made`` is told if its entry is a new one."""
         entry = self.find(tensor)
         if entry is None:
-            entry = Entry(self, tensor)
+            entry = StorageEntry(self, tensor)
             self.know(entry)
             made(ref(entry))
         entry.savers.add(block)
         return Saved(entry, tensor)
 
-    def know(self, entry: Entry) -> None:
+    def know(self, entry: StorageEntry) -> None:
         """It is on the device."""
         self._present[entry.key] = entry
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: StorageEntry) -> None:
         """It leaves the device, and its storage may be given to another tensor."""
         self._present.pop(entry.key, None)
 

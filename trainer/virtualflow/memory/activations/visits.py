@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory.activations.ledger import ChangedInPlace, Entry, Kept, Ledger, Packed, is_plain, key_of
+from virtualflow.memory.activations.ledger import ChangedInPlace, Kept, Ledger, Packed, StorageEntry, is_plain, key_of
 from virtualflow.memory.activations.streams import Surroundings
 
 
@@ -45,7 +45,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Link:
+class OutputLink:
     """An input that is an output of the visit before, by its position."""
 
     position: int
@@ -74,7 +74,7 @@ class Visit:
     """Keys of inputs that autograd does not know the origin of: the user's data."""
     permanent: frozenset[int]
     """Keys of parameters and buffers."""
-    entries: list[ref[Entry]] = field(default_factory=list)
+    entries: list[ref[StorageEntry]] = field(default_factory=list)
     """Whose owner it is."""
     outputs: list[tuple[ref[Tensor], int] | None] = field(default_factory=list)
     """Each output, and its version."""
@@ -86,7 +86,7 @@ class Visit:
         key = key_of(tensor)
         return key not in self.permanent and key not in self.given
 
-    def own(self, entry: ref[Entry]) -> None:
+    def own(self, entry: ref[StorageEntry]) -> None:
         """An entry is this block's."""
         self.entries.append(entry)
 
@@ -279,7 +279,7 @@ def _form(tensor: Tensor) -> _Form:
     return tensor.dtype, None if tensor.is_nested else tensor.shape
 
 
-def find_links(leaves: list[Any], before: Visit) -> dict[int, Link]:
+def find_links(leaves: list[Any], before: Visit) -> dict[int, OutputLink]:
     """Which of these are outputs of that visit, unchanged."""
     made = {
         id(tensor): (position, version)
@@ -289,14 +289,14 @@ def find_links(leaves: list[Any], before: Visit) -> dict[int, Link]:
         if tensor is not None
     }
     return {
-        index: Link(made[id(leaf)][0], leaf.requires_grad)
+        index: OutputLink(made[id(leaf)][0], leaf.requires_grad)
         for index, leaf in enumerate(leaves)
         if isinstance(leaf, Tensor) and id(leaf) in made and made[id(leaf)][1] == leaf._version
     }
 
 
 def _input_again(given: Any, outputs: list[Any]) -> Any:
-    if isinstance(given, Link):
+    if isinstance(given, OutputLink):
         return outputs[given.position].detach().requires_grad_(given.requires_grad)
     if isinstance(given, _Input):
         tensor = given.saved.load()
