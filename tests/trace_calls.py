@@ -106,12 +106,17 @@ def watch(*arguments: str) -> list[tuple[str, str]]:
         return [(file, name) for file, name in json.loads(out.read_text())]
 
 
+def count_changes(calls: list[tuple[str, str]]) -> int:
+    """How often a call is of another file than the one before it."""
+    return sum(before != after for (before, _), (after, _) in pairwise(calls))
+
+
 def describe(calls: list[tuple[str, str]]) -> str:
-    """The three numbers of a walk."""
-    files = [file for file, _ in calls]
-    changes = sum(before != after for before, after in pairwise(files))
+    """The numbers of a walk."""
+    files = {file for file, _ in calls}
     packages = {file.rpartition("/")[0] for file in files}
-    return f"{len(files)} calls in {len(set(files))} modules of {len(packages)} packages, {changes} changes of file"
+    within = f"{len(files)} modules of {len(packages)} packages"
+    return f"{len(calls)} calls in {within}, {count_changes(calls)} changes of file"
 
 
 def main() -> None:

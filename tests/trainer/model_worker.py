@@ -221,6 +221,11 @@ class History:
         return self
 
     @property
+    def wish_number(self) -> int:
+        """The wish as it is told."""
+        return self.wish.to_number()
+
+    @property
     def sync(self) -> History:
         """There is nothing to it."""
         return self

@@ -103,7 +103,9 @@ class Worker:
             virtual_nodes=NODES,
             ranges=(range(NODES),),
         )
-        session: Any = SimpleNamespace(state=self.state, reserve=Reserve(), say_entered=lambda **_: None)
+        session: Any = SimpleNamespace(
+            state=self.state, reserve=Reserve(), say_entered=lambda **_: None, check=lambda: None
+        )
         checkpointer: Any = SimpleNamespace(enter=lambda _: None)
         stopwatch: Any = SimpleNamespace(repeat=lambda _: None)
         self.membership = Membership(session, self.training, checkpointer, signature or {}, stopwatch)

@@ -86,10 +86,10 @@ class Loop:
         """Computes a virtual node twice, once in a training."""
         self._cautions = Cautions(context.session)
         self._looks, self._more_looks = _LOOKS, _MORE_LOOKS
-        checkpointer = context.checkpointer
-        self._saving = (
-            Saving(checkpointer, context.session, context.membership, context.training) if checkpointer.writes else None
-        )
+        self._saving: Saving | None = None
+        # For a sharded optimizer's checkpoint all are needed, whoever writes it.
+        if context.checkpointer.writes or context.update.shards is not None:
+            self._saving = Saving(context.checkpointer, context.session, context.membership, context.training)
         self._stream = (0, 0)
         """What the random streams of the script's present code follow from, beside the seed."""
         device = device_of(context.request.model)
