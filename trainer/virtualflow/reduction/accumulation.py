@@ -75,7 +75,8 @@ class Accumulator:
         for place, total in (added or {}).items():
             tensors[place] = total
         self.parts.insert(at, (key, tensors))
-        self._make_room()
+        if self._offload is not None:
+            self._make_room(self._offload)
 
     def _join(self, left: Tensors, right: Tensors, *, waited: Tensors, of: Key) -> Tensors:
         if of not in self._offloaded:
@@ -87,10 +88,8 @@ class Accumulator:
             left[place] = None if a is None and b is None else add_one(a, b)
         return left
 
-    def _make_room(self) -> None:
-        if self._offload is None:
-            return
-        memory, chosen = self._offload.memory, choose_offloaded([key for key, _ in self.parts], self._offload.room)
+    def _make_room(self, offload: Offload) -> None:
+        memory, chosen = offload.memory, choose_offloaded([key for key, _ in self.parts], offload.room)
         for key, tensors in self.parts:
             if key in chosen and key not in self._offloaded:
                 stored = [None if tensor is None else memory.store(tensor) for tensor in tensors]

@@ -78,18 +78,21 @@ class _Routine:
         for buffer in self.buffers:
             if buffer.module._buffers[buffer.attribute] is not buffer.tensor or buffer.tensor.requires_grad:
                 return False
-        return not any(_differ(self.others))
+        return not (self.others and any(_differ(self.others)))
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the averaged and the copied buffers, and the baseline put back."""
-        values = [tensor.clone().contiguous() for tensor in self.tensors]
-        if values:
-            torch._foreach_copy_(self.tensors, self.baselines)
-        schema, middle = self.schema, len(self.schema.averaged)
-        return (
-            dict(zip(schema.averaged, values[:middle], strict=True)),
-            dict(zip(schema.copied, values[middle:], strict=True)),
-        )
+        middle, found = len(self.schema.averaged), []
+        for names, kind in ((self.schema.averaged, slice(middle)), (self.schema.copied, slice(middle, None))):
+            values = []
+            if names:
+                # Of one type, as they mostly are, all are copied at once.
+                tensors = self.tensors[kind]
+                values = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+                torch._foreach_copy_(values, tensors)
+                torch._foreach_copy_(tensors, self.baselines[kind])
+            found.append(dict(zip(names, values, strict=True)))
+        return found[0], found[1]
 
 
 class BufferTracker:

@@ -114,7 +114,9 @@ class Contributions:
         found = {
             name: averaged.pop(name) if name in averaged else self._buffers.baseline(name) for name in self._summed
         }
-        self._changed |= self._buffers.changed({n: value for n, value in found.items() if n not in self._changed})
+        unknown = {name: value for name, value in found.items() if name not in self._changed}
+        if unknown:
+            self._changed |= self._buffers.changed(unknown)
         values: Tensors = []
         for value in found.values():
             dtype = summed_as(value.dtype)
@@ -211,17 +213,23 @@ def take_gradients(named: Sequence[tuple[str, nn.Parameter]], settled: Settled) 
     Raises:
         ConfigurationError: a gradient is sparse.
     """
-    gradients: Tensors = [None] * len(named)
-    given = [False] * len(named)
+    gradients: Tensors = [parameter.grad for _, parameter in named]
+    given = [gradient is not None for gradient in gradients]
+    for place in settled.gone:
+        given[place] = True
     for place, (name, parameter) in enumerate(named):
-        gradient, parameter.grad = parameter.grad, None
-        given[place] = place in settled.gone or gradient is not None
-        if gradient is None or place in settled.sent or place in settled.added:
+        gradient = gradients[place]
+        if gradient is None:
+            continue
+        parameter.grad = None
+        if place in settled.sent or place in settled.added:
+            gradients[place] = None
             continue
         if gradient.is_sparse:
             raise ConfigurationError(
                 f"parameter {name} has a sparse gradient, which cannot be summed canonically; make it dense "
                 "(nn.Embedding(..., sparse=False))"
             )
-        gradients[place] = gradient.detach() if gradient.requires_grad else gradient  # after create_graph=True
+        if gradient.requires_grad:  # after create_graph=True
+            gradients[place] = gradient.detach()
     return separate(gradients), given

@@ -83,6 +83,13 @@ class Request:
         return self.reproducibility == "bitwise"
 
     @property
+    def last_step(self) -> int | None:
+        """The last step of the training, as far as it does not follow from its epochs."""
+        ended = None if self.over is None else self.over.result
+        ends = [end for end in (self.options.steps, None if ended is None else ended.step) if end is not None]
+        return min(ends, default=None)
+
+    @property
     def memory(self) -> Memory | None:
         """How much memory this worker may use; ``None``: nobody says."""
         told = self.environment

@@ -155,7 +155,7 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         update,
         settings.transfer,
         companions,
-        last_step=_last_step(request),
+        last_step=request.last_step,
         epochs=options.epochs,
     )
     signature = signature_of(request.model, request.optimizer)
@@ -237,13 +237,6 @@ def set_up(request: Request, session: AnySession, resources: ExitStack) -> Conte
         layers=_open_layers(request),
         profiling=profiling,
     )
-
-
-def _last_step(request: Request) -> int | None:
-    """The last step of the training, as far as it does not follow from its epochs."""
-    over = request.over
-    ends = [request.options.steps, over.result.step if over is not None and over.result is not None else None]
-    return min((end for end in ends if end is not None), default=None)
 
 
 def _held(resources: ExitStack, part: _Part) -> _Part:
