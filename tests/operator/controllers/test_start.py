@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 from running import COMMAND, write_kubeconfig
@@ -21,19 +22,20 @@ def test_a_port_that_is_taken_ends_the_operator_with_a_sentence(tmp_path: Path) 
             taken.bind(("0.0.0.0", 0))
             taken.listen()
             port = taken.getsockname()[1]
-            process = await asyncio.create_subprocess_exec(
-                *(*COMMAND, "--image=operator:test", f"--health-port={port}", "--metrics-port=0"),
-                f"--key-file={tmp_path / 'key'}",
+            arguments = ["--image=operator:test", f"--health-port={port}", "--metrics-port=0"]
+            ended = await asyncio.to_thread(
+                subprocess.run,
+                [*COMMAND, *arguments, f"--key-file={tmp_path / 'key'}"],
                 env=os.environ | {"KUBECONFIG": str(kubeconfig)},
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
             )
-            async with asyncio.timeout(60):
-                _, told = await process.communicate()
-        assert process.returncode == 2
-        last = told.decode().splitlines()[-1]
-        assert last.startswith(f"virtualflow-operator: port {port} is taken"), told.decode()
-        assert "Traceback" not in told.decode()
+        assert ended.returncode == 2
+        last = ended.stderr.splitlines()[-1]
+        assert last.startswith(f"virtualflow-operator: port {port} is taken"), ended.stderr
+        assert "Traceback" not in ended.stderr
         assert not stage.server.watches(JOBS)
 
     play(tmp_path, story)
