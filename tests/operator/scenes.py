@@ -49,7 +49,7 @@ def accepted(raw: Spec, **status: Any) -> Spec:
     job = read_job(raw)
     known = {
         "phase": "Running",
-        "templateHash": manifests.templates_hash(job),
+        "templateHash": manifests.hash_templates(job).all,
         "coordinator": "digits-coordinator-0",
         "startTime": format_time(NOW - 100),
         "virtualNodes": job.spec.virtual_nodes,
@@ -151,7 +151,7 @@ def change(counter: int, cause: str = "join", **facts: Any) -> Change:
 
 
 def verdict_of(raw: Spec, error: str = "", at: float = NOW - 1) -> TemplateVerdict:
-    return TemplateVerdict(manifests.templates_hash(read_job(raw)), at, error)
+    return TemplateVerdict(manifests.hash_templates(read_job(raw)).all, at, error)
 
 
 def link(

@@ -59,9 +59,8 @@ from virtualflow_operator.api.queue import (
     read_queue,
     write_queue_status,
 )
-from virtualflow_operator.api.validation import OF_THE_COORDINATOR, find_problems
+from virtualflow_operator.api.validation import OF_THE_COORDINATOR
 from virtualflow_operator.api.workload import (
-    Assignment,
     PodAdditions,
     PodSet,
     Workload,
@@ -79,7 +78,6 @@ __all__ = [
     "MAX_UNSORTED",
     "OF_THE_COORDINATOR",
     "AllocationStatus",
-    "Assignment",
     "CapacityStatus",
     "Condition",
     "ConditionType",
@@ -118,7 +116,6 @@ __all__ = [
     "WorkerMemory",
     "WorkerShare",
     "Workload",
-    "find_problems",
     "format_time",
     "is_elastic",
     "kueue_priority",

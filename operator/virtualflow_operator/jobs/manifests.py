@@ -437,11 +437,6 @@ def coordinator_hash(job: Job) -> str:
     return hash_of(made_from)
 
 
-def templates_hash(job: Job) -> str:
-    """All templates of the job."""
-    return hash_templates(job).all
-
-
 @dataclass(frozen=True)
 class TemplateHashes:
     """What a job's pods are made from, computed once for a decision."""

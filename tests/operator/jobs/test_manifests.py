@@ -34,7 +34,7 @@ from virtualflow.protocol.settings import (
 from virtualflow_operator.api.objects import Job, read_job, read_pod, read_service
 from virtualflow_operator.constants import CHECKPOINT_VOLUME, COORDINATOR_PORT, LABEL_JOB
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.manifests import coordinator_hash, template_hash, templates_hash
+from virtualflow_operator.jobs.manifests import coordinator_hash, hash_templates, template_hash
 from virtualflow_operator.settings import LeaseSettings, OperatorSettings
 
 Spec = dict[str, Any]
@@ -256,8 +256,8 @@ def test_a_job_that_is_to_stop_at_nan_says_so_to_its_workers_old_and_new() -> No
     goes_on, stops = job_of(), job_of(onNonFinite="Stop")
     found = [environment(worker_of(job))["VIRTUALFLOW_ON_NON_FINITE"]["value"] for job in (goes_on, stops)]
     assert found == ["Continue", "Stop"]
-    assert templates_hash(goes_on) == templates_hash(job_of(onNonFinite="Continue"))
-    assert templates_hash(goes_on) != templates_hash(stops), "workers are replaced one by one"
+    assert hash_templates(goes_on).all == hash_templates(job_of(onNonFinite="Continue")).all
+    assert hash_templates(goes_on).all != hash_templates(stops).all, "workers are replaced one by one"
 
 
 def test_workers_are_told_how_often_they_check_one_another() -> None:
@@ -350,8 +350,8 @@ def test_a_copy_in_memory_is_for_workers_old_and_new_of_jobs_that_want_one() -> 
     )
     assert "VIRTUALFLOW_CHECKPOINT_MEMORY" not in environment(worker_of(off))
     assert environment(worker_of(on))["VIRTUALFLOW_CHECKPOINT_MEMORY"]["value"] == "1"
-    assert templates_hash(without) == templates_hash(off), "a newer schema gives it to every job"
-    assert templates_hash(on) != templates_hash(off), "workers are replaced one by one"
+    assert hash_templates(without).all == hash_templates(off).all, "a newer schema gives it to every job"
+    assert hash_templates(on).all != hash_templates(off).all, "workers are replaced one by one"
 
 
 def test_workers_of_a_group_with_a_profile_are_told_of_it() -> None:
