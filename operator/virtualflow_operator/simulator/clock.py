@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -81,7 +82,7 @@ class Clock:
 
 
 @dataclass(kw_only=True)
-class JobBooks:
+class JobBooks(ABC):
     """How a job fares."""
 
     job: JobEvent
@@ -102,18 +103,18 @@ class JobBooks:
     reason: str = ""
 
     @property
+    @abstractmethod
     def given(self) -> int:
         """Workers that were given to it."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def works(self) -> bool:
         """Whether any of them counts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def speed(self) -> float:
         """Steps per second of those that count."""
-        raise NotImplementedError
 
     def catch_up(self, now: float) -> None:
         """Bring the books up to ``now``."""
