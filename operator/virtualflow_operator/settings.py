@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from virtualflow.crashes import CrashWaits
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.crashes import CrashWaits
 from virtualflow.protocol.settings import SignalSettings
 
 ENV_PREFIX = "VIRTUALFLOW_OPERATOR_"

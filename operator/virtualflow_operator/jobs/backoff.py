@@ -1,8 +1,8 @@
 """Which ends of pods are crashes in the user's code, and a job's books of them: ``status.failures``. Pure.
 
-What a crash counts for, and how long is waited after it, is ``virtualflow.crashes``. A worker that the coordinator
-refused or declared lost (exit code 75), or that hangs or was found to be wrong, counts as one; disruptions never come
-here.
+``virtualflow.protocol.crashes`` says what a crash counts for, and how long is waited after it. A worker that the
+coordinator refused or declared lost (exit code 75), or that hangs or was found to be wrong, counts as one; disruptions
+never come here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from virtualflow.crashes import Crashes
+from virtualflow.protocol.crashes import Crashes
 from virtualflow_operator.api import Failures, Pod, format_time, parse_time
 from virtualflow_operator.settings import CrashSettings
 

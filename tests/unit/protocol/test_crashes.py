@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.crashes import Crashes, CrashWaits, wait_after
+from virtualflow.protocol.crashes import Crashes, CrashWaits, wait_after
 
 WAITS = CrashWaits(10.0, 300.0, 600.0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from virtualflow.crashes import Crashes, CrashWaits
 from virtualflow.launcher.exit_policy import judge
 from virtualflow.launcher.job_control import JobControl
 from virtualflow.launcher.report import JobHistory
@@ -14,6 +13,7 @@ from virtualflow.launcher.shutdown import Shutdown, end_signals
 from virtualflow.launcher.supervisor import Supervisor, describe_exit
 from virtualflow.launcher.worker_starter import WorkerCommand, start_worker
 from virtualflow.launcher.worker_table import WorkerProcess
+from virtualflow.protocol.crashes import Crashes, CrashWaits
 from virtualflow.protocol.http_api import BeginCall, DrainCall, GoneCall, LivingWorker
 from virtualflow.protocol.settings import BACKOFF_LIMIT, STOP_GRACE
 from virtualflow.protocol.wording import counted
