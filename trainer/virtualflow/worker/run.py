@@ -283,7 +283,7 @@ class Run:
 
     @property
     def context(self) -> Context:
-        """The parts of this run.
+        """The parts of this run, for integrations: they may change with any release.
 
         Raises:
             VirtualFlowError: its ``with`` block has not begun.

@@ -77,7 +77,7 @@ class Step:
         return 0 if self._warming_up else self.bind()._epoch
 
     def bind(self) -> Step:
-        """Learn which step this is; a worker that is about to join does so now, without warming up."""
+        """Learn which step this is, for integrations; a worker that is to join does so now, without warming up."""
         if self._number is None:
             self._number, self._epoch = self._attempts.join()
         return self
