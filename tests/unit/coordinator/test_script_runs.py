@@ -39,6 +39,11 @@ def second(job: Driven, worker: str, **facts: object) -> str | None:
     return job.admit(hello(worker, run=2, runs=(m.RunResult(1, 7, 7, "aa", {"loss": 0.5}),), **facts))
 
 
+def test_the_curve_of_a_run_ends_at_its_last_step_also_where_no_step_was_told_of() -> None:
+    record = trained("a", "b").state.history.series.record()
+    assert (record.steps, record.metrics["loss"]) == ((7,), ((0.5, 1),))
+
+
 def test_a_worker_of_the_next_run_brings_the_job_there() -> None:
     job = trained("a", "b")
     before = job.state.counter

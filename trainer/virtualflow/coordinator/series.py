@@ -65,6 +65,11 @@ class Series:
     def __len__(self) -> int:
         return len(self._points)
 
+    @property
+    def last_step(self) -> int:
+        """The last step that was told of; -1: none."""
+        return self._points[-1].step if self._points else -1
+
     def add(self, step: int, speed: float, workers: int, metrics: Mapping[str, Metric]) -> None:
         """Take what was told at a step; what was told of later ones is repeated, and forgotten.
 
