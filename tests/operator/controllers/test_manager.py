@@ -300,7 +300,7 @@ def test_a_lost_coordinator_is_replaced_while_the_training_goes_on(tmp_path: Pat
 
 async def _in_another_pod(stage: Stage) -> None:
     def made() -> int:
-        """How many there were; a machine that stalls may have cost one its place, and its successor has another name."""
+        """How many there were; one that is replaced by the operator has a successor of another name."""
         return sum(n for (role, job, _), n in stage.made.items() if (role, job) == (COORDINATOR, "digits"))
 
     before = made()
