@@ -22,8 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from virtualflow.data.orders import Orders, open_orders
-from virtualflow.data.sampling import SamplePlan
+from virtualflow.data.sampling import Orders, SamplePlan, open_orders
 from virtualflow.errors import ConfigurationError
 
 SIZE = 30

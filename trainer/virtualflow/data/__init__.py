@@ -3,13 +3,11 @@ epoch, the step and the virtual node.
 """
 
 from virtualflow.data.counting import ALL, CountWatch
+from virtualflow.data.dataloader import hear_of_ends
 from virtualflow.data.iterable_source import fuse
-from virtualflow.data.loader_processes import hear_of_ends
-from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, open_source
-from virtualflow.data.orders import Orders, Sampler, open_orders
-from virtualflow.data.recognition import check_dataset
+from virtualflow.data.map_source import LoaderOptions, MicroBatch, Source, check_dataset, open_source
 from virtualflow.data.rng import derive_seed, seed_virtual_node, seeded
-from virtualflow.data.sampling import check_whole, chunks, micro_batch
+from virtualflow.data.sampling import Orders, Sampler, check_whole, chunks, micro_batch, open_orders
 from virtualflow.data.staging import Staged, Staging
 
 __all__ = [

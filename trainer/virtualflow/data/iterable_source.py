@@ -26,8 +26,8 @@ from virtualflow.data.dataloader import (
     close_loader,
     collate_of,
     open_loader,
+    read,
 )
-from virtualflow.data.loader_processes import read
 from virtualflow.data.rng import seed_stream_sample
 from virtualflow.data.sampling import micro_batch
 from virtualflow.data.settings import LoadingSettings
