@@ -37,7 +37,7 @@ from virtualflow.coordinator.settings import CoordinatorSettings, MembershipSett
 from virtualflow.errors import Leave
 from virtualflow.protocol import http_api
 from virtualflow.protocol.settings import ENV_COORDINATOR, ENV_TOKEN, ENV_WORKER
-from virtualflow.reduction.early import Early
+from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange
 from virtualflow.state import codec, digests, join_optimizers

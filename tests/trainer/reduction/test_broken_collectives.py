@@ -14,10 +14,9 @@ import torch
 from test_reducer import ALIGNMENT, GATHER, SLICES, Problem, bits, build, reduce_one
 from thread_collectives import Seat, Table, together
 
-from virtualflow.reduction.accumulation import Tensors
+from virtualflow.reduction.accumulation import Tensors, choose_summation
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.reduction.summation import choose_summation
 
 NODES, SCALE = 6, 1 / 3
 RANGES = [range(2), range(2, 5), range(5, 6)]

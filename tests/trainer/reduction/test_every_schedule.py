@@ -18,14 +18,12 @@ from test_reducer import ALIGNMENT, DTYPES, Problem, bits, build, divisions, red
 from thread_collectives import Seat, Table, take_seats, together
 
 from tiers import examples
-from virtualflow.reduction.accumulation import Tensors
-from virtualflow.reduction.cost import Shape, predict
+from virtualflow.reduction.accumulation import CanonicalSummation, Tensors
 from virtualflow.reduction.ownership import Owners, Row, share_row
-from virtualflow.reduction.program import Facts, legal_programs
+from virtualflow.reduction.program import Facts, Shape, legal_programs, predict
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.schedule import Choice, Choose, Terms
 from virtualflow.reduction.settings import Exchange, ProbeSettings, ReductionSettings
-from virtualflow.reduction.summation import CanonicalSummation
 
 SETTINGS = ReductionSettings(alignment=ALIGNMENT, bucket=128)
 How = Literal["before", "after"]

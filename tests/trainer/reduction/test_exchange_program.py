@@ -13,25 +13,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.reduction.cost import NETWORK_SIZE, Network, Shape, combine, predict
-from virtualflow.reduction.network import agree_on_network
 from virtualflow.reduction.program import (
+    NETWORK_SIZE,
     Facts,
     Illegal,
     Layout,
+    Network,
     Operation,
     Program,
     Route,
+    Shape,
     Split,
     UpdateRule,
+    combine,
     compile_route,
     fuse,
     legal_programs,
     overlap,
+    predict,
     reorder,
     split,
     write,
 )
+from virtualflow.reduction.reducer import agree_on_network
 from virtualflow.reduction.schedule import Terms, choose_programs, improve
 from virtualflow.reduction.settings import ALGORITHMS, MAX_BUCKET, Exchange, ProbeSettings, ReductionSettings
 from virtualflow.worker.options import check_exchange
@@ -331,7 +335,7 @@ def test_the_time_in_which_nothing_is_taken_from_the_backward_pass_is_hidden(
     monkeypatch: pytest.MonkeyPatch, busy: float, spare: bool, hidden: float
 ) -> None:
     clocks, probe = Clocks(), ProbeSettings()
-    monkeypatch.setattr("virtualflow.reduction.network.time", clocks)
+    monkeypatch.setattr("virtualflow.reduction.reducer.time", clocks)
     network = agree_on_network(Slow(clocks, 0.05, busy), probe, None, spare=spare)  # type: ignore[arg-type]
     assert network.hidden == pytest.approx(hidden, abs=1e-3)
     assert network.byte == pytest.approx(0.05 / probe.large, rel=1e-3)

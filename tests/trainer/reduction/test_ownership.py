@@ -9,18 +9,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.reduction.buckets import plan_buckets, plan_delivery
+from virtualflow.reduction.bucket_exchange import plan_buckets, plan_delivery
 from virtualflow.reduction.ownership import (
     Move,
     Row,
     Shares,
+    Spans,
     Stretch,
+    covers,
+    difference,
+    intersection,
     lost,
     plan_hand_over,
     plan_moves,
+    refine,
     share_row,
+    union,
 )
-from virtualflow.reduction.spans import Spans, covers, difference, intersection, refine, union
 
 MEMBERS = st.integers(1, 7)
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple), max_size=6).map(union)

@@ -18,10 +18,9 @@ from thread_collectives import Seat, Table, together
 from torch import Tensor
 
 from tiers import examples
-from virtualflow.reduction.accumulation import Accumulator, Tensors
+from virtualflow.reduction.accumulation import Accumulator, CanonicalSummation, Tensors
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.reduction.summation import CanonicalSummation
 from virtualflow.reduction.tree import subtrees
 from virtualflow.transport.interface import ALONE, Collectives
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow.coordinator.assignment import assign
-from virtualflow.reduction.summation import choose_summation
+from virtualflow.reduction.accumulation import choose_summation
 from virtualflow.reduction.tree import subtrees
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tiers import examples
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.messages import NO_GENERATION, Generation
-from virtualflow.reduction.summation import CanonicalSummation
+from virtualflow.reduction.accumulation import CanonicalSummation
 from virtualflow.step.buffers import BufferTracker
 from virtualflow.step.header import (
     HeaderFormat,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from virtualflow.protocol import messages as m
 from virtualflow.reduction import Overlap, Reducer, choose_summation, handover
-from virtualflow.reduction.early import Early
+from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.settings import Exchange, ReductionSettings
 from virtualflow.state.settings import TransferSettings
 from virtualflow.step import OptimizerOptions, Update

@@ -14,9 +14,9 @@ from meshes import mesh
 from torch import Tensor
 
 from virtualflow.errors import CommunicatorBroken, VirtualFlowError
+from virtualflow.reduction.accumulation import CanonicalSummation
 from virtualflow.reduction.reducer import Exchanger, Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.reduction.summation import CanonicalSummation
 from virtualflow.transport import communicator
 from virtualflow.transport.channel import checksum
 from virtualflow.transport.communicator import Communicator

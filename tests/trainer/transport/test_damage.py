@@ -21,10 +21,9 @@ import virtualflow as vf
 from tiers import nightly
 from virtualflow.errors import CommunicatorBroken
 from virtualflow.protocol.settings import ENV_WORKER
-from virtualflow.reduction.accumulation import Accumulator
+from virtualflow.reduction.accumulation import Accumulator, CanonicalSummation
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.reduction.summation import CanonicalSummation
 from virtualflow.state.settings import TransferSettings
 from virtualflow.state.transfer import move_state, pack_state
 from virtualflow.transport.communicator import Communicator

@@ -2,9 +2,16 @@
 backward pass where that is safe. Bits depend on this package alone, so it knows nothing of membership or models.
 """
 
-from virtualflow.reduction.accumulation import Accumulator, Addition, Parts, Tensors, separate
+from virtualflow.reduction.accumulation import (
+    Accumulator,
+    Addition,
+    Parts,
+    Summation,
+    Tensors,
+    choose_summation,
+    separate,
+)
 from virtualflow.reduction.bucket_exchange import as_raw
-from virtualflow.reduction.early import Early
 from virtualflow.reduction.norm import block_norms, clip_by_norm, count_blocks, total_norm
 from virtualflow.reduction.offload import HostMemory, Landing, Offload, choose_offloaded, host_memory, plan_offload
 from virtualflow.reduction.overlap import AttemptSpoiled, Overlap, Settled
@@ -13,18 +20,22 @@ from virtualflow.reduction.ownership import (
     Owners,
     Row,
     Shares,
+    Spans,
     Stretch,
+    covers,
+    difference,
+    intersection,
     lost,
     plan_hand_over,
     plan_moves,
     share_row,
+    union,
 )
+from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.program import UpdateRule
 from virtualflow.reduction.reducer import Reducer, Scheduled
 from virtualflow.reduction.schedule import Choose, choose_programs
 from virtualflow.reduction.settings import Exchange
-from virtualflow.reduction.spans import Spans, covers, difference, intersection, union
-from virtualflow.reduction.summation import Summation, choose_summation
 
 __all__ = [
     "Accumulator",

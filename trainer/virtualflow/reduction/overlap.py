@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from virtualflow.reduction.accumulation import Accumulator, Addition, multiply
-from virtualflow.reduction.early import Early
 from virtualflow.reduction.handover import UNWATCHED, Handover
+from virtualflow.reduction.pipeline import Early
 from virtualflow.reduction.reducer import Reducer
 from virtualflow.reduction.settings import ReductionSettings
 from virtualflow.transport import Collectives

@@ -12,27 +12,25 @@ not always x (-0.0 + 0.0 is 0.0), so leaving it out here and adding it there wou
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
-from virtualflow.reduction.accumulation import Accumulator, Parts, Tensors, add_tensors, multiply
-from virtualflow.reduction.bucket_exchange import Buffers, Keys, ReductionPlan
-from virtualflow.reduction.buckets import Bucket, most_delivered, plan_buckets
-from virtualflow.reduction.cost import Shape
-from virtualflow.reduction.early import Early
-from virtualflow.reduction.network import agree_on_network
+from virtualflow.reduction.accumulation import Accumulator, Parts, Summation, Tensors, add_tensors, multiply
+from virtualflow.reduction.bucket_exchange import Bucket, Buffers, Keys, ReductionPlan, most_delivered, plan_buckets
 from virtualflow.reduction.offload import Landing
 from virtualflow.reduction.ownership import Owners
-from virtualflow.reduction.pipeline import Pipeline
-from virtualflow.reduction.program import Facts, UpdateRule
+from virtualflow.reduction.pipeline import Early, Pipeline
+from virtualflow.reduction.program import NETWORK_SIZE, Facts, Network, Shape, UpdateRule, combine
 from virtualflow.reduction.schedule import Choice, Choose, Terms, choose_programs
-from virtualflow.reduction.settings import Exchange, ReductionSettings
-from virtualflow.reduction.summation import Summation
+from virtualflow.reduction.settings import Exchange, ProbeSettings, ReductionSettings
 from virtualflow.reduction.tree import Key
 from virtualflow.transport import Collectives
 
@@ -369,3 +367,61 @@ class Reducer:
         if self._holdings[0] != holdings:
             self._holdings = holdings, [self._summation.parts_of(holding) for holding in holdings]
         return self._holdings[1]
+
+
+# Measures what messages take between the members of a generation, by a few of them.
+
+_PASSES = 4
+"""So often each byte passes through memory at least: to the kernel and from it, and under a checksum at either end."""
+
+
+def agree_on_network(collectives: Collectives, probe: ProbeSettings, known: Network | None, *, spare: bool) -> Network:
+    """What messages take, as all members have it from a generation before, or else measured now; the same for all.
+
+    So a generation that nobody joins waits for nothing but this question.
+
+    Args:
+        collectives: of at least two members, which all call this at the same place.
+        probe: how much is sent, and how often.
+        known: the numbers that this member has.
+        spare: whether a thread that exchanges takes nothing from those that compute here.
+
+    Raises:
+        CommunicatorBroken: a member is lost.
+    """
+    told = _tell(collectives, bytes(NETWORK_SIZE) if known is None else known.to_bytes())
+    if known is not None and len(set(told)) == 1:
+        return known
+    mine = _measure(collectives, probe, spare=spare)
+    return combine([Network.from_bytes(raw) for raw in _tell(collectives, mine.to_bytes())])
+
+
+def _tell(collectives: Collectives, raw: bytes) -> list[bytes]:
+    """What every member tells, as long as this."""
+    block = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return [row.numpy().tobytes() for row in collectives.all_gather(block)]
+
+
+def _measure(collectives: Collectives, probe: ProbeSettings, *, spare: bool) -> Network:
+    took = dict.fromkeys((probe.small, probe.large), (math.inf, 0.0))
+    # In turns, so that what else the machine does for a moment disturbs both alike.
+    for size in [*took] * probe.rounds:
+        took[size] = min(took[size], _time(partial(_gather, collectives, size)))
+    left, right = (torch.ones(probe.added // 4) for _ in range(2))
+    add_byte = min(_time(lambda: left.add_(right))[0] for _ in range(probe.rounds)) / probe.added
+    (small, _), (large, busy) = took.values()
+    byte = max(_PASSES * add_byte, (large - small) / (probe.large - probe.small))
+    return Network(small, byte, add_byte, hidden=1.0 if spare else max(0.0, 1.0 - busy / large))
+
+
+def _gather(collectives: Collectives, size: int) -> None:
+    """Everybody receives so many bytes in all."""
+    collectives.all_gather(torch.zeros(max(1, size // (collectives.size - 1)), dtype=torch.uint8))
+
+
+def _time(act: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that it takes, and those in which this thread's processor is busy with it."""
+    busy, began = time.thread_time(), time.perf_counter()
+    act()
+    seconds = time.perf_counter() - began
+    return seconds, time.thread_time() - busy

@@ -11,16 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from virtualflow.reduction.cost import Network, Shape, predict
 from virtualflow.reduction.program import (
     Facts,
     Illegal,
+    Network,
     Program,
     Route,
+    Shape,
     Split,
     compile_route,
     fuse,
     overlap,
+    predict,
     refusals,
     reorder,
     split,

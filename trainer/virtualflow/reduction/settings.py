@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from virtualflow._arguments import checked_class
-from virtualflow.reduction.cost import Network
+from virtualflow.reduction.program import Network
 
 Algorithm = Literal["auto", "gather", "reduce-scatter"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
