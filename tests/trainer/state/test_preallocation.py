@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from virtualflow.protocol import messages as m
-from virtualflow.state.preallocation import Reserve, elder, make_room, tell_room
+from virtualflow.state.transfer import Reserve, elder, make_room, tell_room
 
 
 def test_reserved_memory_is_used_once_and_nothing_is_reserved_for_others() -> None:

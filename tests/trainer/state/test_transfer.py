@@ -24,10 +24,9 @@ from virtualflow.errors import CommunicatorBroken, ConfigurationError
 from virtualflow.launcher.status_text import describe_change
 from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.state import capture
-from virtualflow.state.preallocation import Reserve
 from virtualflow.state.settings import TransferSettings
 from virtualflow.state.striping import size_of
-from virtualflow.state.transfer import Moved, move_state, pack_state
+from virtualflow.state.transfer import Moved, Reserve, move_state, pack_state
 from virtualflow.transport.communicator import Communicator
 from virtualflow.transport.interface import Message
 

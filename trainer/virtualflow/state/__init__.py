@@ -2,16 +2,13 @@
 checkpoints on disk. Also the pure decision who gives it to whom.
 """
 
-from virtualflow.state.capture import copy_optimizer_state, placed
+from virtualflow.state.capture import Companions, StayingHook, copy_optimizer_state, placed
 from virtualflow.state.checkpoint_format import FoundCheckpoint, JobIdentity, find_by_path, load, skipped
 from virtualflow.state.checkpoint_writer import CheckpointPolicy
 from virtualflow.state.checkpointing import Checkpointer, Kind, choose_policy, policy_of_run
 from virtualflow.state.codec import snapshot
-from virtualflow.state.companions import Companions
-from virtualflow.state.content_hash import content_hash
-from virtualflow.state.digests import signature, transient_buffers
+from virtualflow.state.digests import content_hash, signature, transient_buffers
 from virtualflow.state.memory_copies import MemoryCopies
-from virtualflow.state.preallocation import Reserve, elder, make_room, tell_room
 from virtualflow.state.several import (
     Optimizers,
     join_optimizers,
@@ -19,9 +16,8 @@ from virtualflow.state.several import (
     optimizers_of,
     schedulers_of,
 )
-from virtualflow.state.staying_hook import StayingHook
 from virtualflow.state.striping import Path, Piece, share_out, size_of, split
-from virtualflow.state.transfer import Moving, move_state, pack_state
+from virtualflow.state.transfer import Moving, Reserve, elder, make_room, move_state, pack_state, tell_room
 from virtualflow.state.transfer_plan import SPOILED, Origin, Standing, Transfer, plan_transfer, someone_has_state
 
 __all__ = [
