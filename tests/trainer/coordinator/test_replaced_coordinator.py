@@ -25,7 +25,7 @@ from tiers import nightly
 from virtualflow.protocol.job_record import JobRecord
 from virtualflow.protocol.live_view import VIEW_PATH, View, ViewLog, ViewNow, ViewSeries, view_token
 from virtualflow.protocol.settings import ENV_WORKER
-from virtualflow.transport.record_keeper import RecordKeeper
+from virtualflow.transport.link import RecordKeeper
 
 HELD = 12
 STEPS = 24

@@ -76,7 +76,7 @@ def test_tensors_lie_in_huge_pages() -> None:
 _HOLES = """
 import ctypes
 from virtualflow.device import FreedMemory
-from virtualflow.device.freed_memory import status_bytes
+from virtualflow.device.memory_gauge import status_bytes
 
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p

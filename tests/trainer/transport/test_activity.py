@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from virtualflow.protocol.settings import MAX_REASON
-from virtualflow.transport import stacks
+from virtualflow.transport import activity
 from virtualflow.transport.activity import Activity
 
 
@@ -147,7 +147,7 @@ def test_the_place_is_where_the_training_thread_is(depth: int) -> None:
 
 
 def test_all_threads_fit_into_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_TEXT", 400)
+    monkeypatch.setattr(activity, "_TEXT", 400)
     assert len(Activity().stacks().text) == 400
 
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from virtualflow.protocol.job_record import AGE, PATH
 from virtualflow.protocol.settings import MAX_MESSAGE
-from virtualflow.transport.record_keeper import RecordKeeper
+from virtualflow.transport.link import RecordKeeper
 
 
 class Coordinator:

@@ -2,10 +2,17 @@
 used.
 """
 
-from virtualflow.device.determinism import Pinned, describe_device, device_name, device_of, fingerprint, pin
-from virtualflow.device.freed_memory import FreedMemory
-from virtualflow.device.memory_gauge import MemoryGauge, Usage
-from virtualflow.device.processors import count_processors, has_spare_processor
+from virtualflow.device.determinism import (
+    Pinned,
+    count_processors,
+    describe_device,
+    device_name,
+    device_of,
+    fingerprint,
+    has_spare_processor,
+    pin,
+)
+from virtualflow.device.memory_gauge import FreedMemory, MemoryGauge, Usage
 
 __all__ = [
     "FreedMemory",

@@ -6,13 +6,14 @@ where it waits for others. It waits in few places, in slices in which it looks a
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from virtualflow.protocol.messages import Doing, Stacks
 from virtualflow.protocol.settings import MAX_REASON
-from virtualflow.transport.stacks import describe_threads, place_of
 
 
 class Activity:
@@ -84,3 +85,92 @@ class _Waiting:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._activity.renew(waits=False)
+
+
+# Where the threads of this process are, as text that fits into a message.
+#
+# For a process that hangs, so nothing here may hang with it: no lock is taken, no source file is read (the file system
+# may be what hangs), and of other processes only what the kernel answers at once.
+
+_TEXT = 3_000
+"""Characters of all stacks; an event holds a little more."""
+_FRAMES = 20
+"""Innermost frames of the training thread,"""
+_FEW = 3
+"""and of each other one."""
+_PLACE = 2
+"""Innermost frames that say in one line where a thread is."""
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "stuck in the kernel, most likely in input or output (state D)",
+    "T": "stopped by a signal (state T)",
+    "t": "stopped by a debugger (state t)",
+    "Z": "dead (state Z)",
+}
+
+
+def place_of(thread: int, native: int) -> str:
+    """Where ``thread`` is, innermost first, in one line; ``native`` is its number in the kernel."""
+    frames = _frames(sys._current_frames().get(thread), _PLACE)
+    names = [f"{os.path.basename(f.f_code.co_filename)}:{f.f_lineno} in {f.f_code.co_qualname}" for f in frames]
+    place = ", called from ".join(names) or "it has ended"
+    if _state(f"self/task/{native}") == "D":
+        place = f"{place}, {_STATES['D']}"
+    process = _awaited_loader(sys._current_frames().get(thread))
+    return place if process is None else f"{place}; it waits for {_describe_process(process)}"
+
+
+def describe_threads(first: int, place: str) -> str:
+    """All threads' frames, the training thread's ``first``, each most recent call last."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in list(threading._active.values())}  # type: ignore[attr-defined]
+    lines = [f"the training thread is at {place}", *_stack(frames.pop(first, None), _FRAMES)]
+    frames.pop(threading.get_ident(), None)
+    for number, frame in frames.items():
+        lines += [f"thread {names.get(number, number)}:", *_stack(frame, _FEW)]
+    return "\n".join(lines)[:_TEXT]
+
+
+def _awaited_loader(frame: FrameType | None) -> int | None:
+    """The process from which a ``torch.utils.data.DataLoader`` is to get its next batch, if that is waited for."""
+    for inner in _frames(frame, _FRAMES):
+        if inner.f_code.co_qualname.endswith("DataLoaderIter._next_data"):
+            # Its own notes, which no documentation promises: the worker that each batch was asked of.
+            iterator = inner.f_locals.get("self")
+            asked = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
+            workers = getattr(iterator, "_workers", ())
+            return workers[asked[0]].pid if asked and asked[0] < len(workers) else None
+    return None
+
+
+def _describe_process(process: int) -> str:
+    """A loader process, and what the kernel says of it."""
+    state = _state(str(process))
+    return f"loader process {process}, which is {_STATES.get(state, state)}" if state else f"loader process {process}"
+
+
+def _frames(frame: FrameType | None, most: int) -> list[FrameType]:
+    """Innermost first."""
+    found: list[FrameType] = []
+    while frame is not None and len(found) < most:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _stack(frame: FrameType | None, most: int) -> list[str]:
+    return [
+        f'  File "{f.f_code.co_filename}", line {f.f_lineno}, in {f.f_code.co_qualname}'
+        for f in reversed(_frames(frame, most))
+    ]
+
+
+def _state(task: str) -> str:
+    """One letter; empty where the kernel does not say."""
+    try:
+        with open(f"/proc/{task}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""

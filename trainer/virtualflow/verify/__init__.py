@@ -1,12 +1,12 @@
 """Whether two runs of a script are the same, and where they begin to differ: traces, their comparison, usual causes.
 
-A worker writes a trace (:mod:`records`), if its environment asks for one; the command line reads traces back
-(:mod:`traces`), finds the first difference (:mod:`comparison`) and names what usually makes it (:mod:`causes`). Which
-runs show whether a script is sound is decided here too (:mod:`trials`). What may enter: values and decisions about
-them, no torch, no process. Hashes are made where the tensors are, in ``worker``.
+A worker writes a trace, if its environment asks for one, and the command line reads it back (:mod:`traces`). It finds
+the first difference (:mod:`comparison`), names what usually makes it, and decides which runs show whether a script is
+sound (:mod:`causes`). What may enter: values and decisions about them, no torch, no process. Hashes are made where the
+tensors are, in ``worker``.
 """
 
-from virtualflow.verify.causes import Cause, Variation, explain, guess_variation
+from virtualflow.verify.causes import AGAIN, REFERENCE, Cause, Trial, Variation, explain, guess_variation, plan_trials
 from virtualflow.verify.comparison import (
     Difference,
     Incomparable,
@@ -15,9 +15,18 @@ from virtualflow.verify.comparison import (
     first_difference,
     other_surroundings,
 )
-from virtualflow.verify.records import BESIDE, Began, Committed, Computed, Opened, Record, encode
-from virtualflow.verify.traces import Trace, merge_trace, read_trace
-from virtualflow.verify.trials import AGAIN, REFERENCE, Trial, plan_trials
+from virtualflow.verify.traces import (
+    BESIDE,
+    Began,
+    Committed,
+    Computed,
+    Opened,
+    Record,
+    Trace,
+    encode,
+    merge_trace,
+    read_trace,
+)
 
 __all__ = [
     "AGAIN",

@@ -13,8 +13,7 @@ from itertools import chain
 from typing import Literal
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.verify.records import Computed, Values
-from virtualflow.verify.traces import Node, Process, Trace
+from virtualflow.verify.traces import Computed, Node, Process, Trace, Values
 
 Stage = Literal["start", "behind", "samples", "data", "node", "sum", "update"]
 """Where in a training a difference appears first: before any step, in the user's code behind a step, in the samples of
