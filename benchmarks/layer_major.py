@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import virtualflow as vf
-from virtualflow.memory.activations.carrier import Carrier
+from virtualflow.memory.activations.chain import Carrier
 from virtualflow.worker import setup
 
 BLOCKS, WIDTH, SAMPLES = 12, 768, 32

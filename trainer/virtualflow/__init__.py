@@ -44,7 +44,7 @@ __all__ = [
 _LAZY = {
     "CheckpointPolicy": "virtualflow.state.checkpoint_writer",
     "Exchange": "virtualflow.reduction.settings",
-    "Memory": "virtualflow.memory.activations.options",
+    "Memory": "virtualflow.memory.activations.planned",
     "PartialBackward": "virtualflow.step.partial_backward",
     "Run": "virtualflow.worker.run",
     "Step": "virtualflow.worker.step",

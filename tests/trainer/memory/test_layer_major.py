@@ -16,11 +16,10 @@ from virtualflow.data.rng import seed_process
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget
 from virtualflow.memory.activations import layer_major
-from virtualflow.memory.activations.carrier import Carrier
-from virtualflow.memory.activations.chain import Chain
+from virtualflow.memory.activations.chain import Carrier, Chain
 from virtualflow.memory.activations.layer_major import Flight, LayerMajor, Summed
 from virtualflow.memory.activations.live_bytes import LiveBytes
-from virtualflow.memory.activations.streams import read_streams
+from virtualflow.memory.activations.module_state import read_streams
 from virtualflow.reduction import Accumulator, choose_summation
 
 CPU = torch.device("cpu")

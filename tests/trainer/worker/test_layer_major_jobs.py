@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import virtualflow as vf
 from virtualflow.memory.activations import layer_major
-from virtualflow.memory.activations.carrier import Carrier
+from virtualflow.memory.activations.chain import Carrier
 from virtualflow.memory.activations.live_bytes import LiveBytes
 from virtualflow.protocol.settings import ENV_WORKER
 

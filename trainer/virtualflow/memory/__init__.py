@@ -10,8 +10,7 @@ package does not import. docs/explanation/memory.md has the model.
 
 from virtualflow.errors import DoesNotFit
 from virtualflow.memory.devices import Advice, DeviceType, Division, Share, advise, costs, divide
-from virtualflow.memory.fitting import Fit, fit, what_fits
-from virtualflow.memory.measured import profile_for
+from virtualflow.memory.fitting import Fit, fit, profile_for, what_fits
 from virtualflow.memory.model import (
     Action,
     Block,

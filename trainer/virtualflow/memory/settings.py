@@ -1,8 +1,11 @@
-"""Every default of the planner, once. Durations are seconds and sizes are bytes unless a name says otherwise."""
+"""Every default of the planner and of what carries plans out, once.
+
+Durations are seconds and sizes are bytes unless a name says otherwise.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -38,3 +41,24 @@ class DeviceSettings:
     """A set of fewer devices is asked for if its step is at most this share longer than the shortest."""
     combinations: int = 4_096
     """The most sets of devices that are compared; of more, fewer numbers of each type are tried."""
+
+
+SMALL_BUFFER = 64 << 10
+"""Of buffers of a recomputed block, a copy of no more is kept between its two forward passes, whoever changes them;"""
+MANY_ITEMS = 1000
+"""and a list or the like that a module has is put back if it is no longer."""
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """How a model is measured before there is a plan for it."""
+
+    warm_up: int = 1
+    """Micro-batches whose times do not count,"""
+    samples: int = 3
+    """and those whose times do, before the plan is made. Until then each block is recomputed, which needs little."""
+    probe: int = 32 << 20
+    """A copy of so many bytes shows the bandwidth between device and host,"""
+    copies: int = 5
+    """the median of so many."""
+    planner: PlannerSettings = field(default_factory=PlannerSettings)

@@ -22,10 +22,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget, DoesNotFit, format_bytes
-from virtualflow.memory.activations.carrier import Carrier
-from virtualflow.memory.activations.chain import Chain, Loaded
+from virtualflow.memory.activations.chain import Carrier, Chain, Loaded
 from virtualflow.memory.activations.live_bytes import LiveBytes
-from virtualflow.memory.activations.streams import Streams, read_streams, write_streams
+from virtualflow.memory.activations.module_state import Streams, read_streams, write_streams
 from virtualflow.protocol.wording import counted
 from virtualflow.reduction import Accumulator, Parts, Summation, Tensors, separate
 

@@ -3,7 +3,7 @@
 Sizes are those of storages, each once. What a block has saved of its own output is the input of the next one, and is
 counted there; the block itself needs it in its backward pass, when it has come to be of nobody else's use, so it is a
 part of its *workspace* there, and where it is computed again. Workspace is counted in the first micro-batch
-(:mod:`workspace`).
+(:mod:`live_bytes`).
 
 What a plan asks for beside computing (autograd's tensors are put away and given back, what a block finds is noted and
 put back) is no part of a block's forward and backward time. Where the block is computed again meanwhile, that and what
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -28,14 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.memory import Point
-from virtualflow.memory.activations.blocks import Named
-from virtualflow.memory.activations.copies import Copies
+from virtualflow.memory import Action, BlockPlan, Point
+from virtualflow.memory.activations.blocks import Named, find_blocks
+from virtualflow.memory.activations.copies import Copies, open_copies
+from virtualflow.memory.activations.executor import Executor
 from virtualflow.memory.activations.ledger import key_of
-from virtualflow.memory.activations.settings import SMALL_BUFFER, ActivationSettings
+from virtualflow.memory.activations.live_bytes import Peaks, count_peaks
 from virtualflow.memory.activations.visits import Visit
-from virtualflow.memory.activations.workspace import Peaks, count_peaks
+from virtualflow.memory.settings import SMALL_BUFFER, ActivationSettings
 from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
+from virtualflow.protocol.wording import counted
 
 _Made = TypeVar("_Made")
 _LEAST = 1e-9
@@ -406,3 +409,95 @@ def chain_profile(
         host_bytes=0 if copies.device.type == "cpu" else None,
         sizes=tuple(sizes),
     )
+
+
+# Measures a model's blocks for ``virtualflow profile``, at one size of micro-batches after the other.
+
+
+class ChainMeasurement:
+    """What a profile says of a model's blocks. While they are measured everything is kept, and
+    computed again as well, to see what that takes.
+
+    A model whose blocks cannot be measured is no error: :attr:`said` says why.
+
+    Args:
+        model: whose blocks.
+        device: of the model.
+        wanted: its blocks, as the user says; ``None``: they are found.
+        settings: how copies are measured, and how many micro-batches do not count.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        wanted: Sequence[str | nn.Module] | None,
+        settings: ActivationSettings,
+    ) -> None:
+        self._model, self._device, self._settings = model, device, settings
+        self._blocks: list[Named] = []
+        self._sizes: list[ChainSize] = []
+        self._probe: Probe | None = None
+        """Of the last size."""
+        self.said = ""
+        """Which blocks are measured, or why there are none."""
+        try:
+            self._blocks, self.said = find_blocks(model, wanted)
+        except ConfigurationError as error:
+            self._give_up(str(error))
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something to measure."""
+        return bool(self._blocks)
+
+    @contextmanager
+    def size(self, micro_batch: int) -> Iterator[Callable[[], None]]:
+        """All that the user's code computes meanwhile is measured, as micro-batches of so many samples.
+
+        Yields:
+            What is to be called between two of them, and behind the last one.
+        """
+        executor = Executor(self._model, self._blocks, self._device, rehearses=True)
+        executor.follow([BlockPlan(Action.RECOMPUTE, block) for block in range(len(self._blocks))])
+        probe = executor.observer = Probe(self._model, self._blocks, self._device)
+        executor.begin()
+
+        def done() -> None:
+            probe.end_micro_batch()
+            executor.begin()
+
+        try:
+            yield done
+        finally:
+            executor.close()
+        try:
+            size = probe.size(micro_batch, self._settings.warm_up)
+        except ConfigurationError as error:
+            self._give_up(str(error))
+            return
+        names = [block.name for block in size.blocks]
+        if self._sizes and names != [block.name for block in self._sizes[0].blocks]:
+            self._give_up(f"other blocks run in micro-batches of {counted(micro_batch, 'sample')} than in smaller ones")
+            return
+        self._probe = probe
+        self._sizes.append(size)
+
+    def finish(self, optimizer_bytes: Callable[[], int]) -> ChainProfile | None:
+        """What was measured; ``None``: no blocks were.
+
+        Args:
+            optimizer_bytes: asks for those of the optimizer's state on the device.
+        """
+        if self._probe is None:
+            return None
+        copies = open_copies(self._device)
+        try:
+            return chain_profile(self._probe, self._sizes, copies, self._settings, optimizer=optimizer_bytes())
+        except torch.OutOfMemoryError:
+            self._give_up("the optimizer's state does not fit beside them")
+            return None
+
+    def _give_up(self, why: str) -> None:
+        self._blocks, self._sizes, self._probe = [], [], None
+        self.said = f"no blocks were measured, so that no memory can be planned: {why}"

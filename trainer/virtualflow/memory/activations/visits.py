@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory.activations.ledger import ChangedInPlace, Kept, Ledger, Packed, StorageEntry, is_plain, key_of
-from virtualflow.memory.activations.streams import Surroundings
+from virtualflow.memory.activations.module_state import Surroundings
 
 
 class Slot:
