@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.traces.generate import like_paper
 from virtualflow_operator.scheduling import ScalingCurve, policy
-from virtualflow_operator.scheduling.phases import Phases
+from virtualflow_operator.scheduling.packing import Phases
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.packed import play
 from virtualflow_operator.simulator.trace import JobEvent, JobTrace

@@ -1,4 +1,4 @@
-"""Who gets how many workers of a queue: pure policies, one a file, by name.
+"""Who gets how many workers of a queue: pure policies, by name.
 
 The operator applies what they say to a cluster; the simulator runs the same functions over a trace. ``demand`` has the
 types that they share.
@@ -20,10 +20,9 @@ from virtualflow_operator.scheduling.device_kinds import (
     Mobility,
     mixed_speed,
 )
-from virtualflow_operator.scheduling.fifo import fifo
+from virtualflow_operator.scheduling.gang import fifo, priority
 from virtualflow_operator.scheduling.max_throughput import max_throughput
 from virtualflow_operator.scheduling.minimums import next_change
-from virtualflow_operator.scheduling.priority import priority
 from virtualflow_operator.scheduling.shortest_first import shortest_first
 from virtualflow_operator.scheduling.weighted_fair_share import weighted_fair_share
 

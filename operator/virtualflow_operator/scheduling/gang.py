@@ -1,4 +1,4 @@
-"""Fixed sizes, in a given order: what the baselines share.
+"""Fixed sizes, in a given order: FIFO, and the priorities that the VirtualFlow paper compares with (MLSys 2022).
 
 A job gets the size that it asks for (or all that the empty queue has for it, if that is less), or waits. Nobody who
 runs is stopped for another. The first in order who does not fit holds back all behind it: there is no backfill, so no
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from virtualflow.protocol.wording import counted
-from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
-from virtualflow_operator.scheduling.room import Room, allocation, sort_out
+from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Room, allocation, sort_out
+from virtualflow_operator.settings import SchedulingSettings
 
 
 def place(demands: Sequence[Demand], capacity: Capacity, order: Callable[[Demand], float]) -> dict[str, Allocation]:
@@ -72,3 +72,27 @@ def _placed(demand: Demand, workers: int, size: int) -> Allocation:
             demand, workers, f"has {size} of its {counted(demand.fixed, 'worker')}: the whole queue has no more"
         )
     return allocation(demand, workers, "has its fixed size")
+
+
+def fifo(
+    now: float, demands: Sequence[Demand], capacity: Capacity, settings: SchedulingSettings
+) -> dict[str, Allocation]:
+    """Start jobs with their fixed size in the order in which they came; a :data:`.demand.Policy`.
+
+    Nobody starves as long as jobs end: a job waits only for those before it.
+    """
+    del now, settings
+    return place(demands, capacity, lambda demand: demand.submitted)
+
+
+def priority(
+    now: float, demands: Sequence[Demand], capacity: Capacity, settings: SchedulingSettings
+) -> dict[str, Allocation]:
+    """Start jobs with their fixed size, the highest priority first; a :data:`.demand.Policy`.
+
+    A job's priority grows by one with each ``aging`` seconds since it came. All age alike, so the order of two jobs
+    never changes, and a job waits at most for those that came until its age has made up for their priority, as long as
+    jobs end.
+    """
+    del now
+    return place(demands, capacity, lambda demand: demand.submitted - demand.priority * settings.aging)

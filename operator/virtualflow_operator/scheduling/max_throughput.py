@@ -19,9 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
+from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Room, allocation
 from virtualflow_operator.scheduling.minimums import Rank, grant_minimums, hold_back
-from virtualflow_operator.scheduling.room import Room, allocation
 from virtualflow_operator.settings import SchedulingSettings
 
 _FINE = 1 << 20

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
-from virtualflow_operator.scheduling.room import Bottleneck, Room, allocation, sort_out
+from virtualflow_operator.scheduling.demand import Allocation, Bottleneck, Capacity, Demand, Room, allocation, sort_out
 from virtualflow_operator.settings import SchedulingSettings
 
 Rank = tuple[float, ...]

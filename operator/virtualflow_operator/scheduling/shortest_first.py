@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
+from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Room, allocation
 from virtualflow_operator.scheduling.minimums import Rank, grant_minimums, hold_back
-from virtualflow_operator.scheduling.room import Room, allocation
 from virtualflow_operator.settings import SchedulingSettings
 
 _SHORTER = "waits: shorter jobs use what is free"

@@ -17,9 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, gcd, inf
 
-from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand
+from virtualflow_operator.scheduling.demand import Allocation, Capacity, Demand, Room, allocation
 from virtualflow_operator.scheduling.minimums import Rank, grant_minimums, hold_back
-from virtualflow_operator.scheduling.room import Room, allocation
 from virtualflow_operator.settings import SchedulingSettings
 
 _EXACT = 1e-9

@@ -14,8 +14,7 @@ import msgspec
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling import Capacity, Demand, Policy, ScalingCurve, next_change
-from virtualflow_operator.scheduling.packing import Packing, pack
-from virtualflow_operator.scheduling.phases import Phases
+from virtualflow_operator.scheduling.packing import Packing, Phases, pack
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.clock import Clock, Occasion
 from virtualflow_operator.simulator.trace import Event, JobEvent, JobTrace, NodeEvent

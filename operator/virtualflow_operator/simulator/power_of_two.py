@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from virtualflow.protocol.wording import counted
 from virtualflow_operator.scheduling import Allocation, Capacity, Demand
-from virtualflow_operator.scheduling.room import sort_out
+from virtualflow_operator.scheduling.demand import sort_out
 from virtualflow_operator.settings import SchedulingSettings
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow_operator.scheduling import Allocation, Demand, ScalingCurve
-from virtualflow_operator.scheduling.packing import Packing, pack
-from virtualflow_operator.scheduling.phases import Phases, share, slowdown_bound
+from virtualflow_operator.scheduling.packing import Packing, Phases, pack, share, slowdown_bound
 from virtualflow_operator.settings import PackingSettings
 
 SETTINGS = PackingSettings()
