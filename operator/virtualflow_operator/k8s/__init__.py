@@ -4,9 +4,8 @@ from virtualflow_operator.k8s.cache import Key, Store, key_of, queue_key
 from virtualflow_operator.k8s.client import KubeApi
 from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
 from virtualflow_operator.k8s.event_recorder import EventRecorder
-from virtualflow_operator.k8s.foreign_pods import ForeignPodWatch
-from virtualflow_operator.k8s.leader_election import leave_at_once
-from virtualflow_operator.k8s.lease_thread import LeaseThread
+from virtualflow_operator.k8s.following import ForeignPodWatch, WorkloadWatch
+from virtualflow_operator.k8s.leader_election import LeaseThread, leave_at_once
 from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
 from virtualflow_operator.k8s.relist import OURS, relist
 from virtualflow_operator.k8s.resources import (
@@ -22,7 +21,6 @@ from virtualflow_operator.k8s.resources import (
     WORKLOADS,
     Resource,
 )
-from virtualflow_operator.k8s.workload_watch import WorkloadWatch
 
 __all__ = [
     "FLAVORS",

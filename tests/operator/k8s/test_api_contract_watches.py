@@ -7,7 +7,7 @@ from contract import NAMESPACES, Cluster, eventually, job, on_both, owner, pod
 
 from virtualflow_operator.k8s.client import Object
 from virtualflow_operator.k8s.errors import Conflict, NotFound
-from virtualflow_operator.k8s.foreign_pods import NOT_OURS, TAKING
+from virtualflow_operator.k8s.following import NOT_OURS, TAKING
 from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS
 
 # Deletion

@@ -15,7 +15,7 @@ from fake_api import FakeApi, Fault
 from virtualflow_operator.k8s.cache import Store
 from virtualflow_operator.k8s.client import KubeApi, Object
 from virtualflow_operator.k8s.errors import Forbidden, Unavailable
-from virtualflow_operator.k8s.foreign_pods import ForeignPodWatch
+from virtualflow_operator.k8s.following import ForeignPodWatch
 from virtualflow_operator.k8s.resources import PODS
 from virtualflow_operator.settings import OperatorSettings, QueueSettings, SharingSettings
 
