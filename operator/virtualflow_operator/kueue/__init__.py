@@ -4,8 +4,15 @@ A satellite: only the operator's admissions load it, for the first job with the 
 """
 
 from virtualflow_operator.kueue.admission import KueueAdmission
-from virtualflow_operator.kueue.chains import Kueue, admitted_counts, chain_of, follows_kueue
-from virtualflow_operator.kueue.workloads import CreateWorkload, DeleteWorkload, PatchWorkload
+from virtualflow_operator.kueue.workloads import (
+    CreateWorkload,
+    DeleteWorkload,
+    Kueue,
+    PatchWorkload,
+    admitted_counts,
+    chain_of,
+    follows_kueue,
+)
 
 __all__ = [
     "CreateWorkload",

@@ -31,9 +31,16 @@ from virtualflow_operator.jobs.admission import AT_ONCE, Admission, AdmissionWai
 from virtualflow_operator.jobs.conditions import MAX_MESSAGE
 from virtualflow_operator.jobs.pod_classification import ClassifiedPod
 from virtualflow_operator.jobs.worker_plan import NewWorker
-from virtualflow_operator.kueue.chains import Kueue, WorkloadChain, admitted_counts, chain_of, follows_kueue
 from virtualflow_operator.kueue.pod_sets import add_to, pod_sets_hash
-from virtualflow_operator.kueue.workloads import QuotaRequest, keep_workloads
+from virtualflow_operator.kueue.workloads import (
+    Kueue,
+    QuotaRequest,
+    WorkloadChain,
+    admitted_counts,
+    chain_of,
+    follows_kueue,
+    keep_workloads,
+)
 from virtualflow_operator.settings import OperatorSettings
 
 

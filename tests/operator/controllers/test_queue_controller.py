@@ -20,7 +20,7 @@ from virtualflow_operator.controllers.manager import Manager
 from virtualflow_operator.controllers.queue_controller import QueueController
 from virtualflow_operator.k8s.cache import Key, Store, queue_key
 from virtualflow_operator.k8s.client import KubeApi, Object
-from virtualflow_operator.k8s.lease_thread import LeaseThread
+from virtualflow_operator.k8s.leader_election import LeaseThread
 from virtualflow_operator.k8s.nesting import DeepObjects
 from virtualflow_operator.k8s.relist import relist
 from virtualflow_operator.k8s.resources import JOBS, QUEUES
