@@ -1,7 +1,7 @@
 """How many node hours it saves to gather workers, so that whole nodes fall idle and an autoscaler takes them away.
 
 Simulated: 986 jobs of 92 days of one virtual cluster of Microsoft's Philly trace (``traces/README.md``), with what
-``virtualflow_operator.simulator.nodes`` assumes. On ten nodes with 8 GPUs every job has what it asks for at once; on
+``benchmarks.nodes`` assumes. On ten nodes with 8 GPUs every job has what it asks for at once; on
 five, ``WeightedFairShare`` has jobs shrink in the peaks, down to one GPU, and they are as fast as they have GPUs. The
 energy is what nodes draw though nobody uses them: ``--idle-watts`` each, which is an assumption, not a measurement.
 """
@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
+from benchmarks.nodes import Nodes, Placement, use
 from benchmarks.traces.generate import philly
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
-from virtualflow_operator.simulator.nodes import Nodes, Placement, use
 from virtualflow_operator.simulator.outcome import Result
 from virtualflow_operator.simulator.simulation import ResizeCost, simulate
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.packed import play
 from benchmarks.traces.generate import like_paper
 from virtualflow_operator.scheduling import ScalingCurve, policy
 from virtualflow_operator.scheduling.packing import Phases
 from virtualflow_operator.settings import SchedulingSettings
-from virtualflow_operator.simulator.packed import play
 from virtualflow_operator.simulator.trace import JobEvent, JobTrace
 
 TEXT = """\

@@ -34,9 +34,8 @@ from virtualflow_operator.scheduling import (
     decide_by_kind,
 )
 from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
-from virtualflow_operator.simulator.device_deciders import Aware, Decider, Unaware
-from virtualflow_operator.simulator.device_simulation import simulate_devices
-from virtualflow_operator.simulator.measures import Measures, measure
+from virtualflow_operator.simulator.device_simulation import Aware, Decider, Unaware, simulate_devices
+from virtualflow_operator.simulator.outcome import Measures, measure
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost
 from virtualflow_operator.simulator.trace import Event, JobTrace, NodeEvent, check
 

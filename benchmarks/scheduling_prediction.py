@@ -20,7 +20,7 @@ import msgspec
 from benchmarks.traces.generate import recurring
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
-from virtualflow_operator.simulator.measures import Measures, measure
+from virtualflow_operator.simulator.outcome import Measures, measure
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
 from virtualflow_operator.simulator.trace import JobEvent, JobTrace
 

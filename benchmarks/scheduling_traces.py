@@ -22,7 +22,7 @@ from benchmarks.traces.generate import DIRECTORY, like_paper
 from benchmarks.traces.workloads import RECORDED_FAIR_SHARE, RECORDED_PRIORITY, START_UP, TWENTY, Recorded
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
-from virtualflow_operator.simulator.measures import Measures, measure, percentile
+from virtualflow_operator.simulator.outcome import Measures, measure, percentile
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
 from virtualflow_operator.simulator.trace import JobEvent, JobTrace, read
 

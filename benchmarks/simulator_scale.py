@@ -20,8 +20,7 @@ from typing import Any
 
 from virtualflow_operator.scheduling import policy
 from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
-from virtualflow_operator.simulator.device_deciders import Aware
-from virtualflow_operator.simulator.device_simulation import simulate_devices
+from virtualflow_operator.simulator.device_simulation import Aware, simulate_devices
 from virtualflow_operator.simulator.simulation import ResizeCost, simulate
 from virtualflow_operator.simulator.trace import Event, JobEvent, JobTrace, NodeEvent
 

@@ -23,10 +23,8 @@ from virtualflow_operator.scheduling import (
     policy,
 )
 from virtualflow_operator.settings import SchedulingSettings, SimulationSettings
-from virtualflow_operator.simulator.device_deciders import Aware, Unaware
-from virtualflow_operator.simulator.device_simulation import simulate_devices
-from virtualflow_operator.simulator.measures import Measures, measure
-from virtualflow_operator.simulator.outcome import Result
+from virtualflow_operator.simulator.device_simulation import Aware, Unaware, simulate_devices
+from virtualflow_operator.simulator.outcome import Measures, Result, measure
 from virtualflow_operator.simulator.plots import draw
 from virtualflow_operator.simulator.power_of_two import power_of_two_share
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate

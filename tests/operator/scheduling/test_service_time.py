@@ -15,7 +15,7 @@ from scheduling_cases import LINEAR, TOLD, decide, job, running
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.scheduling.service_time import Past, left, pattern
 from virtualflow_operator.settings import SchedulingSettings
-from virtualflow_operator.simulator.measures import measure
+from virtualflow_operator.simulator.outcome import measure
 from virtualflow_operator.simulator.simulation import Knowledge, ResizeCost, simulate
 from virtualflow_operator.simulator.trace import JobEvent, JobTrace, NodeEvent
 

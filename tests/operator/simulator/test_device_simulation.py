@@ -15,8 +15,7 @@ from virtualflow import launcher
 from virtualflow_operator.scheduling import POLICIES, DeviceKind, KindAllocation, KindDemand
 from virtualflow_operator.settings import SchedulingSettings
 from virtualflow_operator.simulator.command import run
-from virtualflow_operator.simulator.device_deciders import Aware, Unaware
-from virtualflow_operator.simulator.device_simulation import simulate_devices
+from virtualflow_operator.simulator.device_simulation import Aware, Unaware, simulate_devices
 from virtualflow_operator.simulator.simulation import PolicyError, ResizeCost
 from virtualflow_operator.simulator.trace import Event, GoneEvent, JobEvent, JobTrace, NodeEvent, check, read, write
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from benchmarks import consolidation as benchmark
+from benchmarks.nodes import Nodes, Placement, Use, use
 from benchmarks.traces.generate import philly
 from hypothesis import given
 from hypothesis import strategies as st
 
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import SchedulingSettings
-from virtualflow_operator.simulator.nodes import Nodes, Placement, Use, use
 from virtualflow_operator.simulator.outcome import Outcome, Result
 from virtualflow_operator.simulator.simulation import ResizeCost, simulate
 from virtualflow_operator.simulator.trace import JobEvent

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.packed import Played, play
 
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling import POLICIES
 from virtualflow_operator.settings import PackingSettings, SchedulingSettings
-from virtualflow_operator.simulator.packed import Played, play
 from virtualflow_operator.simulator.trace import GoneEvent, JobEvent, JobTrace, NodeEvent
 
 HALF = {1: 1.0, 2: 1.0}

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from virtualflow.errors import ConfigurationError
 from virtualflow_operator.scheduling import POLICIES, Allocation, Capacity, Demand
 from virtualflow_operator.settings import SchedulingSettings
-from virtualflow_operator.simulator.measures import jain, measure, percentile
-from virtualflow_operator.simulator.outcome import Outcome, Result
+from virtualflow_operator.simulator.outcome import Outcome, Result, jain, measure, percentile
 from virtualflow_operator.simulator.power_of_two import power_of_two_share
 from virtualflow_operator.simulator.simulation import PolicyError, ResizeCost, simulate
 from virtualflow_operator.simulator.trace import Event, GoneEvent, JobEvent, JobTrace, NodeEvent, check
