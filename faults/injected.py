@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faults.checkpoints import read_mark
+from faults.checker import read_mark
 
 WRITER = "checkpoint"
 """The library's thread that writes checkpoints."""

@@ -13,10 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from faults.checker import Commit, Number
-from faults.checkpoints import Move
-from faults.hosts import PORT, SERVICE, Host
-from faults.processes import Running, fork, run_command, run_script
+from faults.checker import Commit, Move, Number
+from faults.processes import PORT, SERVICE, Host, Running, fork, run_command, run_script
 
 TRAINEE = Path(__file__).parent / "trainee.py"
 STEPS, PAUSE = 1_000_000, 0.03

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faults.checker import Commit, Verdict, check
-from faults.checkpoints import Move, check_moves
+from faults.checker import Commit, Move, Verdict, check, check_moves
 from faults.kinds import KINDS, draw
 from faults.report import Found, Report
 
