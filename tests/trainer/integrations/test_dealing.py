@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virtualflow.integrations.dealing import deal
+from virtualflow.integrations.loaders import deal
 
 
 @given(files=st.integers(1, 30), count=st.integers(1, 12), size=st.integers(1, 9))

@@ -24,7 +24,7 @@ from virtualflow.memory.activations.executor import Executor
 from virtualflow.memory.activations.live_bytes import LiveBytes
 from virtualflow.memory.activations.measuring import Probe, chain_profile
 from virtualflow.memory.settings import PlannerSettings
-from virtualflow.protocol.chain_profile import SkipProfile
+from virtualflow.protocol.device_profile import SkipProfile
 
 CPU = torch.device("cpu")
 PLANNER = PlannerSettings(rungs=3, moves=2_000)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from statuses import coordinator_status
-from virtualflow.launcher.fault_injection import FaultInjector
+from virtualflow.launcher.fault_injection import FaultInjector, Throttle
 from virtualflow.launcher.fault_schedule import parse_schedule
-from virtualflow.launcher.throttle import Throttle
 from virtualflow.launcher.worker_table import WorkerProcess
 from virtualflow.protocol.settings import STOP_GRACE
 

@@ -18,8 +18,15 @@ from virtualflow.launcher import cli, plan
 from virtualflow.launcher.plan import split
 from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.memory import parse_bytes
-from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
-from virtualflow.protocol.device_profile import DeviceProfile, SizeProfile, encode, read_profile
+from virtualflow.protocol.device_profile import (
+    BlockProfile,
+    ChainProfile,
+    ChainSize,
+    DeviceProfile,
+    SizeProfile,
+    encode,
+    read_profile,
+)
 
 MIB = 1 << 20
 

@@ -14,10 +14,9 @@ import pytest
 
 from virtualflow.errors import ConfigurationError
 from virtualflow.launcher import Number, cli
-from virtualflow.launcher.examples import EXAMPLES
 from virtualflow.launcher.options import check_trainer
 from virtualflow.launcher.settings import LauncherSettings
-from virtualflow.launcher.subcommands import EXTERNAL
+from virtualflow.launcher.subcommands import EXAMPLES, EXTERNAL
 from virtualflow_operator.settings import SimulationSettings
 from virtualflow_operator.simulator import command as simulator
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from virtualflow.launcher.throttle import Throttle
+from virtualflow.launcher.fault_injection import Throttle
 from virtualflow.launcher.worker_table import WorkerProcess
 
 PERIOD = 0.003

@@ -11,7 +11,7 @@ from tiers import examples
 from virtualflow.errors import ConfigurationError
 from virtualflow.memory import Budget, DoesNotFit, fit, format_bytes, parse_bytes, profile_for, what_fits
 from virtualflow.memory.settings import PlannerSettings
-from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize
+from virtualflow.protocol.device_profile import BlockProfile, ChainProfile, ChainSize
 
 SETTINGS = PlannerSettings(moves=5_000)
 

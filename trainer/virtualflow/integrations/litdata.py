@@ -16,7 +16,7 @@ from litdata.streaming.sampler import ChunkedIndex
 
 from virtualflow.data import derive_seed
 from virtualflow.errors import ConfigurationError
-from virtualflow.integrations.dealing import deal
+from virtualflow.integrations.loaders import deal
 
 __all__ = ["shards"]
 

@@ -22,7 +22,7 @@ from streaming.base.world import World
 from virtualflow._arguments import checked
 from virtualflow.data import derive_seed
 from virtualflow.errors import ConfigurationError
-from virtualflow.integrations.dealing import deal
+from virtualflow.integrations.loaders import deal
 
 __all__ = ["shards"]
 

@@ -27,7 +27,7 @@ from webdataset.compat import check_empty
 from virtualflow._arguments import checked
 from virtualflow.data import derive_seed
 from virtualflow.errors import ConfigurationError
-from virtualflow.integrations.dealing import Part, deal
+from virtualflow.integrations.loaders import Part, deal
 
 __all__ = ["shards"]
 

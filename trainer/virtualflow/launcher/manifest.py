@@ -26,7 +26,7 @@ from virtualflow.protocol.settings import (
     PLACEMENTS,
     REPRODUCIBILITY,
 )
-from virtualflow.protocol.sizes import parse_bytes
+from virtualflow.protocol.wording import parse_bytes
 
 API_GROUP = "virtualflow.dev/"
 KIND = "VirtualFlowJob"

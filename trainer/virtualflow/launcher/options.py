@@ -42,8 +42,7 @@ from virtualflow.protocol.settings import (
     MAX_WORKERS,
     WORKERS,
 )
-from virtualflow.protocol.sizes import parse_bytes
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import counted, parse_bytes
 
 
 @dataclass(frozen=True)

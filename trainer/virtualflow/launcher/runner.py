@@ -20,19 +20,16 @@ from pathlib import Path
 
 from virtualflow.launcher import registry
 from virtualflow.launcher.console import JobConsole, Snapshot, open_console
-from virtualflow.launcher.coordinator_calls import CoordinatorCalls
 from virtualflow.launcher.coordinator_process import CoordinatorFailed, CoordinatorProcess
-from virtualflow.launcher.fault_injection import FaultInjector
-from virtualflow.launcher.job_control import JobControl
+from virtualflow.launcher.fault_injection import FaultInjector, Throttle
+from virtualflow.launcher.job_control import CoordinatorCalls, JobControl, RunState
 from virtualflow.launcher.log_relay import LogRelay, last_traceback
 from virtualflow.launcher.options import RunOptions
 from virtualflow.launcher.report import JobHistory, build_report, newest_checkpoint, write_results
-from virtualflow.launcher.run_state import RunState
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.shutdown import JobOutcome, Shutdown, conclude, next_shutdown
 from virtualflow.launcher.status_text import describe_change
 from virtualflow.launcher.supervisor import Process, Supervisor, describe_exit
-from virtualflow.launcher.throttle import Throttle
 from virtualflow.launcher.usage import complain
 from virtualflow.launcher.worker_starter import WorkerCommand
 from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable, mentions

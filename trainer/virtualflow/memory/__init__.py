@@ -27,7 +27,7 @@ from virtualflow.memory.model import (
 )
 from virtualflow.memory.planner import Planner, plan
 from virtualflow.protocol.settings import Placement
-from virtualflow.protocol.sizes import format_bytes, parse_bytes
+from virtualflow.protocol.wording import format_bytes, parse_bytes
 
 __all__ = [
     "Action",

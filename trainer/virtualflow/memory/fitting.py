@@ -10,10 +10,9 @@ from virtualflow.errors import ConfigurationError, DoesNotFit
 from virtualflow.memory.model import Block, Budget, Plan, Profile, Skip
 from virtualflow.memory.planner import Planner
 from virtualflow.memory.settings import PlannerSettings
-from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
+from virtualflow.protocol.device_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
 from virtualflow.protocol.settings import MAX_VIRTUAL_NODES
-from virtualflow.protocol.sizes import format_bytes
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import counted, format_bytes
 
 # From what was measured at a few sizes to a profile for micro-batches of any size.
 

@@ -28,7 +28,7 @@ from virtualflow.memory.simulation import (
     timeline,
     waits,
 )
-from virtualflow.protocol.sizes import format_bytes
+from virtualflow.protocol.wording import format_bytes
 
 _UNIFORM = {Action.KEEP: KEEP, Action.SWAP: SWAP, Action.RECOMPUTE: RECOMPUTE}
 

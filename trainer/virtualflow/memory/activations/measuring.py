@@ -37,7 +37,7 @@ from virtualflow.memory.activations.ledger import key_of
 from virtualflow.memory.activations.live_bytes import Peaks, count_peaks
 from virtualflow.memory.activations.visits import Visit
 from virtualflow.memory.settings import SMALL_BUFFER, ActivationSettings
-from virtualflow.protocol.chain_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
+from virtualflow.protocol.device_profile import BlockProfile, ChainProfile, ChainSize, SkipProfile
 from virtualflow.protocol.wording import counted
 
 _Made = TypeVar("_Made")
