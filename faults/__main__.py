@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.results import commit
 
 from faults.kinds import KINDS
-from faults.report import Found, Report
+from faults.report import CampaignReport, JobFindings
 from virtualflow.progress import ProgressBar
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def main() -> int:
         sys.stderr.write(f"the campaign parts network namespaces, and {missing}\n")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    report = Report(options.out)
+    report = CampaignReport(options.out)
     campaign = Campaign(options, report, undisturbed(options.out.parent, options.per_job * STEPS_PER_FAULT))
     try:
         campaign.run()
@@ -120,7 +120,7 @@ def undisturbed(directory: Path, steps: int) -> Path:
 class Campaign:
     """Jobs side by side, one process each, until there are enough faults."""
 
-    def __init__(self, options: argparse.Namespace, report: Report, digests: Path) -> None:
+    def __init__(self, options: argparse.Namespace, report: CampaignReport, digests: Path) -> None:
         self._options, self._report, self._digests = options, report, digests
         self._next_seed = max([options.seed - 1, *(job.seed for job in report.jobs)]) + 1
         self._underway: dict[int, int] = {}
@@ -171,7 +171,7 @@ class Campaign:
             self._underway[seed] = min(self._options.per_job, missing)
             return seed, self._underway[seed]
 
-    def _run(self, seed: int, count: int) -> Found | None:
+    def _run(self, seed: int, count: int) -> JobFindings | None:
         """One job; ``None``: the campaign was ended."""
         options = self._options
         wanted = {
@@ -211,9 +211,9 @@ class Campaign:
             self._processes.discard(process)
             if self._ended:
                 return None
-        found = Found(seed, wrong=[f"the driver of the job ended with code {process.returncode}"])
+        found = JobFindings(seed, wrong=[f"the driver of the job ended with code {process.returncode}"])
         if process.returncode == 0:
-            found = Found(**json.loads(said.splitlines()[-1]))
+            found = JobFindings(**json.loads(said.splitlines()[-1]))
         found.commit = self._commit
         return found
 

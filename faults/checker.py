@@ -31,7 +31,7 @@ class Commit:
 
 
 @dataclass
-class Verdict:
+class CheckResult:
     """What the lines of a job show."""
 
     steps: int = 0
@@ -52,7 +52,7 @@ def check(
     undisturbed: Sequence[str],
     anew: Mapping[Number, int] | None = None,
     lease: float = float("inf"),
-) -> Verdict:
+) -> CheckResult:
     """Judge a job.
 
     Args:
@@ -63,10 +63,10 @@ def check(
             checkpoint that each began from; 0: from the beginning.
         lease: seconds after a step for which a worker may take itself for the leader though others have gone on.
     """
-    verdict = Verdict()
+    verdict = CheckResult()
     audit, anew = list(audit), anew or {}
     _check_lineage(audit, anew, verdict)
-    known = Verdict()
+    known = CheckResult()
     _check_lineage(log, anew, known)
     verdict.faults += [f"in the script's log, {sentence}" for sentence in known.faults]
     _check_leaders(log, lease, verdict)
@@ -95,7 +95,7 @@ def check(
     return verdict
 
 
-def _check_lineage(lines: Sequence[Commit], anew: Mapping[Number, int], verdict: Verdict) -> None:
+def _check_lineage(lines: Sequence[Commit], anew: Mapping[Number, int], verdict: CheckResult) -> None:
     steps: dict[Number, set[int]] = defaultdict(set)
     for line in lines:
         steps[line.generation].add(line.step)
@@ -130,7 +130,7 @@ def _check_lineage(lines: Sequence[Commit], anew: Mapping[Number, int], verdict:
             highest = last, number
 
 
-def _check_leaders(log: Sequence[Commit], lease: float, verdict: Verdict) -> None:
+def _check_leaders(log: Sequence[Commit], lease: float, verdict: CheckResult) -> None:
     leaders: dict[tuple[int, Number], set[str]] = defaultdict(set)
     began: dict[Number, float] = {}
     arrived: dict[tuple[str, Number, int], float] = {}
@@ -171,7 +171,7 @@ _NAME = re.compile(r"step-(\d{8,15})\.(\d{1,15})\.(\d{1,15})")
 
 
 @dataclass(frozen=True)
-class Move:
+class Rename:
     """A rename that has happened."""
 
     process: str
@@ -206,7 +206,7 @@ def read_mark(name: str) -> tuple[Number, int] | None:
     return ((int(match[2]), int(match[3])), int(match[1])) if match else None
 
 
-def check_moves(moves: Iterable[Move], committed: Mapping[Number, Sequence[int]]) -> Storage:
+def check_moves(moves: Iterable[Rename], committed: Mapping[Number, Sequence[int]]) -> Storage:
     """Judge the checkpoints of a job.
 
     Args:
@@ -235,7 +235,7 @@ def check_moves(moves: Iterable[Move], committed: Mapping[Number, Sequence[int]]
 
 
 def _check_appearance(
-    move: Move,
+    move: Rename,
     mark: tuple[Number, int],
     present: Mapping[tuple[Number, int], float],
     committed: Mapping[Number, Sequence[int]],
@@ -256,7 +256,7 @@ def _check_appearance(
         storage.faults.append(f"{move.process} has written {move.target}, and nobody had come to that step")
 
 
-def _check_adoption(move: Move, source: tuple[Number, int], target: tuple[Number, int], storage: Storage) -> None:
+def _check_adoption(move: Rename, source: tuple[Number, int], target: tuple[Number, int], storage: Storage) -> None:
     storage.begun[target[0]], storage.begun_at[target[0]] = target[1], move.done
     if target[1] != source[1] or target[0] <= source[0]:
         storage.faults.append(f"{move.process} has made {move.target} of {move.source}")

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from faults.checker import Commit, Move, Number
+from faults.checker import Commit, Number, Rename
 from faults.processes import PORT, SERVICE, Host, Running, fork, run_command, run_script
 
 TRAINEE = Path(__file__).parent / "trainee.py"
@@ -202,12 +202,12 @@ class Job:
                 found.append(Commit(process, tuple(fact["generation"]), fact["step"]))
         return found
 
-    def moves(self) -> list[Move]:
+    def moves(self) -> list[Rename]:
         """The renames on the volume that have happened; of one that was cut short nobody knows."""
         found: dict[tuple[str, int], dict[str, Any]] = {}
         for line in _lines(self.directory / "moves"):
             found.setdefault((line["process"], line.pop("number")), {}).update(line)
-        return [Move(**values) for values in found.values() if "done" in values]
+        return [Rename(**values) for values in found.values() if "done" in values]
 
     def left_behind(self) -> int:
         """How often a worker was about to let a checkpoint appear, and a newer generation had gone on."""

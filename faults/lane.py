@@ -31,7 +31,7 @@ from faults.injected import STALL
 from faults.job import HEARTBEAT_LIMIT, LATE, Job
 from faults.kinds import CLOCK_JUMP, Fault, Strike, draw
 from faults.processes import Running, make_bridge
-from faults.report import Found
+from faults.report import JobFindings
 from virtualflow.errors import ConfigurationError
 from virtualflow.state.checkpoint_format import find_newest, load
 
@@ -55,10 +55,10 @@ def main() -> None:
     sys.stdout.write(json.dumps(asdict(found)) + "\n")
 
 
-def run_job(directory: Path, wanted: dict[str, Any], undisturbed: list[str]) -> Found:
+def run_job(directory: Path, wanted: dict[str, Any], undisturbed: list[str]) -> JobFindings:
     """A job with its faults, one strike after the other, each undone and recovered from before the next."""
     seed = wanted["seed"]
-    found = Found(seed)
+    found = JobFindings(seed)
     job = Job(directory / "job", wanted["workers"])
     try:
         if not goes_on(job, 0):
@@ -108,7 +108,7 @@ def longest_pause(log: list[dict[str, Any]], since: float) -> float:
     return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
 
 
-def judge(job: Job, undisturbed: list[str], found: Found) -> None:
+def judge(job: Job, undisturbed: list[str], found: JobFindings) -> None:
     """Compare what was written down with what must hold."""
     lines = [
         Commit(
@@ -142,7 +142,7 @@ def judge(job: Job, undisturbed: list[str], found: Found) -> None:
     found.wrong += [f"{name} has printed a traceback" for name, text in said.items() if "Traceback" in text]
 
 
-def _restored(job: Job, undisturbed: list[str], found: Found) -> list[str]:
+def _restored(job: Job, undisturbed: list[str], found: JobFindings) -> list[str]:
     """What is wrong with the newest checkpoint: it must be sound, and have the weights of the undisturbed run."""
     problems: list[str] = []
     try:

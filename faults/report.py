@@ -13,7 +13,7 @@ from faults.kinds import KINDS
 
 
 @dataclass
-class Found:
+class JobFindings:
     """What one job has shown."""
 
     seed: int
@@ -44,15 +44,15 @@ class Found:
         return sum(len(kinds) for kinds, _ in self.strikes)
 
 
-class Report:
+class CampaignReport:
     """All jobs so far: a line of JSON each in one file, so that an interrupted campaign goes on, and a summary."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._lines = path, path.with_suffix(".jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.jobs: list[Found] = []
+        self.jobs: list[JobFindings] = []
         if self._lines.exists():
-            self.jobs = [Found(**json.loads(line)) for line in self._lines.read_text().splitlines()]
+            self.jobs = [JobFindings(**json.loads(line)) for line in self._lines.read_text().splitlines()]
 
     @property
     def faults(self) -> int:
@@ -64,7 +64,7 @@ class Report:
         """In sentences."""
         return [f"seed {job.seed}: {sentence}" for job in self.jobs for sentence in job.wrong]
 
-    def add(self, job: Found) -> None:
+    def add(self, job: JobFindings) -> None:
         """Count one more, and write everything."""
         self.jobs.append(job)
         with self._lines.open("a") as file:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faults.checker import Commit, Move, Verdict, check, check_moves
+from faults.checker import CheckResult, Commit, Rename, check, check_moves
 from faults.kinds import KINDS, draw
-from faults.report import Found, Report
+from faults.report import CampaignReport, JobFindings
 
 import terminals
 
@@ -22,11 +22,11 @@ def audit(*branches: tuple[int, int, int]) -> list[Commit]:
     return [Commit("w", (1, counter), step) for counter, first, last in branches for step in range(first, last + 1)]
 
 
-def judged(*branches: tuple[int, int, int], anew: Mapping[int, int] | None = None) -> Verdict:
+def judged(*branches: tuple[int, int, int], anew: Mapping[int, int] | None = None) -> CheckResult:
     return check(audit(*branches), [], BITS, {(1, counter): step for counter, step in (anew or {}).items()})
 
 
-def seen(*log: Commit, lease: float = 1.0) -> Verdict:
+def seen(*log: Commit, lease: float = 1.0) -> CheckResult:
     """A script's log, and an audit that has the same steps."""
     return check([Commit(line.process, line.generation, line.step) for line in log], log, BITS, lease=lease)
 
@@ -132,8 +132,8 @@ def name(step: int, counter: int) -> str:
     return f"step-{step:08d}.1.{counter}"
 
 
-def wrote(step: int, counter: int, at: float, looked: float | None, process: str = "a") -> Move:
-    return Move(process, at, at + 0.1, ".step-0.0", name(step, counter), looked)
+def wrote(step: int, counter: int, at: float, looked: float | None, process: str = "a") -> Rename:
+    return Rename(process, at, at + 0.1, ".step-0.0", name(step, counter), looked)
 
 
 STEPS = {(1, 1): range(1, 6), (1, 2): range(5, 10)}
@@ -150,32 +150,35 @@ STEPS = {(1, 1): range(1, 6), (1, 2): range(5, 10)}
         pytest.param([wrote(6, 2, 2, 2, "b"), wrote(4, 1, 3, 1.9)], "", 1, id="stopped between look and rename"),
         pytest.param([wrote(7, 1, 1, 1)], "nobody had come to that step", 0, id="of a step that is not"),
         pytest.param(
-            [wrote(4, 1, 1, 1), Move("b", 2, 2.1, name(4, 1), name(4, 2), 2), wrote(3, 1, 3, 2.9)],
+            [wrote(4, 1, 1, 1), Rename("b", 2, 2.1, name(4, 1), name(4, 2), 2), wrote(3, 1, 3, 2.9)],
             "where there was one of generation 2",
             0,
             id="after others have begun from one",
         ),
         pytest.param(
-            [wrote(2, 1, 1, 1), wrote(6, 2, 2, 2, "b"), Move("a", 3, 3.1, name(6, 2), ".step-0.1", 3)],
+            [wrote(2, 1, 1, 1), wrote(6, 2, 2, 2, "b"), Rename("a", 3, 3.1, name(6, 2), ".step-0.1", 3)],
             "bears a higher number than its own",
             0,
             id="removes a newer one",
         ),
         pytest.param(
-            [wrote(6, 2, 2, 2, "b"), Move("b", 3, 3.1, name(6, 2), ".step-0.1", 3), wrote(4, 1, 4, 3.9)],
+            [wrote(6, 2, 2, 2, "b"), Rename("b", 3, 3.1, name(6, 2), ".step-0.1", 3), wrote(4, 1, 4, 3.9)],
             "",
             0,
             id="none of a newer one is left",
         ),
         pytest.param(
-            [wrote(4, 1, 1, 1), Move("b", 2, 2.1, name(4, 1), name(5, 2), 2)], "has made", 0, id="another step of it"
+            [wrote(4, 1, 1, 1), Rename("b", 2, 2.1, name(4, 1), name(5, 2), 2)], "has made", 0, id="another step of it"
         ),
         pytest.param(
-            [wrote(6, 2, 1, 1), Move("b", 2, 2.1, name(6, 2), name(6, 1), 2)], "has made", 0, id="back to an older one"
+            [wrote(6, 2, 1, 1), Rename("b", 2, 2.1, name(6, 2), name(6, 1), 2)],
+            "has made",
+            0,
+            id="back to an older one",
         ),
     ],
 )
-def test_a_checkpoint_of_who_was_left_behind(moves: list[Move], wrong: str, late: int) -> None:
+def test_a_checkpoint_of_who_was_left_behind(moves: list[Rename], wrong: str, late: int) -> None:
     storage = check_moves(moves, STEPS)
     assert bool(storage.faults) == bool(wrong)
     assert wrong in "".join(storage.faults)
@@ -183,7 +186,7 @@ def test_a_checkpoint_of_who_was_left_behind(moves: list[Move], wrong: str, late
 
 
 def test_which_checkpoint_a_generation_has_begun_from() -> None:
-    moves = [wrote(4, 1, 1, 1), Move("b", 2, 2.1, name(4, 1), name(4, 2), 2)]
+    moves = [wrote(4, 1, 1, 1), Rename("b", 2, 2.1, name(4, 1), name(4, 2), 2)]
     assert check_moves(moves, STEPS).begun == {(1, 2): 4}
 
 
@@ -203,11 +206,11 @@ def test_two_faults_at_once_befall_different_parts() -> None:
 
 
 def test_a_campaign_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
-    first = Report(tmp_path / "campaign.json")
-    first.add(Found(0, [(["cut"], 1.5), (["cut", "clock"], 2.5)], lineages=1))
-    second = Report(tmp_path / "campaign.json")
+    first = CampaignReport(tmp_path / "campaign.json")
+    first.add(JobFindings(0, [(["cut"], 1.5), (["cut", "clock"], 2.5)], lineages=1))
+    second = CampaignReport(tmp_path / "campaign.json")
     assert second.faults == 3
-    second.add(Found(1, [(["cut"], 0.5)], lineages=2, wrong=["two lineages"]))
+    second.add(JobFindings(1, [(["cut"], 0.5)], lineages=2, wrong=["two lineages"]))
     found = second.summary()
     assert found["kinds"]["cut"] == {"faults": 3, "with_another": 1, "median_pause": 1.5, "longest_pause": 2.5}
     assert (found["lineages"], found["wrong"]) == (2, ["seed 1: two lineages"])
@@ -253,4 +256,4 @@ def test_a_campaign_on_a_terminal_has_a_bar_below_its_lines(tmp_path: Path) -> N
     done = {f"{faults} faults, some a minute; 0 things wrong" for faults in (2, 4, 6)}
     assert lines == done | {f"seed {seed} says so" for seed in range(3)}
     assert seen.cursor
-    assert seen.piped == Report(tmp_path / "campaign.json").table()
+    assert seen.piped == CampaignReport(tmp_path / "campaign.json").table()
