@@ -5,29 +5,28 @@ or a decision (:mod:`virtualflow.coordinator.decisions`), each a function of it 
 lost: a new coordinator learns the same from the Hellos of the workers.
 """
 
-
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
 from virtualflow.coordinator.history import History
 from virtualflow.coordinator.roster import Roster
-from virtualflow.coordinator.settings import KNOWN_GENERATIONS, SHOWN_EVENTS, MembershipSettings
+from virtualflow.coordinator.settings import KEYS, KNOWN_GENERATIONS, MAX_BUNDLE, SHOWN_EVENTS, MembershipSettings
 from virtualflow.coordinator.snapshot import Cluster
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.backward import PassClass
 from virtualflow.protocol.memory_copy import MemoryCopyState
-from virtualflow.protocol.settings import Reproducibility
-from collections.abc import Iterable, Iterator
-from virtualflow.coordinator.settings import KEYS, MAX_BUNDLE
 from virtualflow.protocol.messages import Generation, Keys, Publish
-
+from virtualflow.protocol.settings import Reproducibility
 
 # What the members of a generation tell each other to connect, relayed by the coordinator; bounded.
 #
 # Keys are relayed in bundles, the same ones to all members: with n members that is a few times n messages instead of n
 # times n, each of which is encoded once.
+
 
 class Rendezvous:
     """The published keys of the generations that may still be built."""
