@@ -5,31 +5,17 @@ accumulate_grad_batches`` samples on any number of workers. Every worker runs th
 leader alone writes.
 """
 
-
 from __future__ import annotations
 
 import math
 import os
 from collections import OrderedDict
-from typing import Any
-import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.rank_zero import rank_zero_only as rank_zero_only_of_trainer
-from virtualflow._arguments import checked_class
-from virtualflow.errors import ConfigurationError
-from virtualflow.integrations.loaders import options_of, order_of, virtual_nodes_of
-from virtualflow.protocol.settings import ENV_COORDINATOR
-from virtualflow.worker.entry import elastic
-from virtualflow.worker.evaluation import evaluate_in_parts
-from virtualflow.worker.run import Run
-from virtualflow.worker.step import Step
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     Callback,
@@ -40,10 +26,23 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.trainer import _log_hyperparams
+from lightning.pytorch.utilities.rank_zero import rank_zero_only as rank_zero_only_of_trainer
 from torch import Tensor
-from virtualflow.integrations.loaders import refuse_streams
 
+from virtualflow._arguments import checked_class
+from virtualflow.errors import ConfigurationError
+from virtualflow.integrations.loaders import options_of, order_of, refuse_streams, virtual_nodes_of
+from virtualflow.protocol.settings import ENV_COORDINATOR
+from virtualflow.worker.entry import elastic
+from virtualflow.worker.evaluation import evaluate_in_parts
+from virtualflow.worker.run import Run
+from virtualflow.worker.step import Step
 
 # What Lightning's ``ElasticStrategy`` needs beside the loops: what is logged, what travels, what is refused.
 

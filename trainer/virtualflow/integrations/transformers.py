@@ -5,21 +5,27 @@ The script keeps its ``TrainingArguments``, callbacks and metrics. A global batc
 script, and calls the callbacks; the leader alone writes.
 """
 
-
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
 import torch
-from transformers import Trainer
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
 from transformers.integrations.neftune import deactivate_neftune
 from transformers.optimization import GreedyLR
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, speed_metrics
+
 from virtualflow._arguments import checked_class
 from virtualflow.data import MicroBatch
 from virtualflow.errors import ConfigurationError
@@ -29,15 +35,6 @@ from virtualflow.worker.entry import elastic
 from virtualflow.worker.evaluation import evaluate_in_parts
 from virtualflow.worker.run import Run
 from virtualflow.worker.step import Step
-import json
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from torch import Tensor
-from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
-from virtualflow.integrations.loaders import seed_collate
-
 
 # What ``ElasticTrainer`` needs beside the ``Trainer``: what travels to joiners, which data, and what is refused.
 
