@@ -99,7 +99,7 @@ class _Packed:
         elif not isinstance(event, JobEvent):
             del self._nodes[event.name]
         else:
-            job = _Job(event, _demand(event), float(event.steps))
+            job = _Job(event, event.demand(ScalingCurve.of(event.throughput.items()), event.steps), float(event.steps))
             self._active[event.name] = job
             self._all.append(job)
 
@@ -163,20 +163,3 @@ class _Packed:
             lodgers=sum(job.was_lodger for job in self._all),
             longest_slowdown=self._longest,
         )
-
-
-def _demand(event: JobEvent) -> Demand:
-    return Demand(
-        event.name,
-        event.namespace,
-        submitted=event.time,
-        maximum=event.maximum,
-        minimum=event.min,
-        requested=event.requested,
-        units=event.units,
-        priority=event.priority,
-        weight=event.weight,
-        steps_left=event.steps,
-        curve=ScalingCurve.of(event.throughput.items()),
-        minimum_on_demand=event.on_demand,
-    )

@@ -304,19 +304,7 @@ class _Simulation:
         if self._knowledge == "all":
             last = event.maximum  # where a kind was not measured with as many, more of it bring nothing
             curves = {k: ScalingCurve.of([*of.items(), (last, event.speed(last, k))]) for k, of in event.kinds.items()}
-        job = Demand(
-            event.name,
-            event.namespace,
-            submitted=event.time,
-            maximum=event.maximum,
-            minimum=event.min,
-            requested=event.requested,
-            units=event.units,
-            priority=event.priority,
-            weight=event.weight,
-            steps_left=event.steps,
-            minimum_on_demand=event.on_demand,
-        )
+        job = event.demand(ScalingCurve(), event.steps)
         found = _Job(job=event, demand=KindDemand(job, curves, event.mobility), synced=self._clock.now)
         self._all.append(found)
         self._active[event.name] = found

@@ -179,20 +179,7 @@ class _Simulation:
         event = self._events[index]
         if isinstance(event, JobEvent):
             curve = ScalingCurve.of(event.throughput.items()) if self._knowledge == "all" else ScalingCurve()
-            demand = Demand(
-                event.name,
-                event.namespace,
-                submitted=event.time,
-                maximum=event.maximum,
-                minimum=event.min,
-                requested=event.requested,
-                units=event.units,
-                priority=event.priority,
-                weight=event.weight,
-                steps_left=event.steps if self._knowledge in ("all", "seen") else None,
-                curve=curve,
-                minimum_on_demand=event.on_demand,
-            )
+            demand = event.demand(curve, event.steps if self._knowledge in ("all", "seen") else None)
             job = _Job(job=event, demand=demand, synced=self._clock.now)
             job.expected = self._past.expects(event.namespace, event.name)
             self._all.append(job)

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from virtualflow.errors import ConfigurationError
-from virtualflow_operator.scheduling import Mobility
+from virtualflow_operator.scheduling import Demand, Mobility, ScalingCurve
 
 COLUMNS = (
     "event",
@@ -95,6 +95,23 @@ class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         left, right = numbers[index - 1] if index else 0, numbers[index]
         low = known.get(left, 0.0)
         return low + (known[right] - low) * (workers - left) / (right - left)
+
+    def demand(self, curve: ScalingCurve, steps_left: int | None) -> Demand:
+        """The job as a policy sees it when it comes, with what is known of its speed and its length."""
+        return Demand(
+            self.name,
+            self.namespace,
+            submitted=self.time,
+            maximum=self.maximum,
+            minimum=self.min,
+            requested=self.requested,
+            units=self.units,
+            priority=self.priority,
+            weight=self.weight,
+            steps_left=steps_left,
+            curve=curve,
+            minimum_on_demand=self.on_demand,
+        )
 
 
 class NodeEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event", tag="node"):
