@@ -185,7 +185,7 @@ class Story:
         planned = any(plan.reason == status.reason for plan in self.job.seen.values())
         facts = [f"{', '.join(names)}: {state}" for state, names in moved.items()]
         facts += [f"lost {lost.incarnation}: {_lost(lost)}" for lost in status.lost] + events
-        facts.append(f"{status.phase}{'' if planned else f': {status.reason}'}")
+        facts.append(f"{status.phase}{'' if planned or not status.reason else f': {status.reason}'}")
         facts += [f"error: {status.error}"] if status.error else []
         for fact in facts:
             if fact not in self._told or fact in facts[: len(moved)]:

@@ -299,3 +299,15 @@ def test_only_the_worker_into_whose_memory_nothing_fits_is_refused_until_nobody_
     status = world.status()
     assert (status.phase, status.error, status.does_not_fit) == ("failed", "use 2 GiB", True)
     assert [(lost.worker, lost.does_not_fit) for lost in status.lost] == [("worker-1", True), ("worker-0", True)]
+
+
+def test_a_job_that_is_over_waits_for_nothing_and_prepares_no_generation() -> None:
+    world = running_world(2)
+    joiner = world.start_worker("worker-2")
+    joiner.ready, joiner.builds = True, False
+    world.settle(5.0)
+    assert (world.status().proposed, world.status().reason) == (2, "worker-2 joins")
+    world.call(http_api.FailCall("no room"))
+    status = world.status()
+    assert (status.phase, status.proposed, status.prepared, status.reason) == ("failed", None, False, "")
+    assert status.error == "no room"

@@ -82,8 +82,9 @@ def _take_word(state: JobState) -> None:
 
 def _apply(state: JobState, decision: Decision, now: float) -> bool:
     """Do as decided; whether that may call for a further decision."""
-    if decision.reason != state.reason:
-        state.reason = decision.reason[:MAX_TEXT]
+    reason = decision.reason[:MAX_TEXT]
+    if reason != state.reason:
+        state.reason = reason
         logger.info("%s", state.reason)
         state.note_news()
     if decision.fail:

@@ -11,6 +11,7 @@ from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
 from virtualflow.protocol.settings import MAX_METRICS
 from virtualflow.protocol.versions import this_party
+from virtualflow.protocol.wording import describe_end
 
 WorkerState = Literal["starting", "ready", "training", "draining", "silent", "done"]
 
@@ -24,12 +25,13 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
     history, progress = job.history, job.history.progress
     changes, events = history.ordered_changes(), tuple(history.events)
     cluster = job.snapshot()
-    proposed, predicted, computing = job.proposed, predicted_step(cluster), predicted_computing(cluster)
+    phase, predicted, computing = job.phase, predicted_step(cluster), predicted_computing(cluster)
+    proposed = job.proposed if phase not in http_api.ENDED else None
     metrics = result.metrics if (result := history.result) else progress.metrics if progress else {}
     us = this_party("the coordinator")
     assigned = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
     return http_api.Status(
-        phase=job.phase,
+        phase=phase,
         incarnation=job.incarnation,
         generation=job.running_generation.counter,
         virtual_nodes=job.virtual_nodes,
@@ -44,8 +46,8 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         lost=job.roster.listed_lost,
         proposed=proposed.generation.counter if proposed else None,
         proposed_workers=tuple(member.incarnation for member in proposed.members) if proposed and not brief else (),
-        prepared=job.is_prepared,
-        reason=job.reason,
+        prepared=proposed is not None and job.is_prepared,
+        reason=_reason(job, phase),
         step=history.step,
         total_steps=history.total_steps,
         epoch=progress.epoch if progress else 0,
@@ -80,6 +82,18 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         earlier_steps=job.earlier_steps,
         stopped_early=result is not None and result.stopped_early,
     )
+
+
+def _reason(job: JobState, phase: http_api.Phase) -> str:
+    """The membership decision in force; of a job that is over, how it has ended, unless its error says that."""
+    if phase not in http_api.ENDED:
+        return job.reason
+    if phase == "stopped":
+        return job.stop or ""
+    result = job.history.result
+    if phase == "failed" or result is None:
+        return ""
+    return describe_end(result.step, job.history.total_steps, result.stopped_early)
 
 
 def _memory(job: JobState) -> http_api.MemoryReport | None:

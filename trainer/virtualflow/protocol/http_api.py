@@ -245,7 +245,7 @@ class Status(Base, frozen=True, tag=False):
     prepared: bool
     """All members of the proposed generation have its communicator."""
     reason: Sentence
-    """The membership decision in force, in words."""
+    """The membership decision in force, in words; of a job that is over, how it has ended, if there is no ``error``."""
     step: Count
     total_steps: Count | None
     epoch: Count
