@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 from virtualflow.remedies import remedy
@@ -239,11 +241,20 @@ class _PlainErrors:
         self._former = former
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _hear_no_child()
         if isinstance(error, VirtualFlowError):
             show(error)
         else:
             advise(error)
             self._former(kind, error, trace)
+
+
+def _hear_no_child() -> None:
+    """torch's handler of SIGCHLD raises where a loader process was shot, and would end the telling of why all ends."""
+    if threading.current_thread() is threading.main_thread():
+        while callable(signal.getsignal(signal.SIGCHLD)):
+            with suppress(RuntimeError):
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def show_errors_plainly() -> None:

@@ -1,4 +1,7 @@
-"""One worker fails once: ``transient.py KIND MARKER``, of a kind that its machine or its script may have."""
+"""One worker fails once: ``transient.py KIND MARKER``, of a kind that its machine or its script may have.
+
+``building``: a loader process is shot while the script still counts its samples.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import virtualflow as vf
 
@@ -30,7 +33,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if index == 77 and first_time():
-            if KIND == "loader":
+            if KIND in ("loader", "building"):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(5, "Input/output error")
         return torch.randn(8, generator=torch.Generator().manual_seed(index)), torch.ones(1)
@@ -39,6 +42,8 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.05)
+if KIND == "building":
+    print("mean", sum(x.mean() for x, _ in DataLoader(Samples(), 16, num_workers=1)))
 processes = 1 if KIND == "loader" else 0
 with vf.elastic(model, optimizer, Samples(), batch_size=16, steps=32, num_workers=processes) as run:
     for step in run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from torch._utils import ExceptionWrapper
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+import programs
 import virtualflow as vf
 from virtualflow.errors import LoaderEnded, LoaderKilled, ScriptExited
+from virtualflow.protocol.machine_faults import find_told_fault, is_machine_fault
 from virtualflow.protocol.settings import ENV_WORKER
-from virtualflow.worker.machine_faults import is_machine_fault
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
 
@@ -90,6 +92,38 @@ def from_loader(error: BaseException) -> Exception:
 )
 def test_what_is_a_fault_of_a_machine(error: BaseException, fault: bool) -> None:
     assert is_machine_fault(error) is fault
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        pytest.param("OSError: [Errno 5] Input/output error: '/data/a'", True, id="a disk"),
+        pytest.param("FileNotFoundError: [Errno 2] No such file or directory: 'a'", False, id="a missing file"),
+        pytest.param("OSError: Can't read data (errno = 5, error message = 'Input/output error')", True, id="HDF5"),
+        pytest.param("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 9 TiB", True, id="numpy"),
+        pytest.param("MemoryError", True, id="memory"),
+        pytest.param("TimeoutError: The read operation timed out", True, id="a store"),
+        pytest.param("TimeoutError: [Errno 110] Connection timed out", True, id="a mount"),
+        pytest.param("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", True, id="a loader"),
+        pytest.param(
+            "concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly while "
+            "the future was running or pending.",
+            True,
+            id="a pool",
+        ),
+        pytest.param(
+            '  File "/usr/multiprocessing/connection.py", line 399, in _recv\n    raise EOFError\nEOFError',
+            True,
+            id="a loader whose connection broke",
+        ),
+        pytest.param("EOFError: Ran out of input", False, id="a file cut off"),
+        pytest.param("ValueError: no OSError: [Errno 5] in the middle", False, id="a text"),
+        pytest.param("ModuleNotFoundError: No module named 'datasets'", False, id="the script"),
+    ],
+)
+def test_a_traceback_tells_of_it_as_well(end: str, told: bool) -> None:
+    trace = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    load()\n{end}\n'
+    assert find_told_fault(trace) == (end.strip().splitlines()[-1] if told else None)
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -296,6 +330,29 @@ def test_a_worker_whose_loader_was_killed_is_replaced(tmp_path: Path) -> None:
     assert [change["cause"] for change in finished.report["changes"]] == ["lost", "join"]
     undisturbed = run_job(tmp_path, "--workers", 1, script, "loader", tmp_path / "marker")
     assert finished.bits == undisturbed.bits
+
+
+def test_so_is_one_whose_loader_was_killed_before_it_could_join(tmp_path: Path) -> None:
+    script = str(CASES / "transient.py")
+    finished = run_job(tmp_path, "--workers", 2, "--schedule", "20:=2", script, "building", tmp_path / "marker")
+    assert sorted(len(pids) for pids in finished.report["pids"].values()) == [1, 2]
+    # Its connection may be found broken before its end is known.
+    kinds = r"RuntimeError: DataLoader worker .* killed by signal|EOFError|ConnectionResetError|ConnectionRefusedError"
+    assert re.search(rf"ended before it joined: ({kinds})", finished.errors), finished.errors
+
+
+def test_a_fault_that_every_worker_meets_before_it_joins_ends_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text('import virtualflow as vf\n\nraise OSError(5, "Input/output error")\n')
+    failed = programs.run(
+        [sys.executable, "-m", "virtualflow", "run", "--plain", "--workers", "2", str(script)],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        timeout=120,
+    )
+    assert failed.returncode == 1
+    assert "ended before it could join: OSError: [Errno 5] Input/output error" in failed.stderr
+    assert 'raise OSError(5, "Input/output error")' in failed.stderr
 
 
 def test_only_a_run_that_fails_by_itself_is_one_that_the_script_ended() -> None:

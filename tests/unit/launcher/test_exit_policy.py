@@ -17,6 +17,7 @@ USUAL = {
     "declared_lost": False,
     "refused": None,
     "fault": None,
+    "others_well": False,
     "unknown": False,
     "expired": False,
 }
@@ -45,6 +46,19 @@ USUAL = {
         pytest.param(1, {"declared_lost": True}, "lost", id="whatever it says when it finds out"),
         pytest.param(1, {"fault": "EIO"}, "lost", id="one whose machine had a fault is replaced"),
         pytest.param(1, {"fault": "EIO", "done": True}, "fine", id="or not missed if the others are through by then"),
+        pytest.param(
+            1,
+            {"fault": "EIO", "joined": False, "unknown": True, "others_well": True},
+            "lost",
+            id="so is one that meets it before it joins",
+        ),
+        pytest.param(
+            1,
+            {"fault": "EIO", "joined": False, "unknown": True},
+            "failed",
+            id="but not if all meet it there",
+        ),
+        pytest.param(1, {"fault": "EIO", "joined": False, "others_well": True}, "open", id="once that is known"),
         pytest.param(0, {"left": True}, "fine", id="one that was drained may go"),
         pytest.param(0, {"done": True}, "fine", id="all may go when the training is complete"),
         pytest.param(-9, {"done": True, "killed": True}, "fine", id="a booting joiner is killed at the end"),

@@ -32,6 +32,7 @@ def judge(
     declared_lost: bool,
     refused: str | None,
     fault: str | None,
+    others_well: bool,
     unknown: bool,
     expired: bool,
 ) -> ExitVerdict:
@@ -50,6 +51,8 @@ def judge(
         refused: why the coordinator has not admitted it, if so. What it looks at (library, settings of the script,
             machine, memory) is the same when the process is started again.
         fault: of its machine, which has ended it, if so: the next one may be spared.
+        others_well: some other worker has not met one, or not before it joined. Before it joins, a fault that all meet
+            ends the job, as one does in the training if nobody else is there.
         unknown: the coordinator's status of after the end says nothing of it.
         expired: the status had time to explain the end, and did not.
     """
@@ -64,7 +67,7 @@ def judge(
         return ExitVerdict("fine")
     if code < 0 or killed or declared_lost:
         return ExitVerdict("lost", how)
-    if fault is not None:
+    if fault is not None and joined:
         return ExitVerdict("lost", fault)
     if refused is not None:
         return ExitVerdict("refused", refused)
@@ -74,7 +77,9 @@ def judge(
     if code == 0 and left:
         return ExitVerdict("fine")
     if code > 0 and not joined and unknown:
-        return ExitVerdict("failed", f"{worker} ended before it could join: {how}")
+        if fault is not None and others_well:
+            return ExitVerdict("lost", fault)
+        return ExitVerdict("failed", f"{worker} ended before it could join: {fault or how}")
     if not expired:
         return ExitVerdict(
             "open"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from virtualflow.launcher.exit_policy import judge
 from virtualflow.launcher.job_control import JobControl
+from virtualflow.launcher.log_relay import last_traceback
 from virtualflow.launcher.report import JobHistory
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.shutdown import Shutdown, end_signals
@@ -15,6 +16,7 @@ from virtualflow.launcher.worker_starter import WorkerCommand, start_worker
 from virtualflow.launcher.worker_table import WorkerProcess
 from virtualflow.protocol.crashes import Crashes, CrashWaits
 from virtualflow.protocol.http_api import BeginCall, DrainCall, GoneCall, LivingWorker
+from virtualflow.protocol.machine_faults import find_told_fault
 from virtualflow.protocol.settings import BACKOFF_LIMIT, STOP_GRACE
 from virtualflow.protocol.wording import counted
 
@@ -49,6 +51,8 @@ class Workforce:
         self._waits = CrashWaits(settings.backoff_first, settings.backoff_most, settings.backoff_reset)
         self._crashes = Crashes()
         self._absent = AbsentEnds()
+        self._faulty: set[int] = set()
+        """Ordinals of workers that a fault of their machine has ended before they joined."""
 
     def take(self, now: float) -> None:
         """Update the workers by what the coordinator says of them, and judge the ends of their processes."""
@@ -84,6 +88,9 @@ class Workforce:
         status = self._control.state.status
         refused: list[WorkerProcess] = []
         for worker in self._control.table.unexplained():
+            fault = worker.fault if worker.incarnation is not None else _told_fault(worker)
+            if fault is not None and worker.incarnation is None:
+                self._faulty.add(worker.ordinal)
             verdict = judge(
                 worker.name,
                 worker.process.code or 0,
@@ -95,7 +102,11 @@ class Workforce:
                 killed=worker.killed,
                 declared_lost=worker.declared_lost,
                 refused=worker.refused,
-                fault=worker.fault,
+                fault=fault,
+                others_well=any(
+                    other.incarnation is not None or other.ordinal not in self._faulty
+                    for other in self._control.table.living()
+                ),
                 unknown=worker.unknown,
                 expired=now - (worker.ended_at or now) > self._settings.verdict_grace,
             )
@@ -187,6 +198,13 @@ class Workforce:
                 return
             worker.begun = now
             self._history.add_process(worker.name, worker.process.pid)
+
+
+def _told_fault(worker: WorkerProcess) -> str | None:
+    """The fault of its machine that has ended a worker's script, as its traceback tells; ``None``: it tells of none."""
+    if not worker.process.code or worker.process.code < 0:
+        return None
+    return find_told_fault(last_traceback([line for line in worker.process.tail if line.strip()]))
 
 
 class AbsentEnds:

@@ -25,12 +25,24 @@ _ERRNOS = frozenset(
 
 _KINDS = (MemoryError, LoaderKilled, TimeoutError, ConnectionResetError, ConnectionAbortedError)
 
-_SENTENCES = re.compile(
+_SENTENCES = (
     r"can't allocate memory: you tried to allocate"  # torch, of the host's
     r"|uncorrectable ECC error|uncorrectable NVLink error|hardware stack error"  # CUDA
+    r"|DataLoader worker \(pid \d+\) is killed by signal"
+    r"|terminated abruptly|abruptly died|unexpectedly terminated"  # pools of processes, Hugging Face's and joblib's too
 )
 
-_TOLD = re.compile(r"^[\w.]+: \[Errno (\d+)\]|^((?:[\w.]+\.)?_?(?:Array)?MemoryError)\b", re.MULTILINE)
+_SENTENCE = re.compile(_SENTENCES)
+
+_TOLD = re.compile(
+    r"^(?:[\w.]+: \[Errno (?P<number>\d+)\]|OSError: .*\berrno = (?P<passing>\d+)"
+    r"|(?:[\w.]+\.)?(?:_?(?:Array)?MemoryError|TimeoutError|ConnectionResetError|ConnectionAbortedError)\b(?!: \[Errno)"
+    rf"|[\w.]+: .*(?:{_SENTENCES})"
+    # Of a loader process that was shot, the connection may be found broken before its end is.
+    r"|  File \"[^\"]*multiprocessing/(?:connection|reduction|resource_sharer)\.py\", .*\n(?: {4}.*\n){0,3}"
+    r"(?P<broken>EOFError|BrokenPipeError|ConnectionRefusedError|FileNotFoundError)\b).*$",
+    re.MULTILINE,
+)
 """The last line of a traceback as text."""
 
 _TOLD_IN_PASSING = re.compile(r"\berrno = (\d+)")
@@ -54,7 +66,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _is_fault(error: BaseException) -> bool:
     text = str(error)
-    if isinstance(error, _KINDS) or (isinstance(error, RuntimeError) and _SENTENCES.search(text) is not None):
+    if isinstance(error, _KINDS) or (isinstance(error, RuntimeError) and _SENTENCE.search(text) is not None):
         return True
     if isinstance(error, OSError):
         if error.errno is not None:
@@ -63,6 +75,13 @@ def _is_fault(error: BaseException) -> bool:
         if numbers:
             return int(numbers[-1]) in _ERRNOS
     # A loader process can hand over only the kind of an error, with its traceback as text.
-    if "Original Traceback" not in text:
-        return False
-    return any(memory or int(number) in _ERRNOS for number, memory in _TOLD.findall(text))
+    return "Original Traceback" in text and find_told_fault(text) is not None
+
+
+def find_told_fault(text: str) -> str | None:
+    """The line of a traceback, or of a chain of them, that tells of such a fault; ``None``: there is none."""
+    for told in _TOLD.finditer(text):
+        number = told["number"] or told["passing"]
+        if number is None or int(number) in _ERRNOS:
+            return told[0].strip().splitlines()[-1]
+    return None
