@@ -88,7 +88,8 @@ RUN python -c 'import importlib, pkgutil, virtualflow.launcher.cli, virtualflow.
  if not m.name.endswith("__main__")]'
 # The coordinator, health, metrics.
 EXPOSE 7700 8080 8081
-ENTRYPOINT ["virtualflow-operator"]
+# Isolated (-I): no PYTHON* variable and no file of the working directory decides what runs.
+ENTRYPOINT ["python", "-I", "-u", "-m", "virtualflow_operator"]
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="VirtualFlow operator" \

@@ -184,11 +184,18 @@ def _selects(schema: Schema) -> bool:
     return set(schema.get("properties", ())) == {"matchLabels", "matchExpressions"}
 
 
+def _refuses(schema: Schema) -> bool:
+    """Whether ``schema`` is only there to refuse a field by its name."""
+    return any(rule["rule"] == "false" for rule in schema.get("x-kubernetes-validations", ()))
+
+
 def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, Schema, bool]]:
     """Each field below ``schema`` with its path and whether it is required, parents before children."""
     required = schema.get("required", [])
     for key, field in schema.get("properties", {}).items():
         path = f"{prefix}{key}"
+        if _refuses(field):
+            continue  # the description of what is above it says so
         yield path, field, key in required
         if _selects(field):
             continue
@@ -199,7 +206,7 @@ def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, Schema, bool]]:
 
 def _rules(schema: Schema, path: str) -> Iterator[str]:
     """The sentence of each rule at or below ``schema``."""
-    for rule in schema.get("x-kubernetes-validations", []):
+    for rule in [] if _refuses(schema) else schema.get("x-kubernetes-validations", []):
         yield f"`{path}`: {rule['message']}" if "[]" in path else str(rule["message"])
     for key, field in schema.get("properties", {}).items():
         yield from _rules(field, f"{path}.{key}".lstrip("."))

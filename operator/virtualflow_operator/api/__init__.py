@@ -59,7 +59,7 @@ from virtualflow_operator.api.queue import (
     read_queue,
     write_queue_status,
 )
-from virtualflow_operator.api.validation import OF_THE_COORDINATOR
+from virtualflow_operator.api.validation import COORDINATOR_CONTAINER, COORDINATOR_POD
 from virtualflow_operator.api.workload import (
     PodAdditions,
     PodSet,
@@ -74,9 +74,10 @@ from virtualflow_operator.api.workload import (
 
 __all__ = [
     "ANY_KIND",
+    "COORDINATOR_CONTAINER",
+    "COORDINATOR_POD",
     "MAX_ALLOCATIONS",
     "MAX_UNSORTED",
-    "OF_THE_COORDINATOR",
     "AllocationStatus",
     "CapacityStatus",
     "Condition",

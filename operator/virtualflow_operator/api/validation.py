@@ -7,7 +7,7 @@ An object of an older schema may break any of them: what cannot be read is a fau
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -51,9 +51,16 @@ OPERATOR_VARIABLES: Final = (
 )
 """Environment variables whose names begin like this are the operator's to set; a rule of the schema says the same."""
 
-OF_THE_COORDINATOR: Final = ("image", "command", "args", "lifecycle", "volumeMounts", "volumeDevices")
-"""Fields of a coordinator's container that decide what runs in it. The operator talks to it, so they are its to set; a
-rule of the schema says the same."""
+COORDINATOR_POD: Final = (
+    *("affinity", "nodeSelector", "tolerations", "topologySpreadConstraints", "priorityClassName", "schedulerName"),
+    *("runtimeClassName", "resources", "imagePullSecrets", "containers"),
+)
+"""All that a coordinator's template may say in its spec. The operator talks to what runs there, and its environment
+holds the job's token: whatever else there is in a pod, now or later, is the operator's to set. The schema's rules say
+the same."""
+
+COORDINATOR_CONTAINER: Final = ("name", "resources", "imagePullPolicy")
+"""All that it may say of its container."""
 
 MAX_TEMPLATE: Final = 262_144
 """Characters of a pod template or volume as JSON; the API server refuses much larger pods anyway."""
@@ -87,8 +94,12 @@ class _Metadata(_Part):
     annotations: dict[str, str] = {}
 
 
+class _CoordinatorPod(_Part):
+    containers: list[Object] = []
+
+
 class _CoordinatorTemplate(_Part):
-    spec: _Pod = msgspec.field(default_factory=_Pod)
+    spec: _CoordinatorPod = msgspec.field(default_factory=_CoordinatorPod)
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
 
 
@@ -125,10 +136,8 @@ def find_problems(spec: JobSpec) -> list[str]:
     for index, group in enumerate(spec.worker_groups):
         if group.memory is not None:
             problems += _memory_problems(group.memory, f"workerGroups[{index}].memory")
-        problems += _template_problems(group.template, f"workerGroups[{index}].template", _WorkerTemplate)
-    place = "coordinator.template"
-    problems += _template_problems(spec.coordinator.template, place, _CoordinatorTemplate)
-    problems += _program_problems(spec.coordinator.template, place)
+        problems += _worker_problems(group.template, f"workerGroups[{index}].template")
+    problems += _coordinator_problems(spec.coordinator.template, "coordinator.template")
     if spec.checkpoint is not None and (problem := _too_large(spec.checkpoint.volume, "checkpoint.volume")) is not None:
         problems.append(problem)
     return problems
@@ -140,18 +149,12 @@ def _memory_problems(memory: WorkerMemory, place: str) -> Iterator[str]:
             yield f"{place}.{key} is {size!r}, which is no size of memory; write one like 24Gi."
 
 
-def _template_problems(
-    template: Object, place: str, kind: type[_WorkerTemplate | _CoordinatorTemplate]
-) -> Iterator[str]:
-    if (problem := _too_large(template, place)) is not None:
-        yield problem
+def _worker_problems(template: Object, place: str) -> Iterator[str]:
+    read = _read(template, place, _WorkerTemplate)
+    if isinstance(read, str):
+        yield read
         return
-    try:
-        read = msgspec.convert(without_nulls(template), kind)
-    except msgspec.ValidationError as error:
-        yield f"{place} cannot be read: {error}; correct it."
-        return
-    if read.spec.restart_policy not in (None, "Never") or (kind is _CoordinatorTemplate and read.spec.restart_policy):
+    if read.spec.restart_policy not in (None, "Never"):
         yield f"{place}.spec.restartPolicy is the operator's to choose; remove it."
     for volume in read.spec.volumes:
         if volume.name in (CHECKPOINT_VOLUME, TURNS_VOLUME):
@@ -163,20 +166,35 @@ def _template_problems(
                 yield f"{at}: The operator sets this environment variable; remove it from the template."
 
 
-def _program_problems(template: Object, place: str) -> Iterator[str]:
-    """What of a coordinator's template would have another program answer in its place."""
-    spec = template.get("spec")
-    containers = spec.get("containers") if isinstance(spec, Mapping) else None
-    if isinstance(spec, Mapping) and spec.get("initContainers"):
-        yield f"{place}.spec.initContainers: A coordinator has one container, the operator's; remove them."
-    if not isinstance(containers, list):
+def _coordinator_problems(template: Object, place: str) -> Iterator[str]:
+    read = _read(template, place, _CoordinatorTemplate)
+    if isinstance(read, str):
+        yield read
         return
-    if len(containers) > 1:
+    if len(read.spec.containers) > 1:
         yield f"{place}.spec.containers: A coordinator has one container, the operator's; remove the others."
-    for field in OF_THE_COORDINATOR:
-        if containers and isinstance(containers[0], Mapping) and containers[0].get(field) is not None:
-            at = f"{place}.spec.containers[0].{field}"
-            yield f"{at}: What the coordinator runs is the operator's to choose; remove it."
+    spec = without_nulls(template).get("spec") or {}
+    given = [f"spec.{field}" for field in spec if field not in COORDINATOR_POD]
+    for container in read.spec.containers[:1]:
+        given += [f"spec.containers[0].{field}" for field in container if field not in COORDINATOR_CONTAINER]
+    for field in given:
+        yield (
+            f"{place}.{field[:100]}: A coordinator's template sets only resources, scheduling, labels and pull "
+            "secrets; remove this field."
+        )
+
+
+_Template = TypeVar("_Template", _WorkerTemplate, _CoordinatorTemplate)
+
+
+def _read(template: Object, place: str, kind: type[_Template]) -> _Template | str:
+    """What the operator reads of a template, or why it cannot."""
+    if (problem := _too_large(template, place)) is not None:
+        return problem
+    try:
+        return msgspec.convert(without_nulls(template), kind)
+    except msgspec.ValidationError as error:
+        return f"{place} cannot be read: {error}; correct it."
 
 
 def _too_large(value: object, place: str) -> str | None:

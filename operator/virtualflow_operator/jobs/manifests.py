@@ -47,7 +47,8 @@ from virtualflow.protocol.settings import (
     HASH_SEED,
 )
 from virtualflow_operator.api import (
-    OF_THE_COORDINATOR,
+    COORDINATOR_CONTAINER,
+    COORDINATOR_POD,
     Job,
     Object,
     WorkerGroup,
@@ -230,15 +231,11 @@ def coordinator_pod(job: Job, ordinal: int, settings: OperatorSettings) -> Objec
     if settings.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
     template = without_nulls(job.spec.coordinator.template)
-    overrides: Object = template.get("spec") or {}
-    overrides.pop("initContainers", None)
-    over = (overrides.pop("containers", None) or [{}])[0]
-    # What makes it a coordinator is not the template's business, since the operator talks to it; further variables are
-    # welcome.
-    fixed = (*OF_THE_COORDINATOR, "name", "ports")
-    merged = _merge(container, {key: value for key, value in over.items() if key not in fixed})
-    merged["env"] = [*(over.get("env") or []), *container["env"]]
-    spec["containers"] = [merged]
+    given: Object = template.get("spec") or {}
+    for over in given.get("containers", ())[:1]:
+        fields = {key: value for key, value in over.items() if key in COORDINATOR_CONTAINER and key != "name"}
+        spec["containers"] = [_merge(container, fields)]
+    overrides = {key: value for key, value in given.items() if key in COORDINATOR_POD and key != "containers"}
     metadata = _metadata(job, f"{coordinator_name(job)}-{ordinal}", COORDINATOR, template.get("metadata") or {})
     metadata["labels"] |= {LABEL_ROLE: COORDINATOR, LABEL_ORDINAL: str(ordinal)}
     metadata["labels"][LABEL_ATTEMPT] = str(job.status.attempt)
@@ -255,7 +252,8 @@ def _coordinator_container(job: Job, settings: OperatorSettings) -> Object:
         "name": COORDINATOR,
         "image": job.status.coordinator_image or settings.image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": ["virtualflow", "coordinator"],
+        # Isolated: no PYTHON* variable and no file of its directory decides what runs.
+        "command": ["python", "-I", "-u", "-m", "virtualflow", "coordinator"],
         # An image of an older operator refuses a flag that it does not know: what is new goes into the environment.
         "args": [
             *("--host", "0.0.0.0"),  # a pod's own address is not known before it runs

@@ -149,10 +149,6 @@ INVALID = {
         {"coordinator": {"template": {"spec": {"containers": [{}, {"name": "b", "image": "b:1"}]}}}},
         "spec.coordinator.template.spec.containers",
     ),
-    "a coordinator with an init container": (
-        {"coordinator": {"template": {"spec": {"initContainers": [{"name": "b", "image": "b:1"}]}}}},
-        "spec.coordinator.template.spec.initContainers",
-    ),
     "workers that restart": (
         {
             "workerGroups": [

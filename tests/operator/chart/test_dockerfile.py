@@ -113,8 +113,8 @@ def test_a_change_of_the_sources_does_not_install_the_dependencies_again(image: 
     ]
 
 
-def test_the_operator_starts_by_its_console_script_and_the_coordinator_has_one_too() -> None:
-    assert stages()["operator"].all_of("ENTRYPOINT") == ['["virtualflow-operator"]']
+def test_the_operator_starts_isolated_and_has_console_scripts_for_people() -> None:
+    assert stages()["operator"].all_of("ENTRYPOINT") == ['["python", "-I", "-u", "-m", "virtualflow_operator"]']
     assert {"virtualflow", "virtualflow-operator"} <= set(project()["scripts"])
 
 

@@ -157,7 +157,7 @@ def test_labels_of_ours_win_over_those_of_the_template() -> None:
 
 def test_a_coordinator_is_told_nothing_that_an_image_of_an_older_operator_refuses() -> None:
     (container,) = manifests.coordinator_pod(job_of(), 0, SETTINGS)["spec"]["containers"]
-    assert container["command"] == ["virtualflow", "coordinator"]
+    assert container["command"] == ["python", "-I", "-u", "-m", "virtualflow", "coordinator"]
     assert set(container["args"][::2]) <= {
         "--host", "--port", "--wanted", "--minimum", "--startup-grace", "--heartbeat-limit"
     }  # fmt: skip
@@ -398,7 +398,7 @@ def test_what_the_user_wants_different_is_laid_over_the_coordinators_pod() -> No
     (first,) = pod["spec"]["containers"]
     assert (first["name"], first["image"]) == ("coordinator", SETTINGS.image)
     assert first["resources"] == {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
-    assert first["command"] == ["virtualflow", "coordinator"]
+    assert first["command"] == ["python", "-I", "-u", "-m", "virtualflow", "coordinator"]
     assert (pod["spec"]["priorityClassName"], pod["metadata"]["labels"]["team"]) == ("high", "a")
     assert pod["spec"]["tolerations"] == [{"operator": "Exists"}]
     assert job.spec.coordinator.template == over, "the user's template is not touched"
@@ -408,15 +408,12 @@ def test_what_the_user_wants_different_is_laid_over_the_coordinators_pod() -> No
 def test_what_runs_in_a_coordinators_pod_is_not_the_users_to_choose() -> None:
     mine = {
         "image": "evil:1",
-        "command": ["sh"],
-        "args": ["-c", "evil"],
-        "lifecycle": {"postStart": {"exec": {"command": ["sh"]}}},
+        "env": [{"name": "PYTHONWARNINGS", "value": "all:0:antigravity.x:0:0"}],
         "volumeMounts": [{"name": "evil", "mountPath": "/usr/lib/python3"}],
-        "volumeDevices": [{"name": "evil", "devicePath": "/dev/xvda"}],
-        "ports": [{"containerPort": 1}],
+        "ofANewerKubernetes": ["sh"],
     }
     helper = {"name": "evil", "image": "evil:1"}
-    template = {"spec": {"containers": [mine, helper], "initContainers": [helper | {"restartPolicy": "Always"}]}}
+    template = {"spec": {"containers": [mine, helper], "initContainers": [helper], "hostNetwork": True}}
     spec = manifests.coordinator_pod(job_of(coordinator={"template": template}), 0, SETTINGS)["spec"]
     assert spec == manifests.coordinator_pod(job_of(), 0, SETTINGS)["spec"]
 

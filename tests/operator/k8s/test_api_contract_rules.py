@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from contract import DEFINITIONS, Cluster, eventually, job, on_the_real
+from contract import DEFINITION, DEFINITIONS, Cluster, eventually, job, on_the_real
 from resource_rules import QUEUE_CRD_FILE, crd
 
-from virtualflow_operator.api.validation import OPERATOR_VARIABLES
+from virtualflow_operator.api.job import read_spec
+from virtualflow_operator.api.validation import OPERATOR_VARIABLES, find_problems
 from virtualflow_operator.constants import QUEUE_KIND
 from virtualflow_operator.k8s.client import Object
 from virtualflow_operator.k8s.errors import AlreadyExists, Invalid, NotFound
@@ -81,6 +83,54 @@ async def test_the_operators_variables_are_refused(cluster: Cluster) -> None:
         spec = {"containers": [container | {"env": [{"name": name, "value": "1"}]}]}
         with pytest.raises(Invalid, match="The operator sets this environment variable"):
             await cluster.job(spec=job()["spec"] | {"workerGroups": groups(template={"spec": spec})})
+
+
+@on_the_real
+async def test_a_stored_job_whose_coordinators_template_was_allowed_once_goes_on_and_is_told_the_field(
+    cluster: Cluster,
+) -> None:
+    def template(**fields: Any) -> Object:
+        return {"spec": {"coordinator": {"template": {"spec": {"containers": [fields]}}}}}
+
+    async def define(rules: bool) -> None:
+        """Let jobs be read by a definition with or without the rules for a coordinator's template."""
+        former = copy.deepcopy(DEFINITION)
+        schema = former["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        if not rules:
+            del schema["properties"]["spec"]["properties"]["coordinator"]["properties"]["template"]["properties"]
+        found = await cluster.api.get(DEFINITIONS, None, former["metadata"]["name"])
+        await cluster.api.replace(DEFINITIONS, None, former["metadata"]["name"], found | {"spec": former["spec"]})
+        probe = job("probe", spec=job()["spec"] | template(env=[])["spec"])
+
+        async def is_applied() -> bool:
+            try:
+                await cluster.api.create(JOBS, cluster.namespace, probe, dry_run=True)
+            except Invalid:
+                return rules
+            return not rules
+
+        await eventually(is_applied)
+
+    fields = {"env": [{"name": "PYTHONWARNINGS", "value": "all"}], "resources": {"limits": {"memory": "1Gi"}}}
+    await define(rules=False)
+    try:
+        await cluster.job(spec=job()["spec"] | template(**fields)["spec"])
+    finally:
+        await define(rules=True)
+    kept = await cluster.api.patch(
+        JOBS, cluster.namespace, "digits", {"status": {"phase": "Running"}}, subresource="status"
+    )
+    assert kept["spec"]["coordinator"] == template(**fields)["spec"]["coordinator"], "nothing of it is lost"
+    (problem,) = find_problems(read_spec(kept["spec"]))
+    assert problem.startswith("coordinator.template.spec.containers[0].env: A coordinator's template sets only")
+    scaled = await cluster.api.patch(JOBS, cluster.namespace, "digits", {"spec": {"replicas": 1}})
+    assert scaled["spec"]["replicas"] == 1
+    with pytest.raises(Invalid, match=r"containers\[0\]\.env"):
+        await cluster.api.patch(JOBS, cluster.namespace, "digits", template(env=[]))
+    mended = await cluster.api.patch(
+        JOBS, cluster.namespace, "digits", template(resources={"limits": {"memory": "2Gi"}})
+    )
+    assert find_problems(read_spec(mended["spec"])) == []
 
 
 @on_the_real
