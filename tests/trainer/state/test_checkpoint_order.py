@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import virtualflow as vf
 from virtualflow.errors import Evicted
-from virtualflow.protocol.messages import NO_GENERATION, CheckpointState, Generation
+from virtualflow.protocol.messages import LAST_COUNTER, LAST_INCARNATION, NO_GENERATION, CheckpointState, Generation
 from virtualflow.state import Checkpointer
 from virtualflow.state.checkpoint_format import adopt, find_newest
 from virtualflow.state.checkpoint_order import Mark, choose_doomed, complete, highest_fence
@@ -22,14 +22,25 @@ OLD, BETWEEN, NEW = (Generation(1_764_000_000_000, counter) for counter in (7, 8
 NEWEST = Generation(1_764_000_999_999, 9)
 
 
-@pytest.mark.parametrize("mark", [Mark(OLD, 120), Mark(NEWEST, 120_000_000), Mark(NO_GENERATION, 3)], ids=str)
+@pytest.mark.parametrize(
+    "mark",
+    [
+        Mark(OLD, 120),
+        Mark(NEWEST, 120_000_000),
+        Mark(NO_GENERATION, 3),
+        Mark(Generation(LAST_INCARNATION, LAST_COUNTER), 3),
+    ],
+    ids=str,
+)
 def test_a_name_says_step_and_generation(mark: Mark) -> None:
     assert Mark.read(mark.name) == mark
 
 
 @pytest.mark.parametrize(
     "name",
-    ["step-1.2.3", "step-00000001.2", "step-00000001.2.3.4", "step-00000001.-2.3", ".step-00000001.0123abcd", "fence"],
+    ["step-1.2.3", "step-00000001.2", "step-00000001.2.3.4", "step-00000001.-2.3", ".step-00000001.0123abcd", "fence"]
+    + [Mark(Generation(*numbers), 1).name for numbers in [(999_999_999_999_999, 1), (LAST_INCARNATION + 1, 1)]]
+    + [Mark(Generation(*numbers), 1).name for numbers in [(5, LAST_COUNTER + 1), (2**53, 2**53), (5, 0), (0, 5)]],
 )
 def test_another_name_is_none_of_a_checkpoint(name: str) -> None:
     assert Mark.read(name) is None

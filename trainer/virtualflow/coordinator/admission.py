@@ -23,9 +23,6 @@ from virtualflow.protocol.versions import (
 )
 from virtualflow.protocol.wording import counted
 
-_LARGEST = 2**53 - 2**20
-"""Numbers of generations end here, so that one can always be counted on from."""
-
 
 def admit(state: JobState, hello: m.Hello, now: float) -> str | None:
     """Admit a connection; a sentence instead when that process must not take part."""
@@ -217,8 +214,7 @@ def _went_on_elsewhere(job: JobState, hello: m.Hello) -> bool:
 
 def fault_in_number(generation: m.Generation) -> str | None:
     """What is wrong with the number of a generation, if anything."""
-    possible = 0 < generation.counter < _LARGEST and 0 < generation.incarnation < _LARGEST
-    return None if possible else "no such generation is ever made"
+    return None if generation.possible else "no such generation is ever made"
 
 
 def _bound(job: JobState, hello: m.Hello) -> bool:

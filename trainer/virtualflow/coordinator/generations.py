@@ -9,6 +9,7 @@ from virtualflow.coordinator.balance import arrange, split
 from virtualflow.coordinator.settings import APART
 from virtualflow.coordinator.snapshot import Proposal, Worker
 from virtualflow.coordinator.state import JobState
+from virtualflow.protocol import lineage
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import MAX_REASON, MAX_TEXT, MAX_WORKERS
 
@@ -60,7 +61,7 @@ def number_above(state: JobState, generation: m.Generation) -> None:
     """
     state.counter = max(state.counter, generation.counter)
     if generation.incarnation > state.incarnation:
-        state.incarnation = generation.incarnation + 1 + state.incarnation % APART
+        state.incarnation = min(generation.incarnation + 1 + state.incarnation % APART, m.LAST_INCARNATION)
 
 
 def learn(state: JobState, plan: m.Plan, now: float) -> None:
@@ -102,9 +103,10 @@ def count_above(state: JobState, floor: m.Generation) -> None:
     members.
     """
     if state.running is None:
-        state.counter = max(state.counter, floor.counter)
+        first = lineage.number_above(floor, 0.0)
+        state.counter = max(state.counter, first.counter - 1)
         if floor.incarnation > state.incarnation:
-            state.incarnation = floor.incarnation + 1
+            state.incarnation = first.incarnation
 
 
 def withdraw(state: JobState) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from virtualflow.protocol.messages import NO_GENERATION, Generation, Plan
+from virtualflow.protocol.messages import LAST_COUNTER, LAST_INCARNATION, NO_GENERATION, Generation, Plan
 
 Stage = Literal["attempted", "counted", "settled"]
 
@@ -35,7 +35,9 @@ def number_above(floor: Generation, now: float) -> Generation:
         floor: the newest that is known.
         now: Unix time in seconds. It makes the numbers of two who know nothing of each other differ.
     """
-    return Generation(max(int(now * 1000), floor.incarnation + 1), floor.counter + 1)
+    # A counter near the last one begins anew: the incarnation is above.
+    counter = floor.counter if floor.counter < LAST_COUNTER // 2 else 0
+    return Generation(min(max(int(now * 1000), floor.incarnation + 1), LAST_INCARNATION), counter + 1)
 
 
 def open_members(plan: Plan, stage: Stage, present: Collection[str], ended: Collection[str]) -> frozenset[str]:

@@ -64,6 +64,16 @@ class Generation(Base, frozen=True, order=True, tag=False):
     def __str__(self) -> str:
         return str(self.counter)
 
+    @property
+    def possible(self) -> bool:
+        """Whether a coordinator may have made it; else it is a slip or a forgery, which nothing is to come behind."""
+        return 0 < self.incarnation <= LAST_INCARNATION and 0 < self.counter <= LAST_COUNTER
+
+
+LAST_INCARNATION = 2**43
+"""Milliseconds since 1970 in the year 2248: no clock that an incarnation is read from is that far ahead."""
+LAST_COUNTER = 2**53 - 2**20
+"""One can always be counted on from."""
 
 NO_GENERATION = Generation(0, 0)
 """The one before the first, and the offer of a worker that has none to enter."""

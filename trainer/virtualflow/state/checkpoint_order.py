@@ -25,7 +25,7 @@ from typing import NamedTuple
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.messages import NO_GENERATION, Generation
 
-_COMPLETE = re.compile(r"step-(\d{8,15})(?:\.(\d{1,15})\.(\d{1,15}))?")
+_COMPLETE = re.compile(r"step-(\d{8,15})(?:\.(\d{1,13})\.(\d{1,16}))?")
 _HIDDEN = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
 
 
@@ -46,7 +46,11 @@ class Mark(NamedTuple):
     def read(cls, name: str) -> Mark | None:
         """The inverse of :attr:`name`; ``None``: this is no name of a checkpoint."""
         match = _COMPLETE.fullmatch(name)
-        return cls(Generation(int(match[2] or 0), int(match[3] or 0)), int(match[1])) if match else None
+        if match is None:
+            return None
+        fence = Generation(int(match[2] or 0), int(match[3] or 0))
+        # What no generation can come behind would hide all that is written from now on.
+        return cls(fence, int(match[1])) if fence == NO_GENERATION or fence.possible else None
 
 
 _PASSING = frozenset(
