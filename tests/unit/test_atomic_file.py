@@ -1,12 +1,13 @@
 import os
 import resource
 import stat
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from virtualflow.atomic_file import PRIVATE, create_whole, write_whole
+from virtualflow.atomic_file import PRIVATE, create_whole, read_regular, write_whole
 
 
 def names(directory: Path) -> list[str]:
@@ -89,3 +90,27 @@ def test_of_many_who_create_a_file_one_succeeds(tmp_path: Path) -> None:
         made = [number for number in pool.map(create, range(40)) if number is not None]
     assert [path.read_bytes()] == [str(number).encode() for number in made]
     assert (mode_of(path), names(tmp_path)) == (0o600, ["job"])
+
+
+@pytest.mark.parametrize(
+    ("make", "because"),
+    [
+        pytest.param(os.mkfifo, "it is no regular file", id="a pipe that nobody writes to"),
+        pytest.param(lambda path: path.symlink_to("/dev/zero"), "it is no regular file", id="a device without an end"),
+        pytest.param(lambda path: path.mkdir(), "Is a directory", id="a directory"),
+        pytest.param(lambda path: path.write_bytes(b"12345"), "it is larger than 4 bytes", id="a byte too much"),
+        pytest.param(
+            lambda path: (path.touch(), os.truncate(path, 1 << 40)), "it is larger than 4 bytes", id="a sparse file"
+        ),
+    ],
+)
+def test_what_does_not_end_is_refused_at_once(make: Callable[[Path], object], because: str, tmp_path: Path) -> None:
+    make(tmp_path / "file")
+    with pytest.raises(OSError, match=because):
+        read_regular(tmp_path / "file", 4)
+
+
+def test_a_link_to_a_file_is_read_to_its_last_byte(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1234")
+    (tmp_path / "link").symlink_to("file")
+    assert read_regular(tmp_path / "link", 4) == b"1234"

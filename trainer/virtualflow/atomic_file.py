@@ -1,14 +1,18 @@
 """Files that are there as a whole or not at all: whoever reads one sees the former content or the new, never a part.
+And files that end: a pipe or a device in the place of one, or a file without measure, keeps nobody waiting.
 
 They survive the death of their writer, not a power cut: what has to (checkpoints) sees to its disk itself.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 PRIVATE = 0o600
@@ -43,6 +47,39 @@ def create_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
     """
     with _beside(path, content, mode) as temporary:
         os.link(temporary, path)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading, and nothing else that a path may lead to.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """All of a file.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or larger.
+    """
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", str(path))
+    return content
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.messages import CheckpointState, NonFinite
 from virtualflow.protocol.metrics import Metric, show_metric
 from virtualflow.protocol.termination_message import TerminationMessage
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import counted, printable
 from virtualflow_operator import reasons
 from virtualflow_operator.api import Condition, ConditionType, Job, JobStatus, Truth, format_time
 
@@ -32,7 +32,8 @@ def with_conditions(status: JobStatus, generation: int, now: float, *aspects: As
         before = status.condition(kind)
         same = before is not None and before.status == truth
         since = before.last_transition_time if before is not None and same else format_time(now)
-        shown = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 2] + " …"
+        shown = printable(message)
+        shown = shown if len(shown) <= MAX_MESSAGE else shown[: MAX_MESSAGE - 2] + " …"
         conditions.append(Condition(kind, truth, reason, shown, since, generation))
     return msgspec.structs.replace(status, conditions=tuple(conditions))
 

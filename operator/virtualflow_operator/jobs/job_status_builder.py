@@ -13,6 +13,7 @@ import msgspec
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.memory_copy import MemoryCopyState
 from virtualflow.protocol.messages import Change, CheckpointState
+from virtualflow.protocol.wording import printable
 from virtualflow_operator import reasons
 from virtualflow_operator.api import (
     CoordinatorLink,
@@ -181,7 +182,7 @@ def _latest_change(status: JobStatus, remote: Status) -> LastChange | None:
         before=change.from_,
         to=change.to,
         cause=change.cause,
-        reason=change.reason,
+        reason=printable(change.reason),
         step=change.step,
         pause_milliseconds=None if change.pause_ms is None else round(change.pause_ms),
         repeated_steps=change.repeated_steps,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from virtualflow.protocol.wording import printable
 from virtualflow_operator.constants import API_VERSION, KIND, MANAGER
 from virtualflow_operator.k8s.errors import AlreadyExists, ApiError, NotFound
 from virtualflow_operator.k8s.resources import EVENTS, Resource
@@ -156,7 +157,7 @@ class EventRecorder:
             },
             "type": kind,
             "reason": reason[:MAX_REASON],
-            "message": _cut(message, MESSAGE_BYTES),
+            "message": _cut(printable(message), MESSAGE_BYTES),
             "firstTimestamp": now,
             "lastTimestamp": now,
             "count": 1,

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from pythonjsonlogger import json
 from pythonjsonlogger.core import RESERVED_ATTRS
 
+from virtualflow.protocol.wording import printable
 from virtualflow_operator.settings import LogFormat, LogLevel
 
 _job: ContextVar[tuple[str, str] | None] = ContextVar("job", default=None)
@@ -71,7 +72,7 @@ class TextFormatter(logging.Formatter):
             lines.append(self.formatException(record.exc_info))
         if record.stack_info:
             lines.append(self.formatStack(record.stack_info))
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 class JsonFormatter(json.JsonFormatter):

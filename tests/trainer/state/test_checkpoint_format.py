@@ -97,6 +97,11 @@ def test_where_nothing_is_nothing_is_found(tmp_path: Path, events: list[str]) ->
     assert events == []
 
 
+def in_place_of(file: Path, make: Any) -> None:
+    file.unlink()
+    make(file)
+
+
 DAMAGE = {
     "state-flipped-in-the-middle": lambda path: flip(path / "state.safetensors", 3000),
     "state-flipped-in-the-header": lambda path: flip(path / "state.safetensors", 20),
@@ -107,6 +112,11 @@ DAMAGE = {
     "manifest-empty": lambda path: truncate(path / "manifest.json", 0),
     "manifest-missing": lambda path: (path / "manifest.json").unlink(),
     "manifest-of-another-step": lambda path: path.rename(path.parent / "step-00000003"),
+    "manifest-a-pipe": lambda path: in_place_of(path / "manifest.json", os.mkfifo),
+    "manifest-endless": lambda path: in_place_of(path / "manifest.json", lambda file: file.symlink_to("/dev/zero")),
+    "manifest-of-a-tebibyte": lambda path: truncate(path / "manifest.json", 1 << 40),
+    "state-a-pipe": lambda path: in_place_of(path / "state.safetensors", os.mkfifo),
+    "state-endless": lambda path: in_place_of(path / "state.safetensors", lambda file: file.symlink_to("/dev/zero")),
     "all-missing": lambda path: [entry.unlink() for entry in path.iterdir()],
 }
 
@@ -134,6 +144,18 @@ def test_no_single_flipped_bit_of_a_manifest_passes_for_another_job(tmp_path: Pa
             events.clear()
             assert find_newest(tmp_path, events.append, IDENTITY) is None
             assert len(events) == 1
+
+
+def test_no_single_flipped_bit_of_the_states_header_is_anything_but_damage(tmp_path: Path, events: list[str]) -> None:
+    writer_to(tmp_path, events).save_now(1, tree_of(1))
+    found, state = newest(tmp_path, events), tmp_path / "step-00000001" / "state.safetensors"
+    intact = state.read_bytes()
+    for bit in range(8 * (8 + int.from_bytes(intact[:8], "little"))):
+        damaged = bytearray(intact)
+        damaged[bit // 8] ^= 1 << bit % 8
+        state.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"state\.safetensors"):
+            load(found)
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused_and_not_taken_for_damage(tmp_path: Path, events: list[str]) -> None:

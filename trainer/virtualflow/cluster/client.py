@@ -12,10 +12,12 @@ from kubernetes import client as kubernetes
 from kubernetes import config as kubeconfigs
 
 from virtualflow._arguments import checked, checked_class
+from virtualflow.atomic_file import read_regular
 from virtualflow.cluster.api import GROUP, KIND, PLURAL, REQUEST_SECONDS, VERSION, Object, said
 from virtualflow.cluster.job import Job
 from virtualflow.cluster.scripts import submission
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.settings import MAX_MANIFEST
 
 
 @checked_class("Client")
@@ -170,9 +172,11 @@ def read_manifest(manifest: Mapping[str, Any] | str | Path) -> Object:
         body: Any = dict(manifest)
     else:
         try:
-            body = yaml.safe_load(Path(manifest).read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigurationError(f"{manifest} cannot be read: {error}") from None
+            body = yaml.safe_load(read_regular(Path(manifest), MAX_MANIFEST))
+        except OSError as error:
+            raise ConfigurationError(f"{manifest} cannot be read: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeError, RecursionError) as error:
+            raise ConfigurationError(f"{manifest} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(body, dict) or body.get("kind") != KIND or not (body.get("metadata") or {}).get("name"):
         raise ConfigurationError(f"that is no {KIND} with a metadata.name")
     return body

@@ -10,12 +10,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from virtualflow._imports import prefer_own
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Parser, complain
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import counted, printable
 
 if TYPE_CHECKING:
     from virtualflow.cluster import Client
@@ -105,15 +105,20 @@ def parser() -> Parser:
     return made
 
 
+def _say(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
+    """Print words that may be others': their control characters are no commands to this terminal."""
+    print(printable(text), file=file, flush=flush)
+
+
 def _top(client: Client, given: argparse.Namespace) -> int:
     from virtualflow.cluster.tables import job_rows, table
 
     jobs = client.jobs(everywhere=given.all_namespaces)
     if not jobs:
         where = "any namespace" if given.all_namespaces else f"the namespace {client.namespace}"
-        print(f"There are no jobs in {where}.", file=sys.stderr)
+        _say(f"There are no jobs in {where}.", file=sys.stderr)
         return 0
-    print(table(job_rows([job.body for job in jobs], datetime.now(UTC), namespaces=given.all_namespaces)))
+    _say(table(job_rows([job.body for job in jobs], datetime.now(UTC), namespaces=given.all_namespaces)))
     return 0
 
 
@@ -121,7 +126,7 @@ def _why(client: Client, given: argparse.Namespace) -> int:
     from virtualflow.cluster.explanation import explain
 
     job = client.job(given.job)
-    print("\n".join(explain(job.body, job.events(), datetime.now(UTC))))
+    _say("\n".join(explain(job.body, job.events(), datetime.now(UTC))))
     return 0
 
 
@@ -129,31 +134,31 @@ def _logs(client: Client, given: argparse.Namespace) -> int:
     job = client.job(given.job)
     prefix = f"{job.name}-"
     for line in job.logs(follow=given.follow, tail=given.tail):
-        print(f"[{line.worker.removeprefix(prefix)}] {line.text}", flush=given.follow)
+        _say(f"[{line.worker.removeprefix(prefix)}] {line.text}", flush=given.follow)
     return 0
 
 
 def _scale(client: Client, given: argparse.Namespace) -> int:
     client.job(given.job).scale(given.workers)
-    print(f"{given.job}: {counted(given.workers, 'worker')} wanted")
+    _say(f"{given.job}: {counted(given.workers, 'worker')} wanted")
     return 0
 
 
 def _drain(client: Client, given: argparse.Namespace) -> int:
     client.job(given.job).drain(given.worker)
-    print(f"{given.job}: {given.worker} is asked to leave")
+    _say(f"{given.job}: {given.worker} is asked to leave")
     return 0
 
 
 def _suspend(client: Client, given: argparse.Namespace) -> int:
     client.job(given.job).suspend()
-    print(f"{given.job}: to be suspended")
+    _say(f"{given.job}: to be suspended")
     return 0
 
 
 def _resume(client: Client, given: argparse.Namespace) -> int:
     client.job(given.job).resume()
-    print(f"{given.job}: to go on")
+    _say(f"{given.job}: to go on")
     return 0
 
 
@@ -161,13 +166,13 @@ def _ui(client: Client, given: argparse.Namespace) -> int:
     from virtualflow.cluster.tunnel import kubectl, show_page
 
     command = kubectl(kubeconfig=given.kubeconfig, context=given.context)
-    show_page(client.job(given.job), command, given.port, lambda line: print(line, flush=True))
+    show_page(client.job(given.job), command, given.port, lambda line: _say(line, flush=True))
     return 0
 
 
 def _wait(client: Client, given: argparse.Namespace) -> int:
     job = client.job(given.job).wait(given.timeout)
-    print(f"{job.name}: {job.phase}, step {job.status.get('step', '?')}, digest {job.status.get('digest', '?')}")
+    _say(f"{job.name}: {job.phase}, step {job.status.get('step', '?')}, digest {job.status.get('digest', '?')}")
     return 0
 
 
@@ -177,6 +182,6 @@ def _check(client: Client, given: argparse.Namespace) -> int:
 
     ready = True
     for found in check(client, None if given.manifest is None else read_manifest(given.manifest)):
-        print(f"{found.verdict:7} {found.sentence}")
+        _say(f"{found.verdict:7} {found.sentence}")
         ready = ready and found.verdict != "no"
     return 0 if ready else EXIT_FAILED

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from virtualflow.atomic_file import read_regular
 from virtualflow.cluster.api import GROUP, KIND, VERSION, Object
 from virtualflow.errors import ConfigurationError
 
@@ -129,7 +130,7 @@ def _unknown(table: symtable.SymbolTable) -> Iterator[str]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be shipped: {error.strerror}; put folders into the image") from None
 

@@ -28,7 +28,7 @@ from virtualflow.launcher.subcommands import EXTERNAL, Subcommand, build_parser
 from virtualflow.launcher.usage import EXIT_FAILED, EXIT_UNREAD, EXIT_USAGE, Parser, complain
 from virtualflow.protocol.environment import read_number
 from virtualflow.protocol.settings import ENV_CONFIRMED_START, ENV_COORDINATOR, ENV_HANG_SECONDS, ENV_TOKEN
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import counted, printable
 
 if TYPE_CHECKING:
     from virtualflow.protocol.http_client import CoordinatorClient
@@ -167,13 +167,13 @@ def _bisect(arguments: argparse.Namespace, _: LauncherSettings) -> int:
 
 
 def _report(arguments: argparse.Namespace, _: LauncherSettings) -> int:
-    from virtualflow.atomic_file import write_whole
-    from virtualflow.launcher.report_page import page, read_report
+    from virtualflow.atomic_file import read_regular, write_whole
+    from virtualflow.launcher.report_page import MAX_REPORT, page, read_report
 
     source = arguments.report
     target = arguments.html if arguments.html is not None else source.with_suffix(".html")
     try:
-        report = read_report(source.read_bytes(), str(source))
+        report = read_report(read_regular(source, MAX_REPORT), str(source))
         write_whole(target, page(report).encode())
     except OSError as error:
         raise ConfigurationError(f"{error.filename or target}: {error.strerror}") from None
@@ -190,7 +190,7 @@ def _status(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
             return encode(status).decode()
         from virtualflow.launcher.status_text import describe_status
 
-        return describe_status(name, status)
+        return printable(describe_status(name, status))
 
     return _with_job(arguments, settings, show)
 
@@ -205,7 +205,7 @@ def _scale(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
                 f"{name} has {counted(virtual_nodes, 'virtual node')}; {counted(arguments.workers, 'worker')} "
                 "cannot share them"
             )
-        return f"{name}: {await client.send(ScaleCall(arguments.workers))}"
+        return f"{name}: {printable(await client.send(ScaleCall(arguments.workers)))}"
 
     return _with_job(arguments, settings, scale)
 
@@ -222,7 +222,7 @@ def _drain(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
         raise ConfigurationError(f"{arguments.worker!r} is not the name of a worker; see virtualflow status") from None
 
     async def drain(client: CoordinatorClient, name: str) -> str:
-        return f"{name}: {await client.send(call)}"
+        return f"{name}: {printable(await client.send(call))}"
 
     return _with_job(arguments, settings, drain)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from virtualflow.atomic_file import read_regular
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.backward import BackwardSpec
 from virtualflow.protocol.settings import (
@@ -22,6 +23,7 @@ from virtualflow.protocol.settings import (
     ENV_DEVICE_MEMORY,
     ENV_HOST_MEMORY,
     MANIFEST_BACKOFF_LIMIT,
+    MAX_MANIFEST,
     ON_NON_FINITE,
     PLACEMENTS,
     REPRODUCIBILITY,
@@ -74,14 +76,14 @@ def load_manifest(path: Path) -> JobManifest:
         ConfigurationError: the file cannot be read or is not YAML, or what ``read_manifest`` raises.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, MAX_MANIFEST).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the manifest {path}: {_brief(error)}") from error
     import yaml
 
     try:
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigurationError(f"the manifest {path} is not YAML: {' '.join(str(error).split())}") from error
     if len(documents) != 1:
         raise ConfigurationError(

@@ -15,10 +15,13 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from virtualflow.atomic_file import PRIVATE, create_whole, write_whole
+from virtualflow.atomic_file import PRIVATE, create_whole, read_regular, write_whole
 from virtualflow.errors import ConfigurationError
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+
+_LARGEST = 64 << 10
+"""Bytes of such a file."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ def _try_claim(name: str) -> RunningJob | None:
 
 def _read(path: Path) -> RunningJob | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path, _LARGEST))
         job = RunningJob(
             str(content["name"]),
             str(content["url"]),

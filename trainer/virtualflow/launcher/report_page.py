@@ -15,6 +15,8 @@ from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.metrics import show_metric
 from virtualflow.protocol.wording import counted
 
+MAX_REPORT = 256 << 20
+"""Bytes of a file that could be a report."""
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 900, 240, 44, 30, 34, 12
 """Of a picture, in its own units."""
 _TICKS = 6

@@ -38,7 +38,7 @@ from virtualflow.protocol.http_api import ENDED, Event, GoneCall, HoldCall, Stat
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
 from virtualflow.protocol.live_view import page_address
 from virtualflow.protocol.termination_message import EXIT_EVICTED
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import counted, printable
 from virtualflow.remedies import remedy
 
 _SHOWN_OTHERWISE = ("change", "failed", "generation")
@@ -422,7 +422,7 @@ class Runner:
             traceback = last_traceback([line for line in shutdown.witness.process.tail if line.strip()])
         lines = traceback.rstrip("\n").split("\n") if traceback.strip() else []
         if lines and not self._relay.has_shown(lines[-1]):
-            print("\n".join(lines), file=sys.stderr)
+            print(printable("\n".join(lines)), file=sys.stderr)
         advice = remedy(traceback)
         if advice is not None and advice not in f"{traceback} {shutdown.reason}":
             print(f"what to do: {advice}", file=sys.stderr)

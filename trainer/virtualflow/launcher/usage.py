@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.wording import suggest
+from virtualflow.protocol.wording import printable, suggest
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -19,7 +19,7 @@ EXIT_UNREAD = 141
 
 def complain(sentence: str) -> None:
     """Say in one line on standard error what is wrong."""
-    print(f"virtualflow: {' '.join(sentence.split())}", file=sys.stderr)
+    print(f"virtualflow: {printable(' '.join(sentence.split()))}", file=sys.stderr)
 
 
 class _Help(argparse.HelpFormatter):

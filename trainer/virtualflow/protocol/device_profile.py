@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from virtualflow.atomic_file import read_regular
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.settings import Reproducibility
 from virtualflow.protocol.wording import counted
@@ -170,15 +171,12 @@ def read_profile(path: Path) -> DeviceProfile:
         ConfigurationError: the file cannot be read, or is no profile.
     """
     try:
-        with path.open("rb") as file:
-            raw = file.read(_LARGEST + 1)
+        raw = read_regular(path, _LARGEST)
     except OSError as error:
         raise ConfigurationError(
             f"the profile {path} cannot be read ({error.strerror}); make one with virtualflow profile SCRIPT"
         ) from error
     try:
-        if len(raw) > _LARGEST:
-            raise msgspec.DecodeError("it is too large")
         return msgspec.json.decode(raw, type=DeviceProfile)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ConfigurationError(

@@ -57,6 +57,9 @@ WORKERS = 2
 
 BACKOFF_LIMIT = 6
 """``virtualflow run`` with a script: replacements in a row without a step in between before the job has failed."""
+MAX_MANIFEST = 3 << 20
+"""Bytes of a manifest; the API server refuses larger objects, too."""
+
 MANIFEST_BACKOFF_LIMIT = 3
 """``spec.backoffLimit`` of a manifest that names none, in a cluster and by ``virtualflow run -f``."""
 

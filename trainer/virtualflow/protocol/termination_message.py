@@ -21,6 +21,7 @@ from virtualflow.errors import CoordinatorAbsent, Drained, Evicted, Leave, Virtu
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.metrics import Metric, as_metrics
 from virtualflow.protocol.settings import ENV_TERMINATION_LOG, MAX_TERMINATION_MESSAGE, MAX_TERMINATION_METRICS
+from virtualflow.protocol.wording import printable
 
 logger = logging.getLogger("virtualflow.worker")
 
@@ -186,15 +187,15 @@ def decode_termination_message(text: str | bytes) -> TerminationMessage | None:
 
 def encode_termination_message(message: TerminationMessage) -> bytes:
     """JSON of at most ``MAX_TERMINATION_MESSAGE`` bytes; what is cut off is first the beginning of the traceback."""
-    metrics = {_clean(name): value for name, value in message.metrics.items() if len(name) <= _NAME}
+    metrics = {printable(name): value for name, value in message.metrics.items() if len(printable(name)) <= _NAME}
     found = message.non_finite
     message = msgspec.structs.replace(
         message,
         metrics=dict(list(as_metrics(metrics).items())[:MAX_TERMINATION_METRICS]),
-        non_finite=msgspec.structs.replace(found, metric=_clean(found.metric)[:_NAME]) if found else None,
-        error=_clean(message.error)[:_SENTENCE] if message.error is not None else None,
-        reason=_clean(message.reason)[:_SENTENCE] if message.reason is not None else None,
-        traceback=_clean(message.traceback)[-MAX_TERMINATION_MESSAGE:] if message.traceback else None,
+        non_finite=msgspec.structs.replace(found, metric=printable(found.metric)[:_NAME]) if found else None,
+        error=printable(message.error)[:_SENTENCE] if message.error is not None else None,
+        reason=printable(message.reason)[:_SENTENCE] if message.reason is not None else None,
+        traceback=printable(message.traceback)[-MAX_TERMINATION_MESSAGE:] if message.traceback else None,
     )
     trace, error, reason = message.traceback or "", message.error or "", message.reason or ""
     numbers = list(message.metrics.items())
@@ -215,8 +216,3 @@ def _fit(message: TerminationMessage, length: int, part: Callable[[int], dict[st
         return message
     fits = bisect.bisect_right(range(length), MAX_TERMINATION_MESSAGE, key=size) - 1
     return msgspec.structs.replace(message, **part(max(fits, 0)))
-
-
-def _clean(text: str) -> str:
-    """``text`` without halves of surrogate pairs, which JSON cannot hold."""
-    return text.encode("utf-8", "replace").decode()

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 
 from virtualflow.errors import ConfigurationError
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""All that moves a cursor, commands a terminal or turns the order of letters, but line feeds and tabs; and halves of
+characters, which cannot be written at all."""
 _ALIKE = 0.65
 """Of 1: two words of three letters that differ in one are alike."""
 
@@ -15,6 +18,11 @@ _ALIKE = 0.65
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, as in ``1 worker`` and ``2 workers``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would obey in words of others, as in ``\\x1b[2J``; lines stay lines."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from virtualflow.atomic_file import open_regular, read_regular
 from virtualflow.errors import ConfigurationError
 from virtualflow.progress import ProgressBar
 from virtualflow.protocol.messages import Generation
@@ -36,6 +37,9 @@ from virtualflow.state.checkpoint_order import Mark, VolumeFailure, complete, hi
 
 FORMAT = 1
 """Of the manifest and the state; raised when an older reader would misread a newer checkpoint."""
+
+MAX_SEALED = 64 << 20
+"""Bytes of a manifest: a model of a million parameters needs less."""
 
 STATE, MANIFEST = "state.safetensors", "manifest.json"
 _OTHER_CONTENT = f"the content of {STATE} is not what was written (its SHA-256 differs)"
@@ -137,7 +141,7 @@ def find_newest(
                     f"the checkpoint {path} belongs to another job: {problem}; use another "
                     "--checkpoint-dir, or go back to the old value"
                 )
-            with (path / STATE).open("rb") as file:
+            with open_regular(path / STATE) as file:
                 _verify_size(file, manifest)
         except PermissionError as error:
             # To start again from nothing would be a worse answer than to ask for the permission.
@@ -203,9 +207,12 @@ def load(found: FoundCheckpoint) -> dict[str, Any]:
     """
     path = found.path / STATE
     try:
-        with path.open("rb") as plain:
+        with open_regular(path) as plain:
             size = plain.read(8)
-            head = plain.read(int.from_bytes(size, "little"))
+            length = int.from_bytes(size, "little")
+            if length > os.fstat(plain.fileno()).st_size - len(size):
+                raise ValueError(f"{STATE} cannot be read: it ends before its header does")
+            head = plain.read(length)
         checksum = hashlib.sha256(size + head)
         tensors: dict[str, Tensor] = {}
         with safe_open(path, "pt") as file, ProgressBar(f"reading {found.path.name}", path.stat().st_size) as progress:
@@ -281,7 +288,7 @@ def unseal(sealed: bytes, name: str) -> Manifest:
 
 
 def _read_manifest(path: Path, step: int) -> Manifest:
-    manifest = unseal((path / MANIFEST).read_bytes(), f"the checkpoint {path}")
+    manifest = unseal(read_regular(path / MANIFEST, MAX_SEALED), f"the checkpoint {path}")
     if manifest.step != step:
         raise ValueError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
@@ -294,7 +301,7 @@ def _verify_size(file: BinaryIO, manifest: Manifest) -> None:
 
 
 def _verify_state(path: Path, manifest: Manifest) -> None:
-    with (path / STATE).open("rb") as file:
+    with open_regular(path / STATE) as file:
         _verify_size(file, manifest)
         if hashlib.file_digest(file, "sha256").hexdigest() != manifest.state_sha256:
             raise ValueError(_OTHER_CONTENT)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from virtualflow.atomic_file import open_regular
 from virtualflow.errors import ConfigurationError
 
 # What a worker notes of its part in a training: one line of JSON each, in a file of its own.
@@ -163,7 +164,7 @@ def read_trace(directory: Path) -> Trace:
     fragments = []
     try:
         for path in sorted(directory.glob("*.jsonl")):
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 fragments.append([record for record in map(decode, file) if record is not None])
     except OSError as error:
         raise ConfigurationError(f"the trace in {directory} cannot be read: {error.strerror}") from error
