@@ -185,6 +185,8 @@ ConditionType = Literal[
     "Allocated",
     "Complete",
     "Failed",
+    "Reconciling",
+    "Stalled",
 ]
 Truth = Literal["True", "False", "Unknown"]
 

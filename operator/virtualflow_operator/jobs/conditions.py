@@ -21,6 +21,8 @@ _DIGITS = 6
 """Significant digits of a loss."""
 MAX_MESSAGE = 4_096
 """Characters of a condition's message; the API takes 32,768, people less."""
+_CORRECTABLE = (reasons.INVALID_SPEC, reasons.TEMPLATE_REJECTED, reasons.CREATION_REFUSED)
+"""Reasons of ``Progressing`` that somebody has to do something about."""
 Aspect = tuple[ConditionType, Truth, str, str]
 """A condition that is to be: its type, status, reason and message."""
 
@@ -50,6 +52,40 @@ def amend(status: JobStatus, job: Job, now: float, *aspects: Aspect) -> JobStatu
     return with_conditions(
         msgspec.structs.replace(status, conditions=job.status.conditions), job.generation, now, *merged
     )
+
+
+def with_kstatus(status: JobStatus, job: Job, now: float, *, waits: bool) -> JobStatus:
+    """The status as kstatus reads it, by which Helm, Flux and others wait: what follows from all that is decided.
+
+    A job that nobody needs to wait for has neither condition, nor ``Ready``: kstatus would take ``False`` for "in
+    progress". So it is with a batch Job that is suspended, by its user or Kueue.
+
+    Args:
+        status: the job's next one, but for these.
+        job: the job.
+        now: Unix seconds.
+        waits: whether it has no workers because whoever admits it has decided so.
+    """
+    ready, progressing = status.condition("Ready"), status.condition("Progressing")
+    rests = status.phase in ("Complete", "Failed", "Suspended") or (waits and status.phase == "Pending")
+    because: Condition | None = None
+    kind: ConditionType = "Stalled"
+    if status.phase == "Failed":
+        because = status.condition("Failed")
+    elif progressing is not None and progressing.reason in _CORRECTABLE:
+        because = progressing
+    elif progressing is not None and not rests:
+        kind, moves = "Reconciling", progressing.reason in (reasons.ROLLING, reasons.SUSPENDING)
+        if moves or ready is None or ready.status != "True":
+            because = ready if ready is not None and progressing.reason == reasons.TRAINING else progressing
+    dropped = ("Reconciling", "Stalled", "Ready") if rests else ("Reconciling", "Stalled")
+    kept = tuple(condition for condition in status.conditions if condition.type not in dropped)
+    if because is None:
+        return msgspec.structs.replace(status, conditions=kept)
+    before = job.status.condition(kind)
+    since = before.last_transition_time if before is not None else format_time(now)
+    made = Condition(kind, "True", because.reason, because.message, since, job.generation)
+    return msgspec.structs.replace(status, conditions=(*kept, made))
 
 
 # --- what is amiss in a training that goes on all the same ------------------------------------------------------------

@@ -14,6 +14,7 @@ from virtualflow_operator.constants import MANAGER
 from virtualflow_operator.jobs import endings, manifests, phases
 from virtualflow_operator.jobs.actions import Draft, JobPlan
 from virtualflow_operator.jobs.admission import with_allocation
+from virtualflow_operator.jobs.conditions import with_kstatus
 from virtualflow_operator.jobs.coordinators import keep_coordinator, tell_scale, tell_who_may_train
 from virtualflow_operator.jobs.endings import suspend
 from virtualflow_operator.jobs.event_messages import messages_of_change
@@ -40,7 +41,9 @@ def reconcile(scene: Scene, now: float, settings: OperatorSettings) -> JobPlan:
     draft = Draft(facts.job, old)
     status = _decide(facts, draft)
     scene.admission.keep(scene.job, admitted, scene.pods, draft, status, sound=not facts.faults, now=now)
-    return _plan(facts, draft, with_allocation(status, facts.job, admitted, now))
+    status = with_allocation(status, facts.job, admitted, now)
+    waits = admitted.wait is not None and admitted.allocation is not None
+    return _plan(facts, draft, with_kstatus(status, facts.job, now, waits=waits))
 
 
 def _plan(facts: JobFacts, draft: Draft, status: JobStatus) -> JobPlan:

@@ -1,17 +1,32 @@
-"""What ``examples/tools`` tells Argo CD, Argo Workflows and k9s is true of the resources and of ``kubectl vf``."""
+"""What ``examples/tools`` tells Argo CD, Argo Workflows and k9s is true of the resources and of ``kubectl vf``, and
+kstatus, by which Helm and Flux wait, reads a job's state as it is.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
+from collections.abc import Callable
 from typing import Any
 
 import lupa
 import pytest
 import yaml
-from resource_rules import ROOT, broken_rules, crd, defaulted, structural_errors
+from kueue_cases import asked, kueue_job
+from kueue_cases import decide as decide_with_kueue
+from resource_rules import QUEUE_CRD_FILE, ROOT, broken_rules, crd, defaulted, queue, schema, structural_errors
+from resource_rules import job as new_job
+from scenes import NOW, Stage, accepted, body, edit, ended, group, homeless, link, pending, remote, training, verdict_of
 
+from kstatus import kstatus
 from virtualflow.cluster.plugin import parser
+from virtualflow.protocol.termination_message import TerminationMessage
+from virtualflow_operator import reasons
+from virtualflow_operator.api.job import write_status
+from virtualflow_operator.jobs.reconcile import reconcile
+from virtualflow_operator.queues.admission import QueueAdmission
+from virtualflow_operator.queues.grants import Grant
 
 TOOLS = ROOT / "examples" / "tools"
 CHECKS = yaml.safe_load((TOOLS / "argo-cd.yaml").read_text())["data"]
@@ -45,6 +60,127 @@ def test_argo_cd_knows_every_phase_of_a_job(phase: str) -> None:
 @pytest.mark.parametrize("status", [None, {}, {"phase": "Complete", "observedGeneration": 1}])
 def test_what_no_operator_has_seen_is_progressing(status: dict[str, Any] | None) -> None:
     assert health("VirtualFlowJob", status)[0] == health("VirtualFlowQueue", status)[0] == "Progressing"
+
+
+# --- kstatus ----------------------------------------------------------------------------------------------------------
+
+
+def settled(stage: Stage, now: float = NOW) -> dict[str, Any]:
+    """The job once that is written."""
+    for _ in range(5):
+        if not stage.write(stage.decide(now)):
+            return stage.raw
+    raise AssertionError("the status does not come to rest")
+
+
+def beginning(**facts: Any) -> dict[str, Any]:
+    stage = training(1)
+    raw = accepted(body(replicas=1), phase="Pending")
+    waiting = link(remote("waiting", wanted=1))
+    return settled(Stage(raw, [stage.pods[0], pending(stage.pods[1], **facts)], stage.service, stage.nodes, waiting))
+
+
+def without_a_node() -> dict[str, Any]:
+    facts = homeless(training(1).pods[1])
+    return beginning(unschedulable=facts.unschedulable, unschedulable_since=facts.unschedulable_since)
+
+
+def refused(**facts: Any) -> dict[str, Any]:
+    raw = body()
+    return settled(Stage(raw, [], None, {}, None, **facts))
+
+
+def with_wrong_template() -> dict[str, Any]:
+    return refused(verdict=verdict_of(body(), "unknown field"))
+
+
+def without_quota() -> dict[str, Any]:
+    raw = accepted(body(), phase="Pending", coordinator=None)
+    return settled(Stage(raw, [], None, {}, None, trouble="exceeded quota"))
+
+
+def suspended() -> dict[str, Any]:
+    stage = edit(training(), suspend=True)
+    stage.pods, stage.link = [], None
+    return settled(stage)
+
+
+def of_a_queue(grant: Grant | None) -> dict[str, Any]:
+    raw = body(queue="shared", maxReplicas=8)
+    stage = Stage(raw, [], None, {}, None)
+    scene = dataclasses.replace(stage.scene, admission=QueueAdmission(grant))
+    return raw | {"status": write_status(reconcile(scene, NOW, stage.settings).status)}
+
+
+def of_kueue() -> dict[str, Any]:
+    raw = kueue_job()
+    return raw | {"status": write_status(decide_with_kueue(raw, asked(raw)).status)}
+
+
+def begun_again() -> dict[str, Any]:
+    stage = training()
+    stage.link = link(remote("failed", error="ValueError: odd batch"))
+    return settled(stage)
+
+
+def over(code: int = 0) -> dict[str, Any]:
+    stage = training()
+    word = TerminationMessage("done", step=100, digest="abc")
+    stage.pods, stage.link = [ended(pod, 0, word=word) for pod in stage.pods[1:]], None
+    return settled(stage)
+
+
+def out_of_reach() -> dict[str, Any]:
+    stage = training()
+    stage.link = None
+    return settled(stage)
+
+
+NO_ROOM = Grant("uid-1", "shared", 0, "the others have all", reasons.QUEUED, NOW - 9, NOW - 5, 3.0)
+STATES: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
+    "that no operator has seen": (lambda: defaulted(new_job()), "InProgress", "Progressing"),
+    "that is taken up": (refused, "InProgress", "Progressing"),
+    "whose workers start": (beginning, "InProgress", "Progressing"),
+    "that no node takes": (without_a_node, "InProgress", "Progressing"),
+    "that trains": (lambda: training().raw, "Current", "Progressing"),
+    "that trains and grows": (lambda: settled(edit(training(), replicas=4)), "Current", "Progressing"),
+    "that gets another image": (
+        lambda: settled(edit(training(), workerGroups=[group(image="trainer:2")])),
+        "InProgress",
+        "Progressing",
+    ),
+    "whose coordinator is away": (out_of_reach, "InProgress", "Progressing"),
+    "that begins again after a crash": (begun_again, "InProgress", "Progressing"),
+    "that is about to be suspended": (lambda: settled(edit(training(), suspend=True)), "InProgress", "Progressing"),
+    "that is suspended": (suspended, "Current", "Suspended"),
+    "that its queue has not seen": (lambda: of_a_queue(None), "InProgress", "Progressing"),
+    "that waits in its queue": (lambda: of_a_queue(NO_ROOM), "Current", "Progressing"),
+    "that waits for Kueue": (of_kueue, "Current", "Progressing"),
+    "with a specification of no sense": (lambda: settled(edit(training(), minReplicas=0)), "Failed", "Degraded"),
+    "with a template that is refused": (with_wrong_template, "Failed", "Degraded"),
+    "whose namespace has no quota": (without_quota, "Failed", "Degraded"),
+    "that is complete": (over, "Current", "Healthy"),
+    "that has failed": (lambda: settled(edit(training(), activeDeadlineSeconds=1)), "Failed", "Degraded"),
+}
+
+
+@pytest.mark.parametrize(("job", "expected", "argo"), STATES.values(), ids=STATES)
+def test_a_job(job: Callable[[], dict[str, Any]], expected: str, argo: str) -> None:
+    made = job()
+    made["metadata"].setdefault("generation", 1)
+    assert kstatus(made) == expected
+    status = made["status"]
+    assert health("VirtualFlowJob", status, made["metadata"]["generation"])[0] == argo
+    for condition in status.get("conditions", ()):
+        if condition["type"] in ("Reconciling", "Stalled"):
+            assert (condition["status"], bool(condition["message"])) == ("True", True)
+    assert structural_errors(defaulted(new_job() | {"status": status})) == []
+
+
+def test_a_queue_that_no_operator_has_seen_is_not_current() -> None:
+    made = defaulted(queue(), schema(QUEUE_CRD_FILE))
+    made["metadata"]["generation"] = 1
+    assert kstatus(made) == "InProgress"
 
 
 @pytest.mark.parametrize("reason", ["InvalidSpec", "TemplateRejected", "CreationRefused"])

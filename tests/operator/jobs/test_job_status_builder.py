@@ -211,7 +211,8 @@ def test_the_time_of_a_condition_changes_only_with_its_status() -> None:
 
 def test_every_condition_is_there_from_the_beginning_and_says_which_generation_it_has_seen() -> None:
     conditions = Stage(body(), [], None, {}, None).decide().status.conditions
-    assert {c.type for c in conditions} == {"Ready", "Progressing", "Degraded", "Suspended", "Complete", "Failed"}
+    always = {"Ready", "Progressing", "Degraded", "Suspended", "Complete", "Failed"}
+    assert {c.type for c in conditions} == always | {"Reconciling"}
     assert {c.observed_generation for c in conditions} == {1}
     assert all(c.reason and c.message and c.last_transition_time for c in conditions)
 

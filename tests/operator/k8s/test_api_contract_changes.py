@@ -162,19 +162,19 @@ async def test_a_job_is_pruned_and_filled_with_defaults(cluster: Cluster) -> Non
 @on_both
 async def test_spec_and_status_are_written_apart(cluster: Cluster) -> None:
     created = await cluster.job(status={"phase": "Running"})
-    assert "status" not in created
+    assert created["status"] == {"observedGeneration": 0}, "its default"
     assert created["metadata"]["generation"] == 1
     body = {"spec": {"replicas": 3}, "status": {"phase": "Pending"}, "metadata": {"labels": {"a": "b"}}}
     told = await cluster.api.patch(JOBS, cluster.namespace, "digits", body, "status")
-    assert (told["status"], told["spec"]["replicas"]) == ({"phase": "Pending"}, 2)
+    assert (told["status"], told["spec"]["replicas"]) == ({"observedGeneration": 0, "phase": "Pending"}, 2)
     assert told["metadata"]["generation"] == 1
     wanted = await cluster.api.patch(JOBS, cluster.namespace, "digits", body | {"status": {"phase": "Failed"}})
-    assert (wanted["status"], wanted["spec"]["replicas"]) == ({"phase": "Pending"}, 3)
+    assert (wanted["status"], wanted["spec"]["replicas"]) == ({"observedGeneration": 0, "phase": "Pending"}, 3)
     assert wanted["metadata"]["generation"] == 2
     labelled = await cluster.api.patch(JOBS, cluster.namespace, "digits", {"metadata": {"labels": {"a": "c"}}})
     assert labelled["metadata"]["generation"] == 2
     cleared = await cluster.api.patch(JOBS, cluster.namespace, "digits", {"status": None}, "status")
-    assert not cleared.get("status")
+    assert cleared["status"] == {"observedGeneration": 0}
 
 
 @on_both

@@ -8,6 +8,7 @@ import pytest
 from api_clients import client_of
 from contract import Cluster, job, on_both, pod, secret
 
+from kstatus import kstatus
 from virtualflow_operator.k8s.client import Object
 from virtualflow_operator.k8s.errors import AlreadyExists, Forbidden, Invalid, NotFound
 from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS, SERVICES, Resource
@@ -168,3 +169,13 @@ async def test_a_pod_stays_what_it_was_created_as(cluster: Cluster) -> None:
         await cluster.api.patch(PODS, cluster.namespace, "a", {"spec": {"restartPolicy": "Always"}})
     changed = await cluster.api.patch(PODS, cluster.namespace, "a", {"metadata": {"labels": {"b": "c"}}})
     assert changed["metadata"]["labels"] == {"b": "c"}
+
+
+@on_both
+async def test_a_job_that_nobody_has_seen_is_not_current_by_its_default_status(cluster: Cluster) -> None:
+    created = await cluster.job()
+    assert created["status"] == {"observedGeneration": 0}
+    assert kstatus(await cluster.api.get(JOBS, cluster.namespace, "digits")) == "InProgress"
+    whole = {"observedGeneration": 1, "phase": "Pending"}
+    seen = await cluster.api.patch(JOBS, cluster.namespace, "digits", {"status": whole}, "status")
+    assert seen["status"] == whole

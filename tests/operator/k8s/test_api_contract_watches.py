@@ -116,7 +116,7 @@ async def test_a_watch_tells_all_changes_in_their_order(cluster: Cluster) -> Non
     assert seen(events) == wanted
     versions = [int(event["object"]["metadata"]["resourceVersion"]) for event in events]
     assert versions == sorted(set(versions))
-    assert events[4]["object"]["status"] == {"phase": "Running"}
+    assert events[4]["object"]["status"]["phase"] == "Running"
     assert events[0]["object"]["kind"] == "VirtualFlowJob"
     resumed = await cluster.events(2, JOBS, resourceVersion=str(versions[2]))
     assert resumed == events[3:]

@@ -56,6 +56,7 @@ def test_what_is_in_the_way_comes_first_with_what_would_help() -> None:
             condition("Suspended", "False", "NotSuspended"),
             condition("Complete", "False", "NotFinished"),
             condition("Failed", "False", "NotFinished"),
+            condition("Reconciling", "True", "Unschedulable", "digits-w-2: 0/3 nodes are available."),
         ],
         lastChange={
             "from": 3,
@@ -89,7 +90,8 @@ def test_what_is_in_the_way_comes_first_with_what_would_help() -> None:
 
 
 def test_a_job_that_nobody_has_seen_says_so() -> None:
-    assert explain(job(), [], NOW) == ["digits: no operator has seen it yet", "  to do: see Nothing happens"]
+    told = ["digits: no operator has seen it yet", "  to do: see Nothing happens"]
+    assert explain(job(), [], NOW) == explain(job(observedGeneration=0), [], NOW) == told
 
 
 def test_of_a_job_that_is_over_nobody_trains_and_that_goes_without_saying() -> None:

@@ -47,6 +47,8 @@ _GOOD: Mapping[str, str] = MappingProxyType(
     {"Ready": "True", "Progressing": "True", "Allocated": "True", "Complete": "True"}
 )
 """Conditions that are as one would have them; of all others, ``False`` is."""
+_REPEATING = ("Reconciling", "Stalled")
+"""Conditions that repeat others, for tools."""
 _QUIET = frozenset({"NotFinished", "NotSuspended", "Finished", "AsWanted", "Starting", "Scaling", "RollingUpdate"})
 _EVENTS = 5
 
@@ -54,7 +56,7 @@ _EVENTS = 5
 def headline(body: Mapping[str, Any]) -> str:
     """How a job stands, in one line."""
     status = body.get("status") or {}
-    if not status:
+    if not status.get("phase"):
         return f"{body['metadata']['name']}: no operator has seen it yet"
     step, total = status.get("step"), status.get("totalSteps")
     parts = [f"{body['metadata']['name']}: {status.get('phase', 'Pending')}"]
@@ -75,7 +77,7 @@ def explain(body: Mapping[str, Any], events: Sequence[Mapping[str, Any]], now: d
     """
     lines = [headline(body)]
     status = body.get("status") or {}
-    if not status:
+    if not status.get("phase"):
         lines.append("  to do: see Nothing happens")
     for condition in _telling(status.get("conditions") or ()):
         lines.append(f"  {condition['type']} {condition['status']}, {condition['reason']}: {condition['message']}")
@@ -99,7 +101,8 @@ def explain(body: Mapping[str, Any], events: Sequence[Mapping[str, Any]], now: d
 
 def _telling(conditions: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Conditions that say something that is not plain: what is bad first."""
-    told = [each for each in conditions if each["reason"] not in _QUIET or each["status"] == "Unknown"]
+    own = [each for each in conditions if each["type"] not in _REPEATING]
+    told = [each for each in own if each["reason"] not in _QUIET or each["status"] == "Unknown"]
     bad = [each for each in told if each["status"] != _GOOD.get(each["type"], "False")]
     good = [each for each in told if each not in bad and (each["reason"] in ADVICE or each["type"] == "Allocated")]
     return [*bad, *good]
