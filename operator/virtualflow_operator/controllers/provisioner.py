@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from virtualflow_operator.api import Job, Object
-from virtualflow_operator.constants import LABEL_JOB
+from virtualflow_operator.constants import COORDINATOR, LABEL_GROUP, LABEL_JOB
 from virtualflow_operator.jobs import CheckTemplates, CreatePod, TemplateVerdict, manifests
 from virtualflow_operator.k8s import (
     NETWORK_POLICIES,
@@ -92,7 +92,9 @@ class Provisioner:
                 if "exceeded quota" in error.message:
                     continue  # which says nothing about the template
                 logger.info("the API server refuses a template: %s", error)
-                return TemplateVerdict(action.template_hash, time.time(), error.message)
+                labels = manifest["metadata"]["labels"]
+                whose = f"worker group {labels[LABEL_GROUP]}" if LABEL_GROUP in labels else COORDINATOR
+                return TemplateVerdict(action.template_hash, time.time(), f"{whose}: {error.message}")
         return TemplateVerdict(action.template_hash, time.time())
 
     async def service(self, job: Job, manifest: Object) -> str:

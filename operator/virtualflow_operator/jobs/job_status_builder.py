@@ -228,7 +228,7 @@ def _ready(link: CoordinatorLink | None, begun: bool, ready: int, minimum: int, 
 def _progressing(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None, begun: bool) -> Aspect:
     rejection, trouble = facts.rejection, facts.scene.trouble
     if rejection:
-        message = f"The API server refuses the worker pod: {rejection}"
+        message = f"The API server refuses the pod template: {rejection}"
         return ("Progressing", "False", reasons.TEMPLATE_REJECTED, message)
     if trouble and not begun:
         message = f"The API server refuses what the job needs: {trouble}"

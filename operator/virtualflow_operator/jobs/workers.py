@@ -28,6 +28,13 @@ _PRESENT: tuple[Standing, ...] = ("starting", "ready", "training", "draining", "
 _POD_GONE = "its pod does not exist any more"
 _PREFERENCE = 100
 """The weight of a preference for nodes: the most that Kubernetes knows."""
+_OF_OBJECTS = frozenset(
+    {
+        *("creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "generateName"),
+        *("generation", "managedFields", "resourceVersion", "selfLink", "uid"),
+    }
+)
+"""Fields of metadata that each kind has, and that a template says in vain."""
 _UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
 """The taint of a cordoned node."""
 
@@ -58,10 +65,21 @@ def templates_accepted(facts: JobFacts, draft: Draft) -> bool:
     for pod in pods:
         facts.admitted.placement.complete_template(pod)
     pods.append(manifests.coordinator_pod(draft.job, 0, facts.settings))
-    for pod in pods:
+    templates = [*(group.template for group in facts.spec.worker_groups), facts.spec.coordinator.template]
+    for pod, template in zip(pods, templates, strict=True):
         pod["metadata"]["name"] += "-check"  # no worker is called so: the dry run meets no existing pod
+        _add_unknown(pod, template)
     draft.actions.append(CheckTemplates(tuple(pods), wanted))
     return False
+
+
+def _add_unknown(pod: Object, template: Object) -> None:
+    """Give a pod that is only checked what of its template goes into no pod: such as ``lables``, to be refused."""
+    metadata = template.get("metadata") or {}
+    pod["metadata"] |= {
+        key: value for key, value in metadata.items() if key not in _OF_OBJECTS | pod["metadata"].keys()
+    }
+    pod |= {key: value for key, value in template.items() if key not in ("apiVersion", "kind", "metadata", "spec")}
 
 
 def keep_workers(facts: JobFacts, draft: Draft, *, waiting: bool) -> WorkerPlan:

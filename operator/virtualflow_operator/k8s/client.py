@@ -157,8 +157,12 @@ class KubeApi:
             raise unanswered(error, seconds) from error
 
     async def create(self, resource: Resource, namespace: str | None, body: Object, dry_run: bool = False) -> Object:
-        """Create an object and return it as it was stored; ``dry_run`` only has it checked and filled with defaults."""
-        query = [("dryRun", "All")] if dry_run else []
+        """Create an object and return it as it was stored.
+
+        ``dry_run`` only has it checked and filled with defaults: a field that the API server does not know is refused,
+        where it would be dropped.
+        """
+        query = [("dryRun", "All"), ("fieldValidation", "Strict")] if dry_run else []
         return await self._request("POST", resource, resource.path(namespace), query=query, body=body)
 
     async def delete(

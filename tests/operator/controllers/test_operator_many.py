@@ -49,12 +49,18 @@ def test_no_job_waits_for_a_slow_or_broken_one(tmp_path: Path) -> None:
         for name in broken:
             stage.apply(name)
         await stage.until(lambda: all(fault.hits for fault in stage.server.faults))
+        misspelt = {"name": "worker", "image": "trainer:test", "resourcess": {"limits": {"nvidia.com/gpu": 1}}}
+        stage.apply("misspelt", workerGroups=[{"name": "w", "template": {"spec": {"containers": [misspelt]}}}])
         begin = time.monotonic()
         stage.apply("sound")
         await stage.until(lambda: len(stage.workers("sound")) == 2)
         assert time.monotonic() - begin < 20
         await stage.until(lambda: stage.trains("sound"))
         await stage.until(lambda: stage.condition("refused", "Progressing").get("reason") == "TemplateRejected")
+        await stage.until(lambda: stage.condition("misspelt", "Stalled").get("reason") == "TemplateRejected")
+        assert 'worker group w: Pod in version "v1"' in stage.condition("misspelt", "Progressing")["message"]
+        assert 'unknown field "spec.containers[0].resourcess"' in stage.condition("misspelt", "Stalled")["message"]
+        assert stage.pods("misspelt") == []
         await stage.until(lambda: "quota" in stage.condition("poor", "Progressing").get("message", ""))
         await stage.until(lambda: len(stage.workers("mute")) == 2)
         assert stage.condition("mute", "Ready")["status"] == "False"

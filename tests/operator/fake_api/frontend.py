@@ -18,7 +18,7 @@ from fake_api import selectors, status
 from fake_api.discovery import discover
 from fake_api.faults import Fault
 from fake_api.kinds import Kind
-from fake_api.status import Object, Refusal
+from fake_api.status import Object, Refusal, bad_request
 from fake_api.store import Change, Store
 
 _SUBRESOURCES = {"status", "scale", "finalize"}
@@ -192,6 +192,11 @@ class Frontend:
         if call.verb == "list":
             return 200, self._list(request, kind, namespace)
         if call.verb == "create" and call.name is None:
+            if request.query.get("fieldValidation") == "Strict" and (unknown := kind.unknown(body)):
+                raise bad_request(
+                    f'{kind.kind} in version "{kind.version}" cannot be handled as a {kind.kind}: '
+                    "strict decoding error: " + ", ".join(f'unknown field "{field}"' for field in unknown)
+                )
             return 201, store.create(kind, namespace, body, dry_run)
         if call.name is None:
             raise Refusal(405, "MethodNotAllowed", "the server does not allow this method on the requested resource")

@@ -88,6 +88,24 @@ class Kind:
         elif self.plural in _PREPARE:
             _PREPARE[self.plural](body)
 
+    def unknown(self, body: Object) -> list[str]:
+        """Return the fields that a pod has not, as far as they are asked for: at its top, of its specification and of
+        containers, and in its metadata.
+        """
+        if self.plural != "pods":
+            return []
+        spec = body.get("spec") or {}
+        parts = [
+            ("", body, _OF_A_BODY),
+            ("metadata.", body.get("metadata") or {}, _OF_METADATA),
+            ("spec.", spec, _OF_A_POD),
+        ]
+        parts += [
+            (f"spec.containers[{index}].", container, _OF_A_CONTAINER)
+            for index, container in enumerate(spec.get("containers") or ())
+        ]
+        return sorted(place + key for place, part, known in parts for key in part if key not in known)
+
     def faults(self, body: Object) -> list[str]:
         """Return what is wrong with an object, in the API server's words: path, kind of fault, what would be right."""
         metadata = body["metadata"]
@@ -222,6 +240,34 @@ def _prepare_secret(body: Object) -> None:
     for key, value in (body.pop("stringData", None) or {}).items():
         data[key] = base64.b64encode(value.encode()).decode()
 
+
+_OF_A_BODY = frozenset(("apiVersion", "kind", "metadata", "spec", "status"))
+_OF_METADATA = frozenset(
+    (
+        *("annotations", "creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers"),
+        *("generateName", "generation", "labels", "managedFields", "name", "namespace", "ownerReferences"),
+        *("resourceVersion", "selfLink", "uid"),
+    )
+)
+_OF_A_POD = frozenset(
+    (
+        *("activeDeadlineSeconds", "affinity", "automountServiceAccountToken", "containers", "dnsConfig", "dnsPolicy"),
+        *("enableServiceLinks", "ephemeralContainers", "hostAliases", "hostIPC", "hostNetwork", "hostPID", "hostUsers"),
+        *("hostname", "hostnameOverride", "imagePullSecrets", "initContainers", "nodeName", "nodeSelector", "os"),
+        *("overhead", "preemptionPolicy", "priority", "priorityClassName", "readinessGates", "resourceClaims"),
+        *("resources", "restartPolicy", "runtimeClassName", "schedulerName", "schedulingGates", "schedulingGroup"),
+        *("securityContext", "serviceAccount", "serviceAccountName", "setHostnameAsFQDN", "shareProcessNamespace"),
+        *("subdomain", "terminationGracePeriodSeconds", "tolerations", "topologySpreadConstraints", "volumes"),
+    )
+)
+_OF_A_CONTAINER = frozenset(
+    (
+        *("args", "command", "env", "envFrom", "image", "imagePullPolicy", "lifecycle", "livenessProbe", "name"),
+        *("ports", "readinessProbe", "resizePolicy", "resources", "restartPolicy", "restartPolicyRules"),
+        *("securityContext", "startupProbe", "stdin", "stdinOnce", "terminationMessagePath"),
+        *("terminationMessagePolicy", "tty", "volumeDevices", "volumeMounts", "workingDir"),
+    )
+)
 
 _PREPARE = {"pods": _prepare_pod, "services": _prepare_service, "secrets": _prepare_secret}
 

@@ -35,6 +35,7 @@ from scenes import (
 
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node, Service
+from virtualflow_operator.jobs.actions import CheckTemplates
 
 # --- templates --------------------------------------------------------------------------------------------------------
 
@@ -64,6 +65,21 @@ def test_a_changed_template_is_checked_and_rolls_one_by_one() -> None:
     stage.link = link(remote("training", known[0], seen(new)))
     plan = stage.decide()
     assert (created(plan), deleted(plan)) == (["digits-workers-1"], [])
+
+
+def test_what_goes_into_no_pod_is_checked_too() -> None:
+    wrong = group() | {"template": group()["template"] | {"metadata": {"lables": {}, "uid": "1"}}}
+    wrong["template"] |= {"resources": {}}
+    odd = {"template": {"metadata": {"labels": {"a": "b"}, "annotation": {}}, "specs": {}}}
+    (action,) = Stage(body(workerGroups=[wrong], coordinator=odd), [], None, {}, None).decide().actions
+    assert isinstance(action, CheckTemplates)
+    of_workers, of_coordinator = action.manifests
+    assert of_workers["metadata"].keys() - {"name", "namespace", "labels", "annotations", "ownerReferences"} == {
+        "lables"
+    }
+    assert of_workers.keys() - {"apiVersion", "kind", "metadata", "spec"} == {"resources"}
+    assert (of_coordinator["metadata"]["annotation"], of_coordinator["specs"]) == ({}, {})
+    assert of_coordinator["metadata"]["labels"]["a"] == "b"
 
 
 def test_on_a_full_cluster_an_outdated_worker_makes_room_for_its_successor() -> None:

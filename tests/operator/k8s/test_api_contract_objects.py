@@ -141,6 +141,20 @@ async def test_a_dry_run_checks_and_stores_nothing(cluster: Cluster) -> None:
 
 
 @on_both
+async def test_a_dry_run_refuses_fields_that_a_pod_has_not(cluster: Cluster) -> None:
+    wrong = pod("a")
+    wrong["spec"] |= {"nodeSelectr": {"gpu": "yes"}}
+    wrong["spec"]["containers"][0] |= {"resourcess": {"limits": {"nvidia.com/gpu": 1}}}
+    wrong["metadata"] |= {"lables": {"a": "b"}}
+    with pytest.raises(Invalid) as error:
+        await cluster.api.create(PODS, cluster.namespace, wrong, dry_run=True)
+    assert 'Pod in version "v1" cannot be handled as a Pod: strict decoding error: ' in error.value.message
+    for field in ("spec.nodeSelectr", "spec.containers[0].resourcess", "metadata.lables"):
+        assert f'unknown field "{field}"' in error.value.message
+    await cluster.api.create(PODS, cluster.namespace, wrong)
+
+
+@on_both
 async def test_a_wrong_token_opens_nothing(cluster: Cluster) -> None:
     host = cluster.client.configuration.host
     async with client_of(host, token="wrong", verify=False) as stranger:

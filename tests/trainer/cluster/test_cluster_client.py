@@ -416,8 +416,19 @@ def test_a_cluster_is_checked_before_a_job_is_there(client: Client) -> None:
         said for said in found(manifest("digits", replicas=-1)) if said.startswith("digits would be refused")
     )
     assert "replicas" in refused
+    wrong = manifest("digits", coordinator={"template": {"metadata": {"lables": {"a": "b"}}}})
+    (said,) = [said for said in found(wrong) if said.startswith("digits would be refused")]
+    assert said.startswith("digits would be refused: coordinator: Pod in version")
+    assert 'unknown field "metadata.lables"' in said
     client.submit(manifest("digits"))
+    pod["nodeSelector"], pod["nodeSelectr"] = {}, {"kind": "t4"}
+    (said,) = [said for said in found() if said.startswith("digits would be refused")]
+    assert 'worker group w: Pod in version "v1" cannot' in said
+    assert 'unknown field "spec.nodeSelectr"' in said
+    del pod["nodeSelectr"]
     assert found()["digits is there already"] == "ok"
+    misspelt = manifest("digits", minReplica=2)
+    assert any('unknown field "spec.minReplica"' in said for said in found(misspelt))
     apps.delete_namespaced_deployment("vf-operator", "default")
     for node in ("small", "large"):
         client.core.delete_node(node)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from kubernetes import client as kubernetes
 from kubernetes.utils.quantity import parse_quantity
 
-from virtualflow.cluster.api import GROUP, PLURAL, REQUEST_SECONDS, VERSION, said, why
+from virtualflow.cluster.api import COORDINATOR, GROUP, PLURAL, REQUEST_SECONDS, VERSION, said, why
 from virtualflow.cluster.client import Client
 
 OPERATOR = "app.kubernetes.io/part-of=virtualflow,app.kubernetes.io/component=operator"
@@ -105,6 +105,7 @@ def _rights(client: Client, namespace: str) -> Check:
 
 
 def _accepted(client: Client, manifest: Mapping[str, Any]) -> Check:
+    """Whether the API server would take the job, and pods of its templates: no field may be one that it would drop."""
     name = manifest["metadata"]["name"]
     try:
         kubernetes.CustomObjectsApi(client.api).create_namespaced_custom_object(
@@ -114,13 +115,59 @@ def _accepted(client: Client, manifest: Mapping[str, Any]) -> Check:
             PLURAL,
             dict(manifest),
             dry_run="All",
+            field_validation="Strict",
             _request_timeout=REQUEST_SECONDS,
         )
     except kubernetes.ApiException as error:
-        if error.status == 409:
-            return Check("ok", f"{name} is there already")
-        return Check("no", f"{name} would be refused: {why(error)}")
-    return Check("ok", f"{name} would be accepted")
+        if error.status != 409:
+            return Check("no", f"{name} would be refused: {why(error)}")
+        verdict = f"{name} is there already"
+    else:
+        verdict = f"{name} would be accepted"
+    for whose, pod in _pods(manifest):
+        try:
+            _dry_run(client, client.namespace_for(manifest), pod)
+        except kubernetes.ApiException as error:
+            said_why = why(error)
+            if "cannot create resource" in said_why:
+                return Check("unknown", f"whether pods of {name} would be accepted cannot be seen: {said_why}")
+            if error.status != 409 and "exceeded quota" not in said_why:  # which says nothing about the template
+                return Check("no", f"{name} would be refused: {whose}: {said_why}")
+    return Check("ok", verdict)
+
+
+def _dry_run(client: Client, namespace: str, pod: Mapping[str, Any]) -> None:
+    """Ask for a pod as it is: the typed client would refuse a number as a quantity."""
+    request = client.api.param_serialize(
+        "POST",
+        "/api/v1/namespaces/{namespace}/pods",
+        path_params={"namespace": namespace},
+        query_params=[("dryRun", "All"), ("fieldValidation", "Strict")],
+        header_params={"Accept": "application/json", "Content-Type": "application/json"},
+        body=dict(pod),
+        auth_settings=["BearerToken"],
+    )
+    answer = client.api.call_api(*request, _request_timeout=REQUEST_SECONDS)
+    answer.read()
+    client.api.response_deserialize(answer, {"201": "object", "default": "object"})
+
+
+def _pods(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A pod of each template, for a dry run, and whose it is."""
+    spec = manifest.get("spec") or {}
+    for group in spec.get("workerGroups") or ():
+        yield f"worker group {group['name']}", _pod(manifest, group["template"], {})
+    template = (spec.get("coordinator") or {}).get("template") or {}
+    container = {"name": COORDINATOR, "image": COORDINATOR} | next(
+        iter((template.get("spec") or {}).get("containers") or ()), {}
+    )
+    yield COORDINATOR, _pod(manifest, template, {"containers": [container]})
+
+
+def _pod(manifest: Mapping[str, Any], template: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = {**(template.get("metadata") or {}), "name": f"{manifest['metadata']['name']}-check"}
+    spec = {**(template.get("spec") or {}), "restartPolicy": "Never", **fixed}
+    return {**template, "apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def _nodes(client: Client, manifest: Mapping[str, Any]) -> Iterator[Check]:

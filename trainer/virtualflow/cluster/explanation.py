@@ -13,8 +13,8 @@ ADVICE: Mapping[str, str] = MappingProxyType(
     {
         "BackOff": "read the traceback in the message",
         "InvalidSpec": "correct what the message names",
-        "TemplateRejected": "correct the template, or what the message names (a missing service account, an admission "
-        "policy)",
+        "TemplateRejected": "correct the template, or what the message names (a misspelt field, a missing service "
+        "account, an admission policy)",
         "CreationRefused": "raise the quota, or lower `replicas`",
         "Unschedulable": "see Pods are Pending",
         "CannotStart": "see CannotStart",
