@@ -56,6 +56,7 @@ COMPLETE = "Complete"
 NOT_FINISHED = "NotFinished"
 BACK_OFF_LIMIT = "BackoffLimitExceeded"
 DEADLINE = "DeadlineExceeded"
+STARTUP_DEADLINE = "StartupDeadlineExceeded"
 # Events only
 CREATED = "WorkersCreated"
 RESIZED = "Resized"

@@ -301,6 +301,10 @@ class OperatorSettings:
     unschedulable_patience: float = 30.0
     """A group with a worker that no node takes counts as full after this long (``--unschedulable-seconds``): a node may
     be on its way."""
+    startup_patience: float = 30.0
+    """A pod that has a node and has not started, or not called its coordinator, for this long is looked into."""
+    events_retry: float = 60.0
+    """Its events are read again after this long."""
     template_retry: float = 60.0
     """A template that the API server has refused is tried again after this long."""
     finish_grace: float = 30.0

@@ -103,6 +103,8 @@ class Kubelet:
         """By the uid of the pod."""
         self.coordinators: dict[str, CoordinatorPod] = {}
         self.mute: set[str] = set()
+        self.unmounted: set[str] = set()
+        """Jobs whose workers' volumes are not mounted."""
         self.unschedulable: Callable[[Object], bool] = lambda _: False
         self.dead_nodes: set[str] = set()
         self.cut_off: set[str] = set()
@@ -197,7 +199,8 @@ class Kubelet:
                 if fit:
                     self.server.set_pod(namespace, name, node=fit[self._turn % len(fit)])
         elif pod["status"]["phase"] == "Pending" and uid not in self._starting:
-            token = self._token(pod)
+            stuck = pod["metadata"]["labels"][LABEL_ROLE] != COORDINATOR and _owner_name(pod) in self.unmounted
+            token = None if stuck else self._token(pod)
             if token is not None:
                 self._starting.add(uid)
                 self._spawn(self._begin(pod, token))
@@ -340,6 +343,10 @@ class Kubelet:
         ended = {"exitCode": code, "reason": "Error" if code else "Completed", "message": message, "finishedAt": now}
         status = {"name": pod["spec"]["containers"][0]["name"], "state": {"terminated": ended}}
         self.server.set_pod(*key, ready=False, phase="Failed" if code else "Succeeded", containerStatuses=[status])
+
+
+def _owner_name(pod: Object) -> str:
+    return str(pod["metadata"]["labels"][LABEL_JOB])
 
 
 def _owner(pod: Object) -> str:

@@ -16,7 +16,7 @@ from virtualflow_operator.api.objects import CoordinatorLink, Job, Node, Pod, Se
 from virtualflow_operator.jobs import manifests
 from virtualflow_operator.jobs.actions import Action, CreatePod, DeletePod, JobPlan
 from virtualflow_operator.jobs.reconcile import reconcile
-from virtualflow_operator.jobs.scene import Scene, TemplateVerdict
+from virtualflow_operator.jobs.scene import PodEvent, Scene, TemplateVerdict
 from virtualflow_operator.settings import OperatorSettings
 
 NOW = 1_700_000_000.0
@@ -173,6 +173,7 @@ class Stage:
     trouble: str = ""
     settings: OperatorSettings = SETTINGS
     former: list[Pod] = dataclasses.field(default_factory=list)
+    events: dict[str, PodEvent] = dataclasses.field(default_factory=dict)
 
     @property
     def job(self) -> Job:
@@ -190,6 +191,7 @@ class Stage:
             link=self.link,
             verdict=self.verdict,
             trouble=self.trouble,
+            events=self.events,
         )
 
     def decide(self, now: float = NOW) -> JobPlan:

@@ -117,7 +117,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
   verbs: [create]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [list, create, patch]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [create]

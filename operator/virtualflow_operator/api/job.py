@@ -70,6 +70,7 @@ class Elasticity(ApiStruct, frozen=True):
 
     drain_grace_seconds: int = int(DRAIN_GRACE)
     startup_grace_seconds: int = 30
+    startup_deadline_seconds: int | None = None
     scale_down_delay_seconds: int = 0
     heartbeat_limit_seconds: int = int(HEARTBEAT_LIMIT)
     hang_seconds: int | None = None
@@ -357,6 +358,8 @@ class JobStatus(ApiStruct, frozen=True):
     """The coordinator process that may begin without a word about others: the first of the attempt."""
     scale_down_since: str | None = None
     start_time: str | None = None
+    training_time: str | None = None
+    """When it began to train after that; ``None``: not yet."""
     completion_time: str | None = None
     digest: str | None = None
     optimizer_digest: str | None = None

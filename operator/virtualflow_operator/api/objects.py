@@ -98,6 +98,8 @@ class Pod:
     unschedulable_since: float | None = None
     waiting: str = ""
     """Why its container does not start."""
+    preparing: bool = False
+    """Whether an init container runs: that may take its time."""
     lacks_config: bool = False
     """Whether that is because a Secret or ConfigMap that it names is not there."""
     requests: Requests = ()
@@ -257,6 +259,7 @@ def read_pod(body: Object) -> Pod:
         unschedulable=scheduled.get("message") or "no node fits" if homeless else "",
         unschedulable_since=parse_time(scheduled.get("lastTransitionTime")) if homeless else None,
         waiting=_sentence(waits),
+        preparing=any("running" in (c.get("state") or {}) for c in status.get("initContainerStatuses") or []),
         lacks_config=waits.get("reason") == "CreateContainerConfigError",
         requests=pod_requests(body.get("spec")),
         finished_at=parse_time((ended or {}).get("finishedAt")),

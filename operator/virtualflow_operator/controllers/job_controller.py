@@ -36,7 +36,9 @@ from virtualflow_operator.jobs import (
     DeleteJob,
     DeletePod,
     JobPlan,
+    PodEvent,
     PointService,
+    ReadEvents,
     Scene,
     TemplateVerdict,
     manifests,
@@ -79,6 +81,8 @@ class _Memory:
     verdict: TemplateVerdict | None = None
     refusals: dict[str, CreationRefusal] = field(default_factory=lambda: {kind: CreationRefusal() for kind in _KINDS})
     """By what was refused: the service, the coordinator, workers."""
+    events: dict[str, PodEvent] = field(default_factory=dict)
+    """Of pods that do not start, by uid."""
     lost_at: float | None = None
     """Since when (monotonic) a loss is known that nobody has recovered from."""
     worker_seconds: WorkerSeconds | None = None
@@ -166,6 +170,7 @@ class JobController:
             link=self._links.view(key),
             verdict=memory.verdict,
             trouble=memory.trouble,
+            events=memory.events,
             admission=admission,
         )
         now = time.time()
@@ -243,6 +248,11 @@ class JobController:
             match action:
                 case CheckTemplates():
                     memory.verdict = await self._provisioner.check(job, action)
+                    again = 0.0
+                case ReadEvents(uid=uid):
+                    here = {pod.uid for pod in self._store.pods_of(key)}
+                    kept = {pod: event for pod, event in memory.events.items() if pod in here}
+                    memory.events = kept | {uid: await self._provisioner.latest_event(job, uid)}
                     again = 0.0
                 case CreateService(manifest):
                     if time.time() < memory.refusals[SERVICE].retry_at:

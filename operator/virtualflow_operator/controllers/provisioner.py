@@ -13,10 +13,11 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-from virtualflow_operator.api import Job, Object
+from virtualflow_operator.api import Job, Object, parse_time
 from virtualflow_operator.constants import COORDINATOR, LABEL_GROUP, LABEL_JOB
-from virtualflow_operator.jobs import CheckTemplates, CreatePod, TemplateVerdict, manifests
+from virtualflow_operator.jobs import CheckTemplates, CreatePod, PodEvent, TemplateVerdict, manifests
 from virtualflow_operator.k8s import (
+    EVENTS,
     NETWORK_POLICIES,
     PDBS,
     PODS,
@@ -39,6 +40,10 @@ _POD_BATCH = 16
 """Pods made at once for one job: others wait for connections too."""
 _REFUSAL_FIRST = 5.0
 """What the API server has refused is tried again after this long, then after twice as long."""
+_EVENTS = 100
+"""Of a pod's events, so many are read at most."""
+_EVENT_CHARACTERS = 1_024
+"""Of an event, what a status repeats."""
 _SECRET_RETRY = 10.0
 """A Secret that pods say is missing is looked at again after this long."""
 
@@ -96,6 +101,23 @@ class Provisioner:
                 whose = f"worker group {labels[LABEL_GROUP]}" if LABEL_GROUP in labels else COORDINATOR
                 return TemplateVerdict(action.template_hash, time.time(), f"{whose}: {error.message}")
         return TemplateVerdict(action.template_hash, time.time())
+
+    async def latest_event(self, job: Job, uid: str) -> PodEvent:
+        """The latest event of a pod that has a node."""
+        now = time.time()
+        try:
+            events = await self._api.list(
+                EVENTS, job.namespace, field_selector=f"involvedObject.uid={uid}", most=_EVENTS
+            )
+        except Forbidden as error:
+            logger.info("why a pod does not start is not known: %s", error)
+            return PodEvent(now)
+        told = [event for event in events if event.get("reason") != "FailedScheduling"]
+        if not told:
+            return PodEvent(now)
+        latest = max(told, key=lambda event: (_last_seen(event), event.get("type") == "Warning"))
+        said = ": ".join(str(latest[key]) for key in ("reason", "message") if latest.get(key))
+        return PodEvent(now, said[:_EVENT_CHARACTERS], latest.get("type") == "Warning")
 
     async def service(self, job: Job, manifest: Object) -> str:
         """Make the coordinator's service; why not, if it cannot be."""
@@ -179,6 +201,12 @@ class Provisioner:
             logger.warning("the job goes without a disruption budget: %s", error)
         self._supported[job.uid] = time.monotonic()
         return ""
+
+
+def _last_seen(event: Object) -> float:
+    series = event.get("series") or {}
+    times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
+    return next((seen for seen in map(parse_time, times) if seen is not None), 0.0)
 
 
 async def ignoring(call: Awaitable[object], *errors: type[ApiError]) -> None:

@@ -11,12 +11,13 @@ from virtualflow_operator.jobs.actions import (
     DeletePod,
     JobPlan,
     PointService,
+    ReadEvents,
 )
 from virtualflow_operator.jobs.admission import AT_ONCE, Admission
 from virtualflow_operator.jobs.manifests import derive_token, fingerprint
 from virtualflow_operator.jobs.pod_classification import find_worker
 from virtualflow_operator.jobs.reconcile import reconcile
-from virtualflow_operator.jobs.scene import Scene, TemplateVerdict
+from virtualflow_operator.jobs.scene import PodEvent, Scene, TemplateVerdict
 
 __all__ = [
     "AT_ONCE",
@@ -28,7 +29,9 @@ __all__ = [
     "DeleteJob",
     "DeletePod",
     "JobPlan",
+    "PodEvent",
     "PointService",
+    "ReadEvents",
     "Scene",
     "TemplateVerdict",
     "derive_token",

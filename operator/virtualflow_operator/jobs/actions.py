@@ -25,6 +25,14 @@ class CheckTemplates:
 
 
 @dataclass(frozen=True)
+class ReadEvents:
+    """Find out from its events why a pod does not start."""
+
+    pod: str
+    uid: str
+
+
+@dataclass(frozen=True)
 class CreateService:
     """The coordinator's Service."""
 
@@ -76,7 +84,9 @@ class AdmissionAction:
     """Something that whoever admits the job is asked for, or told; the adapter that decides it carries it out."""
 
 
-Action = CheckTemplates | CreateService | PointService | CreatePod | DeletePod | DeleteJob | AdmissionAction
+Action = (
+    CheckTemplates | ReadEvents | CreateService | PointService | CreatePod | DeletePod | DeleteJob | AdmissionAction
+)
 
 
 @dataclass(frozen=True)

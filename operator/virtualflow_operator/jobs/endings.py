@@ -47,14 +47,24 @@ def completed(facts: JobFacts, draft: Draft) -> JobStatus | None:
 
 def out_of_time(facts: JobFacts, draft: Draft) -> JobStatus | None:
     """The job was not done in its time."""
-    limit, started = facts.spec.active_deadline_seconds, parse_time(draft.status.start_time)
-    if limit is None or started is None or facts.spec.suspend:
+    started = parse_time(draft.status.start_time)
+    if started is None or facts.spec.suspend:
+        return None
+    status = build_status(facts, draft.status)
+    limit = facts.spec.elasticity.startup_deadline_seconds if status.training_time is None else None
+    reason, says = reasons.STARTUP_DEADLINE, "had not begun to train {} s after its start (startupDeadlineSeconds)"
+    over = facts.spec.active_deadline_seconds
+    if over is not None and (limit is None or over <= limit):
+        limit, reason, says = over, reasons.DEADLINE, "was not done {} s after its start (activeDeadlineSeconds)"
+    if limit is None:
         return None
     draft.wake(started + limit)
     if facts.now < started + limit:
         return None
-    message = f"the job was not done {limit} s after its start (activeDeadlineSeconds)"
-    return phases.failed(build_status(facts, draft.status), facts.job, reasons.DEADLINE, message, facts.now)
+    message, degraded = f"the job {says.format(limit)}", status.condition("Degraded")
+    if degraded is not None and degraded.status != "False":
+        message += f": {degraded.message}"
+    return phases.failed(status, facts.job, reason, message, facts.now)
 
 
 def note_doubted_nodes(facts: JobFacts, draft: Draft) -> None:

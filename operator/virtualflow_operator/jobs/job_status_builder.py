@@ -5,7 +5,7 @@ Pure. Nothing here depends on anything that changes by itself, so that a job in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,13 +20,13 @@ from virtualflow_operator.api import (
     EndedRun,
     JobStatus,
     LastChange,
-    Node,
     Phase,
     Pod,
     WorkerShare,
     format_time,
     parse_time,
 )
+from virtualflow_operator.constants import COORDINATOR_PORT
 from virtualflow_operator.jobs.conditions import Aspect, shown_loss, training_health, with_conditions
 from virtualflow_operator.jobs.coordinators import unheard
 from virtualflow_operator.jobs.node_fit import never_fits
@@ -58,6 +58,7 @@ def build_status(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None = N
         replicas=len(live),
         ready_replicas=ready,
         workers=f"{ready}/{spec.desired}",
+        training_time=status.training_time or (format_time(facts.now) if begun else None),
         assignment=_assignment(facts.pods, remote) if remote is not None and remote.workers else status.assignment,
     )
     if (spec.queue or spec.elasticity.min_efficiency) and not facts.shares_devices:
@@ -226,21 +227,11 @@ def _ready(link: CoordinatorLink | None, begun: bool, ready: int, minimum: int, 
 
 
 def _progressing(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None, begun: bool) -> Aspect:
-    rejection, trouble = facts.rejection, facts.scene.trouble
-    if rejection:
-        message = f"The API server refuses the pod template: {rejection}"
-        return ("Progressing", "False", reasons.TEMPLATE_REJECTED, message)
-    if trouble and not begun:
-        message = f"The API server refuses what the job needs: {trouble}"
-        return ("Progressing", "False", reasons.CREATION_REFUSED, message)
-    if status.phase == "BackOff":
-        message = f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
-        return ("Progressing", "False", reasons.BACK_OFF, message)
+    hindrance = _hindrance(facts, status, begun)
+    if hindrance is not None:
+        return ("Progressing", "False", *hindrance)
     if not begun:
-        obstacle = _obstacle(facts)
-        if obstacle is not None:
-            return ("Progressing", "False", *obstacle)
-        return ("Progressing", "True", reasons.STARTING, "Workers are starting.")
+        return ("Progressing", "True", reasons.STARTING, _slow_start(facts) or "Workers are starting.")
     planned = facts.pods.of("planned")
     if planned:
         names = ", ".join(worker.pod.name for worker in planned[:8])
@@ -250,31 +241,70 @@ def _progressing(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None, be
     return ("Progressing", "True", reasons.TRAINING, "Workers are training.")
 
 
+def _hindrance(facts: JobFacts, status: JobStatus, begun: bool) -> tuple[str, str] | None:
+    """What is in the way of the job: a reason and a sentence."""
+    rejection, trouble = facts.rejection, facts.scene.trouble
+    if rejection:
+        return reasons.TEMPLATE_REJECTED, f"The API server refuses the pod template: {rejection}"
+    if trouble and not begun:
+        return reasons.CREATION_REFUSED, f"The API server refuses what the job needs: {trouble}"
+    if status.phase == "BackOff":
+        return reasons.BACK_OFF, f"Starting again at {status.failures.retry_time} after: {status.failures.message}"
+    return None if begun else _obstacle(facts)
+
+
 def _obstacle(facts: JobFacts) -> tuple[str, str] | None:
     """Why a worker that should run does not: a reason and a sentence."""
     pods = (*facts.pods.coordinators, *(worker.pod for worker in facts.pods.workers))
-    live = [pod for pod in pods if pod.live]
-    for pod in live:
-        if pod.waiting:
-            return reasons.CANNOT_START, _why_not(pod, facts.scene.nodes)
-    for pod in live:
-        if pod.unschedulable:
-            why = _why_not(pod, facts.scene.nodes)
+    for pod in pods:
+        if _cannot_start(pod, facts):
+            return reasons.CANNOT_START, _why_not(pod, facts)
+    for pod in pods:
+        if pod.live and pod.unschedulable:
+            why = _why_not(pod, facts)
             return reasons.UNSCHEDULABLE, f"{why[:1].upper()}{why[1:]}"
     return None
 
 
+def _slow_start(facts: JobFacts) -> str:
+    """What a pod does that should have started, or a worker that should have called; empty: there is none."""
+    for pod in (*facts.pods.coordinators, *(worker.pod for worker in facts.pods.workers)):
+        if facts.overdue(pod):
+            event = facts.scene.events.get(pod.uid)
+            said = event.said if event is not None and event.said else "no event says what it waits for"
+            return f"{pod.name} on {pod.node} has not started yet: {said}"
+    if not facts.connected or facts.scene.service is None:
+        return ""
+    late = facts.now - facts.settings.startup_patience
+    for worker in facts.pods.of("healthy", "planned"):
+        pod = worker.pod
+        if pod.phase == "Running" and worker.standing == "absent" and pod.created <= late:
+            return (
+                f"{pod.name} on {pod.node} runs and has not called its coordinator at {facts.scene.service.address}, "
+                f"port {COORDINATOR_PORT}: its script has not come to vf.elastic yet, or a NetworkPolicy or a proxy "
+                "keeps it from there; see its log."
+            )
+    return ""
+
+
 def _degraded(facts: JobFacts, status: JobStatus, ready: int, begun: bool) -> Aspect:
     desired, retry = facts.spec.desired, parse_time(status.failures.retry_time)
+    if not begun:
+        hindrance, slow = _hindrance(facts, status, begun), _slow_start(facts)
+        if hindrance is not None:
+            return ("Degraded", "True", *hindrance)
+        if slow:
+            return ("Degraded", "Unknown", reasons.STARTING, slow)
     if not begun or ready >= desired:
         return ("Degraded", "False", reasons.AS_WANTED, "As many workers train as are wanted, or they are starting.")
-    causes = (_why_not(worker.pod, facts.scene.nodes) for worker in facts.pods.workers)
+    causes = (_why_not(worker.pod, facts) for worker in facts.pods.workers)
     why = next(filter(None, causes), facts.rejection or facts.scene.trouble)
     if not why and status.failures.unfit:
         groups = ", ".join(unfit.group for unfit in status.failures.unfit)
         why = f"nothing fits into the memory of worker group {groups}, so no worker is made there"
     if not why and retry is not None and facts.now < retry:
         why = f"no worker is made before {status.failures.retry_time}, because of those that ended too soon"
+    why = why or _slow_start(facts).rstrip(".")
     message = f"Fewer workers train than the {desired} that are wanted: {why or 'the others are starting'}."
     ended = _latest_end(status, facts.now)
     if ended:
@@ -292,10 +322,19 @@ def _latest_end(status: JobStatus, now: float) -> str:
     return status.failures.message.partition("\n")[0]
 
 
-def _why_not(pod: Pod, nodes: Mapping[str, Node] | None) -> str:
+def _cannot_start(pod: Pod, facts: JobFacts) -> str:
+    """What keeps a pod that has a node from starting, by its status or its latest event; empty: nothing is known."""
+    if not pod.live or pod.waiting:
+        return pod.waiting if pod.live else ""
+    event = facts.scene.events.get(pod.uid)
+    return event.said if event is not None and event.warning and facts.overdue(pod) else ""
+
+
+def _why_not(pod: Pod, facts: JobFacts) -> str:
     """Why a pod that should run does not, if that can be told."""
-    if pod.live and pod.waiting:
-        return f"{pod.name} cannot start: {pod.waiting}"
+    why = _cannot_start(pod, facts)
+    if why:
+        return f"{pod.name} cannot start: {why}"
     if pod.live and pod.unschedulable:
-        return f"no node takes {pod.name}: {never_fits(pod, nodes) or pod.unschedulable}"
+        return f"no node takes {pod.name}: {never_fits(pod, facts.scene.nodes) or pod.unschedulable}"
     return ""

@@ -13,7 +13,7 @@ from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow.protocol.wording import describe_end
 from virtualflow_operator import reasons
-from virtualflow_operator.api import ConditionType, Job, JobStatus, format_time
+from virtualflow_operator.api import ConditionType, Job, JobStatus, Truth, format_time
 from virtualflow_operator.jobs.admission import AdmissionWait, Admitted
 from virtualflow_operator.jobs.conditions import MAX_MESSAGE, Aspect, amend, shown_loss, training_health
 
@@ -25,7 +25,9 @@ NO_MEMORY_COPY: dict[str, Any] = {"memory_copy_step": None, "memory_copy_time": 
 def invalid(status: JobStatus, job: Job, faults: str, now: float) -> JobStatus:
     """A specification that makes no sense; what runs goes on."""
     message = f"The specification makes no sense, and nothing that runs is changed: {faults}"
-    return amend(status, job, now, ("Progressing", "False", reasons.INVALID_SPEC, message))
+    kinds: tuple[ConditionType, ...] = ("Progressing",) if status.phase == "Running" else ("Progressing", "Degraded")
+    truths: dict[ConditionType, Truth] = {"Progressing": "False", "Degraded": "True"}
+    return amend(status, job, now, *((kind, truths[kind], reasons.INVALID_SPEC, message) for kind in kinds))
 
 
 def limited(status: JobStatus, job: Job, admitted: Admitted, now: float) -> JobStatus:
@@ -48,6 +50,7 @@ def back_off(status: JobStatus, job: Job, now: float) -> JobStatus:
         now,
         ("Ready", "False", reasons.BACK_OFF, "The workers start again after a wait."),
         ("Progressing", "False", reasons.BACK_OFF, message),
+        ("Degraded", "True", reasons.BACK_OFF, message),
     )
 
 
@@ -72,6 +75,7 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
         workers=f"0/{job.spec.desired}",
         assignment=(),
         start_time=None,
+        training_time=None,
         coordinator=None,
         coordinator_image=None,
         start_ticket=None,

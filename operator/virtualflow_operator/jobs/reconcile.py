@@ -24,6 +24,7 @@ from virtualflow_operator.jobs.workers import (
     delete_ended,
     delete_former_attempts,
     keep_workers,
+    look_into_pods,
     tell_losses,
     templates_accepted,
 )
@@ -138,6 +139,7 @@ def _run(facts: JobFacts, draft: Draft) -> JobStatus:
 
     keep_coordinator(facts, draft, accepted=accepted)
     tell_scale(facts, draft)
+    look_into_pods(facts, draft)
     for worker in facts.pods.workers:
         if worker.pod.live and worker.pod.unschedulable_since is not None:
             draft.wake(worker.pod.unschedulable_since + facts.settings.unschedulable_patience)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from virtualflow.protocol.http_api import Status
 from virtualflow_operator.api import (
@@ -29,6 +29,16 @@ class TemplateVerdict:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class PodEvent:
+    """The latest event of a pod that does not start."""
+
+    read_at: float
+    said: str = ""
+    """Its reason and message; empty: there is none, or the operator may not list events."""
+    warning: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scene:
     """All that is known of a job."""
@@ -45,6 +55,8 @@ class Scene:
     verdict: TemplateVerdict | None = None
     trouble: str = ""
     """What the API server refused the last time, in words."""
+    events: Mapping[str, PodEvent] = field(default_factory=dict)
+    """Of pods that do not start, by uid."""
     admission: Admission = AT_ONCE
     """Who says how many workers it may have."""
 
@@ -106,6 +118,10 @@ class JobFacts:
         current = verdict is not None and verdict.template_hash == self.hashes.all
         return verdict.error if verdict is not None and current else ""
 
+    def overdue(self, pod: Pod) -> bool:
+        """Whether a pod should have started by now, as it has a node."""
+        return _starts(pod) and self.now >= pod.created + self.settings.startup_patience
+
     @property
     def rest(self) -> str:
         """Why the job is to have no workers, in words."""
@@ -114,6 +130,11 @@ class JobFacts:
     def without_link(self) -> JobFacts:
         """The same when what the coordinator says is of an attempt that is over."""
         return replace(self, link=None)
+
+
+def _starts(pod: Pod) -> bool:
+    """Whether a pod has a node, and nothing says yet why none of its containers runs."""
+    return pod.live and pod.phase == "Pending" and bool(pod.node) and not (pod.waiting or pod.preparing)
 
 
 def gather_facts(scene: Scene, now: float, settings: OperatorSettings) -> JobFacts:

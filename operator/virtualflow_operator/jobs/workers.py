@@ -15,7 +15,7 @@ from virtualflow.protocol.wording import counted
 from virtualflow_operator.api import Node, Object, Standing, format_time, parse_time
 from virtualflow_operator.constants import TERMINATION_TAINTS, WORKER
 from virtualflow_operator.jobs import event_messages, manifests
-from virtualflow_operator.jobs.actions import FAILED_GRACE, CheckTemplates, CreatePod, Draft
+from virtualflow_operator.jobs.actions import FAILED_GRACE, CheckTemplates, CreatePod, Draft, ReadEvents
 from virtualflow_operator.jobs.node_fit import could_take
 from virtualflow_operator.jobs.pod_classification import LEFT, ClassifiedPod, has_left
 from virtualflow_operator.jobs.scene import JobFacts
@@ -80,6 +80,20 @@ def _add_unknown(pod: Object, template: Object) -> None:
         key: value for key, value in metadata.items() if key not in _OF_OBJECTS | pod["metadata"].keys()
     }
     pod |= {key: value for key, value in template.items() if key not in ("apiVersion", "kind", "metadata", "spec")}
+
+
+def look_into_pods(facts: JobFacts, draft: Draft) -> None:
+    """Read the events of a pod that should have started, one at a time: all wait for the same, most likely."""
+    for pod in (*facts.pods.coordinators, *(worker.pod for worker in facts.pods.workers)):
+        if facts.overdue(pod):
+            known = facts.scene.events.get(pod.uid)
+            if known is None or facts.now >= known.read_at + facts.settings.events_retry:
+                draft.actions.append(ReadEvents(pod.name, pod.uid))
+            else:
+                draft.wake(known.read_at + facts.settings.events_retry)
+            return
+        if pod.live and not (pod.waiting or pod.unschedulable):
+            draft.wake(pod.created + facts.settings.startup_patience)
 
 
 def keep_workers(facts: JobFacts, draft: Draft, *, waiting: bool) -> WorkerPlan:

@@ -9,6 +9,7 @@ from virtualflow_operator.k8s.leader_election import LeaseThread, leave_at_once
 from virtualflow_operator.k8s.nesting import DeepObjects, bounded_response
 from virtualflow_operator.k8s.relist import OURS, relist
 from virtualflow_operator.k8s.resources import (
+    EVENTS,
     FLAVORS,
     JOBS,
     NETWORK_POLICIES,
@@ -23,6 +24,7 @@ from virtualflow_operator.k8s.resources import (
 )
 
 __all__ = [
+    "EVENTS",
     "FLAVORS",
     "JOBS",
     "NETWORK_POLICIES",

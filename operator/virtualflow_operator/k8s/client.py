@@ -92,13 +92,16 @@ class KubeApi:
         label_selector: str | None = None,
         page: int | None = None,
         field_selector: str | None = None,
+        most: int | None = None,
     ) -> list[Object]:
         """Return all objects of a namespace (None: of all), ``page`` at a time; they bear no apiVersion and kind.
+
+        ``most``: only so many, by one request.
 
         A list that expires on the way is begun again; after ``LIST_ATTEMPTS`` of them :class:`Gone` is raised.
         """
         path = resource.path(namespace)
-        query = [("limit", str(page or self._settings.page))]
+        query = [("limit", str(most or page or self._settings.page))]
         if label_selector is not None:
             query.append(("labelSelector", label_selector))
         if field_selector is not None:
@@ -119,7 +122,7 @@ class KubeApi:
                 continue
             items.extend(answer.get("items") or ())
             token = (answer.get("metadata") or {}).get("continue") or ""
-            if not token:
+            if not token or most is not None:
                 return items
 
     async def watch(

@@ -10,6 +10,8 @@ import pytest
 from fake_api import Fault
 from stage import NAMESPACE, WRITES, Stage, job, play
 
+from virtualflow_operator.constants import WORKER
+from virtualflow_operator.k8s.client import Object
 from virtualflow_operator.k8s.resources import JOBS
 
 
@@ -33,9 +35,19 @@ def test_twenty_jobs_at_once(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+def add_event(stage: Stage, pod: Object, reason: str, message: str) -> None:
+    """As a kubelet does, after that of the scheduler."""
+    of_it = {key: pod["metadata"][key] for key in ("name", "namespace", "uid")} | {"kind": "Pod", "apiVersion": "v1"}
+    told = (("2", "Warning", reason, message), ("1", "Normal", "Scheduled", "it has a node"))
+    for second, kind, word, said in told:
+        event = {"type": kind, "reason": word, "message": said, "lastTimestamp": f"2026-01-01T00:00:0{second}Z"}
+        named = {"name": f"{pod['metadata']['name']}.{second}", "namespace": NAMESPACE}
+        stage.server.add({"apiVersion": "v1", "kind": "Event", "metadata": named, "involvedObject": of_it} | event)
+
+
 def test_no_job_waits_for_a_slow_or_broken_one(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        stage.start("--concurrency=2")
+        stage.start("--concurrency=2", startup_patience=1.0, events_retry=1.0)
         await stage.watching()
         inject, forever = stage.server.inject, {"times": None}
         inject(Fault(code=422, message="spec: no", verb="create", resource="pods", name="refused-.*", **forever))
@@ -45,7 +57,8 @@ def test_no_job_waits_for_a_slow_or_broken_one(tmp_path: Path) -> None:
         inject(Fault(delay=30.0, verb="create", resource="services", name="slow-.*", **forever))
         inject(Fault(code=500, verb="patch", resource="virtualflowjobs/status", name="unwritten", **forever))
         stage.kubelet.mute.add("mute")
-        broken = ("refused", "poor", "slow", "unwritten", "mute")
+        stage.kubelet.unmounted.add("unmounted")
+        broken = ("refused", "poor", "slow", "unwritten", "mute", "unmounted")
         for name in broken:
             stage.apply(name)
         await stage.until(lambda: all(fault.hits for fault in stage.server.faults))
@@ -57,6 +70,10 @@ def test_no_job_waits_for_a_slow_or_broken_one(tmp_path: Path) -> None:
         assert time.monotonic() - begin < 20
         await stage.until(lambda: stage.trains("sound"))
         await stage.until(lambda: stage.condition("refused", "Progressing").get("reason") == "TemplateRejected")
+        await stage.until(lambda: "no event" in stage.condition("unmounted", "Progressing").get("message", ""))
+        add_event(stage, stage.pods("unmounted", WORKER)[0], "FailedMount", "no such volume")
+        await stage.until(lambda: stage.condition("unmounted", "Degraded").get("reason") == "CannotStart")
+        assert "cannot start: FailedMount: no such volume" in stage.condition("unmounted", "Progressing")["message"]
         await stage.until(lambda: stage.condition("misspelt", "Stalled").get("reason") == "TemplateRejected")
         assert 'worker group w: Pod in version "v1"' in stage.condition("misspelt", "Progressing")["message"]
         assert 'unknown field "spec.containers[0].resourcess"' in stage.condition("misspelt", "Stalled")["message"]

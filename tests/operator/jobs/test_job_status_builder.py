@@ -9,11 +9,14 @@ import msgspec
 import pytest
 from scenes import (
     NOW,
+    SETTINGS,
     Stage,
     accepted,
     body,
     change,
+    edit,
     homeless,
+    kinds,
     link,
     message_of,
     noticed,
@@ -23,13 +26,16 @@ from scenes import (
     seen,
     swap,
     training,
+    verdict_of,
 )
 
 from virtualflow.protocol.messages import CheckpointState, Generation
 from virtualflow_operator import reasons
 from virtualflow_operator.api.job import JobStatus
 from virtualflow_operator.api.objects import Node, format_time
+from virtualflow_operator.jobs.actions import ReadEvents
 from virtualflow_operator.jobs.event_messages import messages_of_change
+from virtualflow_operator.jobs.scene import PodEvent
 
 
 def progress(stage: Stage, **facts: Any) -> Stage:
@@ -257,6 +263,70 @@ def test_why_a_job_does_not_begin_is_said_in_a_condition_and_once_in_an_event(
     assert noticed(plan) == [reason]
     stage.write(plan)
     assert stage.decide().events == ()
+
+
+MOUNT = 'FailedMount: MountVolume.SetUp failed for volume "data": configmap "data" not found'
+
+
+def test_a_pod_that_does_not_start_is_explained_by_its_latest_event() -> None:
+    stage = waiting(node="node-0")
+    plan = stage.decide()
+    (pod,) = (pod for pod in stage.pods if pod.phase == "Pending")
+    assert [action for action in plan.actions if isinstance(action, ReadEvents)] == [ReadEvents(pod.name, pod.uid)]
+    assert reason_of(plan, "Degraded") == ("Unknown", reasons.STARTING)
+    assert message_of(plan, "Progressing").startswith("digits-workers-0 on node-0 has not started yet: no event")
+
+    stage.events = {pod.uid: PodEvent(NOW, "Pulling: Pulling image large:1")}
+    assert message_of(stage.decide(), "Progressing").endswith("has not started yet: Pulling: Pulling image large:1")
+    stage.events = {pod.uid: PodEvent(NOW, MOUNT, warning=True)}
+    plan = stage.decide()
+    assert (kinds(plan.actions), plan.wake_at) == ([], NOW + SETTINGS.events_retry)
+    assert reason_of(plan, "Progressing") == ("False", reasons.CANNOT_START)
+    assert reason_of(plan, "Degraded") == ("True", reasons.CANNOT_START)
+    assert message_of(plan, "Degraded") == f"digits-workers-0 cannot start: {MOUNT}"
+    assert noticed(plan) == [reasons.CANNOT_START]
+    assert kinds(stage.decide(NOW + SETTINGS.events_retry).actions) == ["ReadEvents"]
+
+
+@pytest.mark.parametrize("facts", [{"created": NOW - 5}, {"preparing": True}], ids=["young", "with an init container"])
+def test_a_pod_that_may_take_its_time_is_not_looked_into(facts: dict[str, Any]) -> None:
+    plan = waiting(node="node-0", **facts).decide()
+    assert (kinds(plan.actions), reason_of(plan, "Degraded")) == ([], ("False", reasons.AS_WANTED))
+    assert message_of(plan, "Progressing") == "Workers are starting."
+
+
+def test_a_joiner_that_cannot_start_is_explained_while_the_others_train() -> None:
+    stage = training()
+    swap(stage, pending(stage.pods[2], node="node-1"))
+    stage.link = link(remote("training", seen(stage.pods[1])))
+    assert "ReadEvents" in kinds(stage.decide().actions)
+    stage.events = {stage.pods[2].uid: PodEvent(NOW, MOUNT, warning=True)}
+    assert f"digits-workers-1 cannot start: {MOUNT}" in message_of(stage.decide(), "Degraded")
+
+
+def test_a_worker_that_runs_and_never_calls_is_named() -> None:
+    stage = waiting(node="node-0", phase="Running", ip="10.1.0.10")
+    plan = stage.decide()
+    assert reason_of(plan, "Degraded") == ("Unknown", reasons.STARTING)
+    said = "digits-workers-0 on node-0 runs and has not called its coordinator at 10.0.0.1, port 7700"
+    assert message_of(plan, "Progressing").startswith(said)
+    called = link(remote("waiting", seen(stage.pods[1], "starting"), wanted=1))
+    stage.link = called
+    assert message_of(stage.decide(), "Progressing") == "Workers are starting."
+
+
+@pytest.mark.parametrize(
+    ("stage", "reason"),
+    [
+        pytest.param(swap(waiting(), homeless(waiting().pods[1])), reasons.UNSCHEDULABLE, id="no node"),
+        pytest.param(edit(waiting(), minReplicas=0), reasons.INVALID_SPEC, id="no sense"),
+        pytest.param(
+            Stage(body(), [], None, {}, None, verdict_of(body(), "no")), reasons.TEMPLATE_REJECTED, id="no pod"
+        ),
+    ],
+)
+def test_a_job_that_cannot_start_is_not_as_wanted(stage: Stage, reason: str) -> None:
+    assert reason_of(stage.decide(), "Degraded") == ("True", reason)
 
 
 def test_a_coordinator_that_refuses_the_operator_is_said_so() -> None:

@@ -137,6 +137,39 @@ def test_a_job_that_its_script_has_stopped_early_is_complete_and_says_so() -> No
     assert plan.events[-1].message == "training stopped early by the script, 5 of 80 steps; digest abc"
 
 
+@pytest.mark.parametrize(
+    ("spec", "reason", "says"),
+    [
+        ({"elasticity": {"startupDeadlineSeconds": 90}}, reasons.STARTUP_DEADLINE, "had not begun to train 90 s after"),
+        ({"activeDeadlineSeconds": 90}, reasons.DEADLINE, "was not done 90 s after"),
+    ],
+)
+def test_a_job_that_could_not_start_in_time_fails_and_names_what_was_in_the_way(
+    spec: dict[str, Any], reason: str, says: str
+) -> None:
+    stage = training(1)
+    raw = accepted(body(replicas=1, **spec), phase="Pending", startTime=format_time(NOW - 80))
+    stage = Stage(raw, stage.pods, stage.service, stage.nodes, link(remote("waiting", wanted=1)))
+    swap(stage, dataclasses.replace(stage.pods[1], phase="Pending", ip="", waiting="ImagePullBackOff: no such image"))
+    plan = stage.decide()
+    assert (plan.status.phase, plan.wake_at) == ("Pending", NOW + 10)
+    plan = stage.decide(NOW + 10)
+    assert reason_of(plan, "Failed") == ("True", reason)
+    message = message_of(plan, "Failed")
+    assert message.startswith(f"The job {says} its start")
+    assert message.endswith(": digits-workers-0 cannot start: ImagePullBackOff: no such image")
+    assert reason_of(plan, "Stalled") == ("True", reason)
+
+
+def test_the_startup_deadline_is_over_once_the_job_trains_and_counts_anew_after_a_suspension() -> None:
+    stage = training(elasticity={"startupDeadlineSeconds": 90})
+    assert stage.job.status.training_time is not None
+    assert stage.decide(NOW + 999).status.phase == "Running"
+    edit(stage, suspend=True)
+    stage.pods, stage.link = [], None
+    assert stage.decide().status.training_time is None
+
+
 def test_one_finished_worker_is_not_the_end_while_the_others_train_and_gets_no_successor() -> None:
     stage = training()
     swap(stage, ended(stage.pods[2], 0, word=TerminationMessage("done", step=100, digest="abc")))

@@ -467,3 +467,30 @@ def test_who_may_not_look_is_told_so_and_what_to_ask_for(client: Client, kubecon
     )
     assert "would be refused" in sentences[3]
     client.core.delete_namespaced_service_account("guest", "default")
+
+
+def test_who_may_not_list_events_reads_the_conditions_all_the_same(
+    client: Client, kubeconfig: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = client.submit(manifest("digits"))
+    message = "digits-w-0 cannot start: FailedMount: no such volume"
+    told = {"type": "Degraded", "status": "True", "reason": "CannotStart", "message": message}
+    write_status(client, "digits", phase="Pending", conditions=[told | {"lastTransitionTime": "2026-11-24T11:00:00Z"}])
+    client.core.create_namespaced_service_account("default", {"metadata": {"name": "viewer"}})
+    rules = [{"apiGroups": [GROUP], "resources": [PLURAL], "verbs": ["get", "list", "watch"]}]
+    roles = kubernetes.RbacAuthorizationV1Api(client.api)
+    roles.create_namespaced_role("default", {"metadata": {"name": "viewer"}, "rules": rules})
+    bound = {
+        "metadata": {"name": "viewer"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "viewer"},
+        "subjects": [{"kind": "ServiceAccount", "name": "viewer", "namespace": "default"}],
+    }
+    roles.create_namespaced_role_binding("default", bound)
+    token = client.core.create_namespaced_service_account_token("viewer", "default", {"spec": {"audiences": []}})
+    known = yaml.safe_load(kubeconfig.read_text())
+    known["users"] = [{"name": known["users"][0]["name"], "user": {"token": token.status.token}}]
+    (tmp_path / "viewer").write_text(yaml.safe_dump(known))
+    assert main(["why", "--kubeconfig", str(tmp_path / "viewer"), job.name]) == 0
+    said = capsys.readouterr().out
+    assert f"Degraded True, CannotStart: {message}" in said
+    assert "events are not shown: cannot list events of digits" in said

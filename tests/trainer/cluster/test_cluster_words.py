@@ -250,3 +250,13 @@ def test_without_its_extra_the_plugin_says_what_it_needs(absent: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "pip install 'virtualflow[cluster]'" in done.stderr
+
+
+def test_what_conditions_say_twice_for_tools_is_said_once() -> None:
+    stuck = "digits-w-0 cannot start: FailedMount: no such volume"
+    kinds = (("Progressing", "False"), ("Degraded", "True"), ("Stalled", "True"))
+    conditions = [condition(kind, truth, "CannotStart", stuck) for kind, truth in kinds]
+    assert explain(job(phase="Pending", conditions=conditions), [], NOW)[1:] == [
+        f"  Progressing False, CannotStart: {stuck}",
+        "    to do: see CannotStart",
+    ]

@@ -38,6 +38,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "LimitedByEfficiency": "lower it to have more",
         "LimitedByKueue": "see Grow",
         "BackoffLimitExceeded": "correct the script; make a new job",
+        "StartupDeadlineExceeded": "what the message names; make a new job",
         "DeadlineExceeded": "make a new job, with the same `checkpoint.directory` to go on",
     }
 )
@@ -47,8 +48,6 @@ _GOOD: Mapping[str, str] = MappingProxyType(
     {"Ready": "True", "Progressing": "True", "Allocated": "True", "Complete": "True"}
 )
 """Conditions that are as one would have them; of all others, ``False`` is."""
-_REPEATING = ("Reconciling", "Stalled")
-"""Conditions that repeat others, for tools."""
 _QUIET = frozenset({"NotFinished", "NotSuspended", "Finished", "AsWanted", "Starting", "Scaling", "RollingUpdate"})
 _EVENTS = 5
 
@@ -101,10 +100,14 @@ def explain(body: Mapping[str, Any], events: Sequence[Mapping[str, Any]], now: d
 
 def _telling(conditions: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Conditions that say something that is not plain: what is bad first."""
-    own = [each for each in conditions if each["type"] not in _REPEATING]
-    told = [each for each in own if each["reason"] not in _QUIET or each["status"] == "Unknown"]
-    bad = [each for each in told if each["status"] != _GOOD.get(each["type"], "False")]
-    good = [each for each in told if each not in bad and (each["reason"] in ADVICE or each["type"] == "Allocated")]
+    told: dict[str, Mapping[str, Any]] = {}  # by message: tools want some of them a second time
+    for each in conditions:
+        if each["reason"] not in _QUIET or each["status"] == "Unknown":
+            told.setdefault(each["message"], each)
+    bad = [each for each in told.values() if each["status"] != _GOOD.get(each["type"], "False")]
+    good = [
+        each for each in told.values() if each not in bad and (each["reason"] in ADVICE or each["type"] == "Allocated")
+    ]
     return [*bad, *good]
 
 

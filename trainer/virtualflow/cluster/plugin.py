@@ -126,7 +126,11 @@ def _why(client: Client, given: argparse.Namespace) -> int:
     from virtualflow.cluster.explanation import explain
 
     job = client.job(given.job)
-    _say("\n".join(explain(job.body, job.events(), datetime.now(UTC))))
+    try:
+        events, unseen = job.events(), []
+    except ConfigurationError as error:  # the conditions say what matters
+        events, unseen = [], [f"  events are not shown: {error}"]
+    _say("\n".join([*explain(job.body, events, datetime.now(UTC)), *unseen]))
     return 0
 
 
