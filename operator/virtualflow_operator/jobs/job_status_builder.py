@@ -36,6 +36,9 @@ from virtualflow_operator.jobs.scaling_history import remember
 from virtualflow_operator.jobs.scene import JobFacts
 from virtualflow_operator.jobs.worker_plan import WorkerPlan
 
+_NOT_SUSPENDED = "The job is not suspended."
+_NOT_SAVED = "The job is not suspended. It has no spec.checkpoint: a suspension would lose all steps of its training."
+
 
 def build_status(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None = None) -> JobStatus:
     """The status of a job that is not over, from what there is and what the coordinator says.
@@ -76,7 +79,7 @@ def build_status(facts: JobFacts, status: JobStatus, plan: WorkerPlan | None = N
         _progressing(facts, status, plan, begun),
         _degraded(facts, status, ready, begun),
         *training_health(status, remote),
-        ("Suspended", "False", reasons.NOT_SUSPENDED, "The job is not suspended."),
+        ("Suspended", "False", reasons.NOT_SUSPENDED, _NOT_SUSPENDED if spec.checkpoint else _NOT_SAVED),
         ("Complete", "False", reasons.NOT_FINISHED, "The training is not complete."),
         ("Failed", "False", reasons.NOT_FINISHED, "The job has not failed."),
     )

@@ -11,7 +11,7 @@ import msgspec
 
 from virtualflow.protocol.http_api import Status
 from virtualflow.protocol.termination_message import TerminationMessage
-from virtualflow.protocol.wording import describe_end
+from virtualflow.protocol.wording import counted, describe_end
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, Job, JobStatus, Truth, format_time
 from virtualflow_operator.jobs.admission import AdmissionWait, Admitted
@@ -61,7 +61,12 @@ def suspending(status: JobStatus, job: Job, now: float) -> JobStatus:
         status,
         job,
         now,
-        ("Progressing", "True", reasons.SUSPENDING, "The workers leave, after a checkpoint if there is one."),
+        (
+            "Progressing",
+            "True",
+            reasons.SUSPENDING,
+            "The workers leave, after a checkpoint." if job.spec.checkpoint else f"The workers leave. {_lost(status)}",
+        ),
     )
 
 
@@ -97,11 +102,18 @@ def suspended(status: JobStatus, job: Job, now: float) -> JobStatus:
 def _resumes_from(status: JobStatus, job: Job) -> str:
     saved, reached = status.checkpoint_step, status.step or 0
     if not job.spec.checkpoint:
-        return "It has no spec.checkpoint: it will begin from the first step, to the same bits."
+        return _lost(status)
     if saved is not None and saved >= reached:
         return f"It resumes from its checkpoint of step {saved}."
     again = "begins from the first step" if saved is None else f"resumes from that of step {saved}"
     return f"No checkpoint of step {reached} was confirmed: it {again}, to the same bits."
+
+
+def _lost(status: JobStatus) -> str:
+    """What a job loses with its last worker that has no checkpoint."""
+    made = status.earlier_steps + (status.step or 0)
+    lost = f"the training is lost, {counted(made, 'step')}, and " if made else ""
+    return f"It has no spec.checkpoint: {lost}it begins from the first step, to the same bits."
 
 
 def queued(status: JobStatus, job: Job, wait: AdmissionWait, now: float) -> JobStatus:

@@ -299,10 +299,12 @@ def test_nothing_wakes_a_finished_job() -> None:
 @pytest.mark.parametrize("keeps", [True, False], ids=["with a checkpoint", "without a checkpoint"])
 def test_a_suspended_job_stops_behind_one_step_and_then_loses_all_its_pods(keeps: bool) -> None:
     extra: dict[str, Any] = {"checkpoint": {"volume": {"persistentVolumeClaim": {"claimName": "c"}}}} if keeps else {}
-    stage = edit(training(**extra), suspend=True)
-    plan = stage.decide()
+    stage = training(**extra)
+    assert ("would lose all steps" in message_of(stage.decide(), "Suspended")) is not keeps
+    plan = edit(stage, suspend=True).decide()
     assert (plan.calls, plan.actions) == ((StopCall("the job is suspended"),), ())
     assert (plan.status.phase, plan.wake_at) == ("Suspending", NOW + (330 if keeps else 30))
+    assert ("the training is lost, 40 steps" in message_of(plan, "Progressing")) is not keeps
     stage.write(plan)
 
     stage.link = link(remote("stopped", seen(stage.pods[1], "draining"), seen(stage.pods[2], "training")))
@@ -317,6 +319,9 @@ def test_a_suspended_job_stops_behind_one_step_and_then_loses_all_its_pods(keeps
     assert reason_of(plan, "Suspended") == ("True", reasons.SUSPENDED)
     told = "No checkpoint of step 41 was confirmed" if keeps else "It has no spec.checkpoint"
     assert told in message_of(plan, "Suspended")
+    assert (
+        "the training is lost, 41 steps, and it begins from the first" in message_of(plan, "Suspended")
+    ) is not keeps
     assert noticed(plan) == [reasons.SUSPENDED]
     stage.write(plan)
 

@@ -170,6 +170,13 @@ def test_the_plugin_shows_and_changes_jobs(
     assert client.job("digits").body["spec"]["replicas"] == 3
     assert say("scale", "digits", "9")[0] == 2
     assert say("suspend", "digits")[0] == say("resume", "digits")[0] == 0
+    write_status(client, "digits", phase="Running", step=1_020, earlierSteps=1)
+    code, _, said = say("suspend", "digits")
+    lost = "digits has no spec.checkpoint: a suspension loses 1021 steps of training"
+    assert (code, said) == (2, f"virtualflow: {lost}; give it a checkpoint, or say --force\n")
+    assert not client.job("digits").body["spec"].get("suspend")
+    assert say("suspend", "digits", "--force") == (0, "digits: to be suspended\n", "")
+    assert say("resume", "digits")[0] == 0
     assert say("logs", "digits") == (0, "", "")
     write_status(client, "digits", phase="Complete", step=7, digest="abc")
     assert say("wait", "digits") == (0, "digits: Complete, step 7, digest abc\n", "")

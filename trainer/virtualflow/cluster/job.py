@@ -88,8 +88,18 @@ class Job:
         """Ask for that many workers; they join and leave while the others train."""
         self._patch({"spec": {"replicas": workers}}, f"scale {self.name} to {counted(workers, 'worker')}", "scale")
 
+    def lost_by_suspension(self) -> str:
+        """What a suspension would lose, as a sentence without its point; empty: nothing."""
+        steps = (self.status.get("earlierSteps") or 0) + (self.status.get("step") or 0)
+        if self.body["spec"].get("checkpoint") or not steps or self.finished:
+            return ""
+        return f"{self.name} has no spec.checkpoint: a suspension loses {counted(steps, 'step')} of training"
+
     def suspend(self) -> None:
-        """Stop behind a step, with a checkpoint, and give all pods back."""
+        """Stop behind a step, with a checkpoint if the job has ``spec.checkpoint``, and give all pods back.
+
+        Without one its training is lost, see :meth:`lost_by_suspension`, and it begins anew when it is resumed.
+        """
         self._patch({"spec": {"suspend": True}}, f"suspend {self.name}")
 
     def resume(self) -> None:

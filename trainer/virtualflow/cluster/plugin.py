@@ -88,7 +88,12 @@ def parser() -> Parser:
     )
     drain = add("drain", _drain, "let a worker leave; another one takes its place", example=" digits-workers-1")
     drain.add_argument("worker", metavar="POD", help="its name, as kubectl get pods shows it")
-    add("suspend", _suspend, "stop a job behind a step, with a checkpoint, and give its pods back")
+    suspend = add(
+        "suspend",
+        _suspend,
+        "stop a job behind a step, with a checkpoint if it has spec.checkpoint, and give its pods back",
+    )
+    suspend.add_argument("--force", action="store_true", help="also if that loses its training; ask nothing")
     add("resume", _resume, "let a suspended job go on")
     ui = add("ui", _ui, "open a way to the job's live page, for a browser of this machine, until Ctrl-C")
     ui.add_argument("--port", type=int, default=0, metavar="P", help="of this machine (default: any that is free)")
@@ -155,7 +160,11 @@ def _drain(client: Client, given: argparse.Namespace) -> int:
 
 
 def _suspend(client: Client, given: argparse.Namespace) -> int:
-    client.job(given.job).suspend()
+    job = client.job(given.job)
+    lost = "" if given.force else job.lost_by_suspension()
+    if lost and not (sys.stdin.isatty() and input(f"{lost}. Suspend it all the same? [y/N] ").strip().lower() == "y"):
+        raise ConfigurationError(f"{lost}; give it a checkpoint, or say --force")
+    job.suspend()
     _say(f"{given.job}: to be suspended")
     return 0
 
