@@ -16,8 +16,9 @@ import pytest
 
 from virtualflow.cluster.explanation import ADVICE, age, explain
 from virtualflow.cluster.logs import BrokenOff, Line, followed, merged
-from virtualflow.cluster.tables import job_rows, table
+from virtualflow.cluster.tables import job_rows
 from virtualflow.errors import ConfigurationError
+from virtualflow.protocol.wording import table
 
 NOW = datetime(2026, 11, 24, 12, tzinfo=UTC)
 REASONS = Path(__file__).parents[3] / "docs" / "reference" / "reasons.md"
@@ -84,7 +85,7 @@ def test_what_is_in_the_way_comes_first_with_what_would_help() -> None:
         "    to do: see Pods are Pending",
         "  Degraded True, FewerWorkers: 2 of 3 workers train.",
         "  Allocated True, Allocated: 3 workers of the queue shared: has its share.",
-        "  latest change: 3 to 2 workers at step 90 (digits-w-2 is lost), pause 41 ms, 1 step repeated",
+        "  last change: 3 workers → 2 workers at step 90 (digits-w-2 is lost): pause 41 ms, 1 step repeated",
         "  5m ago, WorkerLost (2 times): digits-w-2: its node is gone",
     ]
 

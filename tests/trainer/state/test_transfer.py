@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import virtualflow as vf
 from tiers import nightly
 from virtualflow.errors import CommunicatorBroken, ConfigurationError
-from virtualflow.launcher.status_text import describe_change
+from virtualflow.protocol.job_view import describe_change
 from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.state import capture
 from virtualflow.state.settings import TransferSettings

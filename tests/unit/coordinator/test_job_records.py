@@ -15,7 +15,7 @@ from large_job import fill, happen, train
 from virtualflow.coordinator.goodput import Goodput
 from virtualflow.coordinator.history import History
 from virtualflow.coordinator.job_records import take_up, write
-from virtualflow.coordinator.page.view import compose
+from virtualflow.coordinator.page.live_page import compose
 from virtualflow.coordinator.series import Series
 from virtualflow.coordinator.settings import SERIES_POINTS, MembershipSettings
 from virtualflow.coordinator.state import JobState
@@ -61,7 +61,7 @@ def test_the_page_goes_on_where_the_former_coordinator_was() -> None:
     shown = job.history.series.columns()
     assert shown.steps == tuple(range(1, 32))
     assert job.history.goodput.paid == pytest.approx(2 * 29 + 2 * 4)
-    _, _, log = compose(job)
+    log = compose(job).log
     assert [event.text for event in log.events][-2:] == ["what the former has told", "what this one has told"]
 
 
@@ -189,7 +189,8 @@ def test_goodput_is_never_more_than_all(
     for number, pause in enumerate(pauses):
         now += pause
         goodput.look(now, present, present, 5 + number, None)
-    assert goodput.share is None or 0 <= goodput.share <= 1
+    share_of_all = goodput.total.share
+    assert share_of_all is None or 0 <= share_of_all <= 1
     assert goodput.paid == pytest.approx(paid + present * (age + now))
 
 

@@ -64,7 +64,7 @@ def test_a_change_is_told_once_and_with_the_pause_of_a_survivor() -> None:
     world.hear("worker-1.1", m.Resumed(change(2)))
     world.hear("worker-1.1", m.Resumed(joined))
     assert [found.pause_ms for found in world.status().changes] == [1.0]
-    assert [text.endswith("pause 1 ms") for text in told()] == [True]
+    assert ["pause 1 ms" in text for text in told()] == [True]
 
 
 @pytest.mark.parametrize("end", ["progress", "done"])

@@ -15,7 +15,7 @@ from coordinator_server import RIGHT, SETTINGS, TOKEN, Server, hello, told, with
 from large_job import fill, happen, train
 from msgspec import structs
 
-from virtualflow.coordinator.page.view import compose
+from virtualflow.coordinator.page.live_page import compose
 from virtualflow.coordinator.settings import (
     SHOWN_CHANGES,
     SHOWN_EVENTS,
@@ -26,7 +26,8 @@ from virtualflow.coordinator.settings import (
 )
 from virtualflow.coordinator.status_view import describe
 from virtualflow.protocol import http_api, memory_copy
-from virtualflow.protocol.live_view import View, ViewJob, ViewLog, ViewNow, ViewSeries, page_address, view_token
+from virtualflow.protocol.job_view import ViewJob, ViewLog, ViewNow
+from virtualflow.protocol.live_view import View, ViewSeries, page_address, view_token
 from virtualflow.protocol.messages import Welcome, encode
 
 LOOKS = {"Authorization": f"Bearer {view_token(TOKEN)}"}
@@ -162,11 +163,11 @@ def test_a_page_gets_everything_once_and_then_what_has_changed() -> None:
         job = msgspec.json.decode(first.job, type=ViewJob)
         log = msgspec.json.decode(first.log, type=ViewLog)
         assert (now.phase, now.step, now.total_steps) == ("training", 11, 100_000)
-        assert [(worker.worker, worker.first, worker.last) for worker in job.workers] == [
-            ("worker-0", 0, 4),
-            ("worker-1", 4, 8),
+        assert [(worker.worker, worker.nodes) for worker in job.workers] == [
+            ("worker-0", "0-3"),
+            ("worker-1", "4-7"),
         ]
-        assert (job.wanted, job.wanted_reason) == (2, "2 workers of the queue research: its share")
+        assert job.decided == ("2 workers of the queue research: its share")
         assert (len(log.changes), log.changes_total) == (3, 3)
         assert msgspec.json.decode(first.series, type=ViewSeries).steps == (10,)
         same = await look(server, first.have)
@@ -196,7 +197,7 @@ def test_however_large_the_job_the_view_is_small() -> None:
         now = msgspec.json.decode(view.now, type=ViewNow)
         assert (len(log.changes), log.changes_total, len(log.events)) == (SHOWN_CHANGES, 10_000, SHOWN_EVENTS)
         assert log.changes[-1].step == 100_000, "the latest"
-        assert (len(job.workers), job.workers_total, len(now.metrics)) == (64, 64, SHOWN_METRICS)
+        assert (len(job.workers), job.notes, len(now.metrics)) == (64, (), SHOWN_METRICS)
         assert len(encode(view)) < 128 * 1024
 
     with_server(story)
@@ -205,8 +206,8 @@ def test_however_large_the_job_the_view_is_small() -> None:
 def test_of_very_many_workers_the_first_are_listed_and_the_others_counted() -> None:
     async def story(server: Server) -> None:
         fill(server.state, SHOWN_WORKERS + 100, 4_000, 0)
-        _, job, _ = compose(server.state)
-        assert (len(job.workers), job.workers_total) == (SHOWN_WORKERS, SHOWN_WORKERS + 100)
+        job = compose(server.state).job
+        assert (len(job.workers), job.notes) == (SHOWN_WORKERS, ("Not listed: 100 more workers.",))
         assert job.workers[0].first == 0
 
     with_server(story)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.job_view import ChangeEntry, describe_change, describe_rest, describe_step
 
 ADVICE: Mapping[str, str] = MappingProxyType(
     {
@@ -58,12 +58,27 @@ def headline(body: Mapping[str, Any]) -> str:
     if not status.get("phase"):
         return f"{body['metadata']['name']}: no operator has seen it yet"
     step, total = status.get("step"), status.get("totalSteps")
+    complete = [each["message"] for each in status.get("conditions") or () if each["type"] == "Complete"]
     parts = [f"{body['metadata']['name']}: {status.get('phase', 'Pending')}"]
     if status.get("workers") and status.get("phase") not in ("Complete", "Failed"):
         parts.append(f"{status['workers']} workers train")
-    if step is not None:
-        parts.append(f"step {step}" + (f" of {total}" if total is not None else ""))
+    if complete and status.get("phase") == "Complete":
+        parts.append(f"{complete[0][:1].lower()}{complete[0][1:].rstrip('.')}")
+    elif step is not None:
+        parts.append(describe_step(step, total))
+        parts += describe_rest(step, total, speed(body))
     return ", ".join(parts)
+
+
+def speed(body: Mapping[str, Any]) -> float:
+    """Steps a second of a job that trains; below 0 for one that does not."""
+    status = body.get("status") or {}
+    if status.get("phase") != "Running":
+        return -1.0
+    try:
+        return float(status.get("stepsPerSecond") or 0.0)
+    except ValueError:
+        return 0.0
 
 
 def explain(body: Mapping[str, Any], events: Sequence[Mapping[str, Any]], now: datetime) -> list[str]:
@@ -84,13 +99,10 @@ def explain(body: Mapping[str, Any], events: Sequence[Mapping[str, Any]], now: d
             lines.append(f"    to do: {ADVICE[condition['reason']]}")
     change = status.get("lastChange")
     if change:
-        pause = change.get("pauseMilliseconds")
-        cost = f"pause {pause} ms, " if pause is not None else ""
-        repeated = counted(change.get("repeatedSteps", 0), "step")
-        lines.append(
-            f"  latest change: {change['from']} to {change['to']} workers at step {change['step']} "
-            f"({change['reason']}), {cost}{repeated} repeated"
-        )
+        size = (change["step"], change["to"], change["from"])
+        costs = (change.get("pauseMilliseconds"), change.get("repeatedSteps", 0), change.get("repeatedVirtualNodes", 0))
+        known = ChangeEntry(*size, change.get("cause", ""), change["reason"], *costs)
+        lines.append(f"  last change: {describe_change(known)}")
     warnings = [event for event in events if event.get("type") == "Warning"][-_EVENTS:]
     for event in warnings:
         times = f" ({event['count']} times)" if (event.get("count") or 1) > 1 else ""

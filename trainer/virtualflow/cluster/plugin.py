@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from virtualflow._imports import prefer_own
 from virtualflow.errors import ConfigurationError, VirtualFlowError
 from virtualflow.launcher import EXIT_FAILED, EXIT_USAGE, Parser, complain
-from virtualflow.protocol.wording import counted, printable
+from virtualflow.protocol.wording import counted, printable, table
 
 if TYPE_CHECKING:
     from virtualflow.cluster import Client
@@ -116,7 +116,7 @@ def _say(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
 
 
 def _top(client: Client, given: argparse.Namespace) -> int:
-    from virtualflow.cluster.tables import job_rows, table
+    from virtualflow.cluster.tables import job_rows
 
     jobs = client.jobs(everywhere=given.all_namespaces)
     if not jobs:
@@ -184,8 +184,10 @@ def _ui(client: Client, given: argparse.Namespace) -> int:
 
 
 def _wait(client: Client, given: argparse.Namespace) -> int:
+    from virtualflow.cluster.explanation import headline
+
     job = client.job(given.job).wait(given.timeout)
-    _say(f"{job.name}: {job.phase}, step {job.status.get('step', '?')}, digest {job.status.get('digest', '?')}")
+    _say(f"{headline(job.body)}, digest {job.status.get('digest', '?')}")
     return 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from virtualflow.cluster.explanation import age
+from virtualflow.cluster.explanation import age, speed
 
 COLUMNS = ("NAME", "PHASE", "WORKERS", "STEP", "STEPS/S", "LOSS", "CHANGES", "REPEATED", "AGE", "QUEUE")
 
@@ -19,29 +19,12 @@ def job_rows(bodies: Sequence[Mapping[str, Any]], now: datetime, *, namespaces: 
         now: with a time zone.
         namespaces: whether to name them.
     """
-    shown = sorted(bodies, key=lambda body: (-_speed(body), body["metadata"]["namespace"], body["metadata"]["name"]))
+    shown = sorted(bodies, key=lambda body: (-speed(body), body["metadata"]["namespace"], body["metadata"]["name"]))
     rows = [list(COLUMNS), *(_row(body, now) for body in shown)]
     if namespaces:
         names = ["NAMESPACE", *(body["metadata"]["namespace"] for body in shown)]
         rows = [[name, *row] for name, row in zip(names, rows, strict=True)]
     return rows
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def _speed(body: Mapping[str, Any]) -> float:
-    """Steps a second of a job that trains; -1 of one that does not."""
-    status = body.get("status") or {}
-    if status.get("phase") != "Running":
-        return -1.0
-    try:
-        return float(status.get("stepsPerSecond") or 0.0)
-    except ValueError:
-        return 0.0
 
 
 def _row(body: Mapping[str, Any], now: datetime) -> list[str]:

@@ -127,20 +127,10 @@ def mark_draining(state: JobState, worker: Worker, deadline: float, reason: str)
     return True
 
 
-def declare_lost(
-    state: JobState,
-    incarnation: str,
-    why: str,
-    *,
-    hung: bool = False,
-    convicted: bool = False,
-    does_not_fit: bool = False,
-    machine_fault: bool = False,
-) -> None:
+def declare_lost(state: JobState, incarnation: str, why: str, *, does_not_fit: bool = False, **blame: bool) -> None:
     """No generation counts on that worker any more, and it must not come back; ``why`` is the end of a sentence.
 
-    ``hung``: its training thread hangs. ``convicted``: it came to wrong gradients. ``does_not_fit``: nothing fits into
-    its budget of memory. ``machine_fault``: one has ended it.
+    ``does_not_fit`` and ``blame`` are what ``LostWorker`` tells of it.
     """
     worker = state.roster.workers[incarnation]
     if not worker.present:
@@ -148,16 +138,7 @@ def declare_lost(
     state.roster.update(incarnation, gone=why[:MAX_REASON])
     if not (worker.done or worker.left):
         address = state.roster.contacts[incarnation].address
-        state.roster.note_lost(
-            worker.name,
-            incarnation,
-            address,
-            why,
-            hung=hung,
-            convicted=convicted,
-            does_not_fit=does_not_fit,
-            machine_fault=machine_fault,
-        )
+        state.roster.note_lost(worker.name, incarnation, address, why, does_not_fit=does_not_fit, **blame)
         state.tell("lost", f"{worker.name} {'refused' if does_not_fit else 'lost'}: {why}")
     state.send(incarnation, m.Refuse(f"declared lost: {why}"[:MAX_TEXT]))
     state.note_news()

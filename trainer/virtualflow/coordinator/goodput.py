@@ -29,9 +29,9 @@ class Goodput:
     """What coordinators before this one have counted of both."""
 
     @property
-    def share(self) -> float | None:
-        """Between 0 and 1; ``None``: there were no workers yet."""
-        return min(1.0, self.used / self.paid) if self.paid > 0 else None
+    def total(self) -> WorkerSeconds:
+        """What coordinators before this one have counted, and it."""
+        return WorkerSeconds(self.paid, self.used)
 
     @property
     def own(self) -> WorkerSeconds:

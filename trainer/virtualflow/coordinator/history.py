@@ -14,8 +14,8 @@ from virtualflow.coordinator.series import Series
 from virtualflow.coordinator.settings import MAX_EVENTS
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
+from virtualflow.protocol.job_view import describe_change
 from virtualflow.protocol.settings import MAX_CHANGES, MAX_TEXT
-from virtualflow.protocol.wording import counted
 
 Figure = TypeVar("Figure", int, float)
 logger = logging.getLogger("virtualflow.coordinator")
@@ -37,6 +37,8 @@ class History:
         self._forgotten_steps = 0
         self.earlier: tuple[http_api.Event, ...] = ()
         """Events that coordinators before this one have told, as far as workers have kept them."""
+        self.began: float | None = None
+        """When the training began, as far as is known."""
         self.series = Series()
         self.goodput = Goodput()
         self.progress: m.Progress | None = None
@@ -164,13 +166,7 @@ class History:
 
     def _add(self, change: m.Change) -> None:
         self.changes[change.generation] = change
-        pause = "" if change.pause_ms is None else f", pause {change.pause_ms:.0f} ms"
-        moved = (
-            "virtual nodes moved"
-            if change.cause == "rebalance"
-            else f"{change.from_} to {counted(change.to, 'worker')}"
-        )
-        self.tell("change", f"{moved} at step {change.step} ({change.reason}){pause}")
+        self.tell("change", describe_change(change))
         while len(self.changes) > MAX_CHANGES:
             oldest = min(self.changes)
             self._forgotten = max(self._forgotten, oldest)

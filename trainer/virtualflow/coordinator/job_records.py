@@ -35,6 +35,7 @@ def write(job: JobState, writer: str) -> JobRecord:
         job.latest_events,
         *history.forgotten,
         job.run,
+        history.began,
     )
 
 
@@ -58,6 +59,7 @@ def take_up(job: JobState, record: JobRecord, age: float, now: float) -> bool:
     if record.run == job.run:
         history.series.resume(record.series)
     history.earlier = record.events
+    history.began = min((began for began in (history.began, record.began) if began is not None), default=None)
     history.resume_forgotten(record.forgotten, record.forgotten_changes, record.forgotten_steps)
     job.note_news()
     return True

@@ -36,6 +36,8 @@ class Contact:
     """Since it has made no progress."""
     memory: m.MemoryPlan | None = None
     """``None``: it has no budget of memory to plan within."""
+    crashed: bool = False
+    """Its script failed, as it has said itself."""
     told_end: bool = False
     """It knows that the job is over."""
 
@@ -138,30 +140,11 @@ class Roster:
         for known in (self.workers, self.contacts, self.lost, self._over):
             known.pop(incarnation, None)
 
-    def note_lost(
-        self,
-        name: str,
-        incarnation: str,
-        address: str,
-        why: str,
-        *,
-        hung: bool = False,
-        convicted: bool = False,
-        does_not_fit: bool = False,
-        machine_fault: bool = False,
-    ) -> None:
-        """That process was declared lost; the first reason stays."""
+    def note_lost(self, name: str, incarnation: str, address: str, why: str, **blame: bool) -> None:
+        """That process was declared lost; the first reason stays. ``blame`` is what ``LostWorker`` tells of it."""
         if incarnation not in self.lost:
             self.lost[incarnation] = http_api.LostWorker(
-                name,
-                incarnation,
-                address,
-                why[:MAX_REASON],
-                incarnation in self._ended,
-                hung,
-                convicted,
-                does_not_fit,
-                machine_fault,
+                name, incarnation, address, why[:MAX_REASON], incarnation in self._ended, **blame
             )
             while len(self.lost) > REMEMBERED:
                 confirmed = (i for i, lost in self.lost.items() if lost.ended)

@@ -50,8 +50,6 @@ SHOWN_CHANGES = 100
 SHOWN_EVENTS = 50
 
 SHOWN_METRICS = 64
-
-SHOWN_LOST = 10
 """What the live page lists; of what is beyond, it knows how many there are."""
 
 MAX_PROGRESS = 3_600.0

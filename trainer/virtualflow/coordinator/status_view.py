@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Literal
 
 from virtualflow.coordinator.balance import known_pace, predicted_computing, predicted_step
 from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_EVENTS, BRIEF_RUNS
@@ -12,8 +11,6 @@ from virtualflow.protocol import http_api
 from virtualflow.protocol.settings import MAX_METRICS
 from virtualflow.protocol.versions import this_party
 from virtualflow.protocol.wording import describe_end
-
-WorkerState = Literal["starting", "ready", "training", "draining", "silent", "done"]
 
 
 def describe(job: JobState, brief: bool = False) -> http_api.Status:
@@ -81,6 +78,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         runs=job.runs[-BRIEF_RUNS:] if brief else job.runs,
         earlier_steps=job.earlier_steps,
         stopped_early=result is not None and result.stopped_early,
+        began=history.began,
     )
 
 
@@ -112,7 +110,7 @@ def _memory(job: JobState) -> http_api.MemoryReport | None:
 
 def _worker(job: JobState, incarnation: str, assigned: range, brief: bool) -> http_api.WorkerStatus:
     worker, contact = job.roster.workers[incarnation], job.roster.contacts[incarnation]
-    state: WorkerState = "starting"
+    state: http_api.WorkerState = "starting"
     if worker.done:
         state = "done"
     elif not worker.connected:
@@ -133,4 +131,5 @@ def _worker(job: JobState, incarnation: str, assigned: range, brief: bool) -> ht
         assigned.start,
         assigned.stop,
         None if pace is None else 1_000 * pace,
+        contact.crashed,
     )

@@ -148,6 +148,7 @@ def _entered(state: JobState, incarnation: str, told: m.Plan, step: int, restore
     fresh = plan.generation > state.running_generation
     learn(state, plan, now)
     if fresh and plan.generation.incarnation == state.incarnation:
+        state.history.began = state.history.wall if state.history.began is None else state.history.began
         state.tell(
             "generation", f"generation {plan.generation}: {counted(len(plan.members), 'worker')} ({plan.reason})"
         )
@@ -241,6 +242,7 @@ def _failed(state: JobState, worker: Worker, failed: m.Failed) -> None:
     After a fault another one must know as much of the training. If none is left, all have met it, as they do what is in
     the data or in the script.
     """
+    state.roster.contacts[worker.incarnation].crashed = True
     state.note_non_finite(failed.non_finite)
     _note_odd(state, worker, failed.odd)
     if state.phase in ENDED:

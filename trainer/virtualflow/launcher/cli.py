@@ -16,6 +16,7 @@ import argparse
 import os
 import select
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -188,9 +189,9 @@ def _status(arguments: argparse.Namespace, settings: LauncherSettings) -> int:
             from virtualflow.protocol.messages import encode
 
             return encode(status).decode()
-        from virtualflow.launcher.status_text import describe_status
+        from virtualflow.protocol.job_view import describe_status, view_job
 
-        return printable(describe_status(name, status))
+        return printable(describe_status(name, view_job(status, time.time())))
 
     return _with_job(arguments, settings, show)
 

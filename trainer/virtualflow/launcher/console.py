@@ -16,18 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from virtualflow.launcher.settings import LauncherSettings
-from virtualflow.launcher.status_text import (
-    by_range,
-    describe_change,
-    describe_pace,
-    describe_progress,
-    describe_range,
-    describe_run,
-    describe_step_times,
-)
 from virtualflow.launcher.supervisor import Stream
-from virtualflow.protocol.http_api import Status, WorkerStatus
-from virtualflow.protocol.metrics import show_metric
+from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.job_view import JobView, ViewNow, WorkerView, describe_pace, view_job
 from virtualflow.protocol.wording import counted
 
 if TYPE_CHECKING:
@@ -76,7 +67,9 @@ class PlainConsole:
         ):
             return
         self._progress_at, self._step = now, status.job_step
-        self.event(describe_progress(status))
+        seen = view_job(status, time.time()).now
+        workers = [] if seen.over else [counted(seen.training, "worker")]
+        self.event(", ".join([seen.progress, *describe_pace(seen), *workers]))
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -160,81 +153,65 @@ class LiveConsole:
         from rich.panel import Panel
         from rich.text import Text
 
-        status = snapshot.status
-        phase = snapshot.note or (status.phase if status is not None else "starting")
-        early = status is not None and status.stopped_early and phase == "done"
+        view = None if snapshot.status is None else view_job(snapshot.status, time.time())
+        phase = snapshot.note or (view.now.phase if view is not None else "starting")
         body: list[RenderableType] = []
-        if status is not None:
-            body += [self._progress(status), self._table(snapshot, status)]
-            if status.last_change is not None:
-                body.append(
-                    Text(
-                        f"last change: {describe_change(status.last_change)}",
-                        "dim",
-                        overflow="ellipsis",
-                        no_wrap=True,
-                    )
-                )
+        if view is not None:
+            body += [*self._progress(view.now), self._table(snapshot, view)]
+            if view.log.latest:
+                body.append(Text(f"last change: {view.log.latest}", "dim", overflow="ellipsis", no_wrap=True))
         for when, text in self._events:
             body.append(Text.assemble((f"{when}  ", "dim"), text, overflow="ellipsis", no_wrap=True))
-        title = Text.assemble((snapshot.job, "bold"), f"  {phase}" + (", stopped early by the script" if early else ""))
+        title = Text.assemble((snapshot.job, "bold"), f"  {phase}")
         return Panel(Group(*body), title=title, title_align="left", border_style=_border(phase))
 
-    def _progress(self, status: Status) -> RenderableType:
+    def _progress(self, now: ViewNow) -> list[RenderableType]:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        total = "" if status.total_steps is None else f"/{status.total_steps}"
-        facts = [*describe_run(status), f"step {status.step}{total}", f"epoch {status.epoch}"]
-        facts += [f"{name} {show_metric(value, 4)}" for name, value in sorted(status.metrics.items())[:4]]
-        facts += [f"{status.steps_per_second:.1f} steps/s", *describe_step_times(status)]
         grid = Table.grid(expand=True, padding=(0, 2))
         grid.add_column(ratio=1)
         grid.add_column(justify="right", no_wrap=True)
-        bar = ProgressBar(total=status.total_steps or 1, completed=status.step if status.total_steps else 0)
-        grid.add_row(bar, Text("   ".join(facts)))
-        return grid
+        bar = ProgressBar(total=now.total_steps or 1, completed=now.step if now.total_steps else 0)
+        grid.add_row(bar, Text(now.progress))
+        return [grid, Text("   ".join(describe_pace(now)), overflow="ellipsis", no_wrap=True)]
 
-    def _table(self, snapshot: Snapshot, status: Status) -> Table:
+    def _table(self, snapshot: Snapshot, view: JobView) -> Table:
         from rich.table import Table
         from rich.text import Text
 
-        total = status.virtual_nodes or 0
+        total = view.job.virtual_nodes or 0
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("worker", no_wrap=True)
-        table.add_column(f"{counted(total, 'virtual node')}" if total else "virtual nodes", no_wrap=True)
-        table.add_column("ms each", justify="right", no_wrap=True)
-        table.add_column("state", no_wrap=True)
-        table.add_column("pid", justify="right", no_wrap=True)
-        listed = sorted(status.workers, key=by_range)
-        for worker in listed:
+        nodes = counted(total, "virtual node") if total else "virtual nodes"
+        for name in ("worker", nodes, "ms each", "state", "pid"):
+            table.add_column(name, justify="right" if name in ("ms each", "pid") else "left", no_wrap=True)
+        for worker in view.job.workers:
             colour = self._colour(worker.worker)
-            assigned = self._cells(worker, total, colour)
             table.add_row(
                 Text(worker.worker, colour),
-                assigned,
-                describe_pace(worker),
+                self._cells(worker, total, colour),
+                worker.pace,
                 Text(worker.state, _style(worker.state)),
                 str(worker.pid or "?"),
             )
-        pids = {worker.pid for worker in listed}
+        pids = {worker.pid for worker in view.job.workers}
         self._known |= pids
         for name, pid in sorted(snapshot.processes.items()):
             if pid not in pids:
-                state = Text("ending" if pid in self._known else "booting", "dim")
+                state = Text("ending" if pid in self._known else "starting", "dim")
                 table.add_row(Text(name, self._colour(name)), "", "", state, str(pid))
         return table
 
-    def _cells(self, worker: WorkerStatus, total: int, colour: str) -> Text:
+    def _cells(self, worker: WorkerView, total: int, colour: str) -> Text:
         from rich.text import Text
 
         if total > self._settings.cells_shown or total + 50 > self._console.width:
-            return Text(describe_range(worker), colour)
+            return Text(worker.nodes, colour)
         cells = Text()
         cells.append("·" * worker.first, "bright_black")
-        cells.append("■" * (worker.last - worker.first), colour)
-        cells.append("·" * (total - worker.last), "bright_black")
+        cells.append("■" * worker.count, colour)
+        cells.append("·" * (total - worker.first - worker.count), "bright_black")
         return cells
 
     def _colour(self, worker: str) -> str:
@@ -287,7 +264,8 @@ def _restore_terminal(before: list[int | list[bytes | int]] | None) -> None:
 
 
 def _style(state: str) -> str:
-    return {"training": "green", "draining": "yellow", "silent": "red", "done": "bold green"}.get(state, "dim")
+    styles = {"training": "green", "draining": "yellow", "silent": "red", "crashed": "red", "done": "bold green"}
+    return styles.get(state, "dim")
 
 
 def _border(phase: str) -> str:

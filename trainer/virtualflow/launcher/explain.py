@@ -15,7 +15,7 @@ from virtualflow.launcher.supervisor import describe_exit, ourselves, run_to_end
 from virtualflow.launcher.training_program import TrainingProgram
 from virtualflow.protocol.exchange_report import BucketReport, ExchangeReport, read_report
 from virtualflow.protocol.settings import ENV_EXPLAIN_OUT
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import counted, milliseconds
 
 STEPS = 2
 """Nothing begins early in the first one: only then is it known that gradients stay as they are."""
@@ -85,8 +85,9 @@ def describe(report: ExchangeReport) -> str:
 def _describe_network(report: ExchangeReport) -> str:
     network = report.network
     source = "measured when the last worker joined" if report.measured else "assumed, since so little is not measured"
+    latency = milliseconds(1e3 * network["latency"])
     return (
-        f"network, {source}: messages take {_milliseconds(network['latency'])} and bring {_speed(network['byte'])}; "
+        f"network, {source}: messages take {latency} and bring {_speed(network['byte'])}; "
         f"additions {_speed(network['add_byte'])}; beside a backward pass {network['hidden']:.0%} of that is hidden"
     )
 
@@ -102,13 +103,9 @@ def _describe_bucket(number: int, bucket: BucketReport) -> list[str]:
         f"  stages: {bucket.program}",
     ]
     if bucket.predicted:
-        weighed = ", ".join(f"{way} {_milliseconds(seconds)}" for way, seconds in bucket.predicted.items())
+        weighed = ", ".join(f"{way} {milliseconds(1e3 * seconds)}" for way, seconds in bucket.predicted.items())
         lines.append(f"  predicted: {weighed}")
     return [*lines, *(f"  no further {rewrite}: {why}" for rewrite, why in bucket.refused.items())]
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
 
 
 def _speed(seconds_a_byte: float) -> str:

@@ -178,7 +178,7 @@ def in_effect(status: Status | None, expected: Sequence[str | None], wanted: int
         leaving = {worker.incarnation for worker in status.workers if worker.state == "draining"}
         members = set(status.proposed_workers) - leaving if status.prepared else set()
     else:
-        assigned = [worker for worker in status.workers if worker.first < worker.last]
+        assigned = [worker for worker in status.workers if worker.assigned]
         if any(worker.state not in ("training", "done") for worker in assigned):
             return False
         members = {worker.incarnation for worker in assigned}

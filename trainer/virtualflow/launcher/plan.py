@@ -45,7 +45,7 @@ from virtualflow.memory.settings import DeviceSettings, PlannerSettings
 from virtualflow.progress import ProgressBar
 from virtualflow.protocol.device_profile import ChainProfile, DeviceProfile, read_profile, seconds_for
 from virtualflow.protocol.settings import MAX_WORKERS
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import counted, milliseconds
 
 ACCELERATORS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 """One of them is there wherever torch finds a GPU: with NVIDIA's driver, on Jetson, under WSL, with ROCm."""
@@ -459,7 +459,7 @@ def _division(name: str, division: Division) -> str:
     devices = " + ".join(f"{len(share.virtual_nodes)} {share.name}" for share in division.shares)
     nodes = ", ".join(_counts(share.virtual_nodes) for share in division.shares)
     fused = ", ".join(str(share.fused) for share in division.shares)
-    return f"{name:<15} {devices:<28} {nodes:<28} {fused:<10} {_seconds(division.seconds):>19}"
+    return f"{name:<15} {devices:<28} {nodes:<28} {fused:<10} {milliseconds(1e3 * division.seconds):>19}"
 
 
 def _counts(virtual_nodes: Sequence[int]) -> str:
@@ -478,9 +478,5 @@ def _row(fit: Fit) -> str:
     return (
         f"{start}{plan.count(Action.KEEP):>5} {plan.count(Action.SWAP):>7} {plan.count(Action.RECOMPUTE):>10}  "
         f"{format_bytes(plan.peak_bytes, up=True):>9}  {format_bytes(plan.host_bytes, up=True):>11}  "
-        f"{_seconds(plan.seconds):>12}  {_seconds(plan.seconds * fit.virtual_nodes):>18}"
+        f"{milliseconds(1e3 * plan.seconds):>12}  {milliseconds(1e3 * plan.seconds * fit.virtual_nodes):>18}"
     )
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1_000 * seconds:.3g} ms"

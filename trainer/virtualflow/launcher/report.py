@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from virtualflow.atomic_file import write_whole
 from virtualflow.protocol.http_api import Event, Status
 from virtualflow.protocol.messages import Change, Generation, RunResult
@@ -60,7 +62,7 @@ class JobHistory:
 
     def take(self, status: Status) -> tuple[list[Change], list[Event]]:
         """Remember what ``status`` tells; the changes and events that were not known before."""
-        assigned = [worker for worker in status.workers if worker.first < worker.last]
+        assigned = [worker for worker in status.workers if worker.assigned]
         if assigned and all(worker.pace_ms is not None for worker in assigned):
             self.predicted_step_ms = status.predicted_step_ms
             self.paces = {worker.worker: worker.pace_ms for worker in assigned if worker.pace_ms is not None}
@@ -119,12 +121,12 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
         "optimizer_digest": status.optimizer_digest if status else None,
         "steps": status.step if status else 0,
         "run": status.run if status else 1,
-        "runs": [run_entry(run) for run in status.runs] if status else [],
+        "runs": [_run_entry(run) for run in status.runs] if status else [],
         "total_steps": status.total_steps if status else None,
         "stopped_early": status.stopped_early if status else False,
         "virtual_nodes": status.virtual_nodes if status else None,
         "reproducibility": status.reproducibility if status else None,
-        "changes": [change_entry(change) for change in changes],
+        "changes": [_change_entry(change) for change in changes],
         "repeated_steps": sum(change.repeated_steps for change in changes),
         "repeated_virtual_nodes": sum(change.repeated_virtual_nodes for change in changes),
         "step_ms": status.step_ms if status else None,
@@ -139,35 +141,13 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
     }
 
 
-def run_entry(run: RunResult) -> dict[str, object]:
-    """A run of the script that was followed by another one, as the report shows it."""
-    return {
-        "run": run.run,
-        "steps": run.step,
-        "total_steps": run.total_steps,
-        "stopped_early": run.stopped_early,
-        "digest": run.digest,
-        "metrics": dict(run.metrics),
-    }
+def _run_entry(run: RunResult) -> dict[str, object]:
+    return {("steps" if name == "step" else name): value for name, value in msgspec.structs.asdict(run).items()}
 
 
-def change_entry(change: Change) -> dict[str, object]:
-    """A change as the report shows it."""
-    return {
-        "generation": change.generation.counter,
-        "run": change.run,
-        "step": change.step,
-        "from": change.from_,
-        "to": change.to,
-        "cause": change.cause,
-        "reason": change.reason,
-        "pause_ms": change.pause_ms,
-        "repeated_steps": change.repeated_steps,
-        "repeated_virtual_nodes": change.repeated_virtual_nodes,
-        "state_bytes": change.state_bytes,
-        "state_ms": change.state_ms,
-        "state_donors": change.state_donors,
-    }
+def _change_entry(change: Change) -> dict[str, object]:
+    facts = {name.rstrip("_"): value for name, value in msgspec.structs.asdict(change).items()}
+    return facts | {"generation": change.generation.counter}
 
 
 def merge_audit(fragments: Iterable[Iterable[str]]) -> Iterator[dict[str, object]]:

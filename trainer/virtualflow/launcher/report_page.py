@@ -12,30 +12,22 @@ import msgspec
 
 from virtualflow.coordinator.page.files import look
 from virtualflow.errors import ConfigurationError
-from virtualflow.protocol.metrics import show_metric
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.job_view import (
+    CHANGE_COLUMNS,
+    ChangeEntry,
+    Fact,
+    nodes_fact,
+    step_time,
+    view_change,
+)
+from virtualflow.protocol.metrics import Metric, show_metric
+from virtualflow.protocol.wording import counted, describe_end, describe_steps, duration, milliseconds
 
 MAX_REPORT = 256 << 20
 """Bytes of a file that could be a report."""
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 900, 240, 44, 30, 34, 12
 """Of a picture, in its own units."""
 _TICKS = 6
-_COLOURS = {"join": "join", "drain": "drain", "lost": "loss", "broken": "loss", "restart": "loss", "rebalance": "moved"}
-"""By cause; others share one."""
-
-
-class ChangeEntry(msgspec.Struct, frozen=True, rename={"before": "from"}):
-    """A membership change, as a report has it."""
-
-    step: int
-    before: int
-    to: int
-    cause: str = ""
-    reason: str = ""
-    pause_ms: float | None = None
-    repeated_steps: int = 0
-    repeated_virtual_nodes: int = 0
-    state_bytes: int | None = None
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -57,7 +49,7 @@ class Report(msgspec.Struct, frozen=True):
     step_ms: float | None = None
     predicted_step_ms: float | None = None
     pace_ms: dict[str, float] = {}
-    metrics: dict[str, float | None] = {}
+    metrics: dict[str, Metric | None] = {}
     error: str | None = None
 
 
@@ -87,7 +79,7 @@ def page(report: Report) -> str:
     if report.pace_ms:
         parts.append(_paces(report.pace_ms))
     if report.metrics:
-        rows = [(name, "not finite" if v is None else show_metric(v, 6)) for name, v in sorted(report.metrics.items())]
+        rows = [(name, "not finite" if v is None else show_metric(v)) for name, v in sorted(report.metrics.items())]
         parts.append(_section("Metrics of the last step", _table(("metric", "value"), rows, numbers={1})))
     title = escape(f"{report.job}: {report.phase}")
     return (
@@ -98,35 +90,26 @@ def page(report: Report) -> str:
 
 
 def _head(report: Report) -> str:
-    sizes = {size for change in report.changes for size in (change.before, change.to) if size}
+    sizes = {size for change in report.changes for size in (change.from_, change.to) if size}
     workers = f" on {min(sizes)} to {counted(max(sizes), 'worker')}" if len(sizes) > 1 else ""
     repeated = f"{counted(report.repeated_steps, 'step')} repeated"
-    trained = "" if report.training_seconds is None else f", {_seconds(report.training_seconds)} of it training,"
-    early = ""
-    if report.stopped_early:
-        of = "" if report.total_steps is None else f", before the last of {counted(report.total_steps, 'step')}"
-        early = f" Stopped early by the script{of}."
-    sentence = (
-        f"{counted(report.steps, 'step')} in {_seconds(report.seconds)}{trained}{workers}: "
-        f"{counted(len(report.changes), 'membership change')}, {repeated}.{early}"
-    )
+    trained = "" if report.training_seconds is None else f", {duration(report.training_seconds)} of it training,"
+    made = describe_steps(report.steps, report.total_steps, stopped_early=True)
+    if report.phase == "done":
+        made = describe_end(report.steps, report.total_steps, report.stopped_early)
+    changes = counted(len(report.changes), "membership change")
+    sentence = f"{made} in {duration(report.seconds)}{trained}{workers}: {changes}, {repeated}."
+    sentence = f"{sentence[0].upper()}{sentence[1:]}"
     name, phase = escape(report.job), escape(report.phase)
     return f'<header><h1>{name} <span class="phase {phase}">{phase}</span></h1><p>{escape(sentence)}</p></header>'
 
 
 def _facts(report: Report) -> str:
-    facts: list[tuple[str, str | None]] = [
-        ("Digest", report.digest),
-        ("Virtual nodes", None if report.virtual_nodes is None else str(report.virtual_nodes)),
-        ("Reproducibility", report.reproducibility),
-        ("Steps", f"{report.steps} of {report.total_steps}" if report.total_steps else str(report.steps)),
-        ("Step, median", None if report.step_ms is None else _milliseconds(report.step_ms)),
-        ("Step, predicted", None if report.predicted_step_ms is None else _milliseconds(report.predicted_step_ms)),
-        ("Virtual nodes computed again", str(report.repeated_virtual_nodes)),
-    ]
-    items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts if value is not None
-    )
+    facts = [Fact("Digest", report.digest)] if report.digest else []
+    facts += nodes_fact(report.virtual_nodes, report.reproducibility)
+    facts += step_time(report.step_ms, report.predicted_step_ms)
+    facts.append(Fact("Virtual nodes computed again", str(report.repeated_virtual_nodes)))
+    items = "".join(f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.said)}</dd></div>" for fact in facts)
     return f"<dl>{items}</dl>"
 
 
@@ -134,7 +117,7 @@ def _workers(report: Report) -> str:
     """How many workers there were over the steps, as a picture; the table below it says the same."""
     changes = sorted(report.changes, key=lambda change: change.step)
     last = max(report.steps, changes[-1].step, 1)
-    most = max(max(change.before, change.to) for change in changes)
+    most = max(max(change.from_, change.to) for change in changes)
 
     def x(step: float) -> float:
         return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last, 1)
@@ -148,14 +131,14 @@ def _workers(report: Report) -> str:
         drawn.append(f'<text x="{_LEFT - 8}" y="{y(workers) + 4}" text-anchor="end">{workers}</text>')
     for step in _ticks(last):
         drawn.append(f'<text x="{x(step)}" y="{_HEIGHT - 12}" text-anchor="middle">{step}</text>')
-    path = [f"M{x(0)},{y(changes[0].before)}"]
+    path = [f"M{x(0)},{y(changes[0].from_)}"]
     for change in changes:
         path.append(f"H{x(change.step)}V{y(change.to)}")
     path.append(f"H{x(last)}")
     drawn.append(f'<path d="{"".join(path)}"/>')
     for change in changes:
-        what = escape(f"step {change.step}: {change.before} to {change.to} ({change.reason or change.cause})")
-        kind = _COLOURS.get(change.cause, "other")
+        what = escape(f"step {change.step}: {change.from_} to {change.to} ({change.reason or change.cause})")
+        kind = view_change(change).kind
         at = f'cx="{x(change.step)}" cy="{y(change.to)}"'
         drawn.append(f'<circle class="{kind}" {at} r="5"><title>{what}</title></circle>')
     label = escape(f"Workers over {counted(last, 'step')}, at most {most}; each change is in the table below.")
@@ -164,27 +147,15 @@ def _workers(report: Report) -> str:
 
 
 def _changes(changes: Sequence[ChangeEntry]) -> str:
-    rows = [
-        (
-            str(change.step),
-            f"{change.before} → {change.to}",
-            change.cause,
-            change.reason,
-            _pause(change),
-            str(change.repeated_steps),
-            str(change.repeated_virtual_nodes),
-            _bytes(change.state_bytes or 0),
-        )
-        for change in changes
-    ]
-    names = ("step", "workers", "cause", "why", "pause", "steps repeated", "virtual nodes again", "state sent")
-    return _section("Membership changes", _table(names, rows, numbers={0, 4, 5, 6, 7}))
+    rows = [view_change(change).row for change in changes]
+    columns = _table(CHANGE_COLUMNS, rows, numbers={0, 4, 5, 6, 7})
+    return _section("Membership changes", columns)
 
 
 def _paces(paces: dict[str, float]) -> str:
     slowest = max(paces.values()) or 1.0
     rows = [
-        (name, _milliseconds(value), f'<span class="bar" style="width:{100 * value / slowest:.0f}%"></span>')
+        (name, milliseconds(value), f'<span class="bar" style="width:{100 * value / slowest:.0f}%"></span>')
         for name, value in sorted(paces.items())
     ]
     return _section("Milliseconds a virtual node", _table(("worker", "pace", ""), rows, numbers={1}, raw={2}))
@@ -233,21 +204,3 @@ def _ticks(most: int) -> list[int]:
     while most / size > _TICKS:
         size = {1: 2, 2: 5, 5: 10}[int(str(size)[0])] * 10 ** (len(str(size)) - 1)
     return list(range(0, most + 1, size))
-
-
-def _pause(change: ChangeEntry) -> str:
-    if change.pause_ms is None:
-        return "no survivor" if change.before else ""
-    return _milliseconds(change.pause_ms)
-
-
-def _bytes(size: int) -> str:
-    return "" if not size else f"{size / 1e6:.3g} MB" if size >= 1e6 else f"{size / 1e3:.3g} kB"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 120 else f"{value / 60:.0f} min" if value < 7_200 else f"{value / 3_600:.1f} h"
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.3g} ms" if value < 1_000 else f"{value / 1_000:.3g} s"

@@ -28,7 +28,6 @@ from virtualflow.launcher.options import RunOptions
 from virtualflow.launcher.report import JobHistory, build_report, newest_checkpoint, write_results
 from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.launcher.shutdown import JobOutcome, Shutdown, conclude, next_shutdown
-from virtualflow.launcher.status_text import describe_change
 from virtualflow.launcher.supervisor import Process, Supervisor, describe_exit
 from virtualflow.launcher.usage import complain
 from virtualflow.launcher.worker_starter import WorkerCommand
@@ -36,6 +35,7 @@ from virtualflow.launcher.worker_table import WorkerProcess, WorkerTable, mentio
 from virtualflow.launcher.workforce import Workforce
 from virtualflow.protocol.http_api import ENDED, Event, GoneCall, HoldCall, Status, StopCall
 from virtualflow.protocol.http_client import CallRefused, CoordinatorClient, CoordinatorUnreachable
+from virtualflow.protocol.job_view import describe_change
 from virtualflow.protocol.live_view import page_address
 from virtualflow.protocol.termination_message import EXIT_EVICTED
 from virtualflow.protocol.wording import counted, printable

@@ -13,7 +13,7 @@ from virtualflow.launcher.worker_table import WorkerProcess
 from virtualflow.protocol.http_api import Event, Status
 from virtualflow.protocol.messages import Change
 from virtualflow.protocol.settings import STOP_GRACE
-from virtualflow.protocol.wording import counted
+from virtualflow.protocol.wording import counted, describe_steps
 
 
 @dataclass
@@ -163,12 +163,11 @@ def _conclude_done(facts: JobOutcome) -> Conclusion:
 
 
 def _describe_steps(status: Status) -> str:
-    early = counted(status.step, "step")
-    if status.total_steps is not None:
-        early = f"{status.step} of {counted(status.total_steps, 'step')}"
+    made = describe_steps(status.step, status.total_steps, status.stopped_early)
+    early = f"stopped early by the script, {made}"
     if status.run == 1:
-        return f"stopped early by the script, {early}" if status.stopped_early else counted(status.step, "step")
-    last = f", the last one stopped early by the script, {early}" if status.stopped_early else ""
+        return early if status.stopped_early else made
+    last = f", the last one {early}" if status.stopped_early else ""
     return f"{counted(status.job_step, 'step')} in {status.run} runs of the script{last}"
 
 

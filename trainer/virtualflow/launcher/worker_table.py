@@ -161,7 +161,7 @@ class WorkerTable:
             entry = entries.get(worker.incarnation) if worker.incarnation is not None else None
             if entry is not None:
                 worker.listed, worker.listed_by = True, status.incarnation
-                worker.state, worker.assigned = entry.state, entry.first < entry.last
+                worker.state, worker.assigned = entry.state, entry.assigned
                 worker.leads = worker.assigned and entry.first == 0
                 worker.served = worker.served or worker.assigned
                 worker.draining = worker.draining or entry.state == "draining"

@@ -132,6 +132,9 @@ class Answer(Base, frozen=True, tag=False):
     message: Annotated[str, msgspec.Meta(max_length=MAX_NAME * MAX_WORKERS)]
 
 
+WorkerState = Literal["starting", "ready", "training", "draining", "silent", "done"]
+
+
 class WorkerStatus(Base, frozen=True, tag=False, omit_defaults=True):
     """A worker as the status shows it."""
 
@@ -139,12 +142,19 @@ class WorkerStatus(Base, frozen=True, tag=False, omit_defaults=True):
     incarnation: Text
     address: Text
     pid: Count
-    state: Literal["starting", "ready", "training", "draining", "silent", "done"]
+    state: WorkerState
     first: Count
     last: Count
     """The half-open range of virtual nodes that it is assigned; empty for one that has none."""
     pace_ms: float | None = None
     """How long it computes for a virtual node, as measured or else by a profile; not in a brief status."""
+    crashed: bool = False
+    """It has said that its script failed."""
+
+    @property
+    def assigned(self) -> bool:
+        """Whether it is assigned virtual nodes."""
+        return self.first < self.last
 
 
 class LostWorker(Base, frozen=True, tag=False):
@@ -217,6 +227,11 @@ class WorkerSeconds(Base, frozen=True, tag=False):
     """From a worker's first connection until it is over."""
     committed: Annotated[float, msgspec.Meta(ge=0, le=2**53)]
     """Of these, in steps that count. The quotient of two increases is the goodput of the time between."""
+
+    @property
+    def share(self) -> float | None:
+        """Between 0 and 1; ``None``: there were no workers yet."""
+        return min(1.0, self.committed / self.paid) if self.paid > 0 else None
 
 
 Phase = Literal["waiting", "training", "evaluating", "done", "stopped", "failed"]
@@ -304,6 +319,8 @@ class Status(Base, frozen=True, tag=False):
     """Steps of all runs before it."""
     stopped_early: bool = False
     """The script has left the loop before the last step."""
+    began: float | None = None
+    """Unix time at which the training began; ``None``: not known."""
 
     @property
     def job_step(self) -> int:

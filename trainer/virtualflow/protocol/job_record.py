@@ -67,3 +67,5 @@ class JobRecord(Base, frozen=True, tag=False):
     """Steps that those have repeated."""
     run: RunNumber = 1
     """The run of the script that ``series`` is of."""
+    began: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """``Status.began``."""

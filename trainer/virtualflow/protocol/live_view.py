@@ -8,24 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Annotated
 from urllib.parse import urlencode
 
 import msgspec
 
-from virtualflow.protocol.http_api import Event, LostWorker, MemoryReport, Phase, WorkerStatus
-from virtualflow.protocol.messages import (
-    Base,
-    Change,
-    CheckpointState,
-    Count,
-    NonFinite,
-    Sentence,
-    Traceback,
-    Version,
-)
-from virtualflow.protocol.metrics import Metric
-from virtualflow.protocol.settings import MAX_CHANGES, MAX_LISTED, MAX_METRICS, MAX_WORKERS, Reproducibility
+from virtualflow.protocol.messages import Base, Count
 
 PAGE_PATH = "/ui"
 """The page: one for all jobs, without a token."""
@@ -54,62 +41,6 @@ def page_address(coordinator: str, token: str, job: str) -> str:
     return f"{coordinator}{PAGE_PATH}#{urlencode({'token': view_token(token), 'job': job})}"
 
 
-class ViewNow(Base, frozen=True, tag=False):
-    """What changes with every step."""
-
-    time: float
-    """Unix time of the coordinator."""
-    phase: Phase
-    step: Count
-    total_steps: Count | None
-    epoch: Count
-    metrics: Annotated[dict[str, Metric], msgspec.Meta(max_length=MAX_METRICS)]
-    steps_per_second: float
-    step_ms: float | None
-    predicted_step_ms: float | None
-    goodput: float | None
-    """The share of the workers' time that went into steps that count, also under coordinators before this one."""
-    worker_seconds: float
-    """That time, of all workers together."""
-
-
-class ViewJob(Base, frozen=True, tag=False):
-    """Who computes what, and how it stands otherwise: fields are those of ``http_api.Status``."""
-
-    generation: Count
-    virtual_nodes: Count | None
-    reproducibility: Reproducibility | None
-    wanted: Count
-    wanted_reason: Sentence
-    workers: Annotated[tuple[WorkerStatus, ...], msgspec.Meta(max_length=2 * MAX_WORKERS)]
-    """The first ones, by what they are assigned."""
-    workers_total: Count
-    lost: Annotated[tuple[LostWorker, ...], msgspec.Meta(max_length=MAX_LISTED)]
-    """The latest."""
-    proposed: Count | None
-    reason: Sentence
-    hold: Count | None
-    error: Sentence | None
-    traceback: Traceback | None
-    digest: str | None
-    non_finite: NonFinite | None
-    checkpoint: CheckpointState | None
-    memory: MemoryReport | None
-    version: Version
-
-
-class ViewLog(Base, frozen=True, tag=False):
-    """What has happened; the oldest first."""
-
-    changes: Annotated[tuple[Change, ...], msgspec.Meta(max_length=MAX_CHANGES)]
-    """The latest."""
-    changes_total: Count
-    repeated_steps: Count
-    """Of all changes that there were."""
-    events: Annotated[tuple[Event, ...], msgspec.Meta(max_length=MAX_LISTED)]
-    """The latest."""
-
-
 class ViewSeries(Base, frozen=True, tag=False):
     """Figures over the steps, each a column as long as ``steps``; ``None``: none was told there."""
 
@@ -133,10 +64,10 @@ class View(Base, frozen=True, tag=False, omit_defaults=True):
     have: str
     """What to ask with, the next time: ``?have=…``."""
     now: msgspec.Raw
-    """A :class:`ViewNow`."""
+    """A ``job_view.ViewNow``."""
     job: msgspec.Raw = _SAME
-    """A :class:`ViewJob`; left out: it is as it was."""
+    """A ``job_view.ViewJob``; left out: it is as it was."""
     log: msgspec.Raw = _SAME
-    """A :class:`ViewLog`."""
+    """A ``job_view.ViewLog``."""
     series: msgspec.Raw = _SAME
     """A :class:`ViewSeries`."""

@@ -27,6 +27,6 @@ def as_metrics(values: Mapping[str, Metric]) -> dict[str, Metric]:
     return {name: not_finite(float(value)) or value for name, value in values.items()}
 
 
-def show_metric(value: Metric, digits: int) -> str:
+def show_metric(value: Metric, digits: int = 6) -> str:
     """A metric for people, with so many significant digits."""
     return value if isinstance(value, str) else f"{value:.{digits}g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from virtualflow.errors import ConfigurationError
 
@@ -25,6 +25,30 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def figure(value: float) -> str:
+    """Return a number with three significant digits, or all digits before the point: ``3.08``, ``1,234``."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time such as ``12.4 s``, ``12 min``, ``3.5 h`` or ``2.1 days``."""
+    for unit, size, digits in (("days", 86_400, 1), ("h", 3_600, 1), ("min", 60, 0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{figure(seconds)} s"
+
+
+def milliseconds(value: float) -> str:
+    """Return a time such as ``12.4 ms`` or ``1.23 s``."""
+    return f"{figure(value)} ms" if value < 999.5 else duration(value / 1_000)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return the question whether the word that is most like one was meant, to be put behind it; empty: none is."""
     from difflib import get_close_matches  # nobody needs it before there is a mistake
@@ -34,12 +58,17 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {alike[found[0]]}?)" if found else ""
 
 
+def describe_steps(step: int, total_steps: int | None, stopped_early: bool) -> str:
+    """How many steps a training has made, as in ``80 steps`` or, if its script left the loop, ``5 of 80 steps``."""
+    if not stopped_early or total_steps is None:
+        return counted(step, "step")
+    return f"{step} of {counted(total_steps, 'step')}"
+
+
 def describe_end(step: int, total_steps: int | None, stopped_early: bool) -> str:
     """How a training has ended, as in ``training complete after 80 steps``; or its script has left the loop before."""
-    if not stopped_early:
-        return f"training complete after {counted(step, 'step')}"
-    steps = counted(step, "step") if total_steps is None else f"{step} of {counted(total_steps, 'step')}"
-    return f"training stopped early by the script, {steps}"
+    steps = describe_steps(step, total_steps, stopped_early)
+    return f"training stopped early by the script, {steps}" if stopped_early else f"training complete after {steps}"
 
 
 # Sizes of memory as people write them: ``24GiB``, ``512M``, a number of bytes.

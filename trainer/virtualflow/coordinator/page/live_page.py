@@ -9,18 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import islice
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from virtualflow.coordinator.page.files import build
-from virtualflow.coordinator.page.view import compose
-from virtualflow.coordinator.settings import LivePageSettings
+from virtualflow.coordinator.settings import SHOWN_CHANGES, SHOWN_METRICS, SHOWN_WORKERS, LivePageSettings
 from virtualflow.coordinator.state import JobState
 from virtualflow.coordinator.status_stream import answer
+from virtualflow.coordinator.status_view import describe
+from virtualflow.protocol.job_view import JobView, view_job
 from virtualflow.protocol.live_view import View
 from virtualflow.protocol.messages import encode
+
+
+def compose(job: JobState) -> JobView:
+    """What the page shows of a job but for its curves: of very much, what it has room for."""
+    status = describe(job)
+    shown = msgspec.structs.replace(
+        status,
+        changes=status.changes[-SHOWN_CHANGES:],
+        metrics=dict(islice(status.metrics.items(), SHOWN_METRICS)),
+        events=job.latest_events,
+        worker_seconds=job.history.goodput.total,
+    )
+    return view_job(shown, job.history.wall, most=SHOWN_WORKERS)
+
 
 PartName = Literal["job", "log", "series"]
 
@@ -104,10 +120,10 @@ class LivePage:
         began = time.monotonic()
         if began < self._due and not self._end.is_set():
             return
-        now, job, log = compose(self._job)
-        self._now = encode(now)
-        self._parts["job"].take(job)
-        self._parts["log"].take(log)
+        view = compose(self._job)
+        self._now = encode(view.now)
+        self._parts["job"].take(view.job)
+        self._parts["log"].take(view.log)
         self._parts["series"].take(self._job.history.series.columns())
         ended = time.monotonic()
         self._due = ended + max(self._settings.interval / 2, (ended - began) / self._settings.share)

@@ -1,19 +1,16 @@
 "use strict";
 // Nothing here grows: nodes are made once and changed in place, lists are as long as what the coordinator sends, and
-// that is bounded. What users have named (jobs, workers, metrics, errors) only ever becomes text.
+// that is bounded, and in its words. What users have named (jobs, workers, metrics, errors) only ever becomes text.
 
 const find = (id) => document.getElementById(id);
 const HEIGHT = 176, LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 24;
 const TICKS = 6, ROWS = 12;
-const ENDED = ["done", "stopped", "failed"];
 const PATIENCE = 15000, FIRST_RETRY = 1000, LAST_RETRY = 15000;
-const CAUSES = {join: "join", drain: "drain", lost: "loss", broken: "loss", restart: "loss", rebalance: "moved"};
 const HOW = "Open the address that virtualflow run --web or kubectl vf ui JOB has printed: it bears the token of this page.";
 
 // --- words -----------------------------------------------------------------------------------------------------------
 
 const grouped = new Intl.NumberFormat("en", {maximumFractionDigits: 0});
-const three = new Intl.NumberFormat("en", {maximumSignificantDigits: 3});
 const short = new Intl.NumberFormat("en", {maximumSignificantDigits: 3, notation: "compact"});
 const clock = new Intl.DateTimeFormat("en-GB", {timeStyle: "medium"});
 const calendar = new Intl.DateTimeFormat("en-GB", {day: "numeric", month: "short"});
@@ -29,26 +26,6 @@ function amount(value) {
 function moment(time, now) {
   const [then, today] = [new Date(1000 * time), new Date(1000 * now)];
   return `${then.toDateString() === today.toDateString() ? "" : `${calendar.format(then)}, `}${clock.format(then)}`;
-}
-
-const counted = (number, what) => `${grouped.format(number)} ${what}${number === 1 ? "" : "s"}`;
-const milliseconds = (value) => (value < 1000 ? `${three.format(value)} ms` : `${three.format(value / 1000)} s`);
-const share = (value) => `${(100 * value).toFixed(1)} %`;
-
-function duration(seconds) {
-  if (seconds < 120) return `${Math.round(seconds)} s`;
-  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
-  return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
-}
-
-function bytes(size) {
-  if (!size) return "";
-  return size >= 1e6 ? `${three.format(size / 1e6)} MB` : `${three.format(size / 1e3)} kB`;
-}
-
-function range(worker) {
-  if (worker.first >= worker.last) return "none";
-  return worker.last - worker.first === 1 ? `${worker.first}` : `${worker.first} to ${worker.last - 1}`;
 }
 
 // --- nodes -----------------------------------------------------------------------------------------------------------
@@ -96,7 +73,7 @@ function hue(name) {
 }
 
 function paint(node, worker) {
-  const colour = worker.first < worker.last ? `hsl(${hue(worker.worker)} 55% 55%)` : "";
+  const colour = worker.count ? `hsl(${hue(worker.worker)} 55% 55%)` : "";
   if (node.dataset.colour === colour) return;
   node.dataset.colour = colour;
   node.style.background = colour;
@@ -111,13 +88,8 @@ function showHead(now, job) {
   write(find("name"), jobName || "A job");
   write(find("phase"), now.phase);
   set(find("phase"), "class", `phase ${now.phase}`);
-  const total = now.totalSteps;
-  let text = total ? `Step ${grouped.format(now.step)} of ${grouped.format(total)} (${share(now.step / total)})` : `Step ${grouped.format(now.step)}`;
-  text += `, epoch ${now.epoch}`;
-  const left = total ? total - now.step : 0;
-  if (left > 0 && now.stepsPerSecond > 0 && now.phase === "training") text += `, about ${duration(left / now.stepsPerSecond)} left`;
-  write(find("progress"), text);
-  const bar = find("bar");
+  write(find("progress"), now.progress);
+  const total = now.totalSteps, bar = find("bar");
   bar.hidden = !total;
   if (total) {
     set(bar, "aria-valuemax", total);
@@ -125,37 +97,18 @@ function showHead(now, job) {
     bar.firstElementChild.style.width = `${Math.min(100, (100 * now.step) / total)}%`;
   }
   write(find("reason"), job.reason);
-  find("queue").hidden = !job.wantedReason;
-  write(find("queue"), `Decided: ${job.wantedReason}`);
+  find("queue").hidden = !job.decided;
+  write(find("queue"), `Decided: ${job.decided}`);
   document.title = `${jobName || "VirtualFlow"}: ${now.phase}${total ? `, ${Math.floor((100 * now.step) / total)} %` : ""}`;
   find("failure").hidden = !job.error;
-  write(find("error"), job.error || "");
+  write(find("error"), job.error);
   find("traceback").hidden = !job.traceback;
-  write(find("traceback"), job.traceback || "");
+  write(find("traceback"), job.traceback);
 }
 
-function showFacts(now, job, log) {
-  const training = job.workers.filter((worker) => worker.first < worker.last).length;
-  const predicted = now.predictedStepMs === null ? "" : `${milliseconds(now.predictedStepMs)} predicted`;
-  const checkpoint = job.checkpoint;
-  const facts = [
-    ["Steps a second", three.format(now.stepsPerSecond), ""],
-    ["Step, median", now.stepMs === null ? "not measured yet" : milliseconds(now.stepMs), predicted],
-    ["Goodput", now.goodput === null ? "no worker yet" : share(now.goodput), `of ${duration(now.workerSeconds)} of workers' time`],
-    ["Workers", `${training} of ${job.wanted} wanted`, job.proposed === null ? "" : `generation ${job.proposed} is being prepared`],
-    ["Virtual nodes", job.virtualNodes === null ? "not known yet" : grouped.format(job.virtualNodes), job.reproducibility || ""],
-    ["Membership changes", grouped.format(log.changesTotal), `${counted(log.repeatedSteps, "step")} repeated, generation ${grouped.format(job.generation)}`],
-  ];
-  if (checkpoint) {
-    const age = checkpoint.written === null ? "" : `${duration(Math.max(0, now.time - checkpoint.written))} ago`;
-    facts.push(["Checkpoint", checkpoint.step === null ? "none yet" : `step ${grouped.format(checkpoint.step)}`, checkpoint.failure || age]);
-  }
-  if (job.memory && job.memory.budgets) facts.push(["Memory plans", `${job.memory.planned} of ${job.memory.budgets}`, job.memory.plan]);
-  if (job.nonFinite) facts.push(["Not finite", job.nonFinite.metric, `${job.nonFinite.value} in step ${job.nonFinite.step}`]);
-  if (job.hold !== null) facts.push(["Held", `after step ${job.hold}`, ""]);
-  if (job.digest) facts.push(["Digest", job.digest, ""]);
+function showFacts(now, job) {
   const fact = () => make("div", {}, make("dt", {}), make("dd", {}, make("span", {}), make("small", {})));
-  fit(find("facts"), facts, fact, (node, [name, value, note]) => {
+  fit(find("facts"), [...now.facts, ...job.facts], fact, (node, [name, value, note]) => {
     const [term, definition] = node.children;
     set(node, "class", name === "Digest" ? "whole" : "");
     write(term, name);
@@ -165,19 +118,14 @@ function showFacts(now, job, log) {
 }
 
 function showWorkers(job) {
-  const assigned = job.workers.filter((worker) => worker.first < worker.last);
+  const assigned = job.workers.filter((worker) => worker.count);
   fit(find("strip"), assigned, () => make("i", {}), (node, worker) => {
-    node.style.flexGrow = worker.last - worker.first;
+    node.style.flexGrow = worker.count;
     paint(node, worker);
-    node.title = `${worker.worker}: ${range(worker)}`;
+    node.title = `${worker.worker}: ${worker.nodes}`;
   });
-  const nodes = job.virtualNodes === null ? "Virtual nodes" : counted(job.virtualNodes, "virtual node");
-  set(find("strip"), "aria-label", `${nodes} over ${counted(assigned.length, "worker")}; the table below says the same.`);
-  const notes = [];
-  if (job.workersTotal > job.workers.length) notes.push(`${counted(job.workersTotal - job.workers.length, "worker")} more are not listed.`);
-  if (!job.workersTotal) notes.push("No worker is there yet.");
-  if (job.lost.length) notes.push(`Lost: ${job.lost.map((lost) => `${lost.worker} (${lost.reason})`).join("; ")}`);
-  write(find("missing"), notes.join(" "));
+  set(find("strip"), "aria-label", "Virtual nodes over workers; the table below says the same.");
+  write(find("missing"), job.notes.join(" "));
   const row = () => make(
     "tr", {}, make("td", {class: "name"}, make("span", {class: "swatch"}), make("span", {})), make("td", {}),
     ...[1, 2, 3].map(() => make("td", {class: "number"})),
@@ -185,35 +133,22 @@ function showWorkers(job) {
   fit(find("workers"), job.workers, row, (line, worker) => {
     const [name, state, nodes, many, pace] = line.children;
     paint(name.children[0], worker);
-    set(name.children[0], "class", worker.first < worker.last ? "swatch" : "swatch none");
+    set(name.children[0], "class", worker.count ? "swatch" : "swatch none");
     write(name.children[1], worker.worker);
     write(state, worker.state);
-    write(nodes, range(worker));
-    write(many, grouped.format(worker.last - worker.first));
-    write(pace, worker.paceMs === undefined || worker.paceMs === null ? "" : three.format(worker.paceMs));
+    write(nodes, worker.nodes);
+    write(many, grouped.format(worker.count));
+    write(pace, worker.pace);
   });
-}
-
-function pause(change) {
-  if (change.pauseMs === null) return change.from ? "no survivor" : "";
-  return milliseconds(change.pauseMs);
 }
 
 function showLog(now, log) {
   const changes = log.changes.slice().reverse();
   const older = log.changesTotal - changes.length;
-  let sentence = counted(log.changesTotal, "change");
-  if (log.changesTotal) sentence += `, ${counted(log.repeatedSteps, "step")} repeated`;
-  if (older > 0) sentence += `. The latest ${changes.length} are listed, ${grouped.format(older)} older ones are not`;
-  write(find("counted"), `${sentence}.`);
+  write(find("counted"), `${log.counted}${older > 0 ? `, the latest ${changes.length} of them below` : ""}.`);
   find("timeline").hidden = !changes.length;
-  fillTable("changes", ["number", "", "cause", "why", "number", "number", "number", "number"], changes, (change) => [
-    grouped.format(change.step), change.from === change.to ? `${change.to}` : `${change.from} → ${change.to}`, change.cause,
-    change.reason, pause(change), `${change.repeatedSteps}`, grouped.format(change.repeatedVirtualNodes), bytes(change.stateBytes),
-  ]);
-  changes.forEach((change, place) => {
-    set(find("changes").children[place].children[2], "class", `cause ${CAUSES[change.cause] || ""}`);
-  });
+  fillTable("changes", ["number", "", "cause", "why", "number", "number", "number", "number"], changes, (change) => change.row);
+  changes.forEach((change, place) => set(find("changes").children[place].children[2], "class", `cause ${change.kind}`));
   find("latest").hidden = !log.events.length;
   fillTable("events", ["number", "", "why"], log.events.slice().reverse(), (event) => [
     moment(event.time, now.time), event.kind, event.text,
@@ -221,9 +156,9 @@ function showLog(now, log) {
 }
 
 function showMetrics(now) {
-  const names = Object.keys(now.metrics).sort();
-  find("numbers").hidden = !names.length;
-  fillTable("metrics", ["", "number"], names, (name) => [name, amount(now.metrics[name])]);
+  const metrics = Object.entries(now.metrics);
+  find("numbers").hidden = !metrics.length;
+  fillTable("metrics", ["", "number"], metrics, (metric) => metric);
 }
 
 // --- charts ----------------------------------------------------------------------------------------------------------
@@ -374,24 +309,23 @@ const sizes = new ResizeObserver((entries) => {
 });
 
 // What is known over the steps, and the latest figure behind it: the coordinator tells of a point once it is complete.
-function curves(now, job, series) {
+function curves(now, series) {
   const steps = series.steps.filter((step) => step <= now.step);
   const last = steps.length && steps[steps.length - 1] === now.step;
-  const training = job.workers.filter((worker) => worker.first < worker.last).length;
   const add = (values, value) => {
     const known = values.slice(0, steps.length);
-    return last ? known : [...known, typeof value === "number" ? value : null];
+    return last ? known : [...known, Number.isFinite(value) ? value : null];
   };
   const found = [["Steps a second", {from: 0, whole: false}, add(series.speed, now.stepsPerSecond || null)]];
   for (const [name, values] of Object.entries(series.metrics)) {
-    found.push([name, {from: null, whole: false}, add(values, now.metrics[name])]);
+    found.push([name, {from: null, whole: false}, add(values, Number(now.metrics[name]))]);
   }
-  found.push(["Workers", {from: 0, whole: true}, add(series.workers, training || null)]);
+  found.push(["Workers", {from: 0, whole: true}, add(series.workers, now.training || null)]);
   return {steps: last ? steps : [...steps, now.step], columns: found};
 }
 
-function showCharts(now, job, log, series) {
-  const {steps, columns} = curves(now, job, series);
+function showCharts(now, log, series) {
+  const {steps, columns} = curves(now, series);
   const names = columns.map(([name], place) => `${place === 0 || place === columns.length - 1}:${name}`);
   for (const [key, chart] of charts) {
     if (names.includes(key)) continue;
@@ -423,11 +357,10 @@ function showCharts(now, job, log, series) {
 const spoken = {phase: null, change: null, at: -Infinity};
 
 function speak(now, log) {
-  const change = log.changes[log.changes.length - 1];
-  const mark = change ? `${change.generation.incarnation}.${change.generation.counter}` : "";
+  const mark = log.latest;
   const news = [];
   if (spoken.phase !== null && spoken.phase !== now.phase) news.push(`The job is ${now.phase}.`);
-  if (spoken.change !== null && mark && spoken.change !== mark) news.push(`${counted(change.to, "worker")} from step ${change.step}: ${change.reason}.`);
+  if (spoken.change !== null && mark && spoken.change !== mark) news.push(`${mark}.`);
   if (news.length && performance.now() < spoken.at + 5000) return;
   [spoken.phase, spoken.change] = [now.phase, mark];
   if (!news.length) return;
@@ -443,11 +376,11 @@ function show(view) {
   const {now, job, log, series} = shown;
   find("all").hidden = false;
   showHead(now, job);
-  showFacts(now, job, log);
+  showFacts(now, job);
   if (view.job) showWorkers(job);
   if (view.log) showLog(now, log);
   showMetrics(now);
-  showCharts(now, job, log, series);
+  showCharts(now, log, series);
   speak(now, log);
   write(find("foot"), `As of ${calendar.format(new Date(1000 * now.time))}, ${moment(now.time, now.time)}. Read only. virtualflow ${job.version}.`);
 }
@@ -509,7 +442,7 @@ async function follow() {
     if (answer !== null && answer.view) {
       show(answer.view);
       complain("");
-      if (ENDED.includes(shown.now.phase)) return;
+      if (shown.now.over) return;
       retry = FIRST_RETRY;
     } else if (answer !== null && (answer.status === 401 || answer.status === 403)) {
       sessionStorage.removeItem("token");

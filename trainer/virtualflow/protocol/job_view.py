@@ -1,0 +1,352 @@
+"""A job as people see it: what the status text, the terminal, the page, the report and ``kubectl vf`` show. Pure.
+
+Words and states are made here once, so that all say the same; who shows them adds only places and colours. What is over
+has states of its own: in a job that has ended nobody trains, and a worker that has a successor is not missed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from virtualflow.protocol.http_api import ENDED, Event, Phase, Status, WorkerStatus
+from virtualflow.protocol.messages import Base, Change
+from virtualflow.protocol.metrics import show_metric
+from virtualflow.protocol.wording import (
+    counted,
+    describe_end,
+    describe_steps,
+    duration,
+    figure,
+    format_bytes,
+    milliseconds,
+    table,
+)
+
+_KINDS = {"join": "join", "drain": "drain", "lost": "loss", "broken": "loss", "restart": "loss", "rebalance": "moved"}
+_LOST, _RUNS = 10, 10
+"""Latest lost workers and ended runs that are named."""
+
+
+# --- membership changes -----------------------------------------------------------------------------------------------
+
+CHANGE_COLUMNS = ("step", "workers", "cause", "why", "pause", "steps repeated", "virtual nodes again", "state sent")
+
+
+class ChangeEntry(msgspec.Struct, frozen=True):
+    """A membership change as a report or a ``VirtualFlowJob`` has it; fields are those of ``messages.Change``."""
+
+    step: int
+    to: int
+    from_: int = msgspec.field(name="from")
+    cause: str = ""
+    reason: str = ""
+    pause_ms: float | None = None
+    repeated_steps: int = 0
+    repeated_virtual_nodes: int = 0
+    state_bytes: int | None = None
+    state_ms: float | None = None
+    state_donors: int | None = None
+    run: int = 1
+
+
+class ChangeView(Base, frozen=True, tag=False):
+    """A membership change as a row of a table."""
+
+    step: int
+    kind: str
+    """What kind of cause it has: ``join``, ``drain``, ``loss``, ``moved`` or ``other``."""
+    row: tuple[str, ...]
+    """A cell for each of ``CHANGE_COLUMNS``."""
+
+
+def view_change(change: Change | ChangeEntry) -> ChangeView:
+    """A membership change as a row."""
+    size = str(change.to) if change.from_ == change.to else f"{change.from_} → {change.to}"
+    sent = format_bytes(change.state_bytes) if change.state_bytes else ""
+    what = (str(change.step), size, change.cause, change.reason)
+    cost = (_pause(change), str(change.repeated_steps), str(change.repeated_virtual_nodes), sent)
+    return ChangeView(change.step, _KINDS.get(change.cause, "other"), what + cost)
+
+
+def describe_change(change: Change | ChangeEntry) -> str:
+    """A membership change in one line."""
+    size = f"{counted(change.from_, 'worker')} → {counted(change.to, 'worker')}"
+    if change.cause == "rebalance":
+        size = "virtual nodes moved"
+    of_run = f" of run {change.run}" if change.run > 1 else ""
+    costs = [_pause(change) if change.pause_ms is None else f"pause {_pause(change)}"]
+    costs.append(_repeated(change))
+    if change.repeated_virtual_nodes:
+        costs.append(f"{counted(change.repeated_virtual_nodes, 'virtual node')} computed again")
+    if change.state_bytes is not None and change.state_ms is not None and change.state_donors:
+        took, donors = milliseconds(change.state_ms), counted(change.state_donors, "donor")
+        costs.append(f"{format_bytes(change.state_bytes)} of state in {took} from {donors}")
+    return f"{size} at step {change.step}{of_run} ({change.reason}): {', '.join(filter(None, costs))}"
+
+
+def _pause(change: Change | ChangeEntry) -> str:
+    if change.pause_ms is None:
+        return "no survivor" if change.from_ else ""
+    return milliseconds(round(change.pause_ms))
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
+
+
+class Fact(NamedTuple):
+    """Something known of a job: its name, its value, and what else is to be said of it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name[0].lower()}{self.name[1:]}: {self.said}"
+
+    @property
+    def said(self) -> str:
+        """Value and note."""
+        return f"{self.value} ({self.note})" if self.note else self.value
+
+
+class WorkerView(Base, frozen=True, tag=False):
+    """A worker as a row of a table, in words but for what is drawn."""
+
+    worker: str
+    state: str
+    first: int
+    count: int
+    """Virtual nodes that it is assigned, from that one on."""
+    nodes: str
+    pace: str
+    """Milliseconds per virtual node."""
+    pid: int
+
+
+class ViewNow(Base, frozen=True, tag=False):
+    """What changes with every step."""
+
+    time: float
+    """Unix time."""
+    phase: Phase
+    over: bool
+    progress: str
+    """Where the training is, or how it ended, in words, with the time so far and the time that is left."""
+    step: int
+    total_steps: int | None
+    training: int
+    """Workers at it."""
+    steps_per_second: float
+    metrics: dict[str, str]
+    facts: tuple[Fact, ...]
+
+
+class ViewJob(Base, frozen=True, tag=False):
+    """Who computes what, and how it stands otherwise."""
+
+    reason: str
+    decided: str
+    """Why so many workers are wanted; empty: somebody wants it so."""
+    error: str
+    traceback: str
+    workers: tuple[WorkerView, ...]
+    """By what they are assigned."""
+    notes: tuple[str, ...]
+    """Sentences on workers that are not among them."""
+    virtual_nodes: int | None
+    facts: tuple[Fact, ...]
+    version: str
+
+
+class ViewLog(Base, frozen=True, tag=False):
+    """What has happened; the oldest first."""
+
+    changes: tuple[ChangeView, ...]
+    changes_total: int
+    counted: str
+    """The same in words, and what they repeated."""
+    latest: str
+    """The latest one in one line."""
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job as people see it, in three parts that change at their own pace."""
+
+    now: ViewNow
+    job: ViewJob
+    log: ViewLog
+
+
+def view_job(status: Status, now: float, *, most: int | None = None) -> JobView:
+    """See a job by its coordinator's status.
+
+    Args:
+        status: also of an older coordinator, which does not tell all of it.
+        now: Unix time.
+        most: so many workers are listed; ``None``: all.
+    """
+    over = status.phase in ENDED
+    workers = [_worker(worker, status.phase) for worker in sorted(status.workers, key=_by_range)[:most]]
+    speed = 0.0 if over else status.steps_per_second
+    shown = ViewNow(
+        time=now,
+        phase=status.phase,
+        over=over,
+        progress=_progress(status, now, speed),
+        step=status.step,
+        total_steps=status.total_steps,
+        training=0 if over else sum(worker.assigned for worker in status.workers),
+        steps_per_second=speed,
+        metrics={name: show_metric(value) for name, value in sorted(status.metrics.items())},
+        facts=_facts_now(status, now, speed),
+    )
+    job = ViewJob(
+        reason=status.reason,
+        decided=status.wanted_reason or "",
+        error=status.error or "",
+        traceback=status.traceback or "",
+        workers=tuple(workers),
+        notes=_notes(status, len(status.workers) - len(workers)),
+        virtual_nodes=status.virtual_nodes,
+        facts=_facts(status, shown.training),
+        version=status.version,
+    )
+    log = ViewLog(
+        changes=tuple(map(view_change, status.changes)),
+        changes_total=status.changes_total,
+        counted=f"{counted(status.changes_total, 'change')}, {_repeated(status)}",
+        latest="" if status.last_change is None else describe_change(status.last_change),
+        events=status.events,
+    )
+    return JobView(shown, job, log)
+
+
+def describe_step(step: int, total: int | None) -> str:
+    """Where a training is: ``step 40 of 100``."""
+    return f"step {step}" if total is None else f"step {step} of {total}"
+
+
+def describe_rest(step: int, total: int | None, speed: float) -> list[str]:
+    """How long a training will take at its present speed in steps a second, if that can be told."""
+    left = 0 if total is None else total - step
+    return [f"about {duration(round(left / speed))} left"] if left > 0 and speed > 0 else []
+
+
+def step_time(measured: float | None, predicted: float | None) -> list[Fact]:
+    """How long a step takes and should take, as far as that is known; in milliseconds."""
+    should = "" if predicted is None else f"{milliseconds(predicted)} predicted"
+    return [] if measured is None else [Fact("Median step", f"{milliseconds(measured)} a step", should)]
+
+
+def nodes_fact(virtual_nodes: int | None, reproducibility: str | None) -> list[Fact]:
+    """Of how many virtual nodes a job is, and whether its bits are reproduced."""
+    return [] if virtual_nodes is None else [Fact("Virtual nodes", str(virtual_nodes), reproducibility or "")]
+
+
+def describe_pace(now: ViewNow) -> list[str]:
+    """How fast the training is, and its metrics."""
+    pace = [fact.said for fact in now.facts if fact.name in ("Speed", "Median step")]
+    return pace + [f"{name} {value}" for name, value in now.metrics.items()]
+
+
+def describe_status(name: str, view: JobView) -> str:
+    """What ``virtualflow status`` prints."""
+    now, job = view.now, view.job
+    lines = [f"{name}: {now.phase}, {now.progress}", job.reason, f"decided: {job.decided}" * bool(job.decided)]
+    lines += [f"error: {job.error}" * bool(job.error), *(f"{name}: {value}" for name, value in now.metrics.items())]
+    lines += [str(fact) for fact in (*now.facts, *job.facts)]
+    if job.workers:
+        rows = [("worker", "virtual nodes", "ms each", "state", "pid")]
+        rows += [(one.worker, one.nodes, one.pace, one.state, str(one.pid)) for one in job.workers]
+        lines += table(rows).splitlines()
+    lines += [*job.notes, f"last change: {view.log.latest}" * bool(view.log.latest)]
+    return "\n  ".join(filter(None, lines))
+
+
+def _facts_now(status: Status, now: float, speed: float) -> tuple[Fact, ...]:
+    facts = []
+    if (found := status.non_finite) is not None:
+        facts.append(Fact("Not finite", found.metric, f"{found.value} in step {found.step}"))
+    if speed:
+        facts.append(Fact("Speed", f"{figure(speed)} steps/s"))
+    facts += step_time(status.step_ms, status.predicted_step_ms)
+    if (spent := status.worker_seconds) is not None and (share := spent.share) is not None:
+        facts.append(Fact("Goodput", f"{100 * share:.1f} %", f"of {duration(spent.paid)} of workers' time"))
+    changes = f"{_repeated(status)}, generation {status.generation}"
+    facts.append(Fact("Membership changes", str(status.changes_total), changes))
+    if (saved := status.checkpoint) is not None:
+        age = "" if saved.written is None else f"{duration(round(max(0.0, now - saved.written)))} ago"
+        newest = "none yet" if saved.step is None else f"step {saved.step}"
+        facts.append(Fact("Checkpoint", newest, saved.failure or age))
+    if (copy := status.memory_copy) is not None:
+        facts.append(Fact("Copy in the coordinator's memory", f"step {copy.step}", format_bytes(copy.size)))
+    return tuple(facts)
+
+
+def _facts(status: Status, training: int) -> tuple[Fact, ...]:
+    facts, memory = [], status.memory
+    if status.phase not in ENDED:
+        prepared = "" if status.proposed is None else f"generation {status.proposed} is being prepared"
+        facts.append(Fact("Workers", f"{training} of {status.wanted} wanted", prepared))
+    facts += nodes_fact(status.virtual_nodes, status.reproducibility)
+    if memory is not None and memory.budgets:
+        facts.append(Fact("Memory plans", f"{memory.planned} of {memory.budgets}", memory.plan))
+    if status.hold is not None:
+        facts.append(Fact("Held", f"after step {status.hold}"))
+    if status.digest is not None:
+        facts.append(Fact("Digest", status.digest))
+    for run in status.runs[-_RUNS:]:
+        early = "stopped early by the script, " * run.stopped_early
+        steps = describe_steps(run.step, run.total_steps, run.stopped_early)
+        facts.append(Fact(f"Run {run.run}", f"{early}{steps}, digest {run.digest}"))
+    return tuple(facts)
+
+
+def _repeated(changed: Status | Change | ChangeEntry) -> str:
+    return f"{counted(changed.repeated_steps, 'step')} repeated"
+
+
+def _progress(status: Status, now: float, speed: float) -> str:
+    """Where the training is, or how it ended; how long it took so far, and will."""
+    done, over = status.phase == "done", status.phase in ENDED
+    step, total = status.step, status.total_steps
+    parts = [f"run {status.run}"] if status.run > 1 else []
+    parts.append(describe_end(step, total, status.stopped_early) if done else describe_step(step, total))
+    parts.append(f"epoch {status.epoch}")
+    if status.began is not None:
+        ends = (event.time for event in reversed(status.events) if event.kind in ("done", "failed", "stop"))
+        passed = duration(round(max(0.0, (next(ends, now) if over else now) - status.began)))
+        parts.append(f"after {passed}" if over else f"{passed} so far")
+    return ", ".join([*parts, *(describe_rest(step, total, speed) if status.phase == "training" else [])])
+
+
+def _notes(status: Status, unlisted: int) -> tuple[str, ...]:
+    notes, present = [], {worker.worker for worker in status.workers}
+    if not status.workers and status.phase not in ENDED:
+        notes.append("No worker is there yet.")
+    if unlisted:
+        notes.append(f"Not listed: {counted(unlisted, 'more worker')}.")
+    missed = [f"{lost.worker} ({lost.reason})" for lost in status.lost[-_LOST:] if lost.worker not in present]
+    if missed:
+        notes.append(f"Lost: {'; '.join(missed)}")
+    return tuple(notes)
+
+
+def _worker(worker: WorkerStatus, phase: Phase) -> WorkerView:
+    state: str = worker.state if phase not in ENDED or worker.state == "done" else "ended"
+    nodes, count = "-", worker.last - worker.first
+    if count > 0:
+        nodes = str(worker.first) if count == 1 else f"{worker.first}-{worker.last - 1}"
+    pace = "-" if worker.pace_ms is None else figure(worker.pace_ms)
+    return WorkerView(
+        worker.worker, "crashed" if worker.crashed else state, worker.first, max(0, count), nodes, pace, worker.pid
+    )
+
+
+def _by_range(worker: WorkerStatus) -> tuple[bool, int, int, str]:
+    return not worker.assigned, worker.first, len(worker.worker), worker.worker
