@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from virtualflow.protocol.http_api import Status
+from virtualflow.protocol.settings import ENV_WORKER
 from virtualflow.protocol.termination_message import TerminationMessage, decode_termination_message
 from virtualflow_operator.api.job import JobSpec, JobStatus, Object, read_spec, read_status
 from virtualflow_operator.api.quantities import Requests, pod_requests
@@ -87,6 +88,9 @@ class Pod:
     node: str = ""
     ip: str = ""
     phase: str = "Pending"
+    """Its worker's: what other containers do is nobody's business."""
+    lingers: bool = False
+    """Whether its worker has ended, and another container than a native sidecar keeps the pod and its devices."""
     created: float = 0.0
     deleting_at: float | None = None
     """When the kubelet will kill it; set for a pod that is being deleted."""
@@ -108,8 +112,23 @@ class Pod:
 
     @property
     def finished(self) -> bool:
-        """Whether its processes have ended for good."""
+        """Whether its worker has ended for good."""
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def holds_devices(self) -> bool:
+        """Whether the scheduler counts what it asks for."""
+        return self.lingers or not self.finished
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether its script has ended as it should."""
+        return self.exit is not None and self.exit.code == 0
+
+    @property
+    def saw_the_end(self) -> bool:
+        """Whether it saw the end of the training."""
+        return self.exit is not None and self.exit.last_word is not None and self.exit.last_word.kind == "done"
 
     @property
     def terminating(self) -> bool:
@@ -230,8 +249,10 @@ def read_pod(body: Object) -> Pod:
     scheduled, target = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     homeless = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     owner: Mapping[str, Any] = next((ref for ref in metadata.get("ownerReferences") or [] if _is_job(ref)), {})
-    states = _container_states(body)
+    trains = _name_of_worker(body)
+    states = _container_states(body, trains)
     ended = next((state["terminated"] for state in states if "terminated" in state), None)
+    phase = _phase(body, trains)
     reasons = [state["waiting"] for state in states if (state.get("waiting") or {}).get("reason") not in _STARTING]
     waits: Mapping[str, Any] = reasons[0] if reasons else {}
     annotations: Mapping[str, str] = metadata.get("annotations") or {}
@@ -251,7 +272,8 @@ def read_pod(body: Object) -> Pod:
         template=annotations.get(ANNOTATION_TEMPLATE, ""),
         node=(body.get("spec") or {}).get("nodeName") or "",
         ip=status.get("podIP") or "",
-        phase=_phase(body, ended),
+        phase=phase,
+        lingers=phase in ("Succeeded", "Failed") and _others_run(status, trains),
         created=parse_time(metadata.get("creationTimestamp")) or 0.0,
         deleting_at=parse_time(metadata.get("deletionTimestamp")),
         reason=status.get("reason") or "",
@@ -273,26 +295,48 @@ def _is_job(ref: Mapping[str, Any]) -> bool:
     return bool(ref.get("controller")) and ref.get("kind") == KIND and group == GROUP
 
 
-def _phase(body: Object, ended: Mapping[str, Any] | None) -> str:
-    """The pod's phase; beside sidecars that run on, a worker is over when the container that trains is."""
-    phase: str = (body.get("status") or {}).get("phase") or "Pending"
-    if phase == "Running" and ended is not None and (body.get("spec") or {}).get("restartPolicy") == "Never":
-        return "Failed" if ended.get("exitCode") else "Succeeded"
-    return phase
+def _name_of_worker(body: Object) -> str:
+    """The name of the container that trains: the one that was told so, wherever a mesh puts its proxy."""
+    containers: list[Object] = (body.get("spec") or {}).get("containers") or [{}]
+    marked = (body["metadata"].get("annotations") or {}).get(ANNOTATION_CONTAINER)
+    told = (c for c in containers if any(variable.get("name") == ENV_WORKER for variable in c.get("env") or []))
+    name: str = next((c.get("name") for c in told), marked) or containers[0].get("name") or ""
+    return name
 
 
-def _container_states(body: Object) -> list[Mapping[str, Any]]:
+def _phase(body: Object, trains: str) -> str:
+    """How far the container that trains is; a sidecar may run on behind it, fail, or never start.
+
+    Of a pod that the cluster has ended, the state of its containers may be an old one.
+    """
+    status = body.get("status") or {}
+    phase: str = status.get("phase") or "Pending"
+    state = _state_of(status, trains)
+    if "terminated" in state and (body.get("spec") or {}).get("restartPolicy") == "Never":
+        return "Failed" if state["terminated"].get("exitCode") else "Succeeded"
+    return "Running" if "running" in state and phase == "Pending" else phase
+
+
+def _state_of(status: Object, name: str) -> Mapping[str, Any]:
+    return next((c.get("state") or {} for c in status.get("containerStatuses") or [] if c.get("name") == name), {})
+
+
+def _others_run(status: Object, trains: str) -> bool:
+    """Whether containers beside it run, or may yet; a pod in a last phase has none."""
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return False
+    others = (c.get("state") or {} for c in status.get("containerStatuses") or [] if c.get("name") != trains)
+    return any("terminated" not in state for state in others)
+
+
+def _container_states(body: Object, trains: str) -> list[Mapping[str, Any]]:
     """States of the container that trains, and until it has started of init containers that failed or cannot start.
 
-    A sidecar (an init container that is always restarted) may end at any time, and means nothing.
+    A native sidecar (an init container that is always restarted) may end at any time, and means nothing.
     """
     status, spec = body.get("status") or {}, body.get("spec") or {}
-    containers = spec.get("containers") or [{}]
-    # A mesh may put its proxy first; what we made says which container is ours.
-    marked = (body["metadata"].get("annotations") or {}).get(ANNOTATION_CONTAINER)
-    trains = marked or containers[0].get("name")
-    states = [c.get("state") or {} for c in status.get("containerStatuses") or [] if c.get("name") == trains]
-    if any("running" in state or "terminated" in state for state in states):
+    states = [_state_of(status, trains)]
+    if "running" in states[0] or "terminated" in states[0]:
         return states
     sidecars = {c.get("name") for c in spec.get("initContainers") or [] if c.get("restartPolicy") == "Always"}
     for container in status.get("initContainerStatuses") or []:

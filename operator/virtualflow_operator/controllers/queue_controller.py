@@ -243,7 +243,7 @@ class QueueController:
             if pod.node:
                 taken[pod.node] += requested(pod.requests, resource)
         for key, own_pod in (entry.value for entry in self._store.pods.entries.values()):
-            if own_pod.node and not own_pod.finished and not (key in members and own_pod.role == WORKER):
+            if own_pod.node and own_pod.holds_devices and not (key in members and own_pod.role == WORKER):
                 taken[own_pod.node] += requested(own_pod.requests, resource)
         return taken
 

@@ -124,6 +124,10 @@ FAILED_GRACE = 2.0
 """Seconds for a worker that the job goes on without: it has nothing to hand over."""
 
 
+LINGER_GRACE = 10.0
+"""Seconds for the sidecars of a worker that has ended: they hold its devices, and may have a log to send."""
+
+
 class Draft:
     """A plan in the making: the rules add to it, one after the other.
 
@@ -156,6 +160,11 @@ class Draft:
         if pod.uid not in self._doomed:  # the first reason counts
             self._doomed.add(pod.uid)
             self.actions.append(DeletePod(pod.name, pod.uid, reason, cause, grace))
+
+    def end_lingering(self, pod: Pod, now: float) -> None:
+        """End a pod whose worker has ended, and sidecars have not; its own grace is the worker's, and may be long."""
+        if pod.deleting_at is None or pod.deleting_at > now + LINGER_GRACE + 1:
+            self.delete(pod, "its worker has ended, and its sidecars have not", "sidecar", LINGER_GRACE)
 
     def wake(self, at: float | None) -> None:
         """Decide again then; ``None``: no need."""

@@ -32,15 +32,15 @@ _DOUBTED_NODES = 8
 def completed(facts: JobFacts, draft: Draft) -> JobStatus | None:
     """The training is complete and its script has ended, by the coordinator's word or else by its workers'."""
     remote = facts.remote
-    ended = [worker for worker in facts.pods.workers if worker.pod.finished and worker.saw_the_end]
+    ended = facts.witnesses
     if remote is not None and remote.phase == "done":
-        if facts.finishing or (ended and not any(worker.succeeded for worker in ended)):
+        if facts.finishing or (ended and not any(pod.succeeded for pod in ended)):
             return None
         return phases.complete(build_status(facts, draft.status), facts.job, remote, facts.now)
-    ended = [worker for worker in ended if worker.succeeded]
+    ended = [pod for pod in ended if pod.succeeded]
     if not ended or any(worker.pod.live and worker.standing != "absent" for worker in facts.pods.workers):
         return None
-    message = ended[0].pod.exit.last_word if ended[0].pod.exit is not None else None
+    message = ended[0].exit.last_word if ended[0].exit is not None else None
     assert message is not None
     return phases.complete(build_status(facts, draft.status), facts.job, message, facts.now)
 
@@ -130,11 +130,11 @@ def _made_steps(facts: JobFacts, draft: Draft) -> int:
 
 def _ended_after_training(facts: JobFacts) -> str:
     """How the scripts of all workers ended behind the training, if none did as it should; empty: that is not so."""
-    ended = [worker for worker in facts.pods.workers if worker.pod.finished and worker.saw_the_end]
+    ended = facts.witnesses
     done = facts.remote is not None and facts.remote.phase == "done" and not facts.finishing
-    if not (done and ended) or any(worker.succeeded for worker in ended):
+    if not (done and ended) or any(pod.succeeded for pod in ended):
         return ""
-    last = ended[-1].pod
+    last = ended[-1]
     code = last.exit.code if last.exit is not None else 0
     return f"{last.name} ended with exit code {code} after the training was complete, before the end of its script"
 
@@ -206,7 +206,9 @@ def clear_up(facts: JobFacts, draft: Draft) -> None:
     patient = draft.status.phase == "Complete" and facts.now < grace_ends
     waited_for = False
     for worker in facts.pods.workers:
-        if not worker.pod.live:
+        if worker.pod.lingers:
+            draft.end_lingering(worker.pod, facts.now)
+        elif not worker.pod.live:
             waited_for = waited_for or (worker.pod.terminating and not worker.pod.finished and patient)
         elif patient and worker.standing in ("training", "draining", "done"):
             waited_for = True
@@ -280,7 +282,7 @@ def suspend(facts: JobFacts, draft: Draft) -> JobStatus:
             draft.wake(deadline)
         else:
             draft.delete(worker.pod, facts.rest, "suspend")
-    if any(not worker.pod.finished and worker.fate != "lost" for worker in facts.pods.workers):
+    if any(worker.pod.holds_devices and worker.fate != "lost" for worker in facts.pods.workers):
         return phases.suspending(build_status(facts, draft.status), facts.job, now)
     for pod in (*facts.pods.coordinators, *facts.pods.stale):
         if not pod.terminating:

@@ -176,17 +176,6 @@ class ClassifiedPod:
         """
         return self.fate == "declared-lost" and (self.given_up or self.convicted)
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether its script has ended as it should."""
-        return self.pod.exit is not None and self.pod.exit.code == 0
-
-    @property
-    def saw_the_end(self) -> bool:
-        """Whether it saw the end of the training: then its pod and its log stay."""
-        word = self.pod.exit.last_word if self.pod.exit is not None else None
-        return word is not None and word.kind == "done"
-
 
 @dataclass(frozen=True)
 class PodClassification:

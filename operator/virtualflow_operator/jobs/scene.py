@@ -96,6 +96,13 @@ class JobFacts:
         )
 
     @property
+    def witnesses(self) -> list[Pod]:
+        """Pods whose workers saw the end of the training and have ended, also those that are deleted since then."""
+        pods = (*(worker.pod for worker in self.pods.workers), *self.scene.former)
+        own = (pod for pod in pods if pod.owner == self.job.uid and pod.attempt == self.job.status.attempt)
+        return [pod for pod in own if pod.finished and pod.saw_the_end]
+
+    @property
     def shares_devices(self) -> bool:
         """Whether it computes in turns with others: then its speed says nothing of itself."""
         given = self.admitted.allocation

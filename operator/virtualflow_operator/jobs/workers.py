@@ -43,7 +43,7 @@ def delete_former_attempts(facts: JobFacts, draft: Draft) -> None:
     """Pods of earlier attempts go before there are new ones."""
     for pod in facts.pods.stale:
         if not pod.terminating:
-            draft.delete(pod, "of an earlier attempt", "attempt", None if pod.finished else FAILED_GRACE)
+            draft.delete(pod, "of an earlier attempt", "attempt", FAILED_GRACE if pod.holds_devices else None)
 
 
 def templates_accepted(facts: JobFacts, draft: Draft) -> bool:
@@ -124,8 +124,8 @@ def keep_workers(facts: JobFacts, draft: Draft, *, waiting: bool) -> WorkerPlan:
     # One with another token refuses new workers as well; one of another version need not.
     refused = facts.link is not None and facts.link.refused and not facts.link.incompatible
     # The training has ended for all when it has for one: whoever has not said so yet is about to.
-    over = any(worker.pod.finished and worker.saw_the_end for worker in facts.pods.workers)
-    made = _make(facts, draft, plan, address) if address and not waiting and not refused and not over else []
+    hindered = waiting or refused or bool(facts.witnesses)
+    made = _make(facts, draft, plan, address) if address and not hindered else []
     for worker in plan.withdraw:
         reason = worker.reason if worker.fate == "planned" else "others have taken its place"
         draft.delete(worker.pod, reason, "withdrawn")
@@ -308,7 +308,10 @@ def drain(facts: JobFacts, draft: Draft, leaving: Iterable[tuple[ClassifiedPod, 
 
 
 def delete_ended(facts: JobFacts, draft: Draft) -> None:
-    """Delete the pods of workers that have ended, or that the job goes on without."""
+    """Delete the pods of workers that have ended, or that the job goes on without.
+
+    Those that saw the end of the training stay, for their logs; but not where sidecars would keep their devices.
+    """
     for worker in facts.pods.of("announced"):
         draft.delete(worker.pod, worker.reason, "drain")
     for worker in facts.pods.of("lost", "declared-lost"):
@@ -317,5 +320,7 @@ def delete_ended(facts: JobFacts, draft: Draft) -> None:
             draft.delete(worker.pod, worker.reason, "lost", FAILED_GRACE)
     for worker in facts.pods.of("left", "disrupted", "crashed", "refused", "unfit"):
         counted = worker.fate not in ("crashed", "refused") or worker.pod.uid in draft.status.failures.counted
-        if counted and not worker.pod.terminating and not worker.saw_the_end:
+        if counted and worker.pod.lingers:
+            draft.end_lingering(worker.pod, facts.now)
+        elif counted and not worker.pod.terminating and not worker.pod.saw_the_end:
             draft.delete(worker.pod, worker.reason, worker.fate)

@@ -166,9 +166,8 @@ class Store:
         }
 
     def former_of(self, key: Key) -> tuple[Pod, ...]:
-        """Pods that had ended when they were deleted, for a while; of one name the last."""
-        since = time.monotonic() - _REMEMBERED
-        return tuple(pod for at, pod in self._former.get(key, {}).values() if at > since)
+        """Pods that had ended when they were deleted; of one name the last."""
+        return tuple(pod for at, pod in self._former.get(key, {}).values() if _is_remembered(at, pod))
 
     def loses(self, key: Key) -> bool:
         """Whether something of the job's is going or went lately; perhaps because the job itself is deleted."""
@@ -291,7 +290,7 @@ class Store:
     def _note_former(self, key: Key, pod: Pod) -> None:
         """A pod was deleted: how it ended may be told before the coordinator tells it."""
         self._lost_at[key] = now = time.monotonic()
-        former = {name: entry for name, entry in self._former.get(key, {}).items() if entry[0] > now - _REMEMBERED}
+        former = {name: entry for name, entry in self._former.get(key, {}).items() if _is_remembered(*entry)}
         former.pop(pod.name, None)  # a namesake's end says nothing of this one's
         if pod.finished:
             former[pod.name] = (now, pod)
@@ -305,6 +304,11 @@ class Store:
         pods.pop(name, None)
         if not pods:
             self._pods_of.pop(key, None)
+
+
+def _is_remembered(at: float, pod: Pod) -> bool:
+    """For a while, or as long as its job where it saw the end of the training."""
+    return pod.saw_the_end or at > time.monotonic() - _REMEMBERED
 
 
 def _must(key: Key | None) -> Key:

@@ -146,6 +146,42 @@ def test_the_end_of_a_sidecar_is_nobodys_end() -> None:
         assert (pod.phase, pod.finished, pod.waiting, pod.exit) == ("Running", False, "", None)
 
 
+ENDED, RUNS, PULLED = {"terminated": {"exitCode": 0}}, {"running": {}}, {"waiting": {"reason": "ErrImagePull"}}
+
+
+@pytest.mark.parametrize(
+    ("phase", "trainer", "beside", "seen", "lingers"),
+    [
+        pytest.param("Running", RUNS, RUNS, "Running", False, id="both run"),
+        pytest.param("Running", RUNS, {"terminated": {"exitCode": 1}}, "Running", False, id="the sidecar crashed"),
+        pytest.param("Pending", RUNS, PULLED, "Running", False, id="the sidecar has no image"),
+        pytest.param("Running", ENDED, RUNS, "Succeeded", True, id="the worker has left"),
+        pytest.param("Pending", ENDED, PULLED, "Succeeded", True, id="the worker has left one that never came"),
+        pytest.param("Running", {"terminated": {"exitCode": 137}}, RUNS, "Failed", True, id="the worker was killed"),
+        pytest.param("Running", ENDED, ENDED, "Succeeded", False, id="both have ended"),
+        pytest.param("Failed", ENDED, {"terminated": {"exitCode": 1}}, "Succeeded", False, id="the sidecar failed"),
+        pytest.param("Failed", RUNS, RUNS, "Failed", False, id="the kubelet evicted both"),
+    ],
+)
+def test_the_workers_container_says_whether_it_has_ended_whatever_stands_beside_it(
+    phase: str, trainer: Any, beside: Any, seen: str, lingers: bool
+) -> None:
+    states = [state("sidecar", **beside), state("trainer", **trainer)]
+    body = raw(phase=phase, containerStatuses=states)
+    body["spec"]["restartPolicy"] = "Never"
+    pod = read_pod(body)
+    assert (pod.phase, pod.lingers, pod.holds_devices) == (seen, lingers, lingers or seen == "Running")
+
+
+def test_the_container_that_trains_is_the_one_that_was_told_so() -> None:
+    body = raw(phase="Running", containerStatuses=[state("sidecar", **RUNS), state("trainer", **ENDED)])
+    body["metadata"]["annotations"] = {"kubectl.kubernetes.io/default-container": "sidecar"}
+    body["spec"] |= {"restartPolicy": "Never", "containers": list(reversed(body["spec"]["containers"]))}
+    assert not read_pod(body).finished
+    body["spec"]["containers"][1]["env"] = [{"name": "VIRTUALFLOW_WORKER", "value": "p"}]
+    assert read_pod(body).finished
+
+
 def test_what_keeps_a_pod_from_its_first_step_is_seen_behind_containers_that_are_about_to_start() -> None:
     coming = state("trainer", waiting={"reason": "PodInitializing"})
     proxy = state("proxy", waiting={"reason": "CrashLoopBackOff", "message": "back-off"})

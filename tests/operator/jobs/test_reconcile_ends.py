@@ -36,7 +36,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node, Service, format_time
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.actions import DeleteJob, PointService
+from virtualflow_operator.jobs.actions import LINGER_GRACE, DeleteJob, PointService
 
 # --- how it ends ------------------------------------------------------------------------------------------------------
 
@@ -123,6 +123,47 @@ def test_the_last_words_of_its_workers_complete_a_job_without_a_coordinator() ->
     stage.link = None
     status = stage.decide().status
     assert (status.phase, status.step, status.digest, status.loss) == ("Complete", 100, "abc", "0.5")
+
+
+def test_a_sidecar_that_never_ends_holds_no_device_behind_a_worker_that_saw_the_end() -> None:
+    stage = training()
+    _has_trained(stage)
+    first, second = stage.pods[1:]
+    lingers = ended(first, 0, word=DONE, lingers=True)
+    swap(stage, lingers)
+    plan = stage.decide()
+    assert (deleted(plan), plan.status.phase) == ([first.name], "Running")
+    assert plan.actions[0].grace == LINGER_GRACE  # type: ignore[union-attr]
+    swap(stage, dataclasses.replace(lingers, deleting_at=NOW + 9))
+    assert stage.decide().actions == (), "it has been told"
+    swap(stage, dataclasses.replace(lingers, deleting_at=NOW + 600))
+    assert deleted(stage.decide()) == [first.name], "a drain's grace is for the worker"
+
+    # Another script's error afterwards does not undo what the first one has saved, whose pod is gone.
+    stage.pods = [stage.pods[0], ended(second, 1, word=DONE)]
+    stage.former = [lingers]
+    assert stage.decide().status.phase == "Complete"
+    stage.former = [dataclasses.replace(lingers, attempt=7)]
+    assert stage.decide().status.phase == "BackOff"
+
+
+def test_nothing_lingers_of_a_job_that_is_over_or_suspended() -> None:
+    stage = training()
+    _has_trained(stage)
+    for pod in stage.pods[1:]:
+        swap(stage, ended(pod, 0, word=DONE, lingers=True))
+    names = ["digits-workers-0", "digits-workers-1"]
+    plan = stage.decide()
+    assert (plan.status.phase, deleted(plan)) == ("Complete", names)
+    stage.write(plan)
+    assert deleted(stage.decide()) == [*names, "digits-coordinator-0"]
+
+    stage = edit(training(), suspend=True)
+    stage.link = link(remote("stopped", step=8))
+    for pod in stage.pods[1:]:
+        swap(stage, ended(pod, 0, word=TerminationMessage("left", step=8), lingers=True))
+    plan = stage.decide()
+    assert (plan.status.phase, deleted(plan)) == ("Suspending", names), "the devices are not free yet"
 
 
 def test_a_job_that_its_script_has_stopped_early_is_complete_and_says_so() -> None:
