@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from cluster import Object, until
@@ -92,6 +93,51 @@ def test_a_script_that_trains_twice_is_one_job_also_when_a_worker_is_lost_in_its
     assert [(run["run"], run["steps"]) for run in status["endedRuns"]] == [(1, 40)]
     assert status["repeatedSteps"] <= 1
     assert status["digest"] == reference(manifest)
+
+
+def test_a_sidecar_that_never_ends_keeps_no_pod_of_a_worker_that_has(installed: Installed, start: Start) -> None:
+    manifest = digits("meshed", steps=3000, pause=0.05)
+    pod = manifest["spec"]["workerGroups"][0]["template"]["spec"]
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(10**6)"
+    pod["containers"].append({"name": "shipper", "image": TRAINER_IMAGE, "command": ["python", "-c", stubborn]})
+    pod["terminationGracePeriodSeconds"] = 300
+    job = start(manifest)
+    job.wait_training(2)
+
+    def without(name: str, seconds: float) -> None:
+        until(f"{name} is gone", lambda: name not in [p["metadata"]["name"] for p in job.pods("worker")], seconds)
+
+    job.kubectl("scale", "vfj", "meshed", "--replicas=1")
+    without("meshed-workers-1", 60)  # it has left by a drain; its sidecar would have had five minutes
+    (worker,) = job.workers()
+    for process in installed.cluster.processes(worker):
+        if b"SIG_IGN" not in Path(f"/proc/{process}/cmdline").read_bytes():
+            os.kill(process, signal.SIGKILL)
+    without(worker["metadata"]["name"], 60)
+    job.wait_training(1)
+    job.go_fast()
+    job.wait_phase("Complete", 120)
+    until("no pod is left", lambda: not job.pods(), 60)
+
+
+def test_an_orphaned_job_trains_on_and_its_name_is_free_when_its_pods_are_gone(
+    installed: Installed, start: Start
+) -> None:
+    manifest = digits("left", steps=3000, pause=0.05)
+    job = start(manifest)
+    job.wait_training(2)
+    pods = {pod["metadata"]["uid"] for pod in job.pods()}
+    job.kubectl("delete", "vfj", "left", "--cascade=orphan", "--wait=true", timeout=60)
+    start(manifest)
+    message = job.wait_condition("Progressing", "NameTaken", 30)["message"]
+    step = job.coordinator_status()["step"]
+    until("the orphans train on", lambda: job.coordinator_status()["step"] > step + 20, 30)
+    left = job.pods()
+    assert {pod["metadata"]["uid"] for pod in left} == pods
+    assert not any("deletionTimestamp" in pod["metadata"] for pod in left)
+    _, command, _ = message.split("`")
+    installed.cluster.kubectl(*command.split()[1:], timeout=90)
+    job.wait_training(2)
 
 
 def test_a_changed_template_rolls_through_the_workers_without_a_repeated_step(start: Start) -> None:

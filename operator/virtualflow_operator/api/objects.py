@@ -172,6 +172,8 @@ class Service:
     address: str
     ordinal: int | None
     """The coordinator that it leads to."""
+    owner: str = ""
+    """Uid of the job that controls it."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,6 @@ def read_pod(body: Object) -> Pod:
     conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
     scheduled, target = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     homeless = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
-    owner: Mapping[str, Any] = next((ref for ref in metadata.get("ownerReferences") or [] if _is_job(ref)), {})
     trains = _name_of_worker(body)
     states = _container_states(body, trains)
     ended = next((state["terminated"] for state in states if "terminated" in state), None)
@@ -260,7 +261,7 @@ def read_pod(body: Object) -> Pod:
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
-        owner=owner.get("uid", ""),
+        owner=_owner(body),
         role=COORDINATOR if labels.get(LABEL_ROLE) == COORDINATOR else WORKER,
         group=labels.get(LABEL_GROUP, ""),
         ordinal=_number(labels.get(LABEL_ORDINAL)),
@@ -289,10 +290,13 @@ def read_pod(body: Object) -> Pod:
     )
 
 
-def _is_job(ref: Mapping[str, Any]) -> bool:
-    """Whether an owner reference says that a job controls the object."""
-    group = str(ref.get("apiVersion") or "").partition("/")[0]
-    return bool(ref.get("controller")) and ref.get("kind") == KIND and group == GROUP
+def _owner(body: Object) -> str:
+    """Uid of the job that controls the object; empty: none does."""
+    for ref in (body.get("metadata") or {}).get("ownerReferences") or []:
+        group = str(ref.get("apiVersion") or "").partition("/")[0]
+        if ref.get("controller") and ref.get("kind") == KIND and group == GROUP:
+            return str(ref.get("uid") or "")
+    return ""
 
 
 def _name_of_worker(body: Object) -> str:
@@ -387,7 +391,8 @@ def read_service(body: Object) -> Service:
     """Read the service before a coordinator."""
     spec = body.get("spec") or {}
     ordinal = (spec.get("selector") or {}).get(LABEL_ORDINAL)
-    return Service(spec.get("clusterIP") or "", int(ordinal) if ordinal and ordinal.isdigit() else None)
+    leads_to = int(ordinal) if ordinal and ordinal.isdigit() else None
+    return Service(spec.get("clusterIP") or "", leads_to, _owner(body))
 
 
 Standing = Literal["absent", "starting", "ready", "training", "draining", "silent", "done"]

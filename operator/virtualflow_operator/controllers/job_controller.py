@@ -67,6 +67,8 @@ _CALL_RETRY = 1.0
 """A coordinator is told after this long what it could not be told."""
 _ORPHAN_GRACE = 2.0
 """How long a pod may be without its job before it is taken for an orphan: caches may lag."""
+ORPHAN = "orphan"
+"""The finalizer of a job that is deleted with ``--cascade=orphan``, by the API server."""
 SERVICE = "service"
 _KINDS = (SERVICE, COORDINATOR, WORKER)
 _IDENTITY = ("uid", "generation", "deletionTimestamp")
@@ -145,7 +147,9 @@ class JobController:
             if job.spec.managed_by not in (None, "", MANAGER):
                 return None  # another controller's
             if body["metadata"].get("deletionTimestamp"):
-                if not await self._cleanup.dismiss(
+                if ORPHAN in (body["metadata"].get("finalizers") or ()):
+                    self._links.drop(key)  # what it owns is to go on without it
+                elif not await self._cleanup.dismiss(
                     key, [pod for pod in self._store.pods_of(key) if pod.owner == job.uid]
                 ):
                     self._links.drop(key)
@@ -156,16 +160,21 @@ class JobController:
         memory = self._memories.get(key)
         if memory is None or memory.uid != job.uid:
             memory = self._memories[key] = _Memory(job.uid)
+        if any(pod.owner not in ("", job.uid) and not pod.terminating for pod in self._store.pods_of(key)):
+            # The garbage collector took the owner from orphans before this job could be made: look at them as they are.
+            await self._provisioner.refresh(key)
         await self._cleanup.clear_predecessor(key, job)
         if not job.faults and (missing := self._admissions.missing(job)):
             job = replace(job, faults=(missing,))
         admission = await self._admissions.of(key, job)
         self._follow(key, job)
+        service = self._store.service_of(key, manifests.coordinator_name(job))
         scene = Scene(
             job=job,
             pods=self._store.pods_of(key),
             former=self._store.former_of(key),
-            service=self._store.service_of(key, manifests.coordinator_name(job)),
+            service=service if service is not None and service.owner == job.uid else None,
+            orphaned_service=service is not None and not service.owner,
             nodes=self._store.node_map(),
             link=self._links.view(key),
             verdict=memory.verdict,
@@ -360,6 +369,10 @@ class JobController:
                 self._store.jobs.put(await self._api.get(JOBS, *key))
                 return 0.0  # it is there after all
             except NotFound:
+                # Before an orphaning job is gone, its pods lose their owner; their watch may tell that later.
+                if any(pod.owner and not pod.terminating for pod in pods):
+                    await self._provisioner.refresh(key)
+                    pods = self._store.pods_of(key)
                 if await self._cleanup.dismiss(key, [pod for pod in pods if pod.owner]):
                     return None  # the end of a pod or of the coordinator wakes it again
         self._links.drop(key)

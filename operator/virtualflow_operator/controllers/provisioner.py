@@ -13,8 +13,9 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-from virtualflow_operator.api import Job, Object, parse_time
+from virtualflow_operator.api import Job, Object, parse_time, read_service
 from virtualflow_operator.constants import COORDINATOR, LABEL_GROUP, LABEL_JOB
+from virtualflow_operator.controllers.workqueue import RetryLater
 from virtualflow_operator.jobs import CheckTemplates, CreatePod, PodEvent, TemplateVerdict, manifests
 from virtualflow_operator.k8s import (
     EVENTS,
@@ -44,6 +45,8 @@ _EVENTS = 100
 """Of a pod's events, so many are read at most."""
 _EVENT_CHARACTERS = 1_024
 """Of an event, what a status repeats."""
+_PREDECESSOR = 0.5
+"""What the garbage collector is about to take is looked for again after this long."""
 _SECRET_RETRY = 10.0
 """A Secret that pods say is missing is looked at again after this long."""
 
@@ -126,8 +129,10 @@ class Provisioner:
             self._store.services.put(await self._api.create(SERVICES, job.namespace, manifest))
         except AlreadyExists:
             body = await self._api.get(SERVICES, job.namespace, name)
-            owners = body["metadata"].get("ownerReferences") or []
-            if not any(owner.get("uid") == job.uid for owner in owners):
+            owner = read_service(body).owner
+            if owner not in ("", job.uid):
+                raise RetryLater(_PREDECESSOR, f"the Service {name} of an earlier job is going") from None
+            if not owner:
                 return f"a Service {name} that is not this job's is in the way; delete it or rename the job"
             self._store.services.put(body)
         except (Invalid, Forbidden) as error:

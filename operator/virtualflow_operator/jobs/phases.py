@@ -14,6 +14,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow.protocol.wording import counted, describe_end
 from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, Job, JobStatus, Truth, format_time
+from virtualflow_operator.constants import LABEL_JOB
 from virtualflow_operator.jobs.admission import AdmissionWait, Admitted
 from virtualflow_operator.jobs.conditions import MAX_MESSAGE, Aspect, amend, shown_loss, training_health
 
@@ -28,6 +29,19 @@ def invalid(status: JobStatus, job: Job, faults: str, now: float) -> JobStatus:
     kinds: tuple[ConditionType, ...] = ("Progressing",) if status.phase == "Running" else ("Progressing", "Degraded")
     truths: dict[ConditionType, Truth] = {"Progressing": "False", "Degraded": "True"}
     return amend(status, job, now, *((kind, truths[kind], reasons.INVALID_SPEC, message) for kind in kinds))
+
+
+def name_taken(status: JobStatus, job: Job, now: float) -> JobStatus:
+    """A deleted job of the same name has left pods or a Service, whose labels would be this one's too."""
+    command = (
+        f"kubectl -n {job.namespace} delete pods,services,secrets,poddisruptionbudgets,networkpolicies "
+        f"-l {LABEL_JOB}={job.name}"
+    )
+    message = (
+        "An earlier job of this name was deleted with --cascade=orphan, and what it left is not this one's: "
+        f"end that with `{command}`, or give this job another name."
+    )
+    return amend(status, job, now, ("Progressing", "False", reasons.NAME_TAKEN, message))
 
 
 def limited(status: JobStatus, job: Job, admitted: Admitted, now: float) -> JobStatus:

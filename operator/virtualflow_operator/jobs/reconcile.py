@@ -126,6 +126,8 @@ def _run(facts: JobFacts, draft: Draft) -> JobStatus:
     delete_former_attempts(facts, draft)
     if facts.admitted.still:
         return build_status(facts, draft.status)
+    if facts.orphans and draft.status.coordinator is None:
+        return phases.name_taken(build_status(facts, draft.status), facts.job, facts.now)
     accepted = templates_accepted(facts, draft)
     if draft.status.template_hash is None:
         return build_status(facts, draft.status)

@@ -49,6 +49,9 @@ class Scene:
     former: tuple[Pod, ...] = ()
     """Those that had ended when they were deleted, as they were last seen."""
     service: Service | None = None
+    """The job's own before its coordinator."""
+    orphaned_service: bool = False
+    """Whether one of that name is nobody's."""
     nodes: Mapping[str, Node] | None = None
     """``None``: the operator may not look at nodes."""
     link: CoordinatorLink | None = None
@@ -94,6 +97,11 @@ class JobFacts:
             not worker.pod.finished and worker.standing in ("training", "draining", "done")
             for worker in self.pods.workers
         )
+
+    @property
+    def orphans(self) -> bool:
+        """Whether something of another training bears this job's labels: a deleted job of its name has left it."""
+        return self.scene.orphaned_service or any(not pod.owner and pod.holds_devices for pod in self.scene.pods)
 
     @property
     def witnesses(self) -> list[Pod]:

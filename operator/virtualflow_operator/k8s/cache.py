@@ -197,6 +197,8 @@ class Store:
         if after is None:
             return None
         key, pod = after
+        if before is not None and before[1].owner and not pod.owner:
+            self._lost_at[key] = time.monotonic()  # its job may be about to leave it
         if former is not None and former.value[0] != key:
             self._drop(former.value[0], pod.name)  # its label was changed
         self._pods_of.setdefault(key, {})[pod.name] = pod

@@ -15,8 +15,8 @@ from ports import free_port
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_DEVICE_MEMORY
-from virtualflow_operator.constants import WORKER
-from virtualflow_operator.k8s.resources import JOBS, PODS
+from virtualflow_operator.constants import LABEL_JOB, WORKER
+from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS, SERVICES
 
 
 def test_a_job_is_scaled_through_its_scale_subresource(tmp_path: Path) -> None:
@@ -145,6 +145,50 @@ def test_a_job_that_is_deleted_and_made_anew_at_once_is_another_job(tmp_path: Pa
             assert owners == {made["metadata"]["uid"]}
             assert stage.secret("digits")["metadata"]["ownerReferences"][0]["uid"] == made["metadata"]["uid"]
         assert stage.most[WORKER, "digits"] == 2
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("down", [False, True], ids=["the operator sees it", "the operator is away"])
+def test_the_pods_of_an_orphaned_job_train_on_and_a_new_one_of_its_name_is_refused(tmp_path: Path, down: bool) -> None:
+    async def story(stage: Stage) -> None:
+        process = stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        await stage.quiet()
+        pods = {pod["metadata"]["uid"] for pod in stage.pods("digits")}
+        stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"finalizers": ["orphan"]}})
+        if down:
+            process.kill()
+        stage.delete("digits")
+        # The pods' watch tells of it later than the jobs' does.
+        gate = asyncio.Event()
+        stage.server.inject(Fault(verb="watch", resource="pods", times=None, gate=gate))
+        stage.server.drop_watches(PODS)
+        for resource in (PODS, SERVICES, SECRETS):
+            for item in stage.server.all(resource, NAMESPACE, f"{LABEL_JOB}=digits"):
+                name = item["metadata"]["name"]
+                stage.server.modify(resource, NAMESPACE, name, {"metadata": {"ownerReferences": None}})
+        stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"finalizers": None}})
+        await stage.until(lambda: stage.job("digits") is None)
+        stage.apply("digits")
+        if down:
+            stage.server.heal()
+            await stage.replace(process)
+        await stage.until(lambda: stage.condition("digits", "Progressing").get("reason") == "NameTaken")
+        assert "delete pods,services,secrets" in stage.condition("digits", "Progressing")["message"]
+        stage.server.heal()
+        await stage.quiet()
+        left = stage.pods("digits")
+        assert {pod["metadata"]["uid"] for pod in left} == pods
+        assert not any(pod["metadata"].get("deletionTimestamp") for pod in left)
+        (service,) = stage.server.all(SERVICES, NAMESPACE, f"{LABEL_JOB}=digits")
+        assert service["spec"]["selector"]["virtualflow.dev/ordinal"] == "0", "it leads to the orphans' coordinator"
+
+        for resource in (PODS, SERVICES, SECRETS):
+            for item in stage.server.all(resource, NAMESPACE, f"{LABEL_JOB}=digits"):
+                stage.server.remove(resource, NAMESPACE, item["metadata"]["name"])
+        await stage.until(lambda: stage.trains("digits"))
 
     play(tmp_path, story)
 
