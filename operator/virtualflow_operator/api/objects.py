@@ -89,8 +89,8 @@ class Pod:
     ip: str = ""
     phase: str = "Pending"
     """Its worker's: what other containers do is nobody's business."""
-    lingers: bool = False
-    """Whether its worker has ended, and another container than a native sidecar keeps the pod and its devices."""
+    accompanied: bool = False
+    """Whether other containers than native sidecars run beside its worker, or may yet."""
     created: float = 0.0
     deleting_at: float | None = None
     """When the kubelet will kill it; set for a pod that is being deleted."""
@@ -114,6 +114,11 @@ class Pod:
     def finished(self) -> bool:
         """Whether its worker has ended for good."""
         return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def lingers(self) -> bool:
+        """Whether its worker has ended, and others keep the pod and its devices."""
+        return self.finished and self.accompanied
 
     @property
     def holds_devices(self) -> bool:
@@ -253,7 +258,6 @@ def read_pod(body: Object) -> Pod:
     trains = _name_of_worker(body)
     states = _container_states(body, trains)
     ended = next((state["terminated"] for state in states if "terminated" in state), None)
-    phase = _phase(body, trains)
     reasons = [state["waiting"] for state in states if (state.get("waiting") or {}).get("reason") not in _STARTING]
     waits: Mapping[str, Any] = reasons[0] if reasons else {}
     annotations: Mapping[str, str] = metadata.get("annotations") or {}
@@ -273,8 +277,8 @@ def read_pod(body: Object) -> Pod:
         template=annotations.get(ANNOTATION_TEMPLATE, ""),
         node=(body.get("spec") or {}).get("nodeName") or "",
         ip=status.get("podIP") or "",
-        phase=phase,
-        lingers=phase in ("Succeeded", "Failed") and _others_run(status, trains),
+        phase=_phase(body, trains),
+        accompanied=_others_run(status, trains),
         created=parse_time(metadata.get("creationTimestamp")) or 0.0,
         deleting_at=parse_time(metadata.get("deletionTimestamp")),
         reason=status.get("reason") or "",

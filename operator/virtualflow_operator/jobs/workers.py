@@ -318,6 +318,11 @@ def delete_ended(facts: JobFacts, draft: Draft) -> None:
         counted = not worker.counts or worker.pod.uid in draft.status.failures.counted
         if counted and not worker.pod.terminating:
             draft.delete(worker.pod, worker.reason, "lost", FAILED_GRACE)
+    # How containers of a pod that is being deleted have ended is told when all have: the coordinator knows it sooner.
+    told = facts.connected and facts.remote is not None and facts.remote.phase in ("training", "evaluating", "done")
+    for worker in facts.pods.of("leaving") if told else ():
+        if worker.pod.accompanied and worker.standing == "absent":
+            draft.end_lingering(worker.pod, facts.now)
     for worker in facts.pods.of("left", "disrupted", "crashed", "refused", "unfit"):
         counted = worker.fate not in ("crashed", "refused") or worker.pod.uid in draft.status.failures.counted
         if counted and worker.pod.lingers:

@@ -129,7 +129,7 @@ def test_a_sidecar_that_never_ends_holds_no_device_behind_a_worker_that_saw_the_
     stage = training()
     _has_trained(stage)
     first, second = stage.pods[1:]
-    lingers = ended(first, 0, word=DONE, lingers=True)
+    lingers = ended(first, 0, word=DONE, accompanied=True)
     swap(stage, lingers)
     plan = stage.decide()
     assert (deleted(plan), plan.status.phase) == ([first.name], "Running")
@@ -147,11 +147,23 @@ def test_a_sidecar_that_never_ends_holds_no_device_behind_a_worker_that_saw_the_
     assert stage.decide().status.phase == "BackOff"
 
 
+def test_a_sidecar_has_not_the_whole_grace_of_a_worker_that_has_left() -> None:
+    stage = training(states={1: "draining"})
+    leaving = dataclasses.replace(stage.pods[2], deleting_at=NOW + 300, accompanied=True)
+    swap(stage, leaving)
+    assert deleted(stage.decide()) == []
+    stage.link = link(remote("training", seen(stage.pods[1]), wanted=2, minimum=1))
+    plan = stage.decide()
+    assert deleted(plan) == [leaving.name]
+    swap(stage, dataclasses.replace(leaving, accompanied=False))
+    assert deleted(stage.decide()) == [], "a worker alone ends by itself"
+
+
 def test_nothing_lingers_of_a_job_that_is_over_or_suspended() -> None:
     stage = training()
     _has_trained(stage)
     for pod in stage.pods[1:]:
-        swap(stage, ended(pod, 0, word=DONE, lingers=True))
+        swap(stage, ended(pod, 0, word=DONE, accompanied=True))
     names = ["digits-workers-0", "digits-workers-1"]
     plan = stage.decide()
     assert (plan.status.phase, deleted(plan)) == ("Complete", names)
@@ -161,7 +173,7 @@ def test_nothing_lingers_of_a_job_that_is_over_or_suspended() -> None:
     stage = edit(training(), suspend=True)
     stage.link = link(remote("stopped", step=8))
     for pod in stage.pods[1:]:
-        swap(stage, ended(pod, 0, word=TerminationMessage("left", step=8), lingers=True))
+        swap(stage, ended(pod, 0, word=TerminationMessage("left", step=8), accompanied=True))
     plan = stage.decide()
     assert (plan.status.phase, deleted(plan)) == ("Suspending", names), "the devices are not free yet"
 

@@ -15,6 +15,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "InvalidSpec": "correct what the message names",
         "TemplateRejected": "correct the template, or what the message names (a misspelt field, a missing service "
         "account, an admission policy)",
+        "NameTaken": "run the command of the message, or choose another name",
         "CreationRefused": "raise the quota, or lower `replicas`",
         "Unschedulable": "see Pods are Pending",
         "CannotStart": "see CannotStart",
