@@ -7,12 +7,14 @@ survivors need not wait for a heartbeat. Neither is ever the fault of the user's
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from virtualflow.protocol.http_api import LostWorker, Status, WorkerStatus
 from virtualflow.protocol.termination_message import EXIT_EVICTED
+from virtualflow.protocol.wording import counted
 from virtualflow_operator.api import CoordinatorLink, Job, Node, Pod, Standing
 from virtualflow_operator.constants import COORDINATOR, TERMINATION_TAINTS, WORKER
 from virtualflow_operator.settings import OperatorSettings
@@ -301,7 +303,8 @@ def _find_fate(pod: Pod, standing: Standing, around: _Surroundings) -> _Finding:
     if too_small:
         return _Finding("unfit", too_small)
     if pod.finished:
-        return _find_end(pod)
+        made = around.status.earlier_steps + around.status.step if around.status is not None else 0
+        return _find_end(pod, made)
     node = around.nodes.get(pod.node) if around.nodes is not None else None
     disruption = find_disruption(pod, node, standing, around.settings.extra_taints)
     declared_lost = _declared_lost(around.status, pod) if standing not in _HEARD else None
@@ -325,13 +328,16 @@ def _find_fate(pod: Pod, standing: Standing, around: _Surroundings) -> _Finding:
     return _Finding("healthy")
 
 
-def _find_end(pod: Pod) -> _Finding:
-    """How a pod has ended."""
+def _find_end(pod: Pod, made: int) -> _Finding:
+    """How a pod has ended, whose job has ``made`` so many steps."""
     if has_left(pod):
         return _Finding("left", LEFT)
     if pod.phase == "Succeeded":
-        why = "it ended with exit code 0 before the training was complete; its script must train with vf.elastic"
-        return _Finding("crashed", f"{pod.name}: {why}")
+        why = f"{pod.name}: it ended with exit code 0 before the training was complete"
+        if not made:
+            return _Finding("crashed", f"{why}; its script must train with vf.elastic")
+        hidden = "a wrapper (sh -c, | tee) may have hidden how; let it exec the script, or set -o pipefail"
+        return _Finding("crashed", f"{why}, after {counted(made, 'step')}; {hidden}")
     fault = disrupted_by_cluster(pod)
     if not fault:
         return _Finding("crashed", describe_crash(pod))
@@ -352,4 +358,14 @@ def describe_crash(pod: Pod) -> str:
     if ended.reason == "OOMKilled":
         return f"{pod.name} was killed for using more memory than its limit; raise resources.limits.memory"
     lines = "\n".join(ended.message.strip().splitlines()[-12:])
-    return f"{pod.name} ended with exit code {ended.code}" + (f":\n{lines}" if lines else "; see its log")
+    return f"{pod.name} ended with exit code {ended.code}{_signal(ended.code)}" + (
+        f":\n{lines}" if lines else "; see its log"
+    )
+
+
+def _signal(code: int) -> str:
+    """The signal that an exit code tells of, as shells and container runtimes say it; empty: none."""
+    try:
+        return f" ({signal.Signals(code - 128).name})" if code > 128 else ""
+    except ValueError:
+        return ""

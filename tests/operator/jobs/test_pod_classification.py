@@ -186,6 +186,14 @@ POD = training(1).pods[1]
         ),
         pytest.param(ended(POD, 3), "digits-workers-0 ended with exit code 3; see its log", id="nothing but a code"),
         pytest.param(
+            ended(POD, 137, message="loaded 3 shards"),
+            "digits-workers-0 ended with exit code 137 (SIGKILL):\nloaded 3 shards",
+            id="a signal that a wrapper passes on",
+        ),
+        pytest.param(
+            ended(POD, 255), "digits-workers-0 ended with exit code 255; see its log", id="a code that is no signal"
+        ),
+        pytest.param(
             dataclasses.replace(POD, phase="Failed", reason="DeadlineExceeded"),
             "digits-workers-0 failed: DeadlineExceeded",
             id="no container at all",

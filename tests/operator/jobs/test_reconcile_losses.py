@@ -145,7 +145,10 @@ LOSSES: Mapping[str, tuple[Callable[[Stage], None], str]] = {
     "a pod that the kubelet evicted": (_failed(code=137, reason="Error", disrupted="Evicted"), "Evicted"),
     "a pod that exits with 75": (_failed(code=75), "the coordinator refused it"),
     "a pod whose script raised": (_failed(word=RAISED), "ValueError: odd batch"),
-    "a pod that ended before the training did": (_failed(code=0, reason="Completed"), "exit code 0 before"),
+    "a pod that ended before the training did": (
+        _failed(code=0, reason="Completed"),
+        "exit code 0 before the training was complete, after 40 steps; a wrapper (sh -c, | tee) may have hidden how",
+    ),
 }
 
 
