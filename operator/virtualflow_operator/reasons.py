@@ -57,6 +57,7 @@ COMPLETE = "Complete"
 NOT_FINISHED = "NotFinished"
 BACK_OFF_LIMIT = "BackoffLimitExceeded"
 DEADLINE = "DeadlineExceeded"
+DELETED = "Deleted"
 STARTUP_DEADLINE = "StartupDeadlineExceeded"
 # Events only
 CREATED = "WorkersCreated"

@@ -35,13 +35,16 @@ from virtualflow_operator.jobs import (
     CreateService,
     DeleteJob,
     DeletePod,
+    EventMessage,
     JobPlan,
     PodEvent,
     PointService,
     ReadEvents,
     Scene,
     TemplateVerdict,
+    event_messages,
     manifests,
+    phases,
     reconcile,
 )
 from virtualflow_operator.k8s import (
@@ -71,6 +74,8 @@ ORPHAN = "orphan"
 """The finalizer of a job that is deleted with ``--cascade=orphan``, by the API server."""
 SERVICE = "service"
 _KINDS = (SERVICE, COORDINATOR, WORKER)
+FOREGROUND = "foregroundDeletion"
+"""The finalizer of the garbage collector, which takes it off once what the job owns is gone."""
 _IDENTITY = ("uid", "generation", "deletionTimestamp")
 """What of a job's metadata says that it is the same and wants the same."""
 
@@ -147,12 +152,16 @@ class JobController:
             if job.spec.managed_by not in (None, "", MANAGER):
                 return None  # another controller's
             if body["metadata"].get("deletionTimestamp"):
-                if ORPHAN in (body["metadata"].get("finalizers") or ()):
+                finalizers = set(body["metadata"].get("finalizers") or ())
+                self._metrics.jobs.pop(key, None)
+                if ORPHAN in finalizers:
                     self._links.drop(key)  # what it owns is to go on without it
-                elif not await self._cleanup.dismiss(
-                    key, [pod for pod in self._store.pods_of(key) if pod.owner == job.uid]
-                ):
+                    return None
+                own = [pod for pod in self._store.pods_of(key) if pod.owner == job.uid]
+                if not await self._cleanup.dismiss(key, own):
                     self._links.drop(key)
+                    if not own and finalizers - {FOREGROUND}:
+                        await self._write_status(key, job, JobPlan(phases.deleted(job, time.time())))
                 return None
             return await self._reconcile(key, job, touched)
 
@@ -196,7 +205,7 @@ class JobController:
             self._admissions.note_status(job, plan.status)
         retold = await self._tell(key, plan.written_calls, plan, memory, touched)
         for event in plan.events:
-            await self._events.record(job.raw, "Warning" if event.warning else "Normal", event.reason, event.message)
+            await self._record(job, event)
         self._measure(key, scene, plan, memory)
         if failure is not None:
             raise failure
@@ -291,7 +300,12 @@ class JobController:
             if time.time() < refusal.retry_at:
                 answers[role] = refusal.reason
                 break
-            answers[role] = await self._provisioner.pods(key, job, creations)
+            made: list[str] = []
+            try:
+                answers[role] = await self._provisioner.pods(key, job, creations, made)
+            finally:
+                if role == WORKER and made:
+                    await self._record(job, event_messages.created(made))
             refusal.note(answers[role], self._settings)
             again = 0.0 if answers[role] else again
             if answers[role]:
@@ -301,6 +315,9 @@ class JobController:
                 memory.refusals[kind].note("", self._settings)  # nothing more is wanted of that kind, or it was granted
                 again = 0.0
         return again
+
+    async def _record(self, job: Job, event: EventMessage) -> None:
+        await self._events.record(job.raw, "Warning" if event.warning else "Normal", event.reason, event.message)
 
     async def _confirm(self, key: Key, job: Job) -> None:
         """Ask whether the job is still wanted as it was: what goes because its job does must not be made anew.

@@ -139,16 +139,19 @@ class Provisioner:
             return error.message
         return ""
 
-    async def pods(self, key: Key, job: Job, creations: Sequence[CreatePod]) -> str:
-        """Make pods and what they need; why the API server refuses, empty if it does not."""
+    async def pods(self, key: Key, job: Job, creations: Sequence[CreatePod], made: list[str]) -> str:
+        """Make pods and what they need; why the API server refuses, empty if it does not.
+
+        ``made``: gets the names of those that were made, also if the call fails.
+        """
         refusal = await self.support(job)
         size = _POD_BATCH
         for first in range(0, len(creations), size):
             if not refusal:
-                refusal = await self._batch(key, job, creations[first : first + size])
+                refusal = await self._batch(key, job, creations[first : first + size], made)
         return refusal
 
-    async def _batch(self, key: Key, job: Job, creations: Sequence[CreatePod]) -> str:
+    async def _batch(self, key: Key, job: Job, creations: Sequence[CreatePod], made: list[str]) -> str:
         results = await asyncio.gather(
             *(self._api.create(PODS, job.namespace, creation.manifest) for creation in creations),
             return_exceptions=True,
@@ -157,6 +160,7 @@ class Provisioner:
         for creation, result in zip(creations, results, strict=True):
             if isinstance(result, dict):
                 logger.info("created the pod %s", creation.name)
+                made.append(creation.name)
                 self._store.put_pod(result)
                 self._metrics.pods_created.labels(creation.role).inc()
             elif isinstance(result, AlreadyExists):

@@ -30,9 +30,9 @@ def draining(workers: Iterable[str], why: str) -> EventMessage:
     return EventMessage(reasons.DRAINING, f"draining {_listed(workers)}: {why}")
 
 
-def creating(workers: Iterable[str]) -> EventMessage:
-    """Workers are made."""
-    return EventMessage(reasons.CREATED, f"creating {_listed(workers)}")
+def created(workers: Iterable[str]) -> EventMessage:
+    """Workers were made."""
+    return EventMessage(reasons.CREATED, f"created {_listed(workers)}")
 
 
 def crashed(why: str) -> EventMessage:

@@ -16,7 +16,14 @@ from virtualflow_operator import reasons
 from virtualflow_operator.api import ConditionType, Job, JobStatus, Truth, format_time
 from virtualflow_operator.constants import LABEL_JOB
 from virtualflow_operator.jobs.admission import AdmissionWait, Admitted
-from virtualflow_operator.jobs.conditions import MAX_MESSAGE, Aspect, amend, shown_loss, training_health
+from virtualflow_operator.jobs.conditions import (
+    MAX_MESSAGE,
+    Aspect,
+    amend,
+    shown_loss,
+    training_health,
+    with_kstatus,
+)
 
 _OF_WHAT_RUNS: tuple[ConditionType, ...] = ("Ready", "Progressing", "Degraded")
 NO_MEMORY_COPY: dict[str, Any] = {"memory_copy_step": None, "memory_copy_time": None, "memory_copy_bytes": None}
@@ -187,6 +194,16 @@ def failed(status: JobStatus, job: Job, reason: str, message: str, now: float) -
     """The job has failed for good."""
     status = msgspec.structs.replace(status, phase="Failed", ready_replicas=0, completion_time=format_time(now))
     return _over(status, job, now, reason, f"{message[:1].upper()}{message[1:]}", "Failed")
+
+
+def deleted(job: Job, now: float) -> JobStatus:
+    """The job was deleted, none of its pods is left, and somebody else's finalizer holds it."""
+    status = job.status
+    if not status.finished:
+        message = "It was deleted before its end; a finalizer holds it."
+        status = msgspec.structs.replace(status, replicas=0, assignment=(), observed_generation=job.generation)
+        status = failed(status, job, reasons.DELETED, message, now)
+    return with_kstatus(status, job, now, waits=False)
 
 
 def _over(status: JobStatus, job: Job, now: float, reason: str, message: str, which: ConditionType) -> JobStatus:

@@ -124,19 +124,17 @@ def keep_workers(facts: JobFacts, draft: Draft, *, waiting: bool) -> WorkerPlan:
     # One with another token refuses new workers as well; one of another version need not.
     refused = facts.link is not None and facts.link.refused and not facts.link.incompatible
     # The training has ended for all when it has for one: whoever has not said so yet is about to.
-    hindered = waiting or refused or bool(facts.witnesses)
-    made = _make(facts, draft, plan, address) if address and not hindered else []
+    if address and not waiting and not refused and not facts.witnesses:
+        _make(facts, draft, plan, address)
     for worker in plan.withdraw:
         reason = worker.reason if worker.fate == "planned" else "others have taken its place"
         draft.delete(worker.pod, reason, "withdrawn")
     _relieve(facts, draft, plan)
-    if made:
-        draft.events.append(event_messages.creating(made))
     return plan
 
 
-def _make(facts: JobFacts, draft: Draft, plan: WorkerPlan, address: str) -> list[str]:
-    """Make new workers; their names."""
+def _make(facts: JobFacts, draft: Draft, plan: WorkerPlan, address: str) -> None:
+    """Make new workers."""
     made = [
         (new, manifests.worker_pod(draft.job, new.group, new.ordinal, address, facts.settings)) for new in plan.create
     ]
@@ -146,7 +144,6 @@ def _make(facts: JobFacts, draft: Draft, plan: WorkerPlan, address: str) -> list
         keep_off(manifest, leaving)
         keep_off_doubted(manifest, draft.status.failures.nodes, facts.scene.nodes)
         draft.actions.append(CreatePod(WORKER, manifest))
-    return [manifest["metadata"]["name"] for _, manifest in made]
 
 
 def _leaving_nodes(facts: JobFacts) -> Mapping[str, Node]:

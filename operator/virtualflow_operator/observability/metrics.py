@@ -208,6 +208,12 @@ class _Jobs(Collector):
                 for kind, measures in ((GaugeMetricFamily, _SINGLE), (CounterMetricFamily, _COUNTED))
                 for measure, text in measures.items()
             }
+            of_phase = GaugeMetricFamily(
+                "virtualflow_job_phase", "1: the job is in that phase.", labels=("job_namespace", "job_name", "phase")
+            )
+            for key, sample in samples:
+                of_phase.add_metric((*key, sample.phase), 1)
+            yield of_phase
             for measure, family in families.items():
                 for key, sample in samples:
                     value = getattr(sample, measure)

@@ -10,13 +10,14 @@ import pytest
 from fake_api import Fault
 from stage import NAMESPACE, SECONDS, Stage, job, play, running
 
+from kstatus import kstatus
 from operator_metrics import scrape
 from ports import free_port
 from virtualflow.protocol import http_api
 from virtualflow.protocol import messages as m
 from virtualflow.protocol.settings import ENV_DEVICE_MEMORY
 from virtualflow_operator.constants import LABEL_JOB, WORKER
-from virtualflow_operator.k8s.resources import JOBS, PODS, SECRETS, SERVICES
+from virtualflow_operator.k8s.resources import EVENTS, JOBS, PODS, SECRETS, SERVICES
 
 
 def test_a_job_is_scaled_through_its_scale_subresource(tmp_path: Path) -> None:
@@ -126,6 +127,39 @@ def test_the_workers_of_a_deleted_job_leave_together_and_wait_for_nobody(tmp_pat
             stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"finalizers": None}})
         stage.apply("another")
         await stage.until(lambda: stage.trains("another") and stage.nothing_left("digits"))
+
+    play(tmp_path, story)
+
+
+def test_an_event_names_the_workers_that_were_made_and_no_other(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.server.inject(Fault(code=403, message="exceeded quota", resource="pods", name="digits-w-1", times=None))
+        stage.start()
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits", 1))
+        await stage.until(lambda: "WorkersCreated" in stage.events("digits"))
+        made = [e["message"] for e in stage.server.all(EVENTS, NAMESPACE) if e["reason"] == "WorkersCreated"]
+        assert made == ["created digits-w-0"]
+
+    play(tmp_path, story)
+
+
+def test_a_deleted_job_that_somebody_else_holds_is_over_and_has_no_series(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        port = free_port()
+        stage.start(f"--metrics-port={port}")
+        stage.apply("digits")
+        await stage.until(lambda: stage.trains("digits"))
+        stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"finalizers": ["example.com/billing"]}})
+        stage.delete("digits")
+        await stage.until(lambda: stage.status("digits")["phase"] == "Failed")
+        assert (stage.condition("digits", "Failed")["reason"], stage.pods("digits")) == ("Deleted", [])
+        assert (stage.status("digits")["replicas"], stage.status("digits")["workers"]) == (0, "0/2")
+        assert kstatus(stage.job("digits") or {}) == "Terminating"
+        found = await asyncio.to_thread(scrape, port)
+        assert not [name for name in found if 'job_name="digits"' in name]
+        stage.server.modify(JOBS, NAMESPACE, "digits", {"metadata": {"finalizers": None}})
+        await stage.until(lambda: stage.nothing_left("digits"))
 
     play(tmp_path, story)
 

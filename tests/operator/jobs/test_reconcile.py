@@ -273,7 +273,7 @@ def test_notices_of_a_drain_are_not_swallowed_by_another_of_the_same_reason() ->
     plan = stage.decide()
     assert kinds(plan.calls) == ["GoneCall", "DrainCall"]
     assert drained(plan) == ["digits-workers-0", "digits-workers-1"]
-    assert noticed(plan) == [reasons.LOST, reasons.DRAINING, reasons.CRASHED, reasons.CREATED]
+    assert noticed(plan) == [reasons.LOST, reasons.DRAINING, reasons.CRASHED]
 
 
 def test_a_worker_whose_pod_was_deleted_by_force_is_told_gone_at_once() -> None:

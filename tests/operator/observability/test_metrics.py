@@ -216,6 +216,10 @@ def test_sums_and_phases_follow_the_jobs() -> None:
     found = samples(metrics)
     assert found["virtualflow_jobs,phase=Running"] == 0
     assert found["virtualflow_jobs,phase=Complete"] == 1
+    assert {name: found[name] for name in found if name.startswith("virtualflow_job_phase")} == {
+        "virtualflow_job_phase,job_name=one,job_namespace=a,phase=Complete": 1,
+        "virtualflow_job_phase,job_name=one,job_namespace=b,phase=Pending": 1,
+    }
     assert found["virtualflow_jobs,phase=Pending"] == 1
     assert found["virtualflow_workers_wanted"] == 2
     assert "virtualflow_job_loss,job_name=one,job_namespace=a" not in found, "what is not known has no series"

@@ -40,6 +40,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "LimitedByKueue": "see Grow",
         "BackoffLimitExceeded": "correct the script; make a new job",
         "StartupDeadlineExceeded": "what the message names; make a new job",
+        "Deleted": "whoever set the finalizer takes it off",
         "DeadlineExceeded": "make a new job, with the same `checkpoint.directory` to go on",
     }
 )
