@@ -47,13 +47,13 @@ def completed(facts: JobFacts, draft: Draft) -> JobStatus | None:
 
 def out_of_time(facts: JobFacts, draft: Draft) -> JobStatus | None:
     """The job was not done in its time."""
-    started = parse_time(draft.status.start_time)
-    if started is None or facts.spec.suspend:
+    started, startup = parse_time(draft.status.start_time), facts.spec.elasticity.startup_deadline_seconds
+    over = facts.spec.active_deadline_seconds
+    if started is None or facts.spec.suspend or (startup is None and over is None):
         return None
     status = build_status(facts, draft.status)
-    limit = facts.spec.elasticity.startup_deadline_seconds if status.training_time is None else None
+    limit = startup if status.training_time is None else None
     reason, says = reasons.STARTUP_DEADLINE, "had not begun to train {} s after its start (startupDeadlineSeconds)"
-    over = facts.spec.active_deadline_seconds
     if over is not None and (limit is None or over <= limit):
         limit, reason, says = over, reasons.DEADLINE, "was not done {} s after its start (activeDeadlineSeconds)"
     if limit is None:
