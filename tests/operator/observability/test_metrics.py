@@ -41,6 +41,7 @@ NAMES = {
     "virtualflow_shared_kind_capacity",
     "virtualflow_shared_kind_allocated",
     "virtualflow_shared_jobs",
+    "virtualflow_job_phase",
     "virtualflow_job_step",
     "virtualflow_job_total_steps",
     "virtualflow_job_steps_per_second",
