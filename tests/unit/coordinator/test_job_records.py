@@ -204,11 +204,11 @@ def test_a_series_that_is_handed_over_is_as_if_one_had_gone_on(
     forward = sorted(set(steps))
     former, later = Series(most), Series(then)
     for step in forward[:cut]:
-        former.add(step, 2.0, 3, {"loss": float(step)})
+        former.add(step, 2.0, 3, {"loss": float(step)}, step / 1_000)
     record = msgspec.json.decode(m.encode(former.record()), type=SeriesRecord)
     later.resume(record)
     for step in forward[cut:]:
-        later.add(step, 2.0, 3, {"loss": float(step)})
+        later.add(step, 2.0, 3, {"loss": float(step)}, step / 1_000)
     assert len(later) <= then
     shown = later.columns()
     assert list(shown.steps) == sorted(set(shown.steps))
@@ -216,14 +216,14 @@ def test_a_series_that_is_handed_over_is_as_if_one_had_gone_on(
     if most == then:
         one = Series(most)
         for step in forward:
-            one.add(step, 2.0, 3, {"loss": float(step)})
+            one.add(step, 2.0, 3, {"loss": float(step)}, step / 1_000)
         assert shown == one.columns()
 
 
 def test_a_sum_that_json_has_no_number_for_leaves_a_gap() -> None:
     series = Series()
     for step in (1, 1, 2, 3):
-        series.add(step, 1.0, 1, {"loss": 1.7e308})
+        series.add(step, 1.0, 1, {"loss": 1.7e308}, 1.0)
     later = Series()
     later.resume(msgspec.json.decode(m.encode(series.record()), type=SeriesRecord))
     assert later.columns().metrics["loss"] == (None, 1.7e308)

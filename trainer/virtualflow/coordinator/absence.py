@@ -29,6 +29,7 @@ def note_return(state: JobState, worker: Worker, now: float) -> None:
 def excuse(state: JobState, seconds: float, now: float) -> None:
     """The coordinator itself did not run, or was cut off, for so long: nobody's silence in that time counts."""
     state.excused_at = now
+    state.history.series.miss()
     state.roster.shift(seconds, now)
     state.broken = {generation: min(now, since + seconds) for generation, since in state.broken.items()}
     state.proposed_at = min(now, state.proposed_at + seconds)

@@ -6,13 +6,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from virtualflow.coordinator.settings import SERIES_METRICS, SERIES_POINTS
-from virtualflow.protocol.job_record import Column, SeriesRecord, Total
+from virtualflow.coordinator.settings import SERIES_BREAKS, SERIES_METRICS, SERIES_POINTS
+from virtualflow.protocol.job_record import Break, Column, SeriesRecord, Total
 from virtualflow.protocol.live_view import ViewSeries
 from virtualflow.protocol.metrics import Metric
 
 _DIGITS = 5
 """Significant ones of a figure: a picture shows fewer."""
+
+_IDLE, _IDLE_STEPS = 1.0, 3.0
+"""Seconds in which no step was completed, and how many usual steps that must be, to count as a break."""
+
+_UNHEARD, _UNHEARD_STEPS = 5.0, 5.0
+"""Seconds in which steps were completed and nobody told, and usual steps, to count as one."""
 
 
 @dataclass
@@ -35,14 +41,18 @@ class _Point:
 
     step: int
     """The last of them."""
+    time: float | None
+    """Unix time at which that one was first told; ``None``: a coordinator of an earlier version has not kept it."""
     speed: _Mean
     workers: _Mean
+    """Those of the last step: between two numbers of workers there is none."""
     metrics: dict[str, _Mean] = field(default_factory=dict)
 
     def take(self, later: _Point) -> None:
-        self.step = later.step
+        if later.step > self.step:
+            self.step, self.time = later.step, later.time
         self.speed.take(later.speed)
-        self.workers.take(later.workers)
+        self.workers = later.workers
         for name, mean in later.metrics.items():
             self.metrics.setdefault(name, _Mean()).take(mean)
 
@@ -59,6 +69,12 @@ class Series:
         self._most, self._metrics = most, metrics
         self._names: list[str] = []
         self._points: list[_Point] = []
+        self._breaks: list[Break] = []
+        self._usual = 0.0
+        """Seconds of a step, as last told; 0: not known."""
+        self._unheard = False
+        self.began: float | None = None
+        """Unix time at which the first figures were told."""
         self.width = 1
         """Steps that share a point."""
 
@@ -70,7 +86,7 @@ class Series:
         """The last step that was told of; -1: none."""
         return self._points[-1].step if self._points else -1
 
-    def add(self, step: int, speed: float, workers: int, metrics: Mapping[str, Metric]) -> None:
+    def add(self, step: int, speed: float, workers: int, metrics: Mapping[str, Metric], time: float) -> None:
         """Take what was told at a step; what was told of later ones is repeated, and forgotten.
 
         Args:
@@ -78,21 +94,35 @@ class Series:
             speed: steps a second; 0: not known.
             workers: that compute.
             metrics: those that are not finite leave a gap.
+            time: Unix time of now.
         """
+        self.began = time if self.began is None else self.began
         while self._points and self._points[-1].step > step:
             self._points.pop()
-        self._append(_Point(step, _mean(speed or None), _mean(workers), self._chosen(metrics)))
+        self._breaks = [known for known in self._breaks if known.step <= step]
+        point = _Point(step, time, _mean(speed or None), _mean(workers), self._chosen(metrics))
+        self._usual = 1 / speed if speed > 0 else self._usual
+        if self._points:
+            self._note_break(self._points[-1], point)
+        self._append(point)
         while len(self._points) > self._most:
             self._gather(2 * self.width)
 
-    def columns(self) -> ViewSeries:
-        """All points but the last, to which more may be added."""
-        done = self._points[:-1]
+    def miss(self) -> None:
+        """Until now nobody was heard: the workers may have made steps all the while."""
+        self._unheard = bool(self._points)
+
+    def columns(self, whole: bool = False) -> ViewSeries:
+        """All points; but not the last one, to which more may be added, unless all are to be told."""
+        done = self._points if whole else self._points[:-1]
         return ViewSeries(
             steps=tuple(point.step for point in done),
             speed=_column(point.speed for point in done),
             workers=_column(point.workers for point in done),
             metrics={name: _column(point.metrics.get(name) for point in done) for name in self._names},
+            times=tuple(None if point.time is None else round(point.time, 2) for point in done),
+            breaks=tuple(self._breaks),
+            began=self.began,
         )
 
     def record(self) -> SeriesRecord:
@@ -103,6 +133,9 @@ class Series:
             _totals(point.speed for point in self._points),
             _totals(point.workers for point in self._points),
             {name: _totals(point.metrics.get(name) for point in self._points) for name in self._names},
+            tuple(point.time for point in self._points),
+            tuple(self._breaks),
+            self.began,
         )
 
     def resume(self, record: SeriesRecord) -> None:
@@ -117,6 +150,7 @@ class Series:
         before = [
             _Point(
                 step,
+                record.times[place] if record.times else None,
                 _from_total(record.speed[place]),
                 _from_total(record.workers[place]),
                 {name: _from_total(column[place]) for name, column in columns.items()},
@@ -124,10 +158,34 @@ class Series:
             for place, step in enumerate(record.steps)
         ]
         last = before[-1].step if before else -1
-        self._points = before + [point for point in self._points if point.step > last]
+        after = [point for point in self._points if point.step > last]
+        self._breaks = [*record.breaks, *(known for known in self._breaks if known.before >= last)]
+        self._unheard = bool(before)
+        if before and after:
+            self._note_break(before[-1], after[0])
+        self._points = before + after
+        self.began = self.began if record.began is None else record.began
         self._gather(max(self.width, record.width))
         while len(self._points) > self._most:
             self._gather(2 * self.width)
+
+    def _note_break(self, last: _Point, point: _Point) -> None:
+        """Between the two nobody may have completed a step, or nobody heard of any; the longest such times are kept."""
+        steps = point.step - last.step
+        if steps <= 0:
+            return
+        unheard, self._unheard = self._unheard, False
+        if last.time is None or point.time is None:
+            return
+        passed, usual = point.time - last.time, self._usual
+        idle = passed if unheard else passed - steps * usual
+        if idle < max(_IDLE, _IDLE_STEPS * usual):
+            if passed < max(_UNHEARD, _UNHEARD_STEPS * usual) or steps == 1:
+                return
+            unheard = True
+        self._breaks.append(Break(last.step, point.step, last.time, point.time, unheard))
+        if len(self._breaks) > SERIES_BREAKS:
+            self._breaks.remove(min(self._breaks, key=lambda known: known.until - known.since))
 
     def _gather(self, width: int) -> None:
         """Let so many steps share a point."""
@@ -158,7 +216,8 @@ def fault_in_series(record: SeriesRecord) -> str | None:
     steps = record.steps
     if any(one >= other for one, other in pairwise(steps)):
         return "its steps do not go forward"
-    if any(len(column) != len(steps) for column in (record.speed, record.workers, *record.metrics.values())):
+    columns = (record.speed, record.workers, record.times or steps, *record.metrics.values())
+    if any(len(column) != len(steps) for column in columns):
         return "its columns differ in length"
     return None
 

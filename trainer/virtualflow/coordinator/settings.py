@@ -41,7 +41,10 @@ BRIEF_RUNS = 10
 SERIES_POINTS = 400
 
 SERIES_METRICS = 8
-"""Points of a job's figures over its steps that are kept for the live page, and metrics among them."""
+
+SERIES_BREAKS = 64
+"""Points of a job's figures over its steps that are kept for the live page, metrics among them, and the longest times
+in which no step was completed."""
 
 SHOWN_WORKERS = 512
 

@@ -166,9 +166,9 @@ def _progressed(state: JobState, progress: m.Progress) -> None:
         return
     state.note_non_finite(progress.non_finite)
     news = state.history.is_news(progress)
-    members = len(state.running.members) if state.running is not None else 0
-    state.history.series.add(progress.step, progress.steps_per_second, members, progress.metrics)
-    if state.history.take_progress(progress):
+    members, history = len(state.running.members) if state.running is not None else 0, state.history
+    history.series.add(progress.step, progress.steps_per_second, members, progress.metrics, history.wall)
+    if history.take_progress(progress):
         _settle(state, progress.generation)
         state.rebuilds = 0
     if state.history.settle(progress) or news:

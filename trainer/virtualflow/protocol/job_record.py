@@ -27,6 +27,20 @@ Total = tuple[float | None, Count]
 Column = Annotated[tuple[Total, ...], msgspec.Meta(max_length=MAX_POINTS)]
 
 
+class Break(Base, frozen=True, tag=False):
+    """A time in which nobody completed a step, or nobody heard of any."""
+
+    before: Count
+    """The last step before it."""
+    step: Count
+    """The first that was told after it."""
+    since: float
+    """Unix times of the two."""
+    until: float
+    unheard: bool
+    """Steps may have been made: nobody told of them, as the coordinator was away."""
+
+
 class SeriesRecord(Base, frozen=True, tag=False):
     """Figures over the steps, each a column as long as ``steps``."""
 
@@ -36,6 +50,11 @@ class SeriesRecord(Base, frozen=True, tag=False):
     speed: Column
     workers: Column
     metrics: Annotated[dict[str, Column], msgspec.Meta(max_length=64)]
+    times: Annotated[tuple[float | None, ...], msgspec.Meta(max_length=MAX_POINTS)] = ()
+    """Unix time at which each of ``steps`` was told; empty: an earlier version does not say."""
+    breaks: Annotated[tuple[Break, ...], msgspec.Meta(max_length=MAX_LISTED)] = ()
+    began: float | None = None
+    """Unix time of the first figures."""
 
 
 class GoodputRecord(Base, frozen=True, tag=False):

@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from virtualflow.protocol.job_record import Break
 from virtualflow.protocol.messages import Base, Count
 
 PAGE_PATH = "/ui"
@@ -48,8 +49,13 @@ class ViewSeries(Base, frozen=True, tag=False):
     speed: tuple[float | None, ...]
     """Steps a second."""
     workers: tuple[float | None, ...]
-    """Members of the generation."""
+    """Members of the generation at that step."""
     metrics: dict[str, tuple[float | None, ...]]
+    times: tuple[float | None, ...] = ()
+    """Unix time at which each step was told."""
+    breaks: tuple[Break, ...] = ()
+    began: float | None = None
+    """Unix time of the first figures."""
 
 
 _SAME = msgspec.Raw()

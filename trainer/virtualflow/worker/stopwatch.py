@@ -11,7 +11,7 @@ from virtualflow.protocol.settings import MAX_TEXT
 from virtualflow.worker.settings import MAX_STEP_TIMES
 
 _RECENT = 50
-"""Steps that the present rate is taken over."""
+"""Steps that the present rate is taken over, at most: those of another generation took another time."""
 
 _FORGETTING = 0.999
 """What a step leaves of the slowest one before it: half is forgotten after 700 steps."""
@@ -31,7 +31,7 @@ class Stopwatch:
         self._held = 0.0
         self._committed_at: float | None = None
         self._steps: deque[float] = deque(maxlen=MAX_STEP_TIMES)
-        self._latest: deque[float] = deque(maxlen=_LATEST)
+        self._latest: deque[float] = deque(maxlen=_RECENT)
         """Of the present generation alone."""
         self._attempted = 0
         self._failed_attempts = 0
@@ -108,14 +108,14 @@ class Stopwatch:
 
     @property
     def steps_per_second(self) -> float:
-        """The rate of the last steps."""
-        recent = list(self._steps)[-_RECENT:]
-        return len(recent) / sum(recent) if sum(recent) > 0 else 0.0
+        """The rate of the latest steps of the present generation; 0: none is measured yet."""
+        passed = sum(self._latest)
+        return len(self._latest) / passed if passed > 0 else 0.0
 
     @property
     def latest_ms(self) -> float | None:
         """The median of the latest steps of the present generation, in milliseconds."""
-        return 1_000 * statistics.median(self._latest) if self._latest else None
+        return 1_000 * statistics.median(list(self._latest)[-_LATEST:]) if self._latest else None
 
     @property
     def median_ms(self) -> float | None:
