@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from coordinator_server import SETTINGS, TOKEN, Server, serving
 from large_job import fill, happen, train
 
 from virtualflow.coordinator.settings import CoordinatorSettings, LivePageSettings
+from virtualflow.protocol import messages as m
 from virtualflow.protocol.live_view import page_address
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=HOW)
@@ -186,11 +188,144 @@ def test_everything_can_be_reached_by_keyboard_and_has_a_name() -> None:
             "e => e.clientHeight && getComputedStyle(e).overflowX === 'auto' && e.tabIndex < 0).length"
         )
         assert await tab.value(scrolls) == 0, "what scrolls can be focused"
-        await tab.value("document.querySelector('figure svg').focus()")
+        assert all(name for role in ("button", "combobox", "slider") for name in roles[role]), roles
+        await tab.value("document.querySelector('figure [role=img]').focus()")
         await tab.say("Input.dispatchKeyEvent", type="keyDown", key="Home")
-        assert await tab.value("document.querySelector('figcaption span').textContent") == "9 at step 1"
+        heads = "[...document.querySelectorAll('figcaption .value')].map(e => e.textContent)"
+        assert [head.partition(" ")[2] for head in await tab.value(heads)] == ["at step 1"] * 4, "all tell of one step"
+        assert (await tab.value(heads))[1] == "9 at step 1"
         await tab.say("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
-        assert (await tab.value("document.querySelector('figcaption span').textContent")).endswith("at step 2")
+        assert (await tab.value(heads))[0].endswith("at step 2")
+        for key, spans in (("+", 99), ("ArrowRight", 99), ("0", 198)):
+            await tab.say("Input.dispatchKeyEvent", type="keyDown", key=key, modifiers=8 if key == "ArrowRight" else 0)
+            low, high = await tab.value("shown.curves.range")
+            assert high - low == pytest.approx(spans, abs=1)
+
+    with_browser(story)
+
+
+CURVES = """
+const plotOf = (name) => shown.curves.figures.get(name).plot;
+const numbers = (name) => plotOf(name).data[2].filter((value) => typeof value === "number");
+const latest = (name) => shown.curves.figures.get(name).value;
+"""
+
+
+def test_the_curves_of_a_killed_worker_are_true_at_once() -> None:
+    """Three workers, one of which is killed in step 111: it takes 4 s until the next step, and two are slower."""
+
+    async def story(server: Server, tab: Tab) -> None:
+        state = server.state
+        fill(state, 3, 8, 0)
+        series, now = state.history.series, 1_000.0
+        for step in range(1, 117):
+            killed = step >= 111
+            now += (0.25 if killed else 0.1) + 4.0 * (step == 111)
+            speed = 0.0 if step == 111 else 4.0 if killed else 10.0
+            series.add(step, speed, 2 if killed else 3, {"loss": 1 / step, "odd": 60.0 if step < 50 else "NaN"}, now)
+        kill = m.Change(m.Generation(state.incarnation, 1), 111, 3, 2, "lost", "worker-2 lost: killed", 4_250.0, 1)
+        state.history.merge_change(kill, fresh=False)
+        state.note_non_finite(m.NonFinite("odd", "NaN", 50))
+        figures: dict[str, m.Metric] = {"loss": 1 / 116, "odd": "NaN"}
+        running = state.running
+        assert running is not None
+        state.history.take_progress(m.Progress(running.generation, 116, 0, 1_000, figures, 4.0, "evaluating"))
+        await tab.look(1_280, height=1_600)
+        await show(server, tab)
+        await tab.value(f"{CURVES} 0")
+        assert await tab.value("[...shown.curves.figures.keys()]") == ["loss", "Steps a second", "Workers", "odd"]
+        assert await tab.value("[...new Set(numbers('Steps a second'))]") == [10, 4], "no slope between the two"
+        assert await tab.value("[...new Set(numbers('Workers'))]") == [3, 2]
+        assert await tab.value("plotOf('Workers').data[0][numbers('Workers').indexOf(2) + 1]") == 111, "behind a gap"
+        assert await tab.value("plotOf('loss').data[2].filter((value) => value === null).length") == 1, "a break"
+        (band,) = await tab.value("shown.curves.bands")
+        assert (band["kind"], band["until"] - band["since"]) == ("pause", pytest.approx(4.25, abs=0.02))
+        assert await tab.value("[...document.querySelectorAll('.legend li')].map(e => e.textContent)") == [
+            "a worker is lost",
+            "nobody completes a step",
+            "a metric is not finite",
+        ]
+        assert await tab.value("latest('odd').textContent") == "NaN since step 50"
+        assert await tab.value("latest('odd').className") == "value bad"
+        assert await tab.value("document.querySelector('#facts div').textContent") == "Not finiteoddNaN since step 50"
+        over = "document.querySelector('figure .u-over').getBoundingClientRect()"
+        x, y = await tab.value(f"[{over}.left + plotOf('loss').valToPos(111, 'x'), {over}.top + 20]")
+        await tab.say("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        await tab.until("!shown.curves.tip.hidden")
+        told = await tab.value("shown.curves.tip.textContent")
+        assert "3 → 2 workers: worker-2 lost: killed. pause 4.25 s, 1 step repeated." in told
+        assert "Nobody completed a step for 4 s." in told
+        await tab.value("shown.curves.under = null; showCurves(shown.now, shown.job, shown.log, shown.series)")
+        assert await tab.value("shown.curves.tip.textContent") == told, "it stays when news come"
+        assert tab.complaints == []
+
+    with_browser(story)
+
+
+OTHER = {
+    "steps": [1, 200],
+    "speed": [1, 2],
+    "workers": [1, 1],
+    "metrics": {"loss": [9, 8]},
+    "times": [5, 25],
+    "began": 5,
+}
+
+
+def test_curves_can_be_zoomed_smoothed_compared_and_taken_along(tmp_path: Path) -> None:
+    async def story(server: Server, tab: Tab) -> None:
+        state = server.state
+        fill(state, 2, 8, 0)
+        for step in range(1, 301):
+            state.history.series.add(step, 10.0, 2, {"loss": 1.0 + step % 2}, 1_000.0 + step / 10)
+        running = state.running
+        assert running is not None
+        state.history.take_progress(m.Progress(running.generation, 300, 0, 1_000, {"loss": 1.0}, 10.0, "evaluating"))
+        await tab.look(1_280, height=1_600)
+        await show(server, tab)
+        await tab.value(f"{CURVES} 0")
+        over = "document.querySelector('figure .u-over').getBoundingClientRect()"
+        left, top, width = await tab.value(f"[{over}.left, {over}.top, {over}.width]")
+        mouse = {"button": "left", "clickCount": 1, "y": top + 20}
+        await tab.say("Input.dispatchMouseEvent", type="mousePressed", x=left + width / 4, **mouse)
+        for share in (0.4, 0.5):
+            await tab.say("Input.dispatchMouseEvent", type="mouseMoved", buttons=1, x=left + width * share, **mouse)
+        await tab.say("Input.dispatchMouseEvent", type="mouseReleased", x=left + width / 2, **mouse)
+        await tab.until("shown.curves.zoomed !== null")
+        low, high = await tab.value("[plotOf('Workers').scales.x.min, plotOf('Workers').scales.x.max]")
+        assert (low, high) == (pytest.approx(76, abs=3), pytest.approx(151, abs=3)), "all are zoomed"
+        await tab.value("shown.curves.zoom(null)")
+        for control, event, value in (("input[type=range]", "input", "0.9"), ("select", "change", "time")):
+            node = f"document.querySelector('.tools {control}')"
+            await tab.value(f"{node}.value = '{value}'; {node}.dispatchEvent(new Event('{event}'))")
+        assert await tab.value("plotOf('loss').data[0].at(-2)") == pytest.approx(29.9, abs=0.2), "seconds"
+        assert await tab.value("Math.abs(plotOf('loss').data[2].at(-3) - 1.5) < 0.1"), "smoothed"
+        assert await tab.value("plotOf('loss').data[1].slice(-4, -1).sort()") != [], "and what it was behind it"
+        await tab.value("document.querySelector('figure button').click()")
+        assert await tab.value("plotOf('loss').scales.y.distr") == 3
+        report = json.dumps({"job": "other", "series": OTHER})
+        lay = "shown.curves.lay(new File([{}], '{}'))"
+        await tab.value(lay.format(f"`{report}`", "job.json"))
+        assert await tab.value("plotOf('loss').data[3].filter(Boolean)") == [9, pytest.approx(8.47, abs=0.01)]
+        html = f"<!doctype html><script type='application/json' id='run'>{report}</script>"
+        await tab.value("document.querySelectorAll('.tools button')[6].click()")
+        await tab.value(lay.format(f"`{html}`", "job.html"))
+        assert (
+            await tab.value("[...document.querySelectorAll('.legend li')].at(-1).textContent")
+            == "the run laid under: other"
+        )
+        await tab.value(lay.format("`{}`", "odd.json"))
+        assert (await tab.value("shown.curves.said.textContent")).startswith("odd.json has no curves: choose what")
+        await tab.say("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+        await tab.value("[...document.querySelectorAll('button')].find(e => e.textContent === 'CSV').click()")
+        await tab.value("[...document.querySelectorAll('figure button')].find(e => e.textContent === 'PNG').click()")
+        async with asyncio.timeout(30):
+            while not {"digits.csv", "digits-loss.png"} <= {path.name for path in tmp_path.iterdir()}:  # noqa: ASYNC110, ASYNC240
+                await asyncio.sleep(0.02)
+        lines = (tmp_path / "digits.csv").read_text().splitlines()
+        assert lines[:2] == ['"step","time","loss","Steps a second","Workers"', "1,1970-01-01T00:16:40.100Z,2,10,2"]
+        assert (tmp_path / "digits-loss.png").read_bytes().startswith(b"\x89PNG")
+        assert tab.complaints == []
 
     with_browser(story)
 

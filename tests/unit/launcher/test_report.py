@@ -34,3 +34,16 @@ def test_the_report_keeps_the_paces_of_those_who_trained_and_the_prediction() ->
     assert report["pace_ms"] == {"worker-0": 30.0, "worker-1": 10.04}
     assert (report["step_ms"], report["predicted_step_ms"]) == (64.0, 62.0)
     assert [change["cause"] for change in report["changes"]] == ["rebalance"]  # type: ignore[attr-defined]
+
+
+def test_the_report_has_the_figures_over_the_steps_once_each() -> None:
+    history = JobHistory()
+    for now, step, speed in ((100.0, 1, 0.0), (100.5, 2, 2.0), (101.0, 2, 2.0), (101.5, 3, 4.0)):
+        status = coordinator_status(
+            "training", *WORKERS, step=step, generation=1, steps_per_second=speed, metrics={"loss": 1 / step}
+        )
+        history.take(status, now)
+    series = build_report(history, None, "digits", 1.0)["series"]
+    assert isinstance(series, dict)
+    assert (series["steps"], series["times"]) == ((1, 2, 3), (100.0, 100.5, 101.5))
+    assert (series["speed"], series["workers"]) == ((None, 2.0, 4.0), (2.0, 2.0, 2.0))

@@ -86,6 +86,11 @@ class Series:
         """The last step that was told of; -1: none."""
         return self._points[-1].step if self._points else -1
 
+    @property
+    def latest(self) -> float | None:
+        """Unix time at which the last step was first told."""
+        return self._points[-1].time if self._points else None
+
     def add(self, step: int, speed: float, workers: int, metrics: Mapping[str, Metric], time: float) -> None:
         """Take what was told at a step; what was told of later ones is repeated, and forgotten.
 

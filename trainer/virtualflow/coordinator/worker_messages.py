@@ -310,7 +310,7 @@ def _done(state: JobState, worker: Worker, done: m.Done) -> None:
     state.history.step = done.step
     if done.step > state.history.series.last_step:  # nobody was there to hear of it when the step was made
         members = len(state.running.members) if state.running is not None else 0
-        state.history.series.add(done.step, 0.0, members, done.metrics)
+        state.history.series.add(done.step, 0.0, members, done.metrics, state.history.wall)
     if result is None or done.timed_steps > result.timed_steps:
         state.history.result = done
     if result is not None and not (result.optimizer_digest and done.optimizer_digest):

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from virtualflow.atomic_file import write_whole
-from virtualflow.protocol.http_api import Event, Status
+from virtualflow.coordinator.series import Series
+from virtualflow.protocol.http_api import ENDED, Event, Status
 from virtualflow.protocol.messages import Change, Generation, RunResult
 
 
@@ -38,9 +39,13 @@ class JobHistory:
     """Milliseconds per virtual node of each worker that some were assigned to last."""
     warnings: list[str] = field(default_factory=list)
     """What workers have warned of, each sentence once."""
+    series: Series = field(default_factory=Series)
+    """The figures over the steps of the latest run of the script."""
     _seen: set[tuple[float, str, str]] = field(default_factory=set)
     _reached: tuple[int, int, int] = (1, 0, 0)
     """The latest run of the script, and the generation and step of its training."""
+    _told: tuple[int, int, int, int] | None = None
+    """Run, generation, step and members of the latest figures."""
 
     def began_again(self, status: Status) -> str | None:
         """A sentence if a training has begun anew that no worker and no coordinator remembers.
@@ -60,8 +65,15 @@ class JobHistory:
             again = f"started again from the checkpoint of step {saved}"
         return f"{again}: no worker and no coordinator is left that had step {step}"
 
-    def take(self, status: Status) -> tuple[list[Change], list[Event]]:
-        """Remember what ``status`` tells; the changes and events that were not known before."""
+    def take(self, status: Status, now: float = 0.0) -> tuple[list[Change], list[Event]]:
+        """Remember what ``status`` tells; the changes and events that were not known before.
+
+        Args:
+            status: of the job.
+            now: Unix time.
+        """
+        if status.generation and status.phase not in ENDED:
+            self._take_figures(status, now)
         assigned = [worker for worker in status.workers if worker.assigned]
         if assigned and all(worker.pace_ms is not None for worker in assigned):
             self.predicted_step_ms = status.predicted_step_ms
@@ -89,6 +101,15 @@ class JobHistory:
             if event.kind.startswith("checkpoint"):
                 self.last_checkpoint = event
         return fresh_changes, fresh_events
+
+    def _take_figures(self, status: Status, now: float) -> None:
+        members = sum(1 for worker in status.workers if worker.first < worker.last)
+        told = (status.run, status.generation, status.step, members)
+        if self._told is not None and self._told[0] != status.run:
+            self.series = Series()
+        if told != self._told:
+            self._told = told
+            self.series.add(status.step, status.steps_per_second, members, status.metrics, now)
 
     def add_process(self, worker: str, pid: int) -> None:
         """A process was started under that name."""
@@ -138,6 +159,7 @@ def build_report(history: JobHistory, status: Status | None, name: str, seconds:
         "seconds": round(seconds, 3),
         "training_seconds": None if history.training_seconds is None else round(history.training_seconds, 3),
         "error": status.error if status else None,
+        "series": msgspec.to_builtins(history.series.columns(whole=True)),
     }
 
 

@@ -10,7 +10,7 @@ from html import escape
 
 import msgspec
 
-from virtualflow.coordinator.page.files import look
+from virtualflow.coordinator.page.files import drawing, policy
 from virtualflow.errors import ConfigurationError
 from virtualflow.protocol.job_view import (
     CHANGE_COLUMNS,
@@ -20,14 +20,12 @@ from virtualflow.protocol.job_view import (
     step_time,
     view_change,
 )
+from virtualflow.protocol.live_view import ViewSeries
 from virtualflow.protocol.metrics import Metric, show_metric
 from virtualflow.protocol.wording import counted, describe_end, describe_steps, duration, milliseconds
 
 MAX_REPORT = 256 << 20
 """Bytes of a file that could be a report."""
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 900, 240, 44, 30, 34, 12
-"""Of a picture, in its own units."""
-_TICKS = 6
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -51,6 +49,13 @@ class Report(msgspec.Struct, frozen=True):
     pace_ms: dict[str, float] = {}
     metrics: dict[str, Metric | None] = {}
     error: str | None = None
+    series: ViewSeries | None = None
+
+
+_DRAW = """
+const told = JSON.parse(find("run").textContent);
+new Curves(find("curves"), told.job).take({...told, nonFinite: null, live: null});
+"""
 
 
 def read_report(content: bytes, name: str) -> Report:
@@ -71,21 +76,31 @@ def read_report(content: bytes, name: str) -> Report:
 
 def page(report: Report) -> str:
     """The whole page, as HTML."""
-    parts = [_head(report), _facts(report)]
+    parts, draw = [_head(report), _facts(report)], ""
     if report.error:
         parts.append(f"<section><h2>Error</h2><pre>{escape(report.error)}</pre></section>")
+    if report.series is not None and report.series.steps:
+        curves, draw = _curves(report)
+        parts.append(curves)
     if report.changes:
-        parts += [_workers(report), _changes(report.changes)]
+        parts.append(_changes(report.changes))
     if report.pace_ms:
         parts.append(_paces(report.pace_ms))
     if report.metrics:
         rows = [(name, "not finite" if v is None else show_metric(v)) for name, v in sorted(report.metrics.items())]
         parts.append(_section("Metrics of the last step", _table(("metric", "value"), rows, numbers={1})))
-    title = escape(f"{report.job}: {report.phase}")
+    title, code = escape(f"{report.job}: {report.phase}"), drawing()
+    scripts = (code.library, code.script + draw) if draw else ()
+    rule = policy(code.style, *scripts, attributes=True)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{look()}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{rule}">\n'
+        f"<style>{code.style}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(parts)
+        + "\n</main>\n"
+        + "".join(f"<script>{script}</script>\n" for script in scripts)
+        + "</body>\n</html>\n"
     )
 
 
@@ -113,37 +128,12 @@ def _facts(report: Report) -> str:
     return f"<dl>{items}</dl>"
 
 
-def _workers(report: Report) -> str:
-    """How many workers there were over the steps, as a picture; the table below it says the same."""
-    changes = sorted(report.changes, key=lambda change: change.step)
-    last = max(report.steps, changes[-1].step, 1)
-    most = max(max(change.from_, change.to) for change in changes)
-
-    def x(step: float) -> float:
-        return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last, 1)
-
-    def y(workers: float) -> float:
-        return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - workers / max(most, 1)), 1)
-
-    drawn = []
-    for workers in _ticks(most):
-        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(workers)}" y2="{y(workers)}"/>')
-        drawn.append(f'<text x="{_LEFT - 8}" y="{y(workers) + 4}" text-anchor="end">{workers}</text>')
-    for step in _ticks(last):
-        drawn.append(f'<text x="{x(step)}" y="{_HEIGHT - 12}" text-anchor="middle">{step}</text>')
-    path = [f"M{x(0)},{y(changes[0].from_)}"]
-    for change in changes:
-        path.append(f"H{x(change.step)}V{y(change.to)}")
-    path.append(f"H{x(last)}")
-    drawn.append(f'<path d="{"".join(path)}"/>')
-    for change in changes:
-        what = escape(f"step {change.step}: {change.from_} to {change.to} ({change.reason or change.cause})")
-        kind = view_change(change).kind
-        at = f'cx="{x(change.step)}" cy="{y(change.to)}"'
-        drawn.append(f'<circle class="{kind}" {at} r="5"><title>{what}</title></circle>')
-    label = escape(f"Workers over {counted(last, 'step')}, at most {most}; each change is in the table below.")
-    picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
-    return _section("Workers over steps", f'<div class="wide" tabindex="0">{picture}</div>')
+def _curves(report: Report) -> tuple[str, str]:
+    """The place of the curves, and the script that draws them; nothing of the report is in the script."""
+    told = {"job": report.job, "series": report.series, "changes": [view_change(change) for change in report.changes]}
+    data = msgspec.json.encode(told).decode().replace("<", "\\u003c")
+    place = f'<div id="curves"></div><script type="application/json" id="run">{data}</script>'
+    return _section("Curves", place + "<noscript><p>Curves need JavaScript.</p></noscript>"), _DRAW
 
 
 def _changes(changes: Sequence[ChangeEntry]) -> str:
@@ -196,11 +186,3 @@ def _table(
 
 def _class(right: bool) -> str:
     return ' class="number"' if right else ""
-
-
-def _ticks(most: int) -> list[int]:
-    """Round numbers from 0 to ``most``, about as many as :data:`_TICKS`."""
-    size = 1
-    while most / size > _TICKS:
-        size = {1: 2, 2: 5, 5: 10}[int(str(size)[0])] * 10 ** (len(str(size)) - 1)
-    return list(range(0, most + 1, size))

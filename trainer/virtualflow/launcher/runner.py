@@ -226,7 +226,7 @@ class Runner:
         again = self._history.began_again(status)
         if again is not None:
             self._console.event(again)
-        changes, events = self._history.take(status)
+        changes, events = self._history.take(status, time.time())
         for event in events:
             self._take_event(event)
         for change in changes:

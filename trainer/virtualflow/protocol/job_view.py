@@ -60,6 +60,10 @@ class ChangeView(Base, frozen=True, tag=False):
     """What kind of cause it has: ``join``, ``drain``, ``loss``, ``moved`` or ``other``."""
     row: tuple[str, ...]
     """A cell for each of ``CHANGE_COLUMNS``."""
+    to: int
+    """Workers after it."""
+    said: str
+    """The same in one line."""
 
 
 def view_change(change: Change | ChangeEntry) -> ChangeView:
@@ -68,7 +72,7 @@ def view_change(change: Change | ChangeEntry) -> ChangeView:
     sent = format_bytes(change.state_bytes) if change.state_bytes else ""
     what = (str(change.step), size, change.cause, change.reason)
     cost = (_pause(change), str(change.repeated_steps), str(change.repeated_virtual_nodes), sent)
-    return ChangeView(change.step, _KINDS.get(change.cause, "other"), what + cost)
+    return ChangeView(change.step, _KINDS.get(change.cause, "other"), what + cost, change.to, describe_change(change))
 
 
 def describe_change(change: Change | ChangeEntry) -> str:
@@ -142,6 +146,8 @@ class ViewNow(Base, frozen=True, tag=False):
     steps_per_second: float
     metrics: dict[str, str]
     facts: tuple[Fact, ...]
+    step_time: float | None = None
+    """Unix time at which ``step`` was first told."""
 
 
 class ViewJob(Base, frozen=True, tag=False):

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from virtualflow.protocol.job_record import Break
-from virtualflow.protocol.messages import Base, Count
+from virtualflow.protocol.messages import Base, Count, NonFinite
 
 PAGE_PATH = "/ui"
 """The page: one for all jobs, without a token."""
@@ -56,6 +56,8 @@ class ViewSeries(Base, frozen=True, tag=False):
     breaks: tuple[Break, ...] = ()
     began: float | None = None
     """Unix time of the first figures."""
+    non_finite: NonFinite | None = None
+    """The first metric that was not finite."""
 
 
 _SAME = msgspec.Raw()

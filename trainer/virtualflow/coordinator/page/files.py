@@ -1,4 +1,4 @@
-"""The files of the live page, put together as one that loads nothing."""
+"""The files of the pages, put together as ones that load nothing."""
 
 from __future__ import annotations
 
@@ -16,23 +16,52 @@ class Page:
 
     html: bytes
     policy: str
-    """Its Content-Security-Policy: this script and this style, answers of the same server, and nothing else."""
+    """Its Content-Security-Policy: these scripts and this style, answers of the same server, and nothing else."""
 
 
-def look() -> str:
-    """The style that all pages of the project share."""
-    return _read("look.css")
+@dataclass(frozen=True)
+class Drawing:
+    """What a page needs to draw the curves of a job."""
+
+    style: str
+    """That all pages of the project share, and that of the curves."""
+    library: str
+    """uPlot, as its authors publish it."""
+    script: str
+
+
+def drawing() -> Drawing:
+    """The drawing code of all pages."""
+    return Drawing(
+        style=_read("uplot/uPlot.min.css") + _read("look.css") + _read("curves.css"),
+        library=_read("uplot/uPlot.iife.min.js"),
+        script=_read("basics.js") + _read("drawn.js") + _read("curves.js"),
+    )
 
 
 def build() -> Page:
-    """Put the page together."""
-    style, script = look() + _read("page.css"), _read("page.js")
-    html = _read("page.html").replace("/*STYLE*/", style).replace("/*SCRIPT*/", script)
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return Page(html.encode(), policy)
+    """Put the live page together."""
+    curves = drawing()
+    style, script = curves.style + _read("page.css"), curves.script + _read("page.js")
+    html = _read("page.html")
+    for place, content in (("STYLE", style), ("LIBRARY", curves.library), ("SCRIPT", script)):
+        html = html.replace(f"/*{place}*/", content)
+    return Page(html.encode(), f"{policy(style, curves.library, script)}; frame-ancestors 'none'")
+
+
+def policy(style: str, *scripts: str, attributes: bool = False) -> str:
+    """A Content-Security-Policy that allows these, and answers of the server that the page is from.
+
+    Args:
+        style: of the page.
+        scripts: of the page, as they stand in it.
+        attributes: whether ``style`` attributes are allowed.
+    """
+    allowed = " ".join(map(_hash, scripts)) or "'none'"
+    rules = f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; connect-src 'self'; img-src data:"
+    if attributes:
+        rules += "; style-src-attr 'unsafe-inline'"
+    return f"{rules}; base-uri 'none'; form-action 'none'"
 
 
 def _read(name: str) -> str:

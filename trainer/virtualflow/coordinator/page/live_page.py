@@ -120,11 +120,11 @@ class LivePage:
         began = time.monotonic()
         if began < self._due and not self._end.is_set():
             return
-        view = compose(self._job)
-        self._now = encode(view.now)
+        view, history = compose(self._job), self._job.history
+        self._now = encode(msgspec.structs.replace(view.now, step_time=history.series.latest))
         self._parts["job"].take(view.job)
         self._parts["log"].take(view.log)
-        self._parts["series"].take(self._job.history.series.columns())
+        self._parts["series"].take(msgspec.structs.replace(history.series.columns(), non_finite=history.non_finite))
         ended = time.monotonic()
         self._due = ended + max(self._settings.interval / 2, (ended - began) / self._settings.share)
 

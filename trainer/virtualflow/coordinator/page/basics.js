@@ -1,0 +1,74 @@
+"use strict";
+// Words and nodes, of which the live page and the page of a report are made. What users have named (jobs, workers,
+// metrics, errors) only ever becomes text.
+
+const find = (id) => document.getElementById(id);
+
+// --- words -----------------------------------------------------------------------------------------------------------
+
+const grouped = new Intl.NumberFormat("en", {maximumFractionDigits: 0});
+const clock = new Intl.DateTimeFormat("en-GB", {timeStyle: "medium"});
+const calendar = new Intl.DateTimeFormat("en-GB", {day: "numeric", month: "short"});
+
+function amount(value) {
+  if (typeof value !== "number") return String(value);
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  return String(Number(value.toPrecision(5)));
+}
+
+// The time of day, behind the day where it is another one.
+function moment(time, now) {
+  const [then, today] = [new Date(1000 * time), new Date(1000 * now)];
+  return `${then.toDateString() === today.toDateString() ? "" : `${calendar.format(then)}, `}${clock.format(then)}`;
+}
+
+// --- nodes -----------------------------------------------------------------------------------------------------------
+
+function write(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+function set(node, name, value) {
+  if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
+}
+
+function make(name, attributes, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+// As many children as there are items: those that are there are used again.
+function fit(parent, items, create, change) {
+  while (parent.childElementCount > items.length) parent.lastElementChild.remove();
+  while (parent.childElementCount < items.length) parent.append(create());
+  let child = parent.firstElementChild;
+  for (const item of items) {
+    change(child, item);
+    child = child.nextElementSibling;
+  }
+}
+
+function fillTable(id, classes, items, cells) {
+  const row = () => make("tr", {}, ...classes.map((name) => make("td", name ? {class: name} : {})));
+  fit(find(id), items, row, (line, item) => {
+    cells(item).forEach((cell, place) => write(line.children[place], cell));
+  });
+}
+
+// A colour of a worker's own, by the number in its name: neighbours differ.
+function hue(name) {
+  const number = /(\d+)(?:\.\d+)?$/.exec(name);
+  let value = number ? Number(number[1]) : 0;
+  if (!number) for (const letter of name) value = (value * 31 + letter.codePointAt(0)) % 9973;
+  return Math.round((value * 137.508 + 210) % 360);
+}
+
+function paint(node, worker) {
+  const colour = worker.count ? `hsl(${hue(worker.worker)} 55% 55%)` : "";
+  if (node.dataset.colour === colour) return;
+  node.dataset.colour = colour;
+  node.style.background = colour;
+}
