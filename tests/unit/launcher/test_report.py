@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
+import msgspec
+import pytest
+
 from statuses import coordinator_status
+from virtualflow.launcher.console import LiveConsole, Snapshot
 from virtualflow.launcher.report import JobHistory, build_report
+from virtualflow.launcher.settings import LauncherSettings
 from virtualflow.protocol.http_api import Event, WorkerStatus
 from virtualflow.protocol.messages import Change, Generation
 
@@ -47,3 +55,37 @@ def test_the_report_has_the_figures_over_the_steps_once_each() -> None:
     assert isinstance(series, dict)
     assert (series["steps"], series["times"]) == ((1, 2, 3), (100.0, 100.5, 101.5))
     assert (series["speed"], series["workers"]) == ((None, 2.0, 4.0), (2.0, 2.0, 2.0))
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("metrics", [0, 3, 12])
+def test_bar_step_time_and_time_left_stay_however_many_metrics_there_are(
+    monkeypatch: pytest.MonkeyPatch, width: int, metrics: int
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setenv("COLUMNS", str(width))
+    reason = "worker-2 lost: killed by signal 9 (SIGKILL) while it computed virtual node 5 of 8"
+    lost = msgspec.structs.replace(MOVED, cause="lost", to=1, reason=reason, pause_ms=4_321.0)
+    figures = {f"metric_number_{number}": 0.5 for number in range(metrics)}
+    status = coordinator_status(
+        "training",
+        *WORKERS,
+        step=12_345,
+        total_steps=100_000,
+        steps_per_second=4.0,
+        step_ms=244.4,
+        predicted_step_ms=251.3,
+        metrics=figures,
+        last_change=lost,
+    )
+    console = LiveConsole(LauncherSettings())
+    console.update(Snapshot("digits", status, {}, ""))
+    console.close()
+    lines = sys.stderr.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(len(line) <= width for line in lines)
+    (bar,) = [line for line in lines if "step 12345 of 100000, epoch 0" in line]
+    assert "left" in bar
+    assert "━" in bar
+    assert bar.index("step") > 10, "there is room for the bar"
+    assert any("244 ms a step (251 ms predicted)" in line for line in lines)
+    assert "pause 4.32 s" in " ".join(" ".join(line.strip("│ ") for line in lines).split())

@@ -159,7 +159,7 @@ class LiveConsole:
         if view is not None:
             body += [*self._progress(view.now), self._table(snapshot, view)]
             if view.log.latest:
-                body.append(Text(f"last change: {view.log.latest}", "dim", overflow="ellipsis", no_wrap=True))
+                body.append(Text(f"last change: {view.log.latest}", "dim"))
         for when, text in self._events:
             body.append(Text.assemble((f"{when}  ", "dim"), text, overflow="ellipsis", no_wrap=True))
         title = Text.assemble((snapshot.job, "bold"), f"  {phase}")

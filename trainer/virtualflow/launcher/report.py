@@ -72,7 +72,8 @@ class JobHistory:
             status: of the job.
             now: Unix time.
         """
-        if status.generation and status.phase not in ENDED:
+        heard = status.metrics or status.steps_per_second  # a new coordinator knows a step before its figures
+        if heard and status.phase not in ENDED:
             self._take_figures(status, now)
         assigned = [worker for worker in status.workers if worker.assigned]
         if assigned and all(worker.pace_ms is not None for worker in assigned):
