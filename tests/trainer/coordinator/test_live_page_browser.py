@@ -247,13 +247,13 @@ def test_the_curves_of_a_killed_worker_are_true_at_once() -> None:
         ]
         assert await tab.value("latest('odd').textContent") == "NaN since step 50"
         assert await tab.value("latest('odd').className") == "value bad"
-        assert await tab.value("document.querySelector('#facts div').textContent") == "Not finiteoddNaN since step 50"
+        assert await tab.value("document.querySelector('#facts div').textContent") == "Not finiteoddNaN in step 50"
         over = "document.querySelector('figure .u-over').getBoundingClientRect()"
         x, y = await tab.value(f"[{over}.left + plotOf('loss').valToPos(111, 'x'), {over}.top + 20]")
         await tab.say("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         await tab.until("!shown.curves.tip.hidden")
         told = await tab.value("shown.curves.tip.textContent")
-        assert "3 → 2 workers: worker-2 lost: killed. pause 4.25 s, 1 step repeated." in told
+        assert "3 workers → 2 workers at step 111 (worker-2 lost: killed): pause 4.25 s, 1 step repeated" in told
         assert "Nobody completed a step for 4 s." in told
         await tab.value("shown.curves.under = null; showCurves(shown.now, shown.job, shown.log, shown.series)")
         assert await tab.value("shown.curves.tip.textContent") == told, "it stays when news come"
