@@ -272,7 +272,7 @@ class Curves {
     root.append(tools, this.said, this.legend, this.grid, make("details", {}, make("summary", {}, "The same as a table"), wide));
     document.addEventListener("dragover", (event) => event.preventDefault());
     document.addEventListener("drop", (event) => { event.preventDefault(); this.lay(event.dataTransfer.files[0]); });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { palette.clear(); this.draw(); });
   }
 
   // Draw what is told: figures, changes, what is not finite, and of a job that runs where it is now.

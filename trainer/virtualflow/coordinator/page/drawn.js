@@ -131,4 +131,9 @@ function since(seconds) {
 
 const lasting = (seconds) => (seconds < 120 ? `${Math.round(seconds)} s` : since(seconds));
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const palette = new Map(); // as long as the page is as light or dark as it is
+
+function colour(name) {
+  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return palette.get(name);
+}
