@@ -118,11 +118,11 @@ async def coordinators(names: dict[str, str]) -> AsyncIterator[None]:
         await runner.cleanup()
 
 
-async def following(api: KubeApi, resource: Resource) -> AsyncIterator[Object]:
+async def following(api: KubeApi, resource: Resource, namespace: str = NAMESPACE) -> AsyncIterator[Object]:
     """Yield all objects there are, and each one that has changed; a watch may end at any time."""
     while True:
         with suppress(ApiError):  # it begins anew
-            async with aclosing(api.watch(resource, NAMESPACE, "", "", 300.0)) as events:
+            async with aclosing(api.watch(resource, namespace, "", "", 300.0)) as events:
                 async for _, body in events:
                     yield body
         await asyncio.sleep(0.1)

@@ -20,6 +20,7 @@ FINISHED = "Finished"
 WAITING = "WaitingForWorkers"
 COORDINATOR_UNREACHABLE = "CoordinatorUnreachable"
 COORDINATOR_MISBEHAVES = "CoordinatorMisbehaves"
+TOO_BUSY = "TooBusy"
 TOKEN_REFUSED = "TokenRefused"
 PROTOCOL_MISMATCH = "ProtocolMismatch"
 # Degraded

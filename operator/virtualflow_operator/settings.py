@@ -235,6 +235,29 @@ class ApiSettings:
 
 
 @dataclass(frozen=True)
+class StatusSettings:
+    """How much is taken in of what coordinators say, which may be anything."""
+
+    least: int = 16 << 10
+    """Bytes that each message and call counts at least: it costs time."""
+    usual: int = 64 << 10
+    """The largest status that any coordinator may send; what is beyond counts as held while it may send larger ones."""
+    held: int = 48 << 20
+    """Bytes that are held for all coordinators together. Where that is too little, the namespace that holds most has
+    its coordinators left alone, those with most first."""
+    rate: float = float(4 << 20)
+    """Bytes a second that are read of all coordinators together, and said to them; namespaces share them evenly."""
+    job_rate: float = float(1 << 20)
+    """Bytes a second that are read of one coordinator."""
+    flood: float = 10.0
+    """A coordinator that sends more than that for so many seconds is left alone; no real one does."""
+    news_burst: int = 20
+    """Times that news of a coordinator has its job reconciled at once;"""
+    news_refill: float = 2.0
+    """further ones in a second."""
+
+
+@dataclass(frozen=True)
 class OperatorSettings:
     """What the operator was told at start."""
 
@@ -283,10 +306,10 @@ class OperatorSettings:
             retry_most=2.0,
             patience=2.0,
             max_answer=1 << 20,  # a brief status of 4,096 workers fits
-            stream_rate=float(1 << 20),
         )
     )
     """Of calls to coordinators; what one would have said is said again by the next reconciliation."""
+    statuses: StatusSettings = field(default_factory=StatusSettings)
 
     relist: float = 300.0
     """Every job is looked at this often even when nothing happens (``--resync-seconds``)."""

@@ -22,6 +22,7 @@ from typing import Any
 from scenes import NOW, SETTINGS, Spec, Stage, edit, training
 
 import virtualflow_operator
+from virtualflow_operator.controllers.budgets import Bucket
 from virtualflow_operator.controllers.coordinator_links import _Line
 from virtualflow_operator.controllers.manager import Manager
 from virtualflow_operator.jobs import manifests
@@ -136,7 +137,10 @@ async def trace_scale() -> tuple[Trace, list[str]]:
     manager.store._pods_of[KEY] = {pod.name: pod for pod in before.pods}
     assert before.link is not None
     coordinator: Any = _Coordinator()
-    manager.links._lines[KEY] = _Line(before.link, before.pods[0].ip, coordinator)
+    bucket = Bucket(100.0, 100.0)
+    manager.links._lines[KEY] = _Line(
+        before.link, before.pods[0].ip, lambda: coordinator, coordinator, 1 << 16, bucket, bucket
+    )
     done = asyncio.Event()
 
     async def process(key: tuple[str, str]) -> float | None:

@@ -197,6 +197,8 @@ class CoordinatorLink:
     """Whether that is because of their versions, not of the token."""
     misbehaves: str = ""
     """What it did that no coordinator does, if so: it is left alone for a while."""
+    busy: str = ""
+    """Why it is left alone for a while though it did nothing wrong, if so."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Each follows the coordinator's status (what is news at once, mere progress now a
 go the other way. All of it may fail at any time: training goes on, and the next reconciliation says what is still true.
 
 Who answers may be anything that a job's user has put there. It costs its own job only: few connections, bounded
-answers, a bounded stream, and silence for longer and longer when it does not behave like a coordinator.
+answers, a bounded stream, and silence for longer and longer when it does not behave like a coordinator. Many that each
+stay within these bounds cost their own namespace only.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
-from virtualflow.protocol.http_api import Call, StopCall
+import msgspec
+
+from virtualflow.protocol.http_api import Call, Status, StopCall
 from virtualflow.protocol.http_client import (
     CallRefused,
     CoordinatorClient,
     CoordinatorMisbehaves,
     CoordinatorUnreachable,
     ProtocolMismatch,
+    StatusTooLarge,
 )
 from virtualflow_operator.api import CoordinatorLink, Pod
 from virtualflow_operator.constants import COORDINATOR_PORT
+from virtualflow_operator.controllers.budgets import Bucket, Holdings, Turns
 from virtualflow_operator.jobs import derive_token
 from virtualflow_operator.k8s import Key
 from virtualflow_operator.observability import Metrics
@@ -44,14 +50,38 @@ MAX_REASON = 400
 """Characters of what is said of a coordinator that misbehaves."""
 
 
+_BUFFERED = 448 << 10
+"""Bytes of a stream that lie in buffers while it has to wait,"""
+_AT_ONCE = 3
+"""and statuses: the one that is read next, the one after it, and one that is coming in."""
+_KEPT_LOST = 64
+_KEPT_CHANGES = 20
+_KEPT_RUNS = 10
+"""What a real coordinator's brief status has at most."""
+_STRANGERS = 64
+"""Workers that a status may list beyond twice as many as the job has ever had pods."""
+
+
 @dataclass
 class _Line:
     """One connection."""
 
     link: CoordinatorLink
     address: str
+    connect: Callable[[], CoordinatorClient]
     client: CoordinatorClient
+    most: int
+    """Bytes of the largest status that it may send just now."""
+    news: Bucket
+    """Times that news may have the job reconciled."""
+    bytes: Bucket
+    """That may be read of it."""
     task: asyncio.Task[None] | None = None
+    pods: int = 0
+    """The most worker pods that the job was seen to have."""
+    kept: int = 0
+    """Size of the status that is kept."""
+    flooding_since: float | None = None
     misbehaved: int = 0
     """How often in a row."""
     quiet_until: float = -math.inf
@@ -63,13 +93,19 @@ class CoordinatorLinks:
 
     Args:
         key: the operator's, from which the jobs' tokens are derived.
-        wake: called with the job when there is news.
+        wake: called with the job when there is news, and with the seconds that may pass before it is looked at.
         settings: the operator's.
         metrics: counts the calls.
     """
 
-    def __init__(self, key: bytes, wake: Callable[[Key], None], settings: OperatorSettings, metrics: Metrics) -> None:
-        self._key, self._wake, self._settings, self._metrics = key, wake, settings, metrics
+    def __init__(
+        self, key: bytes, wake: Callable[[Key, float], None], settings: OperatorSettings, metrics: Metrics
+    ) -> None:
+        self._key, self._settings, self._metrics = key, settings, metrics
+        self._wake_later = wake
+        self._limits = settings.statuses
+        self._holdings = Holdings(self._limits.held)
+        self._turns = Turns(self._limits.rate, self._limits.rate)
         self._lines: dict[Key, _Line] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -78,9 +114,18 @@ class CoordinatorLinks:
         line = self._lines.get(key)
         return line.link if line is not None else None
 
-    def follow(self, key: Key, uid: str, coordinator: Pod | None) -> None:
-        """See to it that the job's connection leads to that coordinator's pod; ``None``: to none."""
+    def follow(self, key: Key, uid: str, coordinator: Pod | None, workers: int) -> None:
+        """See to it that the job's connection leads to that coordinator's pod; ``None``: to none.
+
+        Args:
+            key: the job.
+            uid: the job's.
+            coordinator: its pod.
+            workers: how many worker pods the job has.
+        """
         line = self._lines.get(key)
+        if line is not None:
+            line.pods = max(line.pods, workers)
         usable = coordinator if coordinator is not None and coordinator.ip and coordinator.phase == "Running" else None
         if line is not None and usable is not None and (line.link.pod, line.address) == (usable.uid, usable.ip):
             return
@@ -91,18 +136,35 @@ class CoordinatorLinks:
             return
         host = f"[{usable.ip}]" if ":" in usable.ip else usable.ip
         url, token = f"http://{host}:{COORDINATOR_PORT}", derive_token(self._key, uid)
-        client = CoordinatorClient(url, token, self._settings.signals)
-        line = _Line(CoordinatorLink(usable.uid, False, time.time()), usable.ip, client)
+        limits, connect = self._limits, partial(CoordinatorClient, url, token, self._settings.signals)
+        line = _Line(
+            CoordinatorLink(usable.uid, False, time.time()),
+            usable.ip,
+            connect,
+            connect(),
+            limits.usual,
+            Bucket(limits.news_burst, limits.news_refill),
+            Bucket(limits.job_rate, limits.job_rate),
+            pods=workers,
+        )
         self._lines[key] = line
+        self._listen_from_now_on(key, line, 0.0)
+
+    def _listen_from_now_on(self, key: Key, line: _Line, pause: float) -> None:
         # Without this job's log context: what it wakes may be logged, and begun, on behalf of others.
         line.task = asyncio.create_task(
-            self._listen(key, line), name=f"coordinator of {key[0]}/{key[1]}", context=contextvars.Context()
+            self._listen(key, line, pause), name=f"coordinator of {key[0]}/{key[1]}", context=contextvars.Context()
         )
 
     def drop(self, key: Key) -> None:
         """Close the job's connection, if there is one."""
         line = self._lines.pop(key, None)
-        if line is not None and line.task is not None:
+        if line is not None:
+            self._holdings.hold(key, 0)
+            self._end(line)
+
+    def _end(self, line: _Line) -> None:
+        if line.task is not None:
             line.task.cancel()
             self._closing.add(line.task)
             line.task.add_done_callback(self._closing.discard)
@@ -120,6 +182,7 @@ class CoordinatorLinks:
         name = type(call).__name__.removesuffix("Call").lower()
         if line is None or asyncio.get_running_loop().time() < line.quiet_until:
             return "unreachable"
+        await self._turns.take(key, self._limits.least)
         try:
             async with asyncio.timeout(self._settings.signals.patience):
                 await line.client.send(call)
@@ -146,8 +209,8 @@ class CoordinatorLinks:
             return False
         return link.status.phase == "stopped" or await self.send(key, StopCall(reason)) == "ok"
 
-    async def _listen(self, key: Key, line: _Line) -> None:
-        """Follow the coordinator's status for as long as the connection is wanted."""
+    async def _listen(self, key: Key, line: _Line, pause: float) -> None:
+        """Follow the coordinator's status for as long as the connection is wanted, after a pause."""
 
         def note(connected: bool) -> None:
             # An open stream counts once it has said something: until then the status is a former process's.
@@ -155,25 +218,37 @@ class CoordinatorLinks:
                 line.link = replace(line.link, connected=False, since=time.time())
                 self._wake(key)
 
+        async def admit(size: int) -> None:
+            await self._admit(key, line, size)
+
+        def keep(status: Status) -> Status:
+            if len(status.workers) > 2 * line.pods + _STRANGERS:
+                what = f"it lists {len(status.workers)} workers of a job that has had {line.pods} worker pods at most"
+                raise CoordinatorMisbehaves(200, what)
+            return kept(status)
+
+        await asyncio.sleep(pause)
         async with line.client:
             while True:
+                pause = self._settings.refused_retry
+                await self._turns.take(key, self._limits.usual)  # buffers fill before anything is admitted
                 try:
-                    watch = line.client.watch(self._settings.progress_interval, brief=True, on_link=note)
+                    watch = line.client.watch(
+                        self._settings.progress_interval,
+                        brief=True,
+                        on_link=note,
+                        most=line.most,
+                        admit=admit,
+                        keep=keep,
+                    )
                     async for status in watch:
-                        since = line.link.since if line.link.connected else time.time()
-                        line.link = replace(
-                            line.link,
-                            connected=True,
-                            since=since,
-                            status=status,
-                            refused="",
-                            incompatible=False,
-                            misbehaves="",
-                        )
-                        self._wake(key)
+                        self._take(key, line, status)
                 except CoordinatorMisbehaves as error:
-                    await asyncio.sleep(self._leave_alone(key, line, error))
-                    continue
+                    if isinstance(error, StatusTooLarge) and line.most < self._settings.signals.max_answer:
+                        line.most = min(2 * line.most, self._settings.signals.max_answer)
+                        self._hold(key, line)
+                        continue
+                    pause = self._leave_alone(key, line, error)
                 except CallRefused as error:
                     line.link = replace(
                         line.link,
@@ -184,15 +259,88 @@ class CoordinatorLinks:
                     )
                     logger.warning("the coordinator of %s/%s refuses this operator: %s", *key, error)
                     self._wake(key)
-                await asyncio.sleep(self._settings.refused_retry)
+                await asyncio.sleep(pause)  # not above, where the error would keep alive all that has led to it
+
+    def _take(self, key: Key, line: _Line, status: Status) -> None:
+        """Note what a coordinator says."""
+        since = line.link.since if line.link.connected else time.time()
+        line.link = CoordinatorLink(line.link.pod, True, since, status)
+        now = asyncio.get_running_loop().time()
+        wait = line.news.wait(now)
+        if not wait:
+            line.news.spend(now)
+        self._wake_later(key, wait)
+
+    def _wake(self, key: Key) -> None:
+        self._wake_later(key, 0.0)
+
+    # --- what others are spared --------------------------------------------------------------------------------------
+
+    async def _admit(self, key: Key, line: _Line, size: int) -> None:
+        """Wait until a status of that size may be read."""
+        limits, now = self._limits, asyncio.get_running_loop().time()
+        counted = max(size, limits.least)
+        debt = line.bytes.spend(now, counted)
+        if not debt:
+            line.flooding_since = None
+        elif line.flooding_since is None:
+            line.flooding_since = now
+        elif now - line.flooding_since > limits.flood:
+            raise CoordinatorMisbehaves(200, f"it sends more than {limits.job_rate / 2**20:g} MiB/s without a pause")
+        line.kept = size
+        # What one has sent just now may lie in buffers: it counts until it has sent less.
+        buffered = int(min(line.bytes.spent(now), _AT_ONCE * size + _BUFFERED))
+        self._hold(key, line, buffered)
+        await asyncio.sleep(debt)
+        await self._turns.take(key, counted)
+
+    def _hold(self, key: Key, line: _Line, buffered: int = 0) -> None:
+        """Note what is held for a connection; where all hold too much, leave others alone, or it."""
+        beyond = _AT_ONCE * (line.most - self._limits.usual)
+        for loser in self._holdings.hold(key, line.kept + max(beyond, buffered)):
+            self._shed(loser, self._lines[loser])
+
+    def _release(self, key: Key, line: _Line) -> None:
+        """Hold nothing for a connection that is left alone."""
+        line.most, line.kept, line.flooding_since = self._limits.usual, 0, None
+        self._holdings.hold(key, 0)
+
+    def _shed(self, key: Key, line: _Line) -> None:
+        """Leave a coordinator alone that has most of what there is too little of."""
+        pause = self._settings.refused_retry
+        line.most, line.kept, line.flooding_since = self._limits.usual, 0, None
+        line.quiet_until = asyncio.get_running_loop().time() + pause
+        busy = f"all coordinators say too much, and those of the namespace {key[0]} say most"
+        line.link = CoordinatorLink(line.link.pod, False, time.time(), busy=busy)
+        self._metrics.shed.labels(key[0]).inc()
+        self._end(line)
+        line.client = line.connect()
+        self._listen_from_now_on(key, line, pause)
+        self._wake(key)
 
     def _leave_alone(self, key: Key, line: _Line, error: CoordinatorMisbehaves) -> float:
         """Note that what answers is no coordinator; for how many seconds it is not asked again."""
         pause = min(self._settings.refused_retry * 2.0 ** min(line.misbehaved, 16), _MISBEHAVED_MOST)
         line.misbehaved += 1
         line.quiet_until = asyncio.get_running_loop().time() + pause
+        self._release(key, line)
         line.link = replace(line.link, connected=False, since=time.time(), misbehaves=str(error)[:MAX_REASON])
         self._metrics.misbehaved.inc()
         logger.warning("%s/%s: %s; left alone for %g s", *key, line.link.misbehaves, pause)
         self._wake(key)
         return pause
+
+
+def kept(status: Status) -> Status:
+    """What the operator needs of a status: whoever made it may have filled all else."""
+    wanted = {"loss", status.non_finite.metric if status.non_finite is not None else ""}
+    return msgspec.structs.replace(
+        status,
+        lost=status.lost[-_KEPT_LOST:],
+        proposed_workers=(),
+        reason="",
+        metrics={name: value for name, value in status.metrics.items() if name in wanted},
+        changes=status.changes[-_KEPT_CHANGES:],
+        events=(),
+        runs=tuple(msgspec.structs.replace(run, metrics={}) for run in status.runs[-_KEPT_RUNS:]),
+    )

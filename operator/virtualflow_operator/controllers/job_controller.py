@@ -7,6 +7,7 @@ begins from what is true then.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from virtualflow_operator.api import (
     Job,
     JobSpec,
     JobStatus,
+    Object,
     Pod,
     merge_patch,
     parse_time,
@@ -25,6 +27,7 @@ from virtualflow_operator.api import (
 )
 from virtualflow_operator.constants import COORDINATOR, MANAGER, WORKER
 from virtualflow_operator.controllers.admissions import Admissions
+from virtualflow_operator.controllers.budgets import Bucket
 from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
 from virtualflow_operator.controllers.provisioner import CreationRefusal, Provisioner, ignoring
 from virtualflow_operator.controllers.workqueue import RetryLater
@@ -43,6 +46,7 @@ from virtualflow_operator.jobs import (
     Scene,
     TemplateVerdict,
     event_messages,
+    is_progress,
     manifests,
     phases,
     reconcile,
@@ -68,6 +72,8 @@ _SETTLE = 0.05
 """The time between two reconciliations of a job that follow from one another."""
 _CALL_RETRY = 1.0
 """A coordinator is told after this long what it could not be told."""
+_WRITES_AT_ONCE = 10
+"""A job's status is written once a second at most after so many times in a row, as they follow from a beginning."""
 _ORPHAN_GRACE = 2.0
 """How long a pod may be without its job before it is taken for an orphan: caches may lag."""
 ORPHAN = "orphan"
@@ -94,6 +100,10 @@ class _Memory:
     """Since when (monotonic) a loss is known that nobody has recovered from."""
     worker_seconds: WorkerSeconds | None = None
     """The latest that a coordinator has told."""
+    writes: Bucket = field(default_factory=lambda: Bucket(_WRITES_AT_ONCE, 1.0))
+    """Times that the status may be written."""
+    written_at: float = -math.inf
+    """When it was (monotonic)."""
 
     @property
     def trouble(self) -> str:
@@ -161,7 +171,8 @@ class JobController:
                 if not await self._cleanup.dismiss(key, own):
                     self._links.drop(key)
                     if not own and finalizers - {FOREGROUND}:
-                        await self._write_status(key, job, JobPlan(phases.deleted(job, time.time())))
+                        old, new = body.get("status") or {}, write_status(phases.deleted(job, time.time()))
+                        await self._write_status(key, job, merge_patch(old, new), _Memory(job.uid))
                 return None
             return await self._reconcile(key, job, touched)
 
@@ -200,10 +211,17 @@ class JobController:
             again = acted if acted is not None else again
         except ApiError as error:
             failure = error  # what is known is written down all the same
-        written = await self._write_status(key, job, plan)
+        patch = merge_patch(job.raw.get("status") or {}, write_status(plan.status))
+        postponed = self._postponed(job, patch, memory)
+        if postponed > 0:
+            # What is to follow upon the status has to wait with it.
+            written, plan = False, replace(plan, events=plan.action_events, changes=())
+            retold = None
+        else:
+            written = await self._write_status(key, job, patch, memory)
+            retold = await self._tell(key, plan.written_calls, plan, memory, touched)
         if written:
             self._admissions.note_status(job, plan.status)
-        retold = await self._tell(key, plan.written_calls, plan, memory, touched)
         for event in plan.events:
             await self._record(job, event)
         self._measure(key, scene, plan, memory)
@@ -213,6 +231,8 @@ class JobController:
             return again if again is not None else retold
         retries = [refusal.retry_at for refusal in memory.refusals.values() if refusal.reason]
         wakes = [wake for wake in (plan.wake_at, *retries) if wake is not None]
+        if postponed > 0:
+            wakes.append(now + postponed)
         if written:
             # Some of what is decided waits until it is written down; mostly there is nothing more to do.
             wakes.append(now + _SETTLE)
@@ -229,7 +249,8 @@ class JobController:
             known = self._links.view(key)
             if coordinator is None and known is not None and any(p.uid == known.pod for p in pods):
                 return  # it is ending, and may still say how the training did
-            self._links.follow(key, job.uid, coordinator)
+            workers = sum(pod.role == WORKER for pod in pods)
+            self._links.follow(key, job.uid, coordinator, workers)
         else:
             self._links.drop(key)
 
@@ -349,12 +370,20 @@ class JobController:
             self._store.remove_pod(namespace, action.name, action.uid)
         self._metrics.pods_deleted.labels(action.cause).inc()
 
-    async def _write_status(self, key: Key, job: Job, plan: JobPlan) -> bool:
-        """Write the status if it differs, on top of the version that the decision was made from; whether it did."""
-        old = job.raw.get("status") or {}
-        patch = merge_patch(old, write_status(plan.status))
+    def _postponed(self, job: Job, patch: Object, memory: _Memory) -> float:
+        """For how many seconds the status is not to be written yet: a coordinator may say something else each time."""
+        now = time.monotonic()
+        rest = memory.writes.wait(now)
+        if patch and is_progress(job.raw.get("status") or {}, patch):
+            return max(rest, memory.written_at + self._settings.progress_interval - now)
+        return rest if patch else 0.0
+
+    async def _write_status(self, key: Key, job: Job, patch: Object, memory: _Memory) -> bool:
+        """Write what differs of the status on top of the version that the decision was made from; whether any does."""
         if not patch:
             return False
+        memory.written_at = time.monotonic()
+        memory.writes.spend(memory.written_at)
         version = job.raw["metadata"].get("resourceVersion")
         body = {"metadata": {"resourceVersion": version}, "status": patch}
         try:

@@ -19,6 +19,7 @@ from virtualflow_operator.jobs.manifests import derive_token, fingerprint
 from virtualflow_operator.jobs.pod_classification import find_worker
 from virtualflow_operator.jobs.reconcile import reconcile
 from virtualflow_operator.jobs.scene import PodEvent, Scene, TemplateVerdict
+from virtualflow_operator.jobs.status_pace import is_progress
 
 __all__ = [
     "AT_ONCE",
@@ -39,5 +40,6 @@ __all__ = [
     "derive_token",
     "find_worker",
     "fingerprint",
+    "is_progress",
     "reconcile",
 ]

@@ -112,6 +112,8 @@ class JobPlan:
     actions: tuple[Action, ...] = ()
     events: tuple[EventMessage, ...] = ()
     """Emitted once the status has been written."""
+    action_events: tuple[EventMessage, ...] = ()
+    """Those among them that do not tell of the status."""
     changes: tuple[Change, ...] = ()
     """Membership changes that this status counts and the former did not."""
     wake_at: float | None = None

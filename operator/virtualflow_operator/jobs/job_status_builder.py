@@ -213,6 +213,9 @@ def _ready(link: CoordinatorLink | None, begun: bool, ready: int, minimum: int, 
             "suspend the job and resume it."
         )
         return ("Ready", "Unknown", reasons.COORDINATOR_MISBEHAVES, message)
+    if link is not None and link.busy and not link.connected:
+        message = f"The operator leaves the coordinator alone for a while ({link.busy}); workers that train go on."
+        return ("Ready", "Unknown", reasons.TOO_BUSY, message)
     if begun and (link is None or not link.connected):
         message = "The operator does not reach the coordinator; workers that train go on."
         return ("Ready", "Unknown", reasons.COORDINATOR_UNREACHABLE, message)

@@ -58,6 +58,7 @@ def _plan(facts: JobFacts, draft: Draft, status: JobStatus) -> JobPlan:
         recoveries=frozenset(draft.recoveries),
         actions=tuple(draft.actions),
         events=(*draft.events, *messages_of_change(old, status, changes)),
+        action_events=tuple(draft.events),
         changes=tuple(changes),
         wake_at=min((wake for wake in draft.wakes if wake > facts.now), default=None),
         workers_wanted=0 if status.finished else facts.spec.desired,

@@ -31,6 +31,10 @@ BURST = 25
 """Events that one job may have at once."""
 REFILL = 30.0
 """After a burst, one job gets one event in this time."""
+NAMESPACE_BURST = 2_000
+"""Events that the jobs of one namespace may have at once."""
+NAMESPACE_REFILL = 0.1
+"""After a burst, they get one event in this time."""
 MESSAGE_BYTES = 1_024
 """What the API server takes in a message; a longer one is cut."""
 EventType = Literal["Normal", "Warning"]
@@ -55,11 +59,19 @@ class EventApi(Protocol):
 
 @dataclass
 class _Bucket:
-    """The events that one job may still have."""
+    """The events that one job, or namespace, may still have."""
 
+    most: float
+    refill: float
     tokens: float
     filled: float
     dropped: int = 0
+
+    def fill(self, now: float) -> bool:
+        """Count what has come back by now; whether there is a token."""
+        self.tokens = min(self.most, self.tokens + (now - self.filled) / self.refill)
+        self.filled = now
+        return self.tokens >= 1
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ class EventRecorder:
         """
         metadata = job["metadata"]
         uid = str(metadata.get("uid") or "")
-        if not self._admit(uid, metadata["name"], reason, message):
+        if not self._admit(uid, metadata, reason, message):
             return
         name = event_name(metadata["name"], uid, reason, message)
         try:
@@ -166,16 +178,13 @@ class EventRecorder:
             "reportingInstance": self._instance,
         }
 
-    def _admit(self, uid: str, name: str, reason: str, message: str) -> bool:
-        """Take a token of the job's bucket; without one the event goes to the log only."""
+    def _admit(self, uid: str, metadata: dict[str, Any], reason: str, message: str) -> bool:
+        """Take a token of the job's bucket, and of its namespace's; without both the event goes to the log only."""
+        name = metadata["name"]
+        bucket = self._bucket(uid, BURST, REFILL)
+        shared = self._bucket(f"namespace {metadata['namespace']}", NAMESPACE_BURST, NAMESPACE_REFILL)
         now = self._clock()
-        bucket = self._buckets.get(uid)
-        if bucket is None:
-            bucket = _Bucket(float(BURST), now)
-        bucket.tokens = min(BURST, bucket.tokens + (now - bucket.filled) / REFILL)
-        bucket.filled = now
-        self._buckets.put(uid, bucket)
-        if bucket.tokens < 1:
+        if not (bucket.fill(now) and shared.fill(now)):
             bucket.dropped += 1
             level = logging.WARNING if bucket.dropped == 1 else logging.DEBUG
             logger.log(level, "too many events on %s; this one is only logged: %s: %s", name, reason, message)
@@ -184,7 +193,13 @@ class EventRecorder:
             logger.info("%d events on %s were only logged", bucket.dropped, name)
             bucket.dropped = 0
         bucket.tokens -= 1
+        shared.tokens -= 1
         return True
+
+    def _bucket(self, whose: str, burst: float, refill: float) -> _Bucket:
+        bucket = self._buckets.get(whose) or _Bucket(burst, refill, burst, self._clock())
+        self._buckets.put(whose, bucket)
+        return bucket
 
     def _now(self) -> str:
         return self._wall().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

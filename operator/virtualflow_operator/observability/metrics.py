@@ -145,6 +145,11 @@ class Metrics:
             "virtualflow_coordinator_misbehaviors_total",
             "Times that what answered in a coordinator's place was left alone: a redirect, too much, or no status.",
         )
+        self.shed = counter(
+            "virtualflow_coordinators_shed_total",
+            "Times that a coordinator was left alone because those of its namespace sent most and all sent too much.",
+            "job_namespace",
+        )
         self.pods_created = counter("virtualflow_pods_created_total", "Pods that were created.", "role")
         self.pods_deleted = counter("virtualflow_pods_deleted_total", "Pods that were deleted.", "reason")
         self.leader = Gauge("virtualflow_leader", "1: this replica leads; 0: it stands by.", registry=registry)

@@ -40,6 +40,7 @@ def exposition(paid: float = 8.0) -> str:
     metrics.api_request("GET", "pods", 200, 0.1)
     metrics.objects_cut.labels("VirtualFlowJob").inc()
     metrics.coordinator_call("status", "ok")
+    metrics.shed.labels("default").inc()
     metrics.pods_created.labels("worker").inc()
     metrics.pods_deleted.labels("drained").inc()
     metrics.jobs["default", "digits"] = JobSample(

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -17,15 +18,16 @@ from scenes import SETTINGS as OPERATOR
 from scenes import body, coordinator
 
 from statuses import coordinator_status
-from virtualflow.protocol.http_api import ScaleCall
-from virtualflow.protocol.messages import encode
+from virtualflow.protocol.http_api import ScaleCall, WorkerStatus
+from virtualflow.protocol.messages import Change, Generation, encode
 from virtualflow_operator.api.objects import CoordinatorLink, read_job
 from virtualflow_operator.constants import COORDINATOR_PORT
-from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks
+from virtualflow_operator.controllers.coordinator_links import CoordinatorLinks, kept
 from virtualflow_operator.observability import Metrics
 from virtualflow_operator.settings import OperatorSettings
 
 KEY = b"k" * 32
+STATUSES = OPERATOR.statuses
 CALL = ScaleCall(3, 1)
 TOO_MUCH = 256 << 20
 """Bytes after which an endless answer ends all the same."""
@@ -57,14 +59,15 @@ class Operator:
     def __init__(self, settings: OperatorSettings) -> None:
         self.metrics = Metrics()
         self.woken: list[tuple[str, str]] = []
-        self.links = CoordinatorLinks(KEY, self.woken.append, settings, self.metrics)
+        self.links = CoordinatorLinks(KEY, lambda key, _: self.woken.append(key), settings, self.metrics)
 
-    def follow(self, name: str, address: str) -> None:
+    def follow(self, name: str, address: str, namespace: str = "ml", workers: int = 2) -> None:
         job = read_job(body())
-        self.links.follow(("ml", name), job.uid, dataclasses.replace(coordinator(job), uid=name, ip=address))
+        pod = dataclasses.replace(coordinator(job), uid=name, ip=address)
+        self.links.follow((namespace, name), job.uid, pod, workers)
 
-    def link(self, name: str) -> CoordinatorLink:
-        found = self.links.view(("ml", name))
+    def link(self, name: str, namespace: str = "ml") -> CoordinatorLink:
+        found = self.links.view((namespace, name))
         assert found is not None
         return found
 
@@ -223,7 +226,8 @@ def test_a_coordinator_that_sends_what_is_no_status_is_left_alone_and_said_so(co
             operator.follow("others", good)
             await until(lambda: operator.link("others").connected)
             assert await operator.links.send(("ml", "others"), CALL) == "ok"
-            assert opened == 1
+            # A larger one than usual is asked for again, once for each time that the limit is doubled.
+            assert opened == 1 + max(0, math.ceil(math.log2(len(content) / STATUSES.usual)))
 
     asyncio.run(story())
 
@@ -291,3 +295,71 @@ def test_a_stream_that_closes_after_each_status_is_not_opened_again_at_once() ->
 
     asyncio.run(story())
     assert opened[4] - opened[0] >= 0.1 + 0.2 + 0.4 + 0.8
+
+
+def talking(content: bytes) -> Handler:
+    """A coordinator that says the same as fast as it is heard."""
+
+    async def talk(request: web.Request) -> web.StreamResponse:
+        stream = web.WebSocketResponse(compress=False)
+        await stream.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await stream.send_bytes(content)
+        return stream
+
+    return talk
+
+
+def test_of_a_status_only_what_is_used_is_kept() -> None:
+    change = Change(Generation(1, 1), 1, 1, 2, "join", "", 1.0, 0)
+    metrics = {"loss": 0.5} | {str(number): 1.0 for number in range(1_000)}
+    whole = coordinator_status(changes=(change,) * 1_000, metrics=metrics, reason="x" * 4_000)
+    brief = kept(whole)
+    assert (len(brief.changes), brief.metrics, brief.reason) == (20, {"loss": 0.5}, "")
+
+
+def test_more_workers_than_a_job_can_have_are_no_status() -> None:
+    workers = [WorkerStatus(f"x{number}", "i", "1.1.1.1", 1, "training", 0, 1) for number in range(69)]
+
+    async def story() -> None:
+        many = talking(encode(coordinator_status("training", *workers)))
+        async with operating() as operator, answering(many) as address:
+            operator.follow("digits", address, workers=2)
+            await until(lambda: bool(operator.link("digits").misbehaves))
+            assert "69 workers of a job that has had 2" in operator.link("digits").misbehaves
+            operator.follow("others", address, workers=3)
+            await until(lambda: operator.link("others").connected)
+
+    asyncio.run(story())
+
+
+def test_where_all_say_too_much_the_namespace_that_says_most_is_left_alone() -> None:
+    little = dataclasses.replace(OPERATOR, statuses=dataclasses.replace(STATUSES, held=1 << 20))
+    large = encode(coordinator_status()).ljust(60_000)
+
+    async def story() -> None:
+        async with operating(little) as operator, answering(talking(large)) as bad, answering(behaving) as good:
+            for number in range(4):
+                operator.follow(f"hostile-{number}", bad, namespace="hostile")
+            await until(lambda: operator.count("virtualflow_coordinators_shed_total", job_namespace="hostile") >= 1)
+            operator.follow("digits", good)
+            await until(lambda: operator.link("digits").connected)
+            assert await operator.links.send(("ml", "digits"), CALL) == "ok"
+            left_alone = [operator.link(f"hostile-{number}", "hostile").busy for number in range(4)]
+            assert any("those of the namespace hostile say most" in busy for busy in left_alone)
+            assert not operator.link("digits").busy
+
+    asyncio.run(story())
+
+
+def test_a_coordinator_that_sends_without_a_pause_is_left_alone() -> None:
+    hasty = dataclasses.replace(OPERATOR, statuses=dataclasses.replace(STATUSES, flood=0.1))
+
+    async def story() -> None:
+        async with operating(hasty) as operator, answering(talking(encode(coordinator_status()))) as address:
+            operator.follow("digits", address)
+            await until(lambda: bool(operator.link("digits").misbehaves))
+            assert "without a pause" in operator.link("digits").misbehaves
+
+    asyncio.run(story())

@@ -357,6 +357,17 @@ def test_a_coordinator_that_misbehaves_is_said_so() -> None:
     assert "elsewhere" in message_of(plan, "Ready")
 
 
+def test_a_coordinator_that_is_left_alone_for_its_neighbours_is_said_so_and_stays() -> None:
+    stage = training()
+    assert stage.link is not None
+    busy = "those of the namespace ml say most"
+    stage.link = dataclasses.replace(stage.link, connected=False, since=NOW - 3_600, status=None, busy=busy)
+    plan = stage.decide(NOW)
+    assert plan.actions == ()
+    assert reason_of(plan, "Ready") == ("Unknown", reasons.TOO_BUSY)
+    assert busy in message_of(plan, "Ready")
+
+
 def test_a_message_is_never_longer_than_people_read() -> None:
     stage = training(backoffLimit=0)
     stage.link = link(remote("failed", error="E" * 9_000))

@@ -118,7 +118,7 @@ class CoordinatorServer:
         self._lines: dict[str, WorkerLine] = {}
         self._writers: set[asyncio.Task[None]] = set()
         self.state.copy_limit = copy_limit(settings.memory_copy)
-        self._watchers = Watchers(self.state, settings.watch_interval, settings.paid_interval)
+        self._watchers = Watchers(self.state, settings.watch_interval, settings.watch_rate, settings.paid_interval)
         self._page = _page_of(self.state, settings.live_page)
         self.state.record_interval = settings.live_page.record_interval
         self._records = JobRecords(self.state)

@@ -33,10 +33,8 @@ MAX_EVENTS = 200
 
 BRIEF_CHANGES = 20
 
-BRIEF_EVENTS = 50
-
 BRIEF_RUNS = 10
-"""Latest membership changes, events and ended runs in a brief status."""
+"""Latest membership changes and ended runs in a brief status."""
 
 SERIES_POINTS = 400
 
@@ -183,7 +181,9 @@ class CoordinatorSettings:
     """Begin nothing without the word of whoever runs the workers that nobody trains already
     (``VIRTUALFLOW_CONFIRMED_START``)."""
     watch_interval: float = 0.05
-    """A watcher of the status gets at most one message in this time."""
+    """A watcher of the status gets at most one message in this time,"""
+    watch_rate: float = float(1 << 19)
+    """and of a brief status at most so many bytes a second: the operator watches many jobs."""
     paid_interval: float = 15.0
     """While nothing else happens, watchers hear this often how long workers have been there."""
     first_message: float = 10.0

@@ -21,12 +21,13 @@ class Watchers:
     Args:
         job: what is told of.
         interval: a watcher gets at most one message in so many seconds.
+        rate: and of a brief status at most so many bytes a second.
         paid_interval: and one in so many seconds while workers are there and nothing happens.
     """
 
-    def __init__(self, job: JobState, interval: float, paid_interval: float) -> None:
+    def __init__(self, job: JobState, interval: float, rate: float, paid_interval: float) -> None:
         self._job = job
-        self._interval, self._paid_interval = interval, paid_interval
+        self._interval, self._rate, self._paid_interval = interval, rate, paid_interval
         self._told_version, self._told_paid, self._told_at = -1, 0.0, 0.0
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
@@ -90,14 +91,18 @@ class Watchers:
         self, socket: web.WebSocketResponse, reader: asyncio.Task[None], brief: bool, progress: float
     ) -> None:
         clock = asyncio.get_running_loop().time
-        job, version, news, due = self._job, -1, -1, 0.0
+        job, version, news, due, free = self._job, -1, -1, 0.0, 0.0
         while not socket.closed and not reader.done():
             if news != job.news or (version != job.version and (clock() >= due or self._closing)):
                 version, news, due = job.version, job.news, clock() + progress
-                await socket.send_bytes(self._encode(brief))
+                encoded = self._encode(brief)
+                await socket.send_bytes(encoded)
+                free = clock() + len(encoded) / self._rate if brief else 0.0
             if self._closing:
                 return
             await asyncio.sleep(self._interval)
+            while clock() < free and not self._closing:  # noqa: ASYNC110 - a large one waits in small pieces
+                await asyncio.sleep(self._interval)
             if news != job.news or self._closing:
                 continue
             if version == job.version:

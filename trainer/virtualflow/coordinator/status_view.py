@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from virtualflow.coordinator.balance import known_pace, predicted_computing, predicted_step
-from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_EVENTS, BRIEF_RUNS
+from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_RUNS
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
 from virtualflow.protocol.settings import MAX_METRICS
@@ -16,8 +16,8 @@ from virtualflow.protocol.wording import describe_end
 def describe(job: JobState, brief: bool = False) -> http_api.Status:
     """All that may be known about ``job`` from outside.
 
-    ``brief``: of what has happened only the latest, and no paces. That of 4,096 workers is below a megabyte, which is
-    all that the operator reads.
+    ``brief``: what the operator needs: no events and paces, of changes only the latest, of metrics the loss and the one
+    that was not finite. That of 4,096 workers is below a megabyte, which is all that the operator reads.
     """
     history, progress = job.history, job.history.progress
     changes, events = history.ordered_changes(), tuple(history.events)
@@ -25,6 +25,9 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
     phase, predicted, computing = job.phase, predicted_step(cluster), predicted_computing(cluster)
     proposed = job.proposed if phase not in http_api.ENDED else None
     metrics = result.metrics if (result := history.result) else progress.metrics if progress else {}
+    if brief:
+        found = history.non_finite.metric if history.non_finite is not None else "loss"
+        metrics = {name: value for name, value in metrics.items() if name in ("loss", found)}
     us = this_party("the coordinator")
     assigned = {x.incarnation: x.virtual_nodes for x in job.running.members} if job.running else {}
     return http_api.Status(
@@ -56,7 +59,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         changes=changes[-BRIEF_CHANGES:] if brief else changes,
         changes_total=history.changes_total,
         repeated_steps=history.repeated_steps,
-        events=events[-BRIEF_EVENTS:] if brief else events,
+        events=() if brief else events,
         digest=result.digest if result else None,
         optimizer_digest=result.optimizer_digest if result else None,
         error=history.error,

@@ -5,7 +5,7 @@ A coordinator may be restarting at any moment, so requests are repeated with bac
 watch stream reconnects for ever. Every call may safely be repeated.
 
 Who answers is not trusted, since a coordinator's pod is within its user's reach: no redirect is followed, an answer is
-read in pieces up to a limit, and a stream no faster than its budget allows.
+read in pieces up to a limit, and a stream no faster than its reader allows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace, TracebackType
 from typing import Self
 
@@ -33,10 +33,11 @@ _PIECE = 65_536
 """Bytes of an answer that are read at once."""
 _CONNECTIONS = 4
 """Of one client: a stream or two, and calls."""
-_LEAST_COUNTED = 16_384
-"""Bytes that a message of the stream counts at least, since each costs time."""
-_BURST = 1.0
-"""Seconds of the stream's budget that may be spent at once."""
+_CAUGHT_UP = 8
+"""Messages of a stream that are passed over at once because a newer one is there already."""
+_DATA = (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY)
+Admit = Callable[[int], Awaitable[None]]
+"""Called with the size of a status that has come, before it is read; returns when it may be."""
 
 
 class CoordinatorUnreachable(VirtualFlowError):
@@ -58,6 +59,10 @@ class ProtocolMismatch(CallRefused):
 
 class CoordinatorMisbehaves(CallRefused):
     """What answers does what no coordinator does: it sends elsewhere, too much, or what cannot be read."""
+
+
+class StatusTooLarge(CoordinatorMisbehaves):
+    """A status is larger than what its reader takes."""
 
 
 class CoordinatorClient:
@@ -114,7 +119,14 @@ class CoordinatorClient:
         return _sentence(body)
 
     async def watch(
-        self, progress: float | None = None, *, brief: bool = False, on_link: Callable[[bool], None] | None = None
+        self,
+        progress: float | None = None,
+        *,
+        brief: bool = False,
+        on_link: Callable[[bool], None] | None = None,
+        most: int | None = None,
+        admit: Admit | None = None,
+        keep: Callable[[Status], Status] | None = None,
     ) -> AsyncIterator[Status]:
         """The status, now and after each change, for ever: a stream that breaks is opened again.
 
@@ -123,6 +135,10 @@ class CoordinatorClient:
             brief: with the latest few membership changes and events only.
             on_link: called with ``True`` when a stream is open, and with ``False`` when it broke or when none could be
                 opened; not again while that stays as it is.
+            most: bytes of the largest status that is taken (``StatusTooLarge`` is raised for a larger one); ``None``:
+                ``max_answer`` of the settings.
+            admit: awaited before a status is read. Of what comes meanwhile only the newest is.
+            keep: makes what the caller gets of a status, of which nothing else stays in memory.
         """
         assert self._session is not None, "use the client as an asynchronous context manager"
         query = {"brief": "1"} if brief else {}
@@ -143,12 +159,12 @@ class CoordinatorClient:
                 async with self._session.ws_connect(
                     self._url + "/v1/watch",
                     params=query,
-                    max_msg_size=self._settings.max_answer,
+                    max_msg_size=self._settings.max_answer if most is None else most,
                     timeout=aiohttp.ClientWSTimeout(ws_close=self._settings.request_timeout),
                     heartbeat=self._settings.request_timeout,
                 ) as stream:
                     tell(True)
-                    async with contextlib.aclosing(self._read(stream)) as statuses:
+                    async with contextlib.aclosing(self._read(stream, admit, keep)) as statuses:
                         async for status in statuses:
                             yield status
             except aiohttp.WSServerHandshakeError as error:
@@ -166,20 +182,35 @@ class CoordinatorClient:
             await asyncio.sleep(delay)
             delay = min(2 * delay, self._settings.retry_most)
 
-    async def _read(self, stream: aiohttp.ClientWebSocketResponse) -> AsyncGenerator[Status]:
-        """What comes over a stream, no faster than its budget allows: meanwhile the coordinator has to wait."""
-        free_at = time.monotonic()
-        async for message in stream:
-            if message.type is aiohttp.WSMsgType.ERROR:
-                if isinstance(message.data, aiohttp.WebSocketError):
-                    raise self._misbehaves(200, str(message.data)) from message.data
-                return  # the connection broke
-            if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
-                yield self._decode(message.data)
-                now = time.monotonic()
-                free_at = max(free_at, now) + max(len(message.data), _LEAST_COUNTED) / self._settings.stream_rate
-                if free_at - now > _BURST:
-                    await asyncio.sleep(free_at - now - _BURST)
+    async def _read(
+        self,
+        stream: aiohttp.ClientWebSocketResponse,
+        admit: Admit | None,
+        keep: Callable[[Status], Status] | None,
+    ) -> AsyncGenerator[Status]:
+        coming = asyncio.ensure_future(stream.receive())
+        try:
+            while True:
+                message = await coming
+                if message.type is aiohttp.WSMsgType.ERROR and isinstance(message.data, aiohttp.WebSocketError):
+                    too_large = message.data.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+                    kind = StatusTooLarge if too_large else CoordinatorMisbehaves
+                    raise kind(200, self._misbehavior(str(message.data))) from message.data
+                if message.type not in _DATA:
+                    return  # the connection broke, or was closed
+                coming = asyncio.ensure_future(stream.receive())
+                if admit is not None:
+                    await admit(len(message.data))
+                    for _ in range(_CAUGHT_UP):
+                        await asyncio.sleep(0)
+                        if not coming.done() or coming.exception() is not None or coming.result().type not in _DATA:
+                            break
+                        message, coming = coming.result(), asyncio.ensure_future(stream.receive())
+                status = self._decode(message.data)
+                del message
+                yield status if keep is None else (status := keep(status))
+        finally:
+            coming.cancel()
 
     def _decode(self, content: bytes | str) -> Status:
         """The status, of whatever version that this one has a protocol in common with."""
@@ -202,7 +233,10 @@ class CoordinatorClient:
         return explain_mismatch(coordinator, this_party("this client"))
 
     def _misbehaves(self, code: int, what: str) -> CoordinatorMisbehaves:
-        return CoordinatorMisbehaves(code, f"what answers at {self._url} does not behave like a coordinator: {what}")
+        return CoordinatorMisbehaves(code, self._misbehavior(what))
+
+    def _misbehavior(self, what: str) -> str:
+        return f"what answers at {self._url} does not behave like a coordinator: {what}"
 
     async def _refuse_redirect(
         self, _: aiohttp.ClientSession, __: SimpleNamespace, redirect: aiohttp.TraceRequestRedirectParams

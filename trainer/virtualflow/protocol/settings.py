@@ -5,7 +5,6 @@ Durations are seconds and sizes are bytes unless a name says otherwise.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -175,5 +174,3 @@ class SignalSettings:
     """How long a request is repeated while no coordinator answers: it may be restarting."""
     max_answer: int = 64 << 20
     """The largest answer or status that is read."""
-    stream_rate: float = math.inf
-    """Bytes of the stream of the status that are read in a second; a small message counts 16 KiB."""
