@@ -85,6 +85,14 @@ def test_nothing_withheld_is_released_while_the_job_is_failing(scene: Scene, wit
     assert scene.shown == []
 
 
+def test_of_what_is_withheld_only_the_latest_lines_are_kept(scene: Scene) -> None:
+    scene.relay.line("worker-0", "stderr", TRACEBACK[0])
+    for number in range(10_000):
+        scene.relay.line("worker-0", "stderr", f"  {number}")
+    scene.wait(GRACE)
+    assert scene.shown == [f"  {number}" for number in range(9_500, 10_000)]
+
+
 @pytest.mark.parametrize(
     ("tail", "last"),
     [

@@ -27,7 +27,7 @@ _REMEMBERED = 500
 @dataclass
 class _Source:
     backlog: deque[tuple[float, Stream, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    withheld: list[str] = field(default_factory=list)
+    withheld: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     withheld_since: float = 0.0
 
 
@@ -93,14 +93,15 @@ class LogRelay:
             return
         if state.withheld and not with_error and not self.withholding:
             self._release(source, state)
-        state.withheld = []
+        state.withheld.clear()
 
     def has_shown(self, text: str) -> bool:
         """Whether that line was shown lately."""
         return text in self._shown
 
     def _release(self, source: object, state: _Source) -> None:
-        lines, state.withheld = state.withheld, []
+        lines = list(state.withheld)
+        state.withheld.clear()
         for text in lines:
             self._pass(source, state, "stderr", text)
 
