@@ -2,13 +2,16 @@
 
 The official client's typed models check on the client and refuse what they do not know, a user's pod template among it,
 so only its transport and its configuration are used here. Nothing is retried: the work-queue decides what comes again.
+But where the API server says for how long it wants no further request (429 with ``Retry-After``), none is sent before.
 (But aiohttp sends a GET, PUT or DELETE a second time when the server closes a kept connection instead of answering: a
 replaced object may then be a Conflict and a deleted one NotFound, though this very call did it.)
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,7 +22,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from virtualflow_operator.constants import MANAGED_BY
-from virtualflow_operator.k8s.errors import Gone, Unavailable, refusal, unanswered
+from virtualflow_operator.k8s.errors import ApiError, Gone, TooManyRequests, Unavailable, refusal, unanswered
 from virtualflow_operator.k8s.nesting import TooDeep, bounded_response
 from virtualflow_operator.k8s.resources import Resource
 from virtualflow_operator.settings import ApiSettings
@@ -47,6 +50,8 @@ class KubeApi:
         self._client = client
         self._client.user_agent = MANAGED_BY
         self._timeout = aiohttp.ClientTimeout(total=settings.request_timeout)
+        self._quiet_until = -math.inf
+        """Monotonic seconds until which the API server wants no further request."""
 
     @classmethod
     async def connect(
@@ -135,6 +140,7 @@ class KubeApi:
         query = [("watch", "true"), ("labelSelector", label_selector), ("fieldSelector", field_selector)]
         query.append(("timeoutSeconds", str(int(seconds))))
         headers, path = {"Accept": "application/json"}, resource.path(namespace)
+        await self._keep_quiet()
         limits = aiohttp.ClientTimeout(sock_connect=self._timeout.total, sock_read=seconds + _WATCH_SLACK)
         try:
             request = await self._client.param_serialize(
@@ -144,7 +150,8 @@ class KubeApi:
             response: aiohttp.ClientResponse = answer.response
             try:
                 if response.status >= 300:
-                    raise refusal(response.status, await response.read(), response.headers.get("Retry-After"))
+                    text, wish = await response.read(), response.headers.get("Retry-After")
+                    raise self._note(refusal(response.status, text, wish))
                 rest = b""
                 async for chunk in response.content.iter_any():  # not by lines: aiohttp refuses long ones
                     *lines, rest = (rest + chunk).split(b"\n")
@@ -200,6 +207,19 @@ class KubeApi:
         """Put ``body`` in an object's place; :class:`Conflict` when its resourceVersion is no longer the newest."""
         return await self._request("PUT", resource, resource.path(namespace, name), body=body)
 
+    async def _keep_quiet(self) -> None:
+        """Wait for as long as the API server wants no further request."""
+        rest = self._quiet_until - time.monotonic()
+        if rest > 0:
+            await asyncio.sleep(rest)
+
+    def _note(self, error: ApiError) -> ApiError:
+        """Note for how long the API server wants no further request; a request's own limit is the most."""
+        if isinstance(error, TooManyRequests) and error.retry_after is not None:
+            wish = min(error.retry_after, self._settings.request_timeout)
+            self._quiet_until = max(self._quiet_until, time.monotonic() + wish)
+        return error
+
     async def _request(
         self,
         method: str,
@@ -211,6 +231,7 @@ class KubeApi:
         content_type: str = "application/json",
     ) -> Object:
         """Send one request and return its answer's JSON object, or raise what the answer means."""
+        await self._keep_quiet()
         begin = time.monotonic()
         code = 0
         try:
@@ -227,7 +248,7 @@ class KubeApi:
             if self.observe is not None:
                 self.observe(method, resource.plural, code, time.monotonic() - begin)
         if code >= 300:  # redirects are followed; what is left of them is no answer either
-            raise refusal(code, data, response.headers.get("Retry-After"))
+            raise self._note(refusal(code, data, response.headers.get("Retry-After")))
         try:
             answer = json.loads(data)
         except ValueError as error:

@@ -417,3 +417,16 @@ def test_in_a_cluster_a_renewed_token_is_read_again(
                     await api.list(PODS)
 
     asyncio.run(test())
+
+
+def test_an_api_server_that_wants_no_request_for_a_while_gets_none() -> None:
+    async def story(server: FakeApi, api: KubeApi) -> None:
+        server.inject(Fault(code=429, retry_after=1, verb="get", resource="secrets"))
+        with pytest.raises(TooManyRequests):
+            await api.get(SECRETS, "default", "a")
+        refused = server.requests[-1].time
+        with pytest.raises(NotFound):
+            await api.get(PODS, "default", "a")
+        assert server.requests[-1].time - refused > 0.9
+
+    run(story)
