@@ -85,6 +85,7 @@ def api_server(folder: Path) -> Iterator[Path]:
         "--service-cluster-ip-range=10.97.0.0/16",
         "--authorization-mode=RBAC",
         "--disable-admission-plugins=ServiceAccount",
+        "--allow-privileged=true",  # as clusters have it: what forbids it is admission
     ]
     kubeconfig = folder / "kubeconfig"
     cluster = {"server": f"https://127.0.0.1:{port}", "insecure-skip-tls-verify": True}

@@ -95,6 +95,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- join "," $pairs -}}
 {{- end -}}
 
+{{/* The namespaces that are named, separated by commas; empty: all. */}}
+{{- define "virtualflow.namespaces" -}}
+{{- if kindIs "slice" .Values.namespaces -}}{{- join "," .Values.namespaces -}}{{- end -}}
+{{- end -}}
+
 {{/* What the operator may do where its jobs are. docs/how-to/security.md says why it needs each of them. */}}
 {{- define "virtualflow.jobRules" -}}
 - apiGroups: [virtualflow.dev]

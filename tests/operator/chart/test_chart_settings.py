@@ -148,6 +148,8 @@ WRONG: dict[str, Object] = {
     "one for a list": {"namespaces": "team-a"},
     "a name that is none": {"namespaces": ["Team A"]},
     "a namespace twice": {"namespaces": ["team-a", "team-a"]},
+    "no namespace": {"namespaces": []},
+    "a namespace of Kubernetes": {"namespaces": ["team-a", "kube-system"]},
     "an unknown choice": {"operator": {"logFormat": "strict"}},
     "an unknown pull policy": {"image": {"pullPolicy": "always"}},
     "a tag inside the repository": {"image": {"repository": "operator@sha256:0"}},
