@@ -42,7 +42,10 @@ def test_the_chart_passes_a_strict_lint(values: Object) -> None:
 @with_helm
 @each_set
 def test_every_object_bears_the_usual_labels_and_its_namespace(values: Object) -> None:
-    cluster_wide = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}
+    cluster_wide = {
+        *("ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"),
+        *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
+    }
     for found in render(values):
         if found["kind"] == "CustomResourceDefinition":
             continue
@@ -63,7 +66,8 @@ def test_no_object_stands_twice() -> None:
 @with_helm
 def test_the_longest_release_name_still_gives_valid_names() -> None:
     for found in render(EVERYTHING, release="a" * 53):
-        limit = 253 if found["kind"].startswith("Cluster") or found["kind"] == "CustomResourceDefinition" else 63
+        long = ("Cluster", "CustomResourceDefinition", "ValidatingAdmissionPolicy")
+        limit = 253 if found["kind"].startswith(long) else 63
         assert len(found["metadata"]["name"]) <= limit
         assert all(len(str(value)) <= 63 for value in found["metadata"].get("labels", {}).values())
 

@@ -121,7 +121,7 @@ def test_the_schema_is_strict_wherever_it_names_values() -> None:
     def check(rules: Mapping[str, Any]) -> None:
         assert rules["additionalProperties"] is False
         for rule in rules["properties"].values():
-            if rule["type"] == "object" and "properties" in rule:
+            if rule.get("type") == "object" and "properties" in rule:
                 check(rule)
 
     jsonschema.Draft7Validator.check_schema(schema())
