@@ -5,7 +5,7 @@ Pure. Nothing here depends on anything that changes by itself, so that a job in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -344,3 +344,48 @@ def _why_not(pod: Pod, facts: JobFacts) -> str:
     if pod.live and pod.unschedulable:
         return f"no node takes {pod.name}: {never_fits(pod, facts.scene.nodes) or pod.unschedulable}"
     return ""
+
+
+# --- how soon it is to be written -------------------------------------------------------------------------------------
+
+_PROGRESS = frozenset(
+    {
+        "assignment",
+        "changes",
+        "checkpointStep",
+        "checkpointTime",
+        "earlierSteps",
+        "endedRuns",
+        "epoch",
+        "generation",
+        "lastChange",
+        "loss",
+        "memoryCopyBytes",
+        "memoryCopyStep",
+        "memoryCopyTime",
+        "predictedStepMilliseconds",
+        "repeatedSteps",
+        "run",
+        "scaling",
+        "step",
+        "stepMilliseconds",
+        "stepsPerSecond",
+        "totalSteps",
+    }
+)
+"""What the coordinator says and nothing is decided by before it is written."""
+
+
+def is_progress(old: Mapping[str, Any], patch: Mapping[str, Any]) -> bool:
+    """Whether a patch of the status ``old`` tells of progress only, or says the same conditions in other words.
+
+    Such a one is written now and then; what people wait for is written at once.
+    """
+    changed = set(patch) - _PROGRESS
+    if changed == {"conditions"}:
+        return _standing(old.get("conditions")) == _standing(patch["conditions"])
+    return not changed
+
+
+def _standing(conditions: list[dict[str, Any]] | None) -> list[tuple[Any, ...]]:
+    return [tuple(condition.get(field) for field in ("type", "status", "reason")) for condition in conditions or ()]

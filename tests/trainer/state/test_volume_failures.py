@@ -22,19 +22,21 @@ FIRST, NEXT = Generation(1, 1), Generation(2, 1)
 
 
 class Volume:
-    """Fails so often, in one method of paths that are called so, and works again then."""
+    """Fails so often, in one method of paths that are called so or in ``os.open`` of them, and works again then."""
 
     def __init__(self, patch: pytest.MonkeyPatch, method: str, name: str, number: int, times: int) -> None:
         self.refused = 0
-        real: Callable[..., Any] = getattr(Path, method)
+        where: Any = os if method == "os.open" else Path
+        method = method.removeprefix("os.")
+        real: Callable[..., Any] = getattr(where, method)
 
-        def act(path: Path, *arguments: Any, **options: Any) -> Any:
-            if path.name.startswith(name) and self.refused < times:
+        def act(path: Path | str, *arguments: Any, **options: Any) -> Any:
+            if Path(path).name.startswith(name) and self.refused < times:
                 self.refused += 1
                 raise OSError(number, os.strerror(number))
             return real(path, *arguments, **options)
 
-        patch.setattr(Path, method, act)
+        patch.setattr(where, method, act)
 
 
 @pytest.fixture
@@ -79,8 +81,8 @@ def begun(checkpointer: Checkpointer) -> int:
     ("method", "name", "begins"),
     [
         pytest.param("rename", "step-00000020", "the checkpoint {}/step-00000020.1.1 cannot be renamed", id="rename"),
-        pytest.param("read_bytes", "manifest", "the checkpoint {}/step-00000020.1.1 cannot be read", id="manifest"),
-        pytest.param("open", "state", "the checkpoint {}/step-00000020.1.1 cannot be read", id="state"),
+        pytest.param("os.open", "manifest", "the checkpoint {}/step-00000020.1.1 cannot be read", id="manifest"),
+        pytest.param("os.open", "state", "the checkpoint {}/step-00000020.1.1 cannot be read", id="state"),
         pytest.param("iterdir", "", "the checkpoint directory {} cannot be read", id="list"),
     ],
 )
@@ -158,14 +160,14 @@ def test_what_does_not_pass_is_an_error(
 def test_a_checkpoint_that_stays_unreadable_gives_way_to_an_older_one(
     begin: Callable[..., Checkpointer], tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Path.read_bytes
+    real = os.open
 
-    def read_bytes(path: Path) -> bytes:
-        if path.parent.name.startswith("step-00000020"):
+    def open_(path: Path | str, *arguments: Any, **options: Any) -> int:
+        if Path(path).parent.name.startswith("step-00000020"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path)
+        return real(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(os, "open", open_)
     assert begun(begin(0.05)) == 10
     assert told[-1].startswith(f"skipped the damaged checkpoint {tmp_path}/step-00000020.1.1")
 
