@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from cluster import OPERATOR, RELEASE, ROOT, SYSTEM, Cluster, until
 from cluster_jobs import OPERATOR_IMAGE, Job, digits
 
-KINDS = "namespaces,clusterroles,clusterrolebindings,persistentvolumes,customresourcedefinitions"
+KINDS = (
+    "namespaces,clusterroles,clusterrolebindings,persistentvolumes,customresourcedefinitions,"
+    "validatingadmissionpolicies,validatingadmissionpolicybindings"
+)
 CRD = "virtualflowjobs.virtualflow.dev"
 QUEUE_CRD = "virtualflowqueues.virtualflow.dev"
 

@@ -16,7 +16,7 @@ from slots import add_queue, set_slots, take_slot
 from kstatus import kstatus
 
 FULL = "e2e-full"
-WAITING = take_slot(digits("waits", queue=FULL, virtualNodes=64, replicas=64, minReplicas=64))
+WAITING = take_slot(digits("waits", queue=FULL, virtualNodes=64, replicas=64, minReplicas=64, maxReplicas=64))
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,7 @@ def helm_install(installed: Installed, folder: Path, namespace: str, job: Object
     [
         pytest.param(digits("trains", steps=3000, pause=0.1), "Running", id="trains"),
         pytest.param(digits("suspended", suspend=True), "Suspended", id="is suspended"),
-        pytest.param(
-            WAITING,
-            "Pending",
-            id="waits in its queue",
-        ),
+        pytest.param(WAITING, "Pending", id="waits in its queue"),
     ],
 )
 @pytest.mark.usefixtures("full")
@@ -81,7 +77,7 @@ def test_a_misspelt_field_and_a_volume_that_is_not_there_are_named(
     container(misspelt)["resourcess"] = {"limits": {"nvidia.com/gpu": 1}}
     stuck = digits("stuck", elasticity={"startupDeadlineSeconds": 75})
     pod = stuck["spec"]["workerGroups"][0]["template"]["spec"]
-    pod["volumes"] = [{"name": "data", "configMap": {"name": "not-there"}}]
+    pod["volumes"].append({"name": "data", "configMap": {"name": "not-there"}})
     jobs = start(misspelt), start(stuck)
     said = jobs[0].wait_condition("Progressing", "TemplateRejected", 30)["message"]
     assert 'unknown field "spec.containers[0].resourcess"' in said

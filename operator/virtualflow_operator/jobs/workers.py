@@ -15,7 +15,7 @@ from virtualflow.protocol.wording import counted
 from virtualflow_operator.api import Node, Object, Standing, format_time, parse_time
 from virtualflow_operator.constants import TERMINATION_TAINTS, WORKER
 from virtualflow_operator.jobs import event_messages, manifests
-from virtualflow_operator.jobs.actions import FAILED_GRACE, CheckTemplates, CreatePod, Draft, ReadEvents
+from virtualflow_operator.jobs.actions import FAILED_GRACE, LINGER_GRACE, CheckTemplates, CreatePod, Draft, ReadEvents
 from virtualflow_operator.jobs.node_fit import could_take
 from virtualflow_operator.jobs.pod_classification import LEFT, ClassifiedPod, has_left
 from virtualflow_operator.jobs.scene import JobFacts
@@ -171,9 +171,16 @@ def _relieve(facts: JobFacts, draft: Draft, plan: WorkerPlan) -> None:
     leaving = [(worker, worker.reason or f"{counted(facts.spec.desired, 'worker')} wanted") for worker in plan.retire]
     drain(facts, draft, leaving)
     for worker, reason in leaving:
-        # One that the coordinator does not know has nothing to hand over.
-        grace = 1.0 if facts.connected and worker.standing == "absent" else None
-        draft.delete(worker.pod, reason, "drain" if worker.fate == "planned" else "scale", grace)
+        draft.delete(worker.pod, reason, "drain" if worker.fate == "planned" else "scale", _grace(facts, worker))
+
+
+def _grace(facts: JobFacts, worker: ClassifiedPod) -> float | None:
+    """Seconds for a worker to leave in; ``None``: those of its pod."""
+    if facts.connected and worker.standing == "absent":
+        return 1.0  # one that the coordinator does not know has nothing to hand over
+    # Sidecars that never end would use up all of the pod's: a kubelet neither tells how one container of a pod that is
+    # being deleted has ended, nor lets a later deletion shorten the time that it waits for the others.
+    return facts.spec.elasticity.drain_grace_seconds + LINGER_GRACE if worker.pod.accompanied else None
 
 
 # --- nodes that new workers keep off ----------------------------------------------------------------------------------
@@ -310,16 +317,11 @@ def delete_ended(facts: JobFacts, draft: Draft) -> None:
     Those that saw the end of the training stay, for their logs; but not where sidecars would keep their devices.
     """
     for worker in facts.pods.of("announced"):
-        draft.delete(worker.pod, worker.reason, "drain")
+        draft.delete(worker.pod, worker.reason, "drain", _grace(facts, worker))
     for worker in facts.pods.of("lost", "declared-lost"):
         counted = not worker.counts or worker.pod.uid in draft.status.failures.counted
         if counted and not worker.pod.terminating:
             draft.delete(worker.pod, worker.reason, "lost", FAILED_GRACE)
-    # How containers of a pod that is being deleted have ended is told when all have: the coordinator knows it sooner.
-    told = facts.connected and facts.remote is not None and facts.remote.phase in ("training", "evaluating", "done")
-    for worker in facts.pods.of("leaving") if told else ():
-        if worker.pod.accompanied and worker.standing == "absent":
-            draft.end_lingering(worker.pod, facts.now)
     for worker in facts.pods.of("left", "disrupted", "crashed", "refused", "unfit"):
         counted = worker.fate not in ("crashed", "refused") or worker.pod.uid in draft.status.failures.counted
         if counted and worker.pod.lingers:

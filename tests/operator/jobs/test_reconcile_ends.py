@@ -36,7 +36,7 @@ from virtualflow.protocol.termination_message import TerminationMessage
 from virtualflow_operator import reasons
 from virtualflow_operator.api.objects import Node, Service, format_time
 from virtualflow_operator.jobs import manifests
-from virtualflow_operator.jobs.actions import LINGER_GRACE, DeleteJob, PointService
+from virtualflow_operator.jobs.actions import LINGER_GRACE, DeleteJob, DeletePod, PointService
 
 # --- how it ends ------------------------------------------------------------------------------------------------------
 
@@ -147,16 +147,13 @@ def test_a_sidecar_that_never_ends_holds_no_device_behind_a_worker_that_saw_the_
     assert stage.decide().status.phase == "BackOff"
 
 
-def test_a_sidecar_has_not_the_whole_grace_of_a_worker_that_has_left() -> None:
-    stage = training(states={1: "draining"})
-    leaving = dataclasses.replace(stage.pods[2], deleting_at=NOW + 300, accompanied=True)
-    swap(stage, leaving)
-    assert deleted(stage.decide()) == []
-    stage.link = link(remote("training", seen(stage.pods[1]), wanted=2, minimum=1))
-    plan = stage.decide()
-    assert deleted(plan) == [leaving.name]
-    swap(stage, dataclasses.replace(leaving, accompanied=False))
-    assert deleted(stage.decide()) == [], "a worker alone ends by itself"
+def test_a_worker_with_sidecars_has_the_time_of_a_drain_and_not_all_of_its_pod_s() -> None:
+    stage = edit(training(), replicas=1)
+    alone, beside = stage.pods[2], dataclasses.replace(stage.pods[2], accompanied=True)
+    for pod, grace in ((alone, None), (beside, 40.0)):
+        swap(stage, pod)
+        (deletion,) = [action for action in stage.decide().actions if isinstance(action, DeletePod)]
+        assert (deletion.name, deletion.grace) == (alone.name, grace)
 
 
 def test_nothing_lingers_of_a_job_that_is_over_or_suspended() -> None:
