@@ -353,6 +353,11 @@ class Story:
     def _plan(self, number: str) -> m.Plan:
         return next(plan for plan in self.job.seen.values() if str(plan.generation) == number)
 
+    def _generation(self, number: str) -> m.Generation:
+        """Also one that nobody has told the coordinator of."""
+        known = {str(plan.generation): plan.generation for plan in self.job.seen.values()}
+        return known.get(number) or m.Generation(self.job.state.incarnation, int(number))
+
     def do_hello(self, name: str, *flags: str, inside: str = "", alone_in: str = "", address: str = "h") -> str | None:
         """It connects: ``inside`` a generation of this coordinator, or ``alone_in`` one of a former one."""
         worker = name.partition(".")[0]
@@ -376,8 +381,7 @@ class Story:
         self, name: str, generation: str, step: str, detail: str, convicts: str = "", contested: str = ""
     ) -> None:
         """A collective of that generation failed; it ``convicts`` another, or one is ``contested``."""
-        known = {str(plan.generation): plan.generation for plan in self.job.seen.values()}
-        number = known.get(generation) or m.Generation(self.job.state.incarnation, int(generation))
+        number = self._generation(generation)
         without = self._plan(contested) if contested else None
         convicted = self._incarnation(convicts) if convicts else None
         self.job.hear(self._incarnation(name), m.Broken(number, int(step), detail, without, convicted))
@@ -385,6 +389,10 @@ class Story:
     def do_progress(self, name: str, generation: str, step: str) -> None:
         number = self._plan(generation).generation
         self.job.hear(self._incarnation(name), m.Progress(number, int(step), 0, 100, {}, 1.0, "training"))
+
+    def do_left(self, name: str, generation: str, step: str) -> None:
+        """It says that the others went on without it in that generation."""
+        self.job.hear(self._incarnation(name), m.Left(self._generation(generation), int(step)))
 
     def do_done(self, name: str, step: str, digest: str = "d") -> None:
         self.job.hear(self._incarnation(name), m.Done(int(step), digest, digest, {}, 1.0, int(step)))

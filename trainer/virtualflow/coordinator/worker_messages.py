@@ -284,14 +284,19 @@ def _note_odd(state: JobState, worker: Worker, odd: tuple[str, ...]) -> None:
 
 def _left(state: JobState, worker: Worker, generation: m.Generation, step: int, now: float) -> None:
     plan = state.plan_of(generation)
-    if plan is not None and generation not in state.withdrawn and not plan.includes(worker.incarnation):
+    # Only a member of the running generation sees the others go on without it. A worker of a generation that this
+    # coordinator did not know has said so in its Hello, which made that one the running one.
+    sees_others = worker.entered is not None and worker.entered == state.running_generation
+    known = plan is not None and generation not in state.withdrawn and not plan.includes(worker.incarnation)
+    if plan is not None and known and sees_others:
         learn(state, plan, now)
     contact = state.roster.contacts[worker.incarnation]
     contact.waits_for_release, contact.left_by = True, generation
     if not worker.left:
         state.roster.update(worker.incarnation, left=True, deserted=generation == m.NO_GENERATION)
         confirm_end(state, worker.incarnation)
-        state.history.step = max(state.history.step, step)
+        if worker.entered is not None:
+            state.history.step = max(state.history.step, step)
         state.tell("left", f"{worker.name} left after step {step}")
 
 
