@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from virtualflow.protocol import framing
 from virtualflow.protocol import messages as m
-from virtualflow.protocol.settings import MAX_CHANGES, MAX_UNPACKED, MAX_VIRTUAL_NODES
+from virtualflow.protocol.metrics import as_metrics
+from virtualflow.protocol.settings import (
+    MAX_CHANGES,
+    MAX_METRICS,
+    MAX_RUNS,
+    MAX_UNPACKED,
+    MAX_VIRTUAL_NODES,
+    MAX_WORKERS,
+)
 
 HELLO = hello("worker-0")
 
@@ -41,6 +49,11 @@ CHANGE = {
     "stateDonors": None,
     "repeatedVirtualNodes": 0,
 }
+
+
+def progress_of(metrics: int) -> bytes:
+    names = {f"{number:x}": 1.0 for number in range(metrics)}
+    return m.encode(m.Progress(m.Generation(1, 1), 1, 0, None, names, 1.0, "training"))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +92,7 @@ CHANGE = {
         pytest.param(hello_with().replace(b"null", b"NaN", 1), id="NaN"),
         pytest.param(hello_with().replace(b"null", b"Infinity", 1), id="infinity"),
         pytest.param(hello_with(changes=[CHANGE] * (MAX_CHANGES + 1)), id="an enormous list"),
+        pytest.param(progress_of(MAX_METRICS + 1), id="too many metrics"),
     ],
 )
 def test_what_is_no_message_is_refused(raw: bytes) -> None:
@@ -126,6 +140,34 @@ def test_what_was_packed_otherwise_is_refused(raw: bytes) -> None:
     for unpack in (framing.unpack_from_worker, framing.unpack_to_worker):
         with pytest.raises(msgspec.MsgspecError):
             unpack(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(zlib.compress(progress_of(200_000)), id="metrics"),
+        pytest.param(zlib.compress(hello_with(unknown=dict.fromkeys(map(str, range(200_000))))), id="an unknown field"),
+        pytest.param('{"type":"heartbeat","doing":[' + "1," * 200_000 + "1]}", id="a list as text"),
+    ],
+)
+def test_a_message_of_very_many_values_is_refused_before_it_is_decoded(raw: bytes | str) -> None:
+    for unpack in (framing.unpack_from_worker, framing.unpack_to_worker):
+        with pytest.raises(msgspec.DecodeError, match=r"^it has 2\d{5} values, and no message has more than 131072$"):
+            unpack(raw)
+
+
+def test_the_largest_messages_of_a_job_have_few_enough_values() -> None:
+    member = m.Member("worker-0", "a", "10.0.0.1", 0, 1)
+    plan = m.Plan(m.Generation(1, 1), "planned", (member,) * MAX_WORKERS, ("a",) * MAX_WORKERS, "join", "all join")
+    result = m.RunResult(1, 10, 10, "d", {f"metric-{number}": 1.0 for number in range(500)})
+    changes = (msgspec.convert(CHANGE, m.Change),) * MAX_CHANGES
+    largest = msgspec.structs.replace(HELLO, plan=plan, changes=changes, runs=(result,) * MAX_RUNS)
+    assert framing.unpack_from_worker(framing.pack(largest)) == largest
+
+
+def test_a_worker_tells_of_no_more_metrics_than_a_message_may_have() -> None:
+    told = as_metrics({f"metric-{number}": 1.0 for number in range(MAX_METRICS + 1)})
+    assert list(told) == [f"metric-{number}" for number in range(MAX_METRICS)]
 
 
 @given(st.binary())

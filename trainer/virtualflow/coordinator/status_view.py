@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 from virtualflow.coordinator.balance import known_pace, predicted_computing, predicted_step
 from virtualflow.coordinator.settings import BRIEF_CHANGES, BRIEF_RUNS
 from virtualflow.coordinator.state import JobState
 from virtualflow.protocol import http_api
-from virtualflow.protocol.settings import MAX_METRICS
 from virtualflow.protocol.versions import this_party
 from virtualflow.protocol.wording import describe_end
 
@@ -51,7 +48,7 @@ def describe(job: JobState, brief: bool = False) -> http_api.Status:
         step=history.step,
         total_steps=history.total_steps,
         epoch=progress.epoch if progress else 0,
-        metrics=dict(islice(metrics.items(), MAX_METRICS)),
+        metrics=metrics,
         steps_per_second=progress.steps_per_second if progress else 0.0,
         step_ms=result.step_ms if result else progress.step_ms if progress else None,
         hold=job.hold,

@@ -7,7 +7,7 @@ import zlib
 import msgspec
 
 from virtualflow.protocol.messages import FromWorker, ToWorker, encode
-from virtualflow.protocol.settings import DEFLATED, MAX_UNPACKED
+from virtualflow.protocol.settings import DEFLATED, MAX_UNPACKED, MAX_VALUES
 
 
 def pack(message: msgspec.Struct) -> bytes:
@@ -22,7 +22,7 @@ def unpack_from_worker(data: bytes | str) -> FromWorker:
     Raises:
         MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
     """
-    return from_worker.decode(inflated(data))
+    return from_worker.decode(countable(inflated(data)))
 
 
 def unpack_to_worker(data: bytes | str) -> ToWorker:
@@ -31,7 +31,7 @@ def unpack_to_worker(data: bytes | str) -> ToWorker:
     Raises:
         MsgspecError, UnicodeDecodeError, RecursionError: it is no such message, or too long.
     """
-    return to_worker.decode(inflated(data))
+    return to_worker.decode(countable(inflated(data)))
 
 
 def inflated(data: bytes | str) -> bytes | str:
@@ -46,6 +46,18 @@ def inflated(data: bytes | str) -> bytes | str:
     if not inflate.eof or inflate.unused_data:
         raise msgspec.DecodeError("it was cut off, is too long, or something follows it")
     return plain
+
+
+def countable(data: bytes | str) -> bytes | str:
+    """JSON with no more values than a message may have. msgspec counts a list only once it has decoded all of it.
+
+    Every value but the first of a list or an object stands behind a comma, so commas, those in texts included, bound
+    how many there are.
+    """
+    values = data.count("," if isinstance(data, str) else b",")
+    if values > MAX_VALUES:
+        raise msgspec.DecodeError(f"it has {values} values, and no message has more than {MAX_VALUES}")
+    return data
 
 
 from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)

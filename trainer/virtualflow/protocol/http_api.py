@@ -27,11 +27,10 @@ from virtualflow.protocol.messages import (
     Version,
     Word,
 )
-from virtualflow.protocol.metrics import Metric
+from virtualflow.protocol.metrics import Metrics
 from virtualflow.protocol.settings import (
     MAX_CHANGES,
     MAX_LISTED,
-    MAX_METRICS,
     MAX_NAME,
     MAX_RUNS,
     MAX_WORKERS,
@@ -264,7 +263,7 @@ class Status(Base, frozen=True, tag=False):
     step: Count
     total_steps: Count | None
     epoch: Count
-    metrics: Annotated[dict[str, Metric], msgspec.Meta(max_length=MAX_METRICS)]
+    metrics: Metrics
     steps_per_second: float
     step_ms: float | None
     """How long a step takes: the median of the latest ones, and of all once the training is complete."""

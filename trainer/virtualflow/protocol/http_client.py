@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 
 from virtualflow.errors import VirtualFlowError
+from virtualflow.protocol.framing import countable
 from virtualflow.protocol.http_api import PATHS, Answer, Call, Status
 from virtualflow.protocol.messages import encode
 from virtualflow.protocol.settings import SignalSettings
@@ -215,7 +216,7 @@ class CoordinatorClient:
     def _decode(self, content: bytes | str) -> Status:
         """The status, of whatever version that this one has a protocol in common with."""
         try:
-            status, error = _status.decode(content), None
+            status, error = _status.decode(countable(content)), None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
             status, error = None, fault
         mismatch = self._mismatch(read_status_header(content) if status is None else status)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from virtualflow.protocol.backward import PassClass
-from virtualflow.protocol.metrics import Metric, NotFinite
+from virtualflow.protocol.metrics import Metrics, NotFinite
 from virtualflow.protocol.settings import (
     HEARTBEAT_LIMIT,
     MAX_CHANGES,
@@ -107,7 +107,7 @@ class Plan(Base, frozen=True, tag="plan"):
     generation: Generation
     mode: Literal["planned", "recovery"]
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_WORKERS)]
-    joiners: tuple[Name, ...]
+    joiners: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)]
     cause: Cause
     reason: Sentence
     ended: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
@@ -201,7 +201,7 @@ class RunResult(Base, frozen=True, tag=False):
     """Completed steps."""
     total_steps: Count | None
     digest: Annotated[str, msgspec.Meta(max_length=64)]
-    metrics: dict[str, Metric]
+    metrics: Metrics
     stopped_early: bool = False
     """The script has left the loop before the last step."""
 
@@ -351,7 +351,7 @@ class Progress(Base, frozen=True, tag="progress"):
     step: Count
     epoch: Count
     total_steps: Count | None
-    metrics: dict[str, Metric]
+    metrics: Metrics
     steps_per_second: float
     phase: Literal["training", "evaluating"]
     step_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -414,7 +414,7 @@ class Done(Base, frozen=True, tag="done"):
     step: Count
     digest: Annotated[str, msgspec.Meta(max_length=64)]
     optimizer_digest: Annotated[str, msgspec.Meta(max_length=64)]
-    metrics: dict[str, Metric]
+    metrics: Metrics
     step_ms: float | None
     timed_steps: Count
     non_finite: NonFinite | None = None

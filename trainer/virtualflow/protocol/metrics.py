@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from itertools import islice
+from typing import Annotated, Literal
+
+import msgspec
+
+from virtualflow.protocol.settings import MAX_METRICS
 
 NotFinite = Literal["NaN", "Infinity", "-Infinity"]
 Metric = float | NotFinite
+Metrics = Annotated[dict[str, Metric], msgspec.Meta(max_length=MAX_METRICS)]
+"""By name, as they travel."""
 
 
 def not_finite(value: float) -> NotFinite | None:
@@ -23,8 +30,8 @@ def not_finite(value: float) -> NotFinite | None:
 
 
 def as_metrics(values: Mapping[str, Metric]) -> dict[str, Metric]:
-    """``values`` as they travel."""
-    return {name: not_finite(float(value)) or value for name, value in values.items()}
+    """The first ``MAX_METRICS`` of ``values``, as they travel."""
+    return {name: not_finite(float(value)) or value for name, value in islice(values.items(), MAX_METRICS)}
 
 
 def show_metric(value: Metric, digits: int = 6) -> str:

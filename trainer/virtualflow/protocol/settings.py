@@ -89,6 +89,10 @@ MAX_MESSAGE = 1 << 20
 MAX_UNPACKED = 8 << 20
 """What a message may hold once it is inflated: a generation of ``MAX_WORKERS`` takes a quarter of it."""
 
+MAX_VALUES = 1 << 17
+"""Values of all lists and objects of a message or status together. A status with ``2 * MAX_WORKERS`` workers and all
+else at its limit has fewer. Decoded, so many take 10 MiB, and those that fit into ``MAX_UNPACKED`` take 60."""
+
 DEFLATED = 4_096
 """Messages above this size travel deflated: a generation's members shrink to a quarter, keys of a rendezvous more."""
 
@@ -105,7 +109,7 @@ RECORD_KEEPERS = 3
 """Members, the first by rank, that keep the record of the job for coordinators to come."""
 
 MAX_METRICS = 4_096
-"""Metrics in a job's status."""
+"""Metrics that a worker tells of and a job's status shows: the first ones."""
 
 MAX_RUNS = 100
 """Ended runs of a script that a job remembers; the oldest go first."""
